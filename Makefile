@@ -1,0 +1,67 @@
+# `make demo` and `make test` need Python 3.12 or newer (with venv) and nothing else: everything goes into .venv.
+#   make test ARGS="tests/test_formats.py -x"    one file
+#   make test CUDA=13                            install jax for NVIDIA GPUs too (12 or 13)
+#   make demo PYTHON=/opt/python3.13/bin/python  name the interpreter
+
+VENV ?= .venv
+ARGS ?=
+CUDA ?=
+PYTHON ?=
+
+bin := $(VENV)/bin
+cuda := $(if $(CUDA),-cuda$(CUDA))
+pip := $(bin)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
+	@echo "make test     run the tests"
+	@echo "make lint     ruff and pyright"
+	@echo "make format   let ruff rewrite what it can"
+	@echo "make bench    time one layer against the machine's own limits"
+	@echo "make clean    remove what was built; 'rm -r $(VENV)' removes the environment"
+
+demo: $(VENV)/installed-hf$(cuda)
+	$(bin)/python examples/gpt_oss/generate.py $(ARGS)
+
+test: $(VENV)/installed-test$(cuda)
+	$(bin)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-dev$(cuda)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/pyright
+
+format: $(VENV)/installed-dev$(cuda)
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+bench: $(VENV)/installed-bench$(cuda)
+	$(bin)/python benchmarks/layer.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
+
+# One stamp for each set of extras; the dashes between them become pip's commas.
+$(VENV)/installed-%: pyproject.toml | $(bin)/python
+	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
+	@echo "installing jmx[$(subst -,$(comma),$*)] into $(VENV)"
+	@$(pip) install --editable '.[$(subst -,$(comma),$*)]'
+	@touch $@
+
+# A name can exist and not run (a pyenv shim of a version that is not selected), so each candidate is tried.
+$(bin)/python:
+	@for python in $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
+	        echo "making $(VENV) with $$($$python -c 'import sys; print(sys.executable)')"; \
+	        $$python -m venv $(VENV); exit; \
+	    fi; \
+	done; \
+	echo "error: no Python 3.12 or newer among: $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python)" >&2; \
+	echo "       name one with 'make PYTHON=/path/to/python3.12 ...'" >&2; exit 1
+
+comma := ,
