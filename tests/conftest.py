@@ -1,0 +1,48 @@
+"""What every test shares: the platform it runs on, skips with reasons, and fresh random data that can be had again."""
+
+import importlib.util
+import os
+import pathlib
+import secrets
+import zlib
+
+# jax reads these while it is imported, so they stand before the import. A caller's own values win.
+CUDA_WHEELS = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+GPU_HERE = pathlib.Path("/dev/nvidiactl").exists()
+if CUDA_WHEELS and not GPU_HERE:  # compiling for a GPU that is not there needs the plugin, but not cuDNN and the driver
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # pytest-xdist's workers share one card
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # meshes
+
+# Set before pytest-xdist starts its workers, who inherit it.
+SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+# Tracing and compiling make the first example slow and the clock meaningless.
+hypothesis.settings.register_profile(
+    "jmx", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("jmx")
+
+
+def pytest_report_header() -> str:
+    return f"jax {jax.__version__} on {jax.default_backend()}, JMX_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; jax runs on {jax.default_backend()} here"))
+        if item.get_closest_marker("aot") and not CUDA_WHEELS:
+            item.add_marker(pytest.mark.skip(reason="needs the CUDA plugin wheels; CONTRIBUTING names them"))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """This test's random numbers: new in every run, had again by setting the JMX_TEST_SEED that a failure prints."""
+    print(f"JMX_TEST_SEED={SEED}")
+    return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])
