@@ -1,0 +1,182 @@
+"""Activations between an expert's two matrices: frozen dataclasses, hashable and static, each with its jnp meaning.
+
+A gated activation takes gate and up, the two halves of the first matrix's 2I outputs; an un-gated one takes its I
+outputs. Kernels read the parameters; `__call__` is the definition that they are tested against. All compute in the
+dtype of their arguments, NaN in gives NaN out, and gradients are those of jax: 0 beyond a clamp, half at the clamp.
+"""
+
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+GATE_UP_ORDERS = ("interleaved", "concatenated")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Base of all activations. `gated` says whether the first matrix has 2I rows (gate and up) or I.
+
+    Gated ones are called with `(gate, up)`, un-gated ones with `(x)`; floating arrays in, the same shape and dtype out.
+    """
+
+    gated: ClassVar[bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SwiGLU(Activation):
+    """(up + beta) * gate * sigmoid(alpha * gate), with gate = min(gate, limit) and up = clip(up, -limit, limit).
+
+    gpt-oss has alpha 1.702, beta 1.0, limit 7.0 (its published model code). The defaults are plain SwiGLU (Shazeer,
+    "GLU Variants Improve Transformer", 2020).
+
+    Args:
+        alpha: slope inside the sigmoid, finite.
+        beta: added to up, finite.
+        limit: positive and finite, or None for no clamp.
+
+    Raises:
+        ValueError: a parameter outside its range.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    gated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.alpha):
+            raise ValueError(f"`alpha` (={self.alpha}) must be finite")
+        if not isfinite(self.beta):
+            raise ValueError(f"`beta` (={self.beta}) must be finite")
+        if self.limit is not None and not (isfinite(self.limit) and self.limit > 0):
+            raise ValueError(f"`limit` (={self.limit}) must be positive and finite, or None for no clamp")
+        for field in fields(self):  # a numpy scalar would promote bfloat16 to float32
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, None if value is None else float(value))
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.limit is not None:
+            gate = jnp.minimum(gate, self.limit)
+            up = jnp.clip(up, -self.limit, self.limit)
+        return (up + self.beta) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclass(frozen=True)
+class SiLUAndMul(Activation):
+    """up * gate * sigmoid(gate): `SwiGLU` without parameters, under the name most checkpoints know it by."""
+
+    gated: ClassVar[bool] = True
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class GELUAndMul(Activation):
+    """gelu(gate) * up (Shazeer 2020, GEGLU); `approximate` chooses the tanh form, else erf."""
+
+    approximate: bool
+    gated: ClassVar[bool] = True
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.gelu(gate, approximate=self.approximate) * up
+
+
+@dataclass(frozen=True)
+class SiLU(Activation):
+    """x * sigmoid(x)."""
+
+    gated: ClassVar[bool] = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(x)
+
+
+@dataclass(frozen=True)
+class GELU(Activation):
+    """x * Phi(x) (Hendrycks and Gimpel 2016); `approximate` chooses the tanh form, else erf."""
+
+    approximate: bool
+    gated: ClassVar[bool] = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x, approximate=self.approximate)
+
+
+@dataclass(frozen=True)
+class ReLU(Activation):
+    """max(x, 0)."""
+
+    gated: ClassVar[bool] = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x)
+
+
+@dataclass(frozen=True)
+class ReLU2(Activation):
+    """max(x, 0)^2 (So et al., "Primer", 2021)."""
+
+    gated: ClassVar[bool] = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.square(jax.nn.relu(x))
+
+
+def split_gate_up(h: jax.Array, order: str) -> tuple[jax.Array, jax.Array]:
+    """Cuts `h` (..., 2I) into gate and up, (..., I) each.
+
+    Args:
+        h: outputs of a gate-up matrix.
+        order: "interleaved" (gate 0, up 0, gate 1, ...: gpt-oss) or "concatenated" (all of gate, then all of up).
+
+    Raises:
+        ValueError: an odd last axis or an unknown order.
+    """
+    _check_order(order)
+    if h.shape[-1] % 2:
+        raise ValueError(f"`h` (shape {h.shape}) must have an even last axis to hold gate and up")
+    if order == "interleaved":
+        return h[..., 0::2], h[..., 1::2]
+    half = h.shape[-1] // 2
+    return h[..., :half], h[..., half:]
+
+
+def join_gate_up(gate: jax.Array, up: jax.Array, order: str) -> jax.Array:
+    """Joins gate and up (..., I) into (..., 2I): the inverse of `split_gate_up`.
+
+    Raises:
+        ValueError: shapes that differ or an unknown order.
+    """
+    _check_order(order)
+    if gate.shape != up.shape:
+        raise ValueError(f"`up` (shape {up.shape}) must have the shape of `gate` (={gate.shape})")
+    if order == "interleaved":
+        return jnp.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
+    return jnp.concatenate([gate, up], axis=-1)
+
+
+def apply(activation: Activation, h: jax.Array, order: str) -> jax.Array:
+    """Applies `activation` to the outputs of an expert's first matrix.
+
+    Args:
+        activation: gated or not.
+        h: (..., 2I) for gated activations, (..., I) for others.
+        order: how gate and up stand in `h`: one of `GATE_UP_ORDERS`; of no effect where there is no gate.
+
+    Returns:
+        (..., I), in the dtype of `h`.
+    """
+    _check_order(order)
+    return activation(*split_gate_up(h, order)) if activation.gated else activation(h)
+
+
+def _check_order(order: str) -> None:
+    if order not in GATE_UP_ORDERS:
+        raise ValueError(f"`order` (={order!r}) must be one of {GATE_UP_ORDERS}")
