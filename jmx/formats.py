@@ -161,7 +161,7 @@ def _refuse_nonfinite(x: Array) -> None:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantize(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
-    bits = _float32_bits(x).reshape(*x.shape[:-1], -1, block_size)
+    bits = _float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
@@ -219,7 +219,7 @@ def _dequantize(q: BlockScaled, shape: tuple[int, ...], dtype: np.dtype, block_s
     else:
         codes = lax.bitcast_convert_type(q.values, jnp.uint4).astype(jnp.uint8)
         scales = lax.bitcast_convert_type(q.scales, jnp.uint8)
-    return decode(codes.reshape(*shape[:-1], -1, block_size), scales[..., None], dtype).reshape(shape)
+    return decode(codes.reshape(*scales.shape, block_size), scales[..., None], dtype).reshape(shape)
 
 
 def decode(codes: Array, scale_codes: Array, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -289,7 +289,7 @@ def pack(q: BlockScaled) -> BlockScaled:
     """
     if is_packed(q):
         return q
-    pairs = q.values.reshape(*q.values.shape[:-1], -1, 2)
+    pairs = q.values.reshape(*q.values.shape[:-1], q.values.shape[-1] // 2, 2)
     if isinstance(q.values, np.ndarray):
         nibbles = pairs.view(np.uint8) & 15
         return BlockScaled(nibbles[..., 0] | nibbles[..., 1] << 4, q.scales.view(np.uint8))
@@ -339,3 +339,19 @@ def unpad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> Blo
         raise ValueError(f"`shape` (={tuple(shape)}) must be at most {(rows, columns)}, the weight's own")
     target = format.abstract((*lead, *shape), packed=is_packed(q))
     return BlockScaled(*(a[..., : t.shape[-2], : t.shape[-1]] for a, t in zip(q, target, strict=True)))
+
+
+def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockScaled:
+    """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
+
+    Codes are uniform over all element codes. Scales are two neighbouring powers of two such that the standard
+    deviation is K ** -0.5 within a factor of 2.
+    """
+    abstract = format.abstract(shape, packed=True)
+    codes_key, scales_key = jax.random.split(key)
+    codes = np.arange(1 << format.element_bits, dtype=np.uint8).view(format.element_dtype).astype(np.float64)
+    exponent = int(np.floor(np.log2(shape[-1] ** -0.5 / codes.std())))
+    values = jax.random.bits(codes_key, abstract.values.shape, jnp.uint8)
+    low = _SCALE_ONE + exponent
+    scales = jax.random.randint(scales_key, abstract.scales.shape, low, low + 2, jnp.int32)
+    return BlockScaled(values, scales.astype(jnp.uint8))

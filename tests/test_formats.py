@@ -194,6 +194,14 @@ def test_zeros_keep_their_sign_and_get_scale_one():
     np.testing.assert_array_equal(bits(dequantize(q, jnp.float32)), bits(x))
 
 
+@pytest.mark.parametrize("shape", [(0, 2 * BLOCK), (3, 0)])
+def test_empty_weights_pass_through(shape):
+    q = quantize(np.ones(shape, np.float32))
+    for weight in (q, pack(q), unpack(pack(q)), unpack(pack(jax.tree.map(np.asarray, q)))):
+        assert logical_shape(weight) == dequantize(weight).shape == shape
+    assert logical_shape(pad(q, (3, 2 * BLOCK))) == (3, 2 * BLOCK)
+
+
 def test_scale_rules_differ_where_they_should():
     def scale(amax, rule):
         return int(bits(quantize(np.full(BLOCK, amax, np.float32), scale_rule=rule).scales)[0]) - 127
