@@ -1,16 +1,17 @@
 # `make demo` and `make test` need Python 3.12 or newer (with venv) and nothing else: everything goes into .venv.
 #   make test ARGS="tests/test_formats.py -x"    one file
-#   make test CUDA=13                            install jax for NVIDIA GPUs too (12 or 13)
+#   make test EXTRA=cuda13                       with one more extra of pyproject.toml: jax for NVIDIA GPUs
 #   make demo PYTHON=/opt/python3.13/bin/python  name the interpreter
 
 VENV ?= .venv
 ARGS ?=
-CUDA ?=
+EXTRA ?=
 PYTHON ?=
 
+pythons := $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python)
 bin := $(VENV)/bin
-cuda := $(if $(CUDA),-cuda$(CUDA))
-pip := $(bin)/python -m pip --disable-pip-version-check --quiet
+extra := $(if $(EXTRA),-$(EXTRA))
+comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -24,22 +25,22 @@ help:
 	@echo "make bench    time one layer against the machine's own limits"
 	@echo "make clean    remove what was built; 'rm -r $(VENV)' removes the environment"
 
-demo: $(VENV)/installed-hf$(cuda)
+demo: $(VENV)/installed-hf$(extra)
 	$(bin)/python examples/gpt_oss/generate.py $(ARGS)
 
-test: $(VENV)/installed-test$(cuda)
+test: $(VENV)/installed-test$(extra)
 	$(bin)/python -m pytest $(ARGS)
 
-lint: $(VENV)/installed-dev$(cuda)
+lint: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/pyright
 
-format: $(VENV)/installed-dev$(cuda)
+format: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 
-bench: $(VENV)/installed-bench$(cuda)
+bench: $(VENV)/installed-bench$(extra)
 	$(bin)/python benchmarks/layer.py $(ARGS)
 
 clean:
@@ -50,18 +51,16 @@ clean:
 $(VENV)/installed-%: pyproject.toml | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
 	@echo "installing jmx[$(subst -,$(comma),$*)] into $(VENV)"
-	@$(pip) install --editable '.[$(subst -,$(comma),$*)]'
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(subst -,$(comma),$*)]'
 	@touch $@
 
 # A name can exist and not run (a pyenv shim of a version that is not selected), so each candidate is tried.
 $(bin)/python:
-	@for python in $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python); do \
-	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
+	@for python in $(pythons); do \
+	    if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
 	        echo "making $(VENV) with $$($$python -c 'import sys; print(sys.executable)')"; \
 	        $$python -m venv $(VENV); exit; \
 	    fi; \
 	done; \
-	echo "error: no Python 3.12 or newer among: $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python)" >&2; \
+	echo "error: no Python 3.12 or newer with venv among: $(pythons)" >&2; \
 	echo "       name one with 'make PYTHON=/path/to/python3.12 ...'" >&2; exit 1
-
-comma := ,

@@ -7,9 +7,9 @@ import secrets
 import zlib
 
 # jax reads these while it is imported, so they stand before the import. A caller's own values win.
-CUDA_WHEELS = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+CUDA_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 GPU_HERE = pathlib.Path("/dev/nvidiactl").exists()
-if CUDA_WHEELS and not GPU_HERE:  # compiling for a GPU that is not there needs the plugin, but not cuDNN and the driver
+if CUDA_PLUGIN and not GPU_HERE:  # compiling for a GPU that is not there needs the plugin, but not cuDNN and the driver
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # pytest-xdist's workers share one card
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # meshes
@@ -37,8 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; jax runs on {jax.default_backend()} here"))
-        if item.get_closest_marker("aot") and not CUDA_WHEELS:
-            item.add_marker(pytest.mark.skip(reason="needs the CUDA plugin wheels; CONTRIBUTING names them"))
+        if item.get_closest_marker("aot") and not CUDA_PLUGIN:
+            item.add_marker(pytest.mark.skip(reason="needs the CUDA plugin of jax, which the `aot` extra installs"))
 
 
 @pytest.fixture
