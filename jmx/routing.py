@@ -1,0 +1,315 @@
+"""Router logits to expert ids and weights: one frozen dataclass a method, `route` to run any of them.
+
+The results are defined where the field leaves them open. Experts are chosen in descending order of their score and
+equal scores go to the lower expert id. A NaN or -inf logit is an expert that is never chosen, and +inf counts as the
+largest finite float32. Slots left over get id `NOWHERE` and weight 0, so weights are always finite, and so are their
+gradients. All is computed in float32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = Any  # a jax.Array, a numpy array, or a tracer
+
+NOWHERE = -1  # the expert id of a slot that routes nowhere
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """Which experts each token goes to: `expert_ids` (T, k) int32, `weights` (T, k) float32; a pytree.
+
+    Ids outside 0..E-1 are legal and contribute nothing.
+    """
+
+    expert_ids: Array
+    weights: Array
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of the routing methods, static values. `top_k` is the number of slots a token has, k.
+
+    Called with float32 logits (T, E) and a correction bias (E,) or None, a method returns the ids (T, k) and weights
+    (T, k) of its definition. `check` raises ValueError where it cannot serve `num_experts`; `takes_bias` says whether
+    its definition has a place for a correction bias.
+    """
+
+    top_k: int
+    takes_bias: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"`top_k` (={self.top_k}) must be at least 1")
+
+    def check(self, num_experts: int) -> None:
+        if self.top_k > num_experts:
+            raise ValueError(f"`top_k` (={self.top_k}) must be at most the number of experts (={num_experts})")
+
+    def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TopKSoftmax(Method):
+    """The k largest logits, then softmax over those k (gpt-oss's published model code)."""
+
+    def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return _assign(logits, None, self.top_k, "softmax", renormalize=True)
+
+
+@dataclass(frozen=True)
+class SoftmaxTopK(Method):
+    """Softmax over all experts, then the k largest (Shazeer et al. 2017; Mixtral, Qwen).
+
+    Args:
+        top_k: slots a token.
+        renormalize: whether the k weights are divided by their sum; then it is `TopKSoftmax`.
+    """
+
+    renormalize: bool
+
+    def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        return _assign(logits, None, self.top_k, "softmax", renormalize=self.renormalize)
+
+
+@dataclass(frozen=True)
+class SigmoidTopK(Method):
+    """The k largest of sigmoid(logit) + correction bias, weighed by sigmoid(logit) alone (DeepSeek-V3 ungrouped).
+
+    Args:
+        top_k: slots a token.
+        renormalize: whether the k weights are divided by their sum.
+        routed_scaling_factor: multiplies the weights at the end.
+    """
+
+    renormalize: bool
+    routed_scaling_factor: float = 1.0
+    takes_bias: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_factor(self.routed_scaling_factor)
+
+    def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        ids, weights = _assign(logits, correction_bias, self.top_k, "sigmoid", renormalize=self.renormalize)
+        return ids, weights * self.routed_scaling_factor
+
+
+@dataclass(frozen=True)
+class GroupedTopK(Method):
+    """The k best experts among the best groups of neighbouring experts (DeepSeek-V2 and V3 reports, routing sections).
+
+    An expert's score plus the correction bias decides the choice, its score alone the weight. A group's score is the
+    sum of its two best biased scores where there is a correction bias (V3), else its best score (V2).
+
+    Args:
+        top_k: slots a token.
+        num_groups: groups of E / num_groups consecutive experts.
+        topk_groups: groups that stay in the choice.
+        scoring: "softmax" over all experts, or "sigmoid".
+        renormalize: whether the k weights are divided by their sum.
+        routed_scaling_factor: multiplies the weights at the end.
+    """
+
+    num_groups: int
+    topk_groups: int
+    scoring: str
+    renormalize: bool
+    routed_scaling_factor: float = 1.0
+    takes_bias: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_groups < 1:
+            raise ValueError(f"`num_groups` (={self.num_groups}) must be at least 1")
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise ValueError(f"`topk_groups` (={self.topk_groups}) must be in 1..`num_groups` (={self.num_groups})")
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"`scoring` (={self.scoring!r}) must be one of {SCORINGS}")
+        _check_factor(self.routed_scaling_factor)
+
+    def check(self, num_experts: int) -> None:
+        super().check(num_experts)
+        if num_experts % self.num_groups:
+            raise ValueError(f"`num_groups` (={self.num_groups}) must divide the number of experts (={num_experts})")
+        reach = self.topk_groups * (num_experts // self.num_groups)
+        if reach < self.top_k:
+            raise ValueError(
+                f"`top_k` (={self.top_k}) must be at most the experts (={reach}) of `topk_groups` "
+                f"(={self.topk_groups}) groups"
+            )
+
+    def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        best_of_group = 1 if correction_bias is None else 2
+        limit = partial(_keep_groups, self.num_groups, self.topk_groups, best_of_group)
+        ids, weights = _assign(
+            logits, correction_bias, self.top_k, self.scoring, renormalize=self.renormalize, limit=limit
+        )
+        return ids, weights * self.routed_scaling_factor
+
+
+@dataclass(frozen=True)
+class Custom(Method):
+    """A function of the user's own: float32 logits (T, E), as they come, to integer ids and floating weights (T, k).
+
+    What the module promises of ties, NaN and finite weights is then up to the function.
+    """
+
+    top_k: int
+    function: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+    def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        ids, weights = self.function(logits)
+        validate(Routing(ids, weights), logits.shape[0])
+        if ids.shape[1] != self.top_k:
+            raise ValueError(f"`expert_ids` (shape {ids.shape}) must have `top_k` (={self.top_k}) slots a token")
+        return ids.astype(jnp.int32), weights.astype(jnp.float32)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "correction_bias"], meta_fields=["method"])
+@dataclass(frozen=True)
+class Logits:
+    """Router logits and what to make of them; a pytree in which `method` is static.
+
+    Args:
+        values: floating (..., E), any leading token axes.
+        method: the routing method.
+        correction_bias: floating (E,) or None; takes part in the choice of experts, never in their weights. NaN or
+            -inf takes an expert out of the choice.
+    """
+
+    values: Array
+    method: Method
+    correction_bias: Array | None = None
+
+
+def route(logits: Logits, mask: Array | None = None) -> Routing:
+    """Chooses experts and weighs them; differentiable with respect to the logits' values.
+
+    Args:
+        logits: router logits (..., E).
+        mask: bool (...) or None; False is a padding token, which routes nowhere.
+
+    Returns:
+        `Routing` of expert_ids (..., k) int32 and weights (..., k) float32, best expert first.
+
+    Raises:
+        TypeError: values or a correction bias that are not floating, a mask that is not bool.
+        ValueError: shapes that do not fit each other, or a method that cannot serve E experts.
+    """
+    values, bias, method = logits.values, logits.correction_bias, logits.method
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"`values` (dtype {values.dtype}) must be floating")
+    if values.ndim == 0:
+        raise ValueError("`values` (a scalar) must have shape (..., num_experts)")
+    *leading, num_experts = values.shape
+    method.check(num_experts)
+    if bias is not None:
+        if not method.takes_bias:
+            raise ValueError(f"`correction_bias` must be None for {type(method).__name__}, which has no place for it")
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"`correction_bias` (dtype {bias.dtype}) must be floating")
+        if bias.shape != (num_experts,):
+            raise ValueError(f"`correction_bias` (shape {bias.shape}) must be {(num_experts,)}")
+        bias = jnp.asarray(bias, jnp.float32)
+    if mask is not None:
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"`mask` (dtype {mask.dtype}) must be bool")
+        if mask.shape != tuple(leading):
+            raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of `values`")
+
+    num_tokens = values.size // num_experts
+    ids, weights = method(jnp.asarray(values, jnp.float32).reshape(num_tokens, num_experts), bias)
+    if mask is not None:
+        routed = mask.reshape(num_tokens, 1)
+        ids, weights = jnp.where(routed, ids, NOWHERE), jnp.where(routed, weights, 0)
+    return Routing(ids.reshape(*leading, method.top_k), weights.reshape(*leading, method.top_k))
+
+
+def validate(routing: Routing, num_tokens: int) -> None:
+    """Checks a routing of `num_tokens` (T) tokens.
+
+    Raises:
+        TypeError: ids that are not integers, weights that are not floating.
+        ValueError: shapes that are not (T, k) with the same k.
+    """
+    ids, weights = routing
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"`expert_ids` (dtype {ids.dtype}) must be an integer (T, k)")
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"`weights` (dtype {weights.dtype}) must be a floating (T, k)")
+    if ids.ndim != 2 or ids.shape[0] != num_tokens:
+        raise ValueError(f"`expert_ids` (shape {ids.shape}) must be (T, k) with T = {num_tokens} tokens")
+    if weights.shape != ids.shape:
+        raise ValueError(f"`weights` (shape {weights.shape}) must have the shape of `expert_ids` (={ids.shape})")
+
+
+def token_counts(routing: Routing, num_experts: int) -> jax.Array:
+    """How many slots of `routing` go to each expert: (E,) int32. Ids outside 0..E-1 count nowhere."""
+    ids = jnp.asarray(routing.expert_ids, jnp.int32).reshape(-1)
+    ids = jnp.where(ids < 0, num_experts, ids)  # a negative index would count from the end
+    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def _check_factor(factor: float) -> None:
+    if not isfinite(factor):
+        raise ValueError(f"`routed_scaling_factor` (={factor}) must be finite")
+
+
+def _assign(
+    logits: jax.Array,
+    correction_bias: jax.Array | None,
+    top_k: int,
+    scoring: str,
+    *,
+    renormalize: bool,
+    limit: Callable[[jax.Array], jax.Array] = lambda keys: keys,
+) -> tuple[jax.Array, jax.Array]:
+    """Ids and weights (T, k) of logits (T, E). `limit` sets the keys of experts that may not be chosen to -inf."""
+    largest = jnp.finfo(jnp.float32).max
+    usable = logits > -jnp.inf  # false for NaN too
+    logits = jnp.minimum(jnp.where(usable, logits, -largest), largest)
+    scores = _softmax(logits, usable) if scoring == "softmax" else jax.nn.sigmoid(logits)
+
+    # Without a bias the logits order the experts as the scores do, and still where scores have rounded to equal.
+    keys = lax.stop_gradient(logits if correction_bias is None else scores + correction_bias)
+    keys = limit(jnp.where(usable & (keys > -jnp.inf), keys, -jnp.inf))
+    keys = jnp.where(keys == 0, 0.0, keys)  # top_k holds -0.0 to be less than 0.0
+    best, ids = lax.top_k(keys, top_k)
+    chosen = best > -jnp.inf
+
+    if renormalize:  # a softmax of log scores divides by their sum, also where all of them underflow
+        log_scores = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
+        weights = _softmax(jnp.take_along_axis(log_scores, ids, axis=-1), chosen)
+    else:
+        weights = jnp.where(chosen, jnp.take_along_axis(scores, ids, axis=-1), 0)
+    return jnp.where(chosen, ids, NOWHERE), weights
+
+
+def _softmax(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Softmax of finite `x` over the entries that `where` admits; 0 elsewhere, and all 0 where it admits none."""
+    peak = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, where=where, initial=-jnp.inf))
+    powers = jnp.where(where, jnp.exp(jnp.where(where, x - peak, 0)), 0)
+    total = powers.sum(axis=-1, keepdims=True)
+    return powers / jnp.where(total > 0, total, 1)
+
+
+def _keep_groups(num_groups: int, topk_groups: int, best_of_group: int, keys: jax.Array) -> jax.Array:
+    """Keys (T, E) with -inf outside the `topk_groups` groups whose `best_of_group` best keys have the largest sum."""
+    num_tokens, num_experts = keys.shape
+    grouped = keys.reshape(num_tokens, num_groups, num_experts // num_groups)
+    best, _ = lax.top_k(grouped, min(best_of_group, num_experts // num_groups))
+    # Experts out of the choice must not drag down a group that has others.
+    total = jnp.where(best > -jnp.inf, best, 0).sum(axis=-1)
+    total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
+    _, kept = lax.top_k(jnp.where(total == 0, 0.0, total), topk_groups)
+    is_kept = (kept[..., None] == jnp.arange(num_groups)).any(axis=1)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(keys.shape)
