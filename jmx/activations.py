@@ -129,7 +129,7 @@ class ReLU2(Activation):
         return jnp.square(jax.nn.relu(x))
 
 
-def split_gate_up(h: jax.Array, order: str) -> tuple[jax.Array, jax.Array]:
+def split_gate_up(h: jax.Array, order: str | None) -> tuple[jax.Array, jax.Array]:
     """Cuts `h` (..., 2I) into gate and up, (..., I) each.
 
     Args:
@@ -148,7 +148,7 @@ def split_gate_up(h: jax.Array, order: str) -> tuple[jax.Array, jax.Array]:
     return h[..., :half], h[..., half:]
 
 
-def join_gate_up(gate: jax.Array, up: jax.Array, order: str) -> jax.Array:
+def join_gate_up(gate: jax.Array, up: jax.Array, order: str | None) -> jax.Array:
     """Joins gate and up (..., I) into (..., 2I): the inverse of `split_gate_up`.
 
     Raises:
@@ -162,7 +162,7 @@ def join_gate_up(gate: jax.Array, up: jax.Array, order: str) -> jax.Array:
     return jnp.concatenate([gate, up], axis=-1)
 
 
-def apply(activation: Activation, h: jax.Array, order: str) -> jax.Array:
+def apply(activation: Activation, h: jax.Array, order: str | None) -> jax.Array:
     """Applies `activation` to the outputs of an expert's first matrix.
 
     Args:
@@ -173,10 +173,9 @@ def apply(activation: Activation, h: jax.Array, order: str) -> jax.Array:
     Returns:
         (..., I), in the dtype of `h`.
     """
-    _check_order(order)
     return activation(*split_gate_up(h, order)) if activation.gated else activation(h)
 
 
-def _check_order(order: str) -> None:
+def _check_order(order: str | None) -> None:
     if order not in GATE_UP_ORDERS:
         raise ValueError(f"`order` (={order!r}) must be one of {GATE_UP_ORDERS}")

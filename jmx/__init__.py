@@ -1,0 +1,78 @@
+"""jmx: a mixture-of-experts layer for Flax whose expert weights stay in 4 bits."""
+
+from jmx import checkpoint as checkpoint
+from jmx._version import __version__
+from jmx.activations import (
+    GELU,
+    Activation,
+    GELUAndMul,
+    ReLU,
+    ReLU2,
+    SiLU,
+    SiLUAndMul,
+    SwiGLU,
+)
+from jmx.experts import Experts
+from jmx.explain import Explanation, explain
+from jmx.formats import MXFP4, BlockScaled, Format, dequantize, pack, pad, quantize, unpack, unpad
+from jmx.grouping import Groups, group
+from jmx.layer import moe
+from jmx.routing import (
+    NOWHERE,
+    Custom,
+    GroupedTopK,
+    Logits,
+    Routing,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopKSoftmax,
+    route,
+    token_counts,
+)
+from jmx.selection import Environment, NoBackendError, Problem, Reason, Rejection, Selection, select, use_backend
+
+__all__ = [
+    "GELU",
+    "MXFP4",
+    "NOWHERE",
+    "Activation",
+    "BlockScaled",
+    "Custom",
+    "Environment",
+    "Experts",
+    "Explanation",
+    "Format",
+    "GELUAndMul",
+    "GroupedTopK",
+    "Groups",
+    "Logits",
+    "NoBackendError",
+    "Problem",
+    "ReLU",
+    "ReLU2",
+    "Reason",
+    "Rejection",
+    "Routing",
+    "Selection",
+    "SiLU",
+    "SiLUAndMul",
+    "SigmoidTopK",
+    "SoftmaxTopK",
+    "SwiGLU",
+    "TopKSoftmax",
+    "__version__",
+    "checkpoint",
+    "dequantize",
+    "explain",
+    "group",
+    "moe",
+    "pack",
+    "pad",
+    "quantize",
+    "route",
+    "select",
+    "token_counts",
+    "unpack",
+    "unpad",
+    "use_backend",
+]

@@ -1,0 +1,129 @@
+"""Derivatives and batching of the layer: custom_vjp around it, custom_vmap inside.
+
+Whatever backend ran forward, the backward pass is the reference's, a few experts at a time out of any layout, so
+weights stay in 4 bits. Reverse mode only. A vmapped call becomes one call on all tokens together.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+
+from jmx import xla
+from jmx.experts import Experts
+from jmx.routing import Routing
+from jmx.selection import Computation
+
+Array = jax.Array
+Run = Callable[[Array, Routing, Experts], Array]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which biases' gradients are asked for."""
+
+    gate_up_bias: bool
+    down_bias: bool
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        return self.gate_up_bias, self.down_bias
+
+
+def differentiable(run: Run, computation: Computation) -> Run:
+    """`run` (x (T, H), routing (T, k), experts) -> y (T, H), made differentiable and batchable.
+
+    Gradients flow to x, routing weights and biases. One asked of a quantised weight is a TypeError that names it.
+    """
+
+    @jax.custom_vjp
+    def call(x: Array, routing: Routing, experts: Experts) -> Array:
+        return _batchable(run)(x, routing, experts)
+
+    def call_fwd(x: Any, routing: Any, experts: Any) -> tuple[Array, Any]:
+        _refuse_weight_gradients(experts)
+        wanted = _Wanted(*(b is not None and b.perturbed for b in (experts.gate_up_bias, experts.down_bias)))
+        x, routing, experts = jax.tree.map(
+            lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
+        )
+        return _batchable(run)(x, routing, experts), (x, routing, experts, wanted)
+
+    def call_bwd(residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
+        x, routing, experts, wanted = residuals
+        if isinstance(dy, SymbolicZero):
+            return None, None, None
+
+        def backward(x: Array, routing: Routing, experts: Experts, dy: Array) -> xla.Gradients:
+            return xla.backward(computation, x, routing, experts, dy, biases=wanted.flags)
+
+        # An element of a batch has bias gradients of its own, which one call on all tokens would add up.
+        dx, dweights, *dbiases = _batchable(backward, together=not any(wanted.flags))(x, routing, experts, dy)
+        gradients = [
+            d if d is None else d.astype(bias.dtype)
+            for d, bias in zip(dbiases, (experts.gate_up_bias, experts.down_bias), strict=True)
+        ]
+        dexperts = dataclasses.replace(
+            experts, gate_up=None, down=None, index=None, gate_up_bias=gradients[0], down_bias=gradients[1]
+        )
+        return dx, Routing(None, dweights), dexperts  # None: no cotangent
+
+    call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
+    return call
+
+
+def _refuse_weight_gradients(experts: Any) -> None:
+    for role in ("gate_up", "down"):
+        for name, leaf in getattr(experts, role)._asdict().items():
+            if leaf.perturbed:
+                raise TypeError(
+                    f"a gradient was asked of `{role}.{name}` ({leaf.value.dtype}): quantised weights have none; "
+                    "differentiate with respect to x, the routing weights or the biases"
+                )
+
+
+def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[..., Any]:
+    """`function` (x (T, H), routing, experts, *more arrays by token) with a vmap rule of its own.
+
+    `together`: whether elements of a batch may become one call on all tokens, where they share their experts.
+    Otherwise they run one after the other.
+    """
+
+    @custom_vmap
+    def call(x: Array, routing: Routing, experts: Experts, *more: Array) -> Any:
+        return function(x, routing, experts, *more)
+
+    @call.def_vmap
+    def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        run = _flattened if together and not any(jax.tree.leaves(in_batched[2])) else _one_by_one
+        out = run(call, axis_size, in_batched, arguments)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:
+    def flat(array: Array, batched: bool) -> Array:
+        array = array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
+        return array.reshape(-1, *array.shape[2:])
+
+    x, routing, experts, *more = arguments
+    by_token = (x, routing, more)
+    x, routing, more = jax.tree.map(flat, by_token, (in_batched[0], in_batched[1], list(in_batched[3:])))
+    out = call(x, routing, experts, *more)
+    return jax.tree.map(lambda array: array.reshape(axis_size, -1, *array.shape[1:]), out)
+
+
+def _one_by_one(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:
+    leaves, tree = jax.tree.flatten(arguments)
+    batched = jax.tree.leaves(in_batched)
+
+    def element(mapped: list[Array]) -> Any:
+        rest = iter(mapped)
+        return call(*jax.tree.unflatten(tree, [next(rest) if b else a for a, b in zip(leaves, batched, strict=True)]))
+
+    return jax.lax.map(element, [a for a, b in zip(leaves, batched, strict=True) if b])

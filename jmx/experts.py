@@ -1,0 +1,356 @@
+"""Experts: the weights of all experts of one MoE layer (or of a stack of layers) as a pytree."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jmx import formats, layouts
+from jmx.activations import GATE_UP_ORDERS, Activation
+from jmx.formats import MXFP4, BlockScaled, Format
+from jmx.layouts import WeightSpec
+
+Array = Any
+
+ROLES = ("gate_up", "down")
+
+# Logical axes of the arrays of each role, for partitioning. Layouts keep the expert axis first.
+AXES = {"gate_up": ("expert", "intermediate", "hidden"), "down": ("expert", "hidden", "intermediate")}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index"],
+    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size"],
+)
+@dataclass(frozen=True)
+class Experts:
+    """Weights of E experts in a block format. Make them with `of`, `quantize`, `random` or a loader.
+
+    Canonical shapes, contracted axis last (H hidden, I intermediate):
+        gate_up: values (E, 2I, H), or (E, I, H) where there is no gate.
+        down: values (E, H, I).
+        gate_up_bias: (E, 2I) or (E, I), floating, or None.
+        down_bias: (E, H), floating, or None.
+        index: None, or () int32 where the arrays hold a stack of layers (L, E, ...): the layer meant; see `layer`.
+
+    Static fields:
+        format: the block format.
+        gate_up_order: "interleaved" (gate is rows 0, 2, 4 ..., as gpt-oss has it), "concatenated" (gate first), or
+            None for un-gated experts.
+        layout: name of the layout in which gate_up and down lie. Biases are canonical in every layout.
+        hidden_size, intermediate_size: logical sizes, which a layout may pad.
+    """
+
+    gate_up: BlockScaled
+    down: BlockScaled
+    gate_up_bias: Array | None
+    down_bias: Array | None
+    index: Array | None
+    format: Format
+    gate_up_order: str | None
+    layout: str
+    hidden_size: int
+    intermediate_size: int
+
+    # Construction
+
+    @classmethod
+    def of(
+        cls,
+        gate_up: BlockScaled,
+        down: BlockScaled,
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        *,
+        gate_up_order: str | None,
+        format: Format = MXFP4,
+    ) -> "Experts":
+        """Experts of canonical or packed arrays (see the class for shapes; leading layer axes are allowed).
+
+        Raises:
+            ValueError, TypeError: arrays whose shapes or dtypes do not fit each other, naming the one that does not.
+        """
+        if gate_up_order not in (*GATE_UP_ORDERS, None):
+            raise ValueError(f"`gate_up_order` (={gate_up_order!r}) must be one of {(*GATE_UP_ORDERS, None)}")
+        *lead, rows, hidden = formats.logical_shape(gate_up, format)
+        *down_lead, down_rows, intermediate = formats.logical_shape(down, format)
+        if not lead:
+            raise ValueError(f"`gate_up` (logical shape {(rows, hidden)}) must have an expert axis")
+        if down_lead != lead or down_rows != hidden:
+            raise ValueError(
+                f"`down` (logical shape {(*down_lead, down_rows, intermediate)}) must be (E, H, I) with "
+                f"E, H = {(*lead, hidden)} as `gate_up` has them"
+            )
+        expected = intermediate * (1 if gate_up_order is None else 2)
+        if rows != expected:
+            raise ValueError(
+                f"`gate_up` (logical shape {(*lead, rows, hidden)}) must have {expected} rows, "
+                f"{'I' if gate_up_order is None else '2I'} with I = {intermediate} as `down` has it"
+            )
+        if formats.is_packed(gate_up) != formats.is_packed(down):
+            raise TypeError("`gate_up` and `down` must both be packed or both be canonical")
+        for name, bias, size in (("gate_up_bias", gate_up_bias, rows), ("down_bias", down_bias, hidden)):
+            if bias is None:
+                continue
+            if tuple(bias.shape) != (*lead, size):
+                raise ValueError(f"`{name}` (shape {tuple(bias.shape)}) must be {(*lead, size)}")
+            if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 2:
+                raise TypeError(f"`{name}` (dtype {bias.dtype}) must be floating, of 16 bits or more")
+        layout = "packed" if formats.is_packed(gate_up) else "canonical"
+        return cls(gate_up, down, gate_up_bias, down_bias, None, format, gate_up_order, layout, hidden, intermediate)
+
+    @classmethod
+    def quantize(
+        cls,
+        gate_up: Array,
+        down: Array,
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        *,
+        gate_up_order: str | None,
+        format: Format = MXFP4,
+        scale_rule: str = "ocp",
+        nonfinite: str = "refuse",
+    ) -> "Experts":
+        """Experts of float weights: gate_up (E, 2I, H), down (E, H, I), contracted axis last.
+
+        A kernel stored as (E, in, out) must be transposed first. One expert at a time is rounded, so that the peak is
+        the floats plus the packed bytes. Rules and errors are those of `formats.quantize`.
+        """
+
+        def rounded(weight: Array) -> BlockScaled:
+            one = partial(formats.quantize, format=format, scale_rule=scale_rule, nonfinite=nonfinite)
+            packed = [formats.pack(one(expert)) for expert in weight]
+            return BlockScaled(*(jnp.stack(arrays) for arrays in zip(*packed, strict=True)))
+
+        return cls.of(
+            rounded(gate_up), rounded(down), gate_up_bias, down_bias, gate_up_order=gate_up_order, format=format
+        )
+
+    @classmethod
+    def random(
+        cls,
+        key: Array,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gate_up_order: str | None,
+        format: Format = MXFP4,
+        bias: bool = True,
+        bias_dtype: Any = jnp.bfloat16,
+    ) -> "Experts":
+        """Random packed experts, codes and scales drawn directly: no float weight is ever made.
+
+        Weights have a standard deviation near K ** -0.5; biases are normal with 0.02.
+        """
+        check_sizes(num_experts, hidden_size, intermediate_size, format)
+        rows = intermediate_size * (1 if gate_up_order is None else 2)
+        keys = jax.random.split(key, 4)
+        gate_up = formats.random(keys[0], (num_experts, rows, hidden_size), format)
+        down = formats.random(keys[1], (num_experts, hidden_size, intermediate_size), format)
+        biases = (None, None)
+        if bias:
+            sizes = (rows, hidden_size)
+            biases = [
+                0.02 * jax.random.normal(k, (num_experts, n), bias_dtype) for k, n in zip(keys[2:], sizes, strict=True)
+            ]
+        return cls.of(gate_up, down, *biases, gate_up_order=gate_up_order, format=format)
+
+    @classmethod
+    def stack(cls, experts: Sequence["Experts"]) -> "Experts":
+        """Experts of several layers in one pytree, arrays (L, E, ...). `layer` picks one without copying it."""
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *experts)
+
+    # Sizes
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.values.shape[0 if self.index is None else 1]
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_up_order is not None
+
+    def spec(self, role: str) -> WeightSpec:
+        """Logical shape of one expert's "gate_up" or "down" weight, and what a layout needs to know of it."""
+        rows = self.intermediate_size * (2 if self.gated else 1)
+        shape = (rows, self.hidden_size) if role == "gate_up" else (self.hidden_size, self.intermediate_size)
+        return WeightSpec(role, shape, self.gate_up_order, self.format)
+
+    def check(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, activation: Activation, bias: bool
+    ) -> None:
+        """Raises ValueError, naming the argument, unless a layer of these sizes could hold these experts."""
+        for name, size in (
+            ("num_experts", num_experts),
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+        ):
+            if getattr(self, name) != size:
+                raise ValueError(f"`{name}` (={size}) must be {getattr(self, name)}, as `experts` have it")
+        self.check_activation(activation)
+        for name in ("gate_up_bias", "down_bias"):
+            if bias != (getattr(self, name) is not None):
+                raise ValueError(f"`bias` (={bias}) must say whether `experts` have a `{name}`")
+
+    def check_activation(self, activation: Activation) -> None:
+        """Raises ValueError unless `activation` is gated exactly if these experts are."""
+        if activation.gated != self.gated:
+            raise ValueError(
+                f"`activation` (={activation}) is {'' if activation.gated else 'un-'}gated, but the experts have "
+                f"gate_up_order={self.gate_up_order!r}"
+            )
+
+    # Arrays by name, as modules and checkpoints hold them
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and the biases there are."""
+        named = {f"{role}_{name}": a for role in ROLES for name, a in getattr(self, role)._asdict().items()}
+        biases = {f"{role}_bias": getattr(self, f"{role}_bias") for role in ROLES}
+        return named | {name: bias for name, bias in biases.items() if bias is not None}
+
+    def with_arrays(self, arrays: Mapping[str, Array]) -> "Experts":
+        """These experts with other arrays, named as `arrays` names them; one that is not named becomes None."""
+        quantised = {
+            role: BlockScaled(*(arrays.get(f"{role}_{name}") for name in self.format.arrays)) for role in ROLES
+        }
+        return dataclasses.replace(
+            self, **quantised, gate_up_bias=arrays.get("gate_up_bias"), down_bias=arrays.get("down_bias")
+        )
+
+    # Views
+
+    def layer(self, index: Array | int) -> "Experts":
+        """One layer of a stack (see `stack`): a view, which copies nothing, also inside a scan over `index`.
+
+        (A stack scanned over as `xs` works too, but then XLA copies each layer's weights out of the stack.)
+        """
+        if self.index is not None:
+            raise ValueError("`layer` must be called on a stack, not on one of its layers")
+        return dataclasses.replace(self, index=jnp.asarray(index, jnp.int32))
+
+    def take(self, role: str, experts: Array) -> BlockScaled:
+        """Packed bytes of the chosen experts' "gate_up" or "down" weights, inside a trace, out of any layout.
+
+        `experts`: integer array of valid ids, any shape. Returns values (*experts.shape, N, K / 2) and scales.
+        """
+        index = experts if self.index is None else (self.index, experts)
+        return layouts.get(self.layout).take(getattr(self, role), self.spec(role), index)
+
+    def take_bias(self, role: str, experts: Array) -> Array | None:
+        """The chosen experts' bias rows (*experts.shape, N), or None where there is none."""
+        bias = getattr(self, f"{role}_bias")
+        index = experts if self.index is None else (self.index, experts)
+        return None if bias is None else bias.at[index].get(mode="promise_in_bounds")
+
+    # Layouts
+
+    def prepare(self, layout: str, *, donate: bool = False) -> "Experts":
+        """The same weights in another layout; itself where they lie in it already.
+
+        Args:
+            layout: a name in `layouts.LAYOUTS`.
+            donate: give up this object's weights, so that the peak is one tensor above the weights.
+        """
+        target = layouts.get(layout)
+        if layout == self.layout:
+            return self
+        source = layouts.get(self.layout)
+
+        def convert(role: str) -> BlockScaled:
+            spec = self.spec(role)
+            moved = _convert_donating if donate else _convert
+            return moved(getattr(self, role), source, target, spec)
+
+        return dataclasses.replace(self, gate_up=convert("gate_up"), down=convert("down"), layout=layout)
+
+    def canonical(self, *, donate: bool = False) -> "Experts":
+        """The same weights as a checkpoint holds them: float4_e2m1fn values, float8_e8m0fnu scales."""
+        return self.prepare("canonical", donate=donate)
+
+    def update(self, new: "Experts") -> "Experts":
+        """`new` weights in the layout and on the devices of these: the same bits as loading `new` afresh.
+
+        Raises:
+            ValueError: `new` differs in a size, the format, the order of gate and up, or the presence of a bias.
+        """
+        for field in ("format", "gate_up_order", "hidden_size", "intermediate_size", "num_experts"):
+            ours, theirs = getattr(self, field), getattr(new, field)
+            if ours != theirs:
+                raise ValueError(f"`new.{field}` (={theirs}) must be {ours}, as in the experts that it updates")
+        for field in ("gate_up_bias", "down_bias"):
+            ours, theirs = getattr(self, field), getattr(new, field)
+            if (ours is None) != (theirs is None):
+                raise ValueError(f"`new.{field}` must be {'None' if ours is None else 'given'}, as in these experts")
+        return jax.tree.map(_place_like, self, new.prepare(self.layout))
+
+    def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+        """Float weights: gate_up (E, 2I, H) and down (E, H, I), canonical row order. 4 or 8 times the memory."""
+        experts = self.canonical()
+        return (
+            formats.dequantize(experts.gate_up, dtype, self.format),
+            formats.dequantize(experts.down, dtype, self.format),
+        )
+
+
+def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, format: Format) -> None:
+    """Raises ValueError, naming the argument, its value and the rule, for sizes that no experts can have."""
+    for name, size in (
+        ("num_experts", num_experts),
+        ("hidden_size", hidden_size),
+        ("intermediate_size", intermediate_size),
+    ):
+        if size < 1:
+            raise ValueError(f"`{name}` (={size}) must be at least 1")
+    format.check_size("hidden_size", hidden_size)
+    format.check_size("intermediate_size", intermediate_size)
+
+
+def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[str, tuple[str | None, ...]]:
+    """Mesh axis names of each array's axes, for arrays as `Experts.arrays` names them.
+
+    `axes`: mesh axis of the logical axes "expert", "hidden" and "intermediate"; one left out is not split.
+    """
+    unknown = set(axes) - set(AXES["gate_up"])
+    if unknown:
+        raise ValueError(
+            f"`axes` (={dict(axes)}) must name logical axes among {AXES['gate_up']}, not {sorted(unknown)}"
+        )
+    names = {}
+    for name, array in experts.arrays().items():
+        logical = next(AXES[role] for role in ROLES if name.startswith(role))[: array.ndim]
+        names[name] = tuple(axes.get(axis) for axis in logical)
+    return names
+
+
+def _convert_body(q: BlockScaled, source: layouts.Layout, target: layouts.Layout, spec: WeightSpec) -> BlockScaled:
+    return target.forward(source.inverse(q, spec), spec)
+
+
+_convert = jax.jit(_convert_body, static_argnums=(1, 2, 3))
+
+
+def _convert_donating(q: BlockScaled, source: layouts.Layout, target: layouts.Layout, spec: WeightSpec) -> BlockScaled:
+    converted = _convert(q, source, target, spec)
+    if not isinstance(q.values, Tracer):
+        # XLA aliases a donated buffer only into one of the same dtype; freeing it by hand serves every layout.
+        jax.block_until_ready(converted)
+        for old, new in zip(q, converted, strict=True):
+            if isinstance(old, jax.Array) and old is not new:
+                old.delete()
+    return converted
+
+
+def _place_like(old: Array, new: Array) -> Array:
+    if isinstance(old, Tracer) or isinstance(new, Tracer) or not isinstance(old, jax.Array):
+        return new
+    if old.dtype != new.dtype or old.shape != new.shape:
+        raise ValueError(f"`new` holds an array {new.dtype}{new.shape} where these experts hold {old.dtype}{old.shape}")
+    return jax.device_put(new, old.sharding)

@@ -1,0 +1,87 @@
+"""Layouts: how an engine family holds expert weights in memory.
+
+A layout is a pair of inverse maps between canonical arrays and its own, plus `take`, which undoes chosen experts inside
+a trace: the reference backend and every backward pass use that, so that prepared weights always have a fallback and a
+gradient. Leading axes are kept by every layout; the expert axis is the last of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from jmx import formats
+from jmx.formats import BlockScaled, Format
+
+Index = jax.Array | tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """What a layout may need to know of a weight beside its arrays.
+
+    Args:
+        role: "gate_up" or "down".
+        shape: (N, K), the logical rows and columns of one expert, K contracted.
+        gate_up_order: how gate and up rows stand in a "gate_up" weight; None where there is no gate.
+        format: the block format.
+    """
+
+    role: str
+    shape: tuple[int, int]
+    gate_up_order: str | None
+    format: Format
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A named way to hold a weight.
+
+    Args:
+        name: key in `LAYOUTS`.
+        forward: canonical (..., N, K) -> this layout's arrays.
+        inverse: this layout's arrays -> canonical, bit for bit.
+        take: (arrays, spec, index into the leading axes) -> packed bytes of the chosen experts, (*index.shape, N, K).
+    """
+
+    name: str
+    forward: Callable[[BlockScaled, WeightSpec], BlockScaled]
+    inverse: Callable[[BlockScaled, WeightSpec], BlockScaled]
+    take: Callable[[BlockScaled, WeightSpec, Index], BlockScaled]
+
+
+def _gather(q: BlockScaled, index: Index) -> BlockScaled:
+    return BlockScaled(*(array.at[index].get(mode="promise_in_bounds") for array in q))
+
+
+CANONICAL = Layout(
+    "canonical",
+    forward=lambda q, spec: q,
+    inverse=lambda q, spec: q,
+    take=lambda q, spec, index: formats.pack(_gather(q, index)),
+)
+PACKED = Layout(
+    "packed",
+    forward=lambda q, spec: formats.pack(q),
+    inverse=lambda q, spec: formats.unpack(q, spec.format),
+    take=lambda q, spec, index: _gather(q, index),
+)
+
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register(layout: Layout) -> None:
+    """Makes a layout known by its name. ValueError if another one has that name."""
+    if LAYOUTS.setdefault(layout.name, layout) is not layout:
+        raise ValueError(f"`layout.name` (={layout.name!r}) is taken by another layout")
+
+
+def get(name: str) -> Layout:
+    """The layout called `name`. ValueError, naming those that exist, if there is none."""
+    if name not in LAYOUTS:
+        raise ValueError(f"`layout` (={name!r}) must be one of {sorted(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+register(CANONICAL)
+register(PACKED)

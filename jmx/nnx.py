@@ -1,0 +1,180 @@
+"""The layer as a Flax NNX module, thin over `jmx.moe`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jmx.activations import Activation, SwiGLU
+from jmx.backends import resolve_layout
+from jmx.experts import ROLES, Experts, partition_names
+from jmx.formats import MXFP4, Format
+from jmx.layer import flat_routing, moe
+from jmx.routing import Logits, Method, Routing, TopKSoftmax
+from jmx.selection import Environment, Problem
+
+Array = Any
+
+
+class Quantized(nnx.Variable):
+    """Quantised weights. Not an `nnx.Param`, so that optimisers and `nnx.grad` pass them by."""
+
+
+class CorrectionBias(nnx.Variable):
+    """A bias that steers which experts are selected, and is set by load balancing, not by gradients."""
+
+
+def _metadata(*names: str | None) -> dict[str, Any]:
+    """Partitioning metadata. Flax places such variables at once, which needs a mesh in scope."""
+    in_mesh = not jax.sharding.get_abstract_mesh().empty
+    return {"out_sharding": names, "eager_sharding": in_mesh and nnx.using_eager_sharding()}
+
+
+class MoE(nnx.Module):
+    """A mixture-of-experts layer whose expert weights stay quantised.
+
+    Args:
+        hidden_size, intermediate_size, num_experts, top_k: sizes.
+        format: block format of the expert weights.
+        activation: gated or not; `gate_up_order` must agree.
+        bias: whether experts have biases.
+        gate_up_order: "interleaved", "concatenated", or None for un-gated experts; "auto" is that of
+            `experts`, else "concatenated" or None as `activation` has it.
+        routing: routing method; default `TopKSoftmax(top_k)`.
+        router: whether the layer has a router of its own; else every call is given logits or a routing.
+        router_bias: whether the router has a bias; default as `bias`.
+        correction_bias: whether there is a bias (E,) for selection only (see `routing`).
+        weights_on: whether routing weights multiply experts' "output" or "input".
+        backend: name of the backend that must run, or None.
+        layout: layout of the weights; "auto" is that of this machine's engine family.
+        param_dtype: dtype of biases and router. The router computes in float32.
+        axes: mesh axis names for the logical axes "expert", "hidden", "intermediate"; those left out are not split.
+        experts: weights to start from, instead of random ones.
+        rngs: `nnx.Rngs`, of which `params` is drawn.
+
+    Raises:
+        ValueError, TypeError: sizes or weights that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        format: Format = MXFP4,
+        activation: Activation = SwiGLU(),  # noqa: B008 (frozen)
+        bias: bool = False,
+        gate_up_order: str | None = "auto",
+        routing: Method | None = None,
+        router: bool = True,
+        router_bias: bool | None = None,
+        correction_bias: bool = False,
+        weights_on: str = "output",
+        backend: str | None = None,
+        layout: str = "auto",
+        param_dtype: Any = jnp.bfloat16,
+        axes: Mapping[str, str | None] | None = None,
+        experts: Experts | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if experts is None:
+            if gate_up_order == "auto":
+                gate_up_order = "concatenated" if activation.gated else None
+            experts = Experts.random(
+                rngs.params(),
+                num_experts,
+                hidden_size,
+                intermediate_size,
+                gate_up_order=gate_up_order,
+                format=format,
+                bias=bias,
+                bias_dtype=param_dtype,
+            )
+        experts.check(num_experts, hidden_size, intermediate_size, activation, bias)
+        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts)))
+        self.activation = activation
+        self.weights_on = weights_on
+        self.backend = backend
+        self.top_k = top_k
+        self.routing = TopKSoftmax(top_k) if routing is None else routing
+        names = partition_names(experts, axes or {})
+        for name, array in experts.arrays().items():
+            kind = nnx.Param if name.endswith("bias") else Quantized
+            setattr(self, name, kind(array, **_metadata(*names[name])))
+        self.skeleton = nnx.static(experts.with_arrays({}))  # all but the arrays
+        self.router = nnx.data(None)
+        if router:
+            hidden, expert = (None if axes is None else axes.get(axis) for axis in ("hidden", "expert"))
+            self.router = nnx.Linear(
+                hidden_size,
+                num_experts,
+                use_bias=bias if router_bias is None else router_bias,
+                dtype=jnp.float32,
+                param_dtype=param_dtype,
+                precision=jax.lax.Precision.HIGHEST,
+                kernel_metadata=_metadata(hidden, expert),
+                bias_metadata=_metadata(expert),
+                rngs=rngs,
+            )
+        self.correction_bias = nnx.data(
+            CorrectionBias(jnp.zeros(num_experts, jnp.float32)) if correction_bias else None
+        )
+
+    @property
+    def experts(self) -> Experts:
+        """The weights as a pytree, in the layout in which they lie."""
+        names = [f"{role}_{name}" for role in ROLES for name in (*self.skeleton.format.arrays, "bias")]
+        return self.skeleton.with_arrays({name: getattr(self, name)[...] for name in names if hasattr(self, name)})
+
+    def update(self, experts: Experts) -> None:
+        """Puts new weights into this layer, in its layout and on its devices; see `Experts.update`."""
+        self._set(self.experts.update(experts))
+
+    def prepare(self, layout: str) -> None:
+        """Moves the weights into another layout, giving up the old arrays."""
+        self._set(self.experts.prepare(layout, donate=True))
+
+    def _set(self, experts: Experts) -> None:
+        self.skeleton = nnx.static(experts.with_arrays({}))
+        for name, array in experts.arrays().items():
+            getattr(self, name).set_value(array)
+
+    def route(self, x: Array, mask: Array | None = None) -> Routing:
+        """Routing (T, k) of x (..., H) by the layer's own router, T all tokens. Counts: `jmx.token_counts`."""
+        return flat_routing(self._logits(x), x.shape[:-1], mask)
+
+    def _logits(self, x: Array, values: Array | None = None) -> Logits:
+        if values is None:
+            if self.router is None:
+                raise ValueError("`routing` must be given: this layer was made with router=False")
+            values = self.router(x)
+        bias = None if self.correction_bias is None else self.correction_bias[...]
+        return Logits(values, self.routing, bias)
+
+    def __call__(
+        self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
+    ) -> Array:
+        """x (..., H) -> y (..., H).
+
+        `routing`: None for the layer's own router, router logits (..., E) for its routing method, or a `Routing` or
+        `Logits`. `mask` (...) bool: False marks padding tokens, which route nowhere.
+        """
+        if not isinstance(routing, Routing | Logits):
+            routing = self._logits(x, routing)
+        return moe(
+            x,
+            routing,
+            self.experts,
+            activation=self.activation,
+            weights_on=self.weights_on,
+            mask=mask,
+            backend=self.backend,
+        )
+
+    def problem(self, x: Array) -> Problem:
+        """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
+        return Problem.of(x, self.routing.top_k, self.experts, self.activation, self.weights_on)

@@ -1,0 +1,308 @@
+"""Selection: which backend runs a problem on a machine, and why each of the others does not.
+
+`select` is a pure function of a `Problem` (what is asked, all of it static), an `Environment` (what was probed about
+the machine), a request, and the list of backends. Nothing here looks at environment variables: read while tracing they
+are a trap, since jit would serve the stale trace.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+from jax.core import Tracer
+
+from jmx.activations import Activation
+from jmx.experts import Experts
+from jmx.routing import Routing
+
+Array = Any
+Device = Any  # jax.Device, which type checkers do not know
+WEIGHTS_ON = ("output", "input")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the layer, as a backend may judge it.
+
+    Args:
+        num_tokens: tokens of the call, or None where it is symbolic (`jax.export`).
+        hidden_size, intermediate_size, num_experts, top_k: sizes.
+        dtype: name of the activations' dtype.
+        format: name of the weights' format.
+        input_format: name of the format that activations are rounded to before each product; None: `dtype` itself.
+        activation: the activation between the two products.
+        gate_up_order: "interleaved", "concatenated", or None for un-gated experts.
+        bias: whether the experts have biases.
+        layout: name of the layout in which the weights lie.
+        weights_on: whether routing weights multiply the experts' "output" or "input".
+        mesh_axes: names of the manual mesh axes in scope.
+    """
+
+    num_tokens: int | None
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    format: str
+    activation: Activation
+    gate_up_order: str | None
+    bias: bool
+    layout: str
+    weights_on: str = "output"
+    input_format: str | None = None
+    mesh_axes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, x: Array, top_k: int, experts: Experts, activation: Activation, weights_on: str = "output"
+    ) -> "Problem":
+        """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`."""
+        tokens: int | None = 1
+        for size in x.shape[:-1]:
+            tokens = tokens * size if isinstance(size, int) and tokens is not None else None
+        return cls(
+            num_tokens=tokens,
+            hidden_size=experts.hidden_size,
+            intermediate_size=experts.intermediate_size,
+            num_experts=experts.num_experts,
+            top_k=top_k,
+            dtype=jnp.dtype(x.dtype).name,
+            format=experts.format.name,
+            activation=activation,
+            gate_up_order=experts.gate_up_order,
+            bias=experts.gate_up_bias is not None or experts.down_bias is not None,
+            layout=experts.layout,
+            weights_on=weights_on,
+            mesh_axes=tuple(jax.sharding.get_abstract_mesh().manual_axes),
+        )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is known about the machine.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        device_kind: the device's own name, such as "NVIDIA H200".
+        compute_capability: (major, minor) of an NVIDIA GPU, else None.
+        core_count: streaming multiprocessors of a GPU, else None.
+        versions: (library, version) pairs.
+    """
+
+    platform: str
+    device_kind: str
+    compute_capability: tuple[int, int] | None = None
+    core_count: int | None = None
+    versions: tuple[tuple[str, str], ...] = (("jax", jax.__version__), ("jaxlib", jaxlib.version.__version__))
+
+    @classmethod
+    def probe(cls, *arguments: Any) -> "Environment":
+        """The machine that a call on `arguments` (pytrees) runs on.
+
+        It is that of the mesh in scope, else of the arguments' own devices, else the default device.
+
+        Raises:
+            ValueError: arguments that lie on devices of different platforms.
+        """
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        if device is not None and not isinstance(device, jax.Device):
+            return cls._of_kind(device)
+        found = {d.platform: d for d in _devices(arguments)}
+        if len(found) > 1:
+            raise ValueError(
+                f"the arguments lie on devices of several platforms ({', '.join(sorted(found))}): "
+                "move them to one with jax.device_put"
+            )
+        return cls.of_device(next(iter(found.values())) if found else _default_device())
+
+    @classmethod
+    def of_device(cls, device: Device) -> "Environment":
+        """The machine seen through one of its devices."""
+        capability = getattr(device, "compute_capability", None)
+        return cls(
+            device.platform,
+            device.device_kind,
+            _parse_capability(capability) if device.platform == "gpu" else None,
+            getattr(device, "core_count", None),
+        )
+
+    @classmethod
+    def _of_kind(cls, device: Any) -> "Environment":
+        """From a mesh's abstract device, which says its kind and number of cores alone."""
+        default = _default_device()
+        if device.device_kind == default.device_kind:
+            return cls.of_device(default)
+        known = known_devices()
+        name = next((n for n in known if n.upper() in device.device_kind.upper()), None)
+        if name is not None:
+            return dataclasses.replace(known[name], device_kind=device.device_kind)
+        return cls(device.platform, device.device_kind, None, device.num_cores)
+
+    @classmethod
+    def named(cls, name: str) -> "Environment":
+        """A well-known device that need not be here, such as "h200". ValueError, naming those known, for others."""
+        if name not in known_devices():
+            raise ValueError(f"`device` (={name!r}) must be one of {sorted(known_devices())}")
+        return known_devices()[name]
+
+
+def known_devices() -> dict[str, Environment]:
+    """Devices that can be named without being there. Sizes are those of NVIDIA's data sheets (SXM parts)."""
+    return {
+        "cpu": Environment("cpu", "cpu"),
+        "a100": Environment("gpu", "NVIDIA A100", (8, 0), 108),
+        "l40s": Environment("gpu", "NVIDIA L40S", (8, 9), 142),
+        "h100": Environment("gpu", "NVIDIA H100", (9, 0), 132),
+        "h200": Environment("gpu", "NVIDIA H200", (9, 0), 132),
+        "b200": Environment("gpu", "NVIDIA B200", (10, 0), 148),
+    }
+
+
+def _parse_capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    major, _, minor = text.partition(".")
+    return int(major), int(minor or 0)
+
+
+def _devices(arguments: Any) -> list[Device]:
+    found = []
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            found.extend(leaf.sharding.device_set)
+    return found
+
+
+def _default_device() -> Device:
+    default = jax.config.jax_default_device
+    if isinstance(default, str):
+        return jax.devices(default)[0]
+    return default if default is not None else jax.devices()[0]
+
+
+class Reason(enum.Enum):
+    """Why a backend does not run a problem. Closed: a new reason is a change of the interface."""
+
+    PLATFORM = "platform"
+    COMPUTE_CAPABILITY = "compute capability"
+    FORMAT = "weight format"
+    INPUT_FORMAT = "input format"
+    DTYPE = "dtype"
+    LAYOUT = "layout"
+    SHAPE = "shape"
+    ACTIVATION = "activation"
+    WEIGHTS_ON = "routing weights"
+    SYMBOLIC_TOKENS = "symbolic token count"
+    MESH = "mesh"
+    LIBRARY = "library"
+    NOT_BUILT = "not built"
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A backend's no: the reason, the detail (measured and required value), and what would make it a yes."""
+
+    reason: Reason
+    detail: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What the layer computes beside its arrays; static.
+
+    Args:
+        activation: the activation between the two products.
+        weights_on: whether routing weights multiply the experts' "output" or "input".
+    """
+
+    activation: Activation
+    weights_on: str = "output"
+
+
+class Backend(Protocol):
+    """One engine. Instances are hashable values."""
+
+    @property
+    def name(self) -> str:
+        """What `backend=` calls it."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """One line: what it is."""
+        ...
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        """None for yes, else the reason why not. Pure and cheap."""
+        ...
+
+    def apply(self, computation: Computation, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
+        """x (T, H), routing of (T, k) -> y (T, H) of x's dtype. Traceable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The outcome of `select`: the chosen backend, and the trail of every backend asked with its answer."""
+
+    problem: Problem
+    environment: Environment
+    request: str | None
+    backend: Backend
+    trail: tuple[tuple[str, Rejection | None], ...]
+
+
+class NoBackendError(ValueError):
+    """No backend runs the problem, or the one requested does not."""
+
+
+# Keyed into jit's cache: changing it retraces.
+_requested = jax.make_user_context(None)
+
+
+def use_backend(name: str | None) -> Any:
+    """Context in which every layer runs on the backend called `name`, unless its own `backend=` says otherwise.
+
+    Calls traced outside are traced again inside. Whether `name` exists and can run is told when a layer is traced.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"`name` (={name!r}) must be the name of a backend, or None")
+    return _requested(name)
+
+
+def select(problem: Problem, environment: Environment, request: str | None, backends: Sequence[Backend]) -> Selection:
+    """Chooses the backend that runs `problem`: the requested one, else the first of `backends` that can.
+
+    Args:
+        problem, environment: what is asked, and where.
+        request: name of the backend that must run; None takes the `use_backend` context, else chooses.
+        backends: in order of preference.
+
+    Raises:
+        ValueError: `request` names no backend.
+        NoBackendError: the requested backend cannot run (with its reason and what would make it run), or none can
+            (with the whole trail).
+    """
+    request = request if request is not None else _requested.value
+    names = [b.name for b in backends]
+    if request is not None and request not in names:
+        raise ValueError(f"`backend` (={request!r}) must be one of {names}")
+    trail = tuple((b.name, b.supports(problem, environment)) for b in backends)
+    answers = dict(trail)
+    if request is not None and answers[request] is not None:
+        raise NoBackendError(f"backend {request!r} was requested but cannot run: {answers[request]}")
+    for backend in backends:
+        if answers[backend.name] is None and request in (None, backend.name):
+            return Selection(problem, environment, request, backend, trail)
+    told = "\n".join(f"  {name}: {rejection}" for name, rejection in trail)
+    raise NoBackendError(f"no backend runs {problem} on {environment.device_kind}:\n{told}")

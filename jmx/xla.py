@@ -1,0 +1,238 @@
+"""The reference backend: plain jnp, exact semantics, every platform. All other backends are tested against it.
+
+Rows are sorted by expert and cut into blocks; a loop runs over the blocks that exist, a few at a time, and expands the
+weights of just those experts. So work grows with the experts that tokens use, and memory with neither E nor how many
+are used. A token's result is summed in the order of its experts' ids, whatever else is in the batch.
+
+Products: bfloat16 activations meet weights expanded to bfloat16; float32 and float16 ones meet float32 weights at
+`Precision.HIGHEST`; sums are float32. Between the two products the activation is rounded to x's dtype (float16 stays
+float32, which its range would not hold).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmx import activations, formats, grouping
+from jmx.experts import Experts
+from jmx.routing import Routing
+from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+
+Array = jax.Array
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Xla:
+    """The backend object of this file; see `jmx.selection.Backend`."""
+
+    name: str = "xla"
+    summary: str = "reference in plain jnp, any platform"
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        if problem.num_tokens is None:
+            return Rejection(
+                Reason.SYMBOLIC_TOKENS,
+                "the token count is symbolic, and block sizes are chosen by its value",
+                "trace with a concrete number of tokens, one trace a bucket",
+            )
+        if problem.dtype not in DTYPES:
+            return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
+        if problem.input_format is not None:
+            return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", "leave inputs in x's dtype")
+        return None
+
+    def apply(self, computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
+        return forward(computation, x, routing, experts)
+
+
+class _Step(NamedTuple):
+    """C blocks of M rows that one turn of the loop works on."""
+
+    experts: Array  # (C,) int32
+    assignments: Array  # (C, M) int32, R where there is no row
+    tokens: Array  # (C, M) int32, T where there is no row
+
+
+def _block_sizes(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
+    """Rows of a block (M), and blocks a turn (C).
+
+    A block expands its expert once, so blocks hold an expert's usual share of rows and some more. Few rows make the
+    product cheap beside the turn itself, so several blocks share a turn.
+    """
+    assignments = num_tokens * top_k
+    share = -(-assignments // num_experts)
+    if num_tokens == 1 or assignments <= 8:
+        return 1, 4
+    block_m = min(1024, max(8, 1 << (2 * share - 1).bit_length()))
+    return min(block_m, 1 << (assignments - 1).bit_length()), 4 if block_m <= 64 else 1
+
+
+def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any], init: Any) -> Any:
+    """Folds `body` over the blocks of a routing (T, k), C at a time."""
+    num_tokens, top_k = routing.expert_ids.shape
+    num_assignments = num_tokens * top_k
+    block_m, num_blocks = _block_sizes(num_tokens, top_k, num_experts)
+    groups = grouping.group(routing.expert_ids, num_experts)
+    blocks = grouping.cut(groups.sizes, num_assignments, block_m)
+    bound = blocks.experts.size
+
+    def step(first: Array, carry: Any) -> Any:
+        index = first + jnp.arange(num_blocks)
+        inside = (index < blocks.num_blocks)[:, None]
+        index = jnp.minimum(index, bound - 1)  # past the end: the last block's expert again, without its rows
+        rows = blocks.starts[index][:, None] + jnp.arange(block_m)
+        inside &= rows < blocks.ends[index][:, None]
+        assignments = jnp.where(inside, groups.order[jnp.where(inside, rows, 0)], num_assignments)
+        return body(_Step(blocks.experts[index], assignments, assignments // top_k), carry)
+
+    num_blocks = min(num_blocks, bound)
+    if bound <= num_blocks:  # one turn: no loop, so that a scan over layers can fuse its slices into the gathers
+        return step(jnp.int32(0), init)
+    _, carry = lax.while_loop(
+        lambda state: state[0] < blocks.num_blocks,
+        lambda state: (state[0] + num_blocks, step(*state)),
+        (jnp.int32(0), init),
+    )
+    return carry
+
+
+def _compute_dtype(x: Array) -> Any:
+    return jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+
+
+def _product(a: Array, weight: Array, axis: int) -> Array:
+    """(C, M, n) with (C, N, K), contracting the weight's `axis` -> float32 (C, M, the other)."""
+    return lax.dot_general(
+        a.astype(weight.dtype),
+        weight,
+        (((2,), (axis,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+class _Chosen:
+    """The weights of a turn's experts, expanded where they are used."""
+
+    def __init__(self, experts: Experts, chosen: Array, dtype: Any):
+        self._experts, self._chosen, self._dtype = experts, chosen, dtype
+
+    def product(self, role: str, a: Array) -> Array:
+        """a (C, M, K) times the role's weight, plus its bias -> float32 (C, M, N)."""
+        y = _product(a, self._weight(role), 2)
+        bias = self._experts.take_bias(role, self._chosen)
+        return y if bias is None else y + bias[:, None].astype(jnp.float32)
+
+    def transposed(self, role: str, dy: Array) -> Array:
+        """dy (C, M, N) back through the role's weight -> float32 (C, M, K)."""
+        return _product(dy, self._weight(role), 1)
+
+    def _weight(self, role: str) -> Array:
+        return formats.dequantize(self._experts.take(role, self._chosen), self._dtype, self._experts.format)
+
+
+def _in_loop(experts: Experts) -> Experts:
+    # On a GPU packing is a bitcast. On a CPU it copies, once: a float4 array sliced inside a loop would be widened.
+    return experts.prepare("packed") if experts.layout == "canonical" else experts
+
+
+def forward(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
+    """x (T, H), routing (T, k) -> y (T, H) of x's dtype. Ids outside 0..E-1 contribute nothing."""
+    dtype, num_experts = _compute_dtype(x), experts.num_experts
+    experts = _in_loop(experts)
+    weights = routing.weights.astype(jnp.float32).reshape(-1)
+
+    def body(step: _Step, y: Array) -> Array:
+        chosen = _Chosen(experts, step.experts, dtype)
+        weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
+        rows = x.at[step.tokens].get(mode="fill", fill_value=0)
+        if computation.weights_on == "input":
+            rows = (rows * weight).astype(x.dtype)
+        h = chosen.product("gate_up", rows)
+        a = activations.apply(computation.activation, h, experts.gate_up_order).astype(_between(x))
+        out = chosen.product("down", a)
+        if computation.weights_on == "output":
+            out *= weight
+        return y.at[step.tokens].add(out, mode="drop")
+
+    if routing.expert_ids.size == 0:
+        return jnp.zeros_like(x)
+    return _loop(routing, num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+
+
+def _between(x: Array) -> Any:
+    return jnp.float32 if x.dtype == jnp.float16 else x.dtype
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases where they were asked for, else None."""
+
+    x: Array
+    weights: Array
+    gate_up_bias: Array | None
+    down_bias: Array | None
+
+
+def backward(
+    computation: Computation, x: Array, routing: Routing, experts: Experts, dy: Array, *, biases: tuple[bool, bool]
+) -> Gradients:
+    """Gradients of `forward` at x, given dy (T, H). Recomputes the forward pass, a few experts at a time.
+
+    `biases`: whether the cotangents of (gate_up_bias, down_bias) are wanted.
+    """
+    dtype, num_experts, order = _compute_dtype(x), experts.num_experts, experts.gate_up_order
+    bias_gradients = tuple(
+        jnp.zeros(bias.shape, jnp.float32) if wanted and bias is not None else None
+        for bias, wanted in zip((experts.gate_up_bias, experts.down_bias), biases, strict=True)
+    )
+    experts = _in_loop(experts)
+    weights = routing.weights.astype(jnp.float32).reshape(-1)
+    on_input = computation.weights_on == "input"
+
+    def accumulate(total: Array | None, step: _Step, rows: Array) -> Array | None:
+        if total is None:
+            return None
+        index = step.experts if experts.index is None else (experts.index, step.experts)
+        return total.at[index].add(rows.sum(axis=1))
+
+    def body(step: _Step, sums: Gradients) -> Gradients:
+        chosen = _Chosen(experts, step.experts, dtype)
+        weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
+        rows = x.at[step.tokens].get(mode="fill", fill_value=0)
+        rows_in = (rows * weight).astype(x.dtype) if on_input else rows
+        h = chosen.product("gate_up", rows_in)
+        a, activation_vjp = jax.vjp(lambda h: activations.apply(computation.activation, h, order), h)
+        dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
+        da = chosen.transposed("down", dout)  # without the routing weight, which is linear and comes after
+        if on_input:
+            (dh,) = activation_vjp(da)
+            drows = chosen.transposed("gate_up", dh)
+            dweight = (drows * rows.astype(jnp.float32)).sum(-1)
+            drows *= weight
+        else:
+            (dh,) = activation_vjp(da * weight)
+            drows = chosen.transposed("gate_up", dh)
+            dweight = (da * a).sum(-1)
+            bias = experts.take_bias("down", step.experts)
+            if bias is not None:
+                dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)
+            dout *= weight
+        return Gradients(
+            sums.x.at[step.tokens].add(drows, mode="drop"),
+            sums.weights.at[step.assignments].set(dweight, mode="drop", unique_indices=True),
+            accumulate(sums.gate_up_bias, step, dh),
+            accumulate(sums.down_bias, step, dout),
+        )
+
+    zeros = Gradients(jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), *bias_gradients)
+    sums = zeros if weights.size == 0 else _loop(routing, num_experts, body, zeros)
+    return sums._replace(
+        x=sums.x.astype(x.dtype),
+        weights=sums.weights.reshape(routing.weights.shape).astype(routing.weights.dtype),
+    )
