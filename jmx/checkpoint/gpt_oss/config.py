@@ -1,0 +1,246 @@
+"""What a gpt-oss config.json says, in any of its spellings, and what it leaves out."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint.shards import CheckpointError, read_json
+from jmx.formats import MXFP4
+
+FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A gpt-oss model, whichever spelling its config.json has.
+
+    Args:
+        num_hidden_layers, hidden_size, intermediate_size, num_experts, vocab_size: sizes.
+        top_k: experts of a token.
+        num_attention_heads, num_key_value_heads, head_dim: attention's sizes.
+        attention_bias: whether the q, k, v and o projections have biases.
+        rms_norm_eps: added to the mean square in RMSNorm.
+        sliding_window: tokens that a sliding layer sees, itself among them.
+        layer_types: "sliding_attention" or "full_attention", one a layer.
+        rope_theta: base of the rotary frequencies.
+        rope_factor: YaRN's s (arXiv:2309.00071); cos and sin are also multiplied by 0.1 ln(s) + 1.
+        rope_beta_fast, rope_beta_slow: rotations at `rope_original_length` between which YaRN's ramp lies.
+        rope_truncate: whether the ramp's ends are rounded to whole dimensions.
+        rope_original_length: tokens of the context before it was extended.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of `jmx.SwiGLU`.
+        eos_token_ids: ids that end a generation, of config.json and generation_config.json; may be empty.
+        bos_token_id, pad_token_id: or None.
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    attention_bias: bool
+    rms_norm_eps: float
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    rope_theta: float
+    rope_factor: float
+    rope_beta_fast: float
+    rope_beta_slow: float
+    rope_truncate: bool
+    rope_original_length: int
+    swiglu_alpha: float
+    swiglu_beta: float
+    swiglu_limit: float
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+# How the files spell each field: the Hugging Face form's keys first, then the original form's. A dot goes into the rope
+# entries, which are `rope_scaling` in older configs and `rope_parameters` in newer ones.
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("intermediate_size",),
+    "num_experts": ("num_local_experts", "num_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token"),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocab_size": ("vocab_size",),
+    "attention_bias": ("attention_bias",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "sliding_window": ("sliding_window",),
+    "rope_theta": ("rope.rope_theta", "rope_theta"),
+    "rope_factor": ("rope.factor", "rope_scaling_factor"),
+    "rope_beta_fast": ("rope.beta_fast", "rope_ntk_beta"),
+    "rope_beta_slow": ("rope.beta_slow", "rope_ntk_alpha"),
+    "rope_truncate": ("rope.truncate",),
+    "rope_original_length": ("rope.original_max_position_embeddings", "initial_context_length"),
+    "swiglu_alpha": ("swiglu_alpha",),
+    "swiglu_beta": (),
+    "swiglu_limit": ("swiglu_limit",),
+    "bos_token_id": ("bos_token_id",),
+    "pad_token_id": ("pad_token_id",),
+}
+
+# What gpt-oss configs leave out, from the reference model that OpenAI published with the weights (gpt_oss/torch) and,
+# for keys of the Hugging Face form, from transformers' GptOssConfig.
+DEFAULTS: dict[str, Any] = {
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_truncate": False,
+    "swiglu_alpha": 1.702,
+    "swiglu_beta": 1.0,
+    "swiglu_limit": 7.0,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+# Keys of the Hugging Face form that would change the model, with the values that this one can have.
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt_oss",),
+    "hidden_act": ("silu",),
+    "tie_word_embeddings": (False,),
+    "rope.rope_type": ("yarn",),
+    "rope.type": ("yarn",),
+    "rope.attention_factor": (None,),
+    "rope.mscale": (None,),
+    "rope.mscale_all_dim": (None,),
+    "quantization_config.quant_method": (MXFP4.name,),
+}
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
+
+    EOS ids are those of config.json and of generation_config.json, if there is one. Layers slide in turn, the first
+    one sliding, where `layer_types` is not given.
+
+    Raises:
+        CheckpointError: a file that is missing or is not JSON; a key that is missing, has a value of another kind or
+            out of range, or disagrees with another one; a `quant_method` other than mxfp4.
+    """
+    directory = Path(path)
+    file = directory / FILE
+    if not file.exists() and (directory / "original" / FILE).exists():
+        raise CheckpointError(file, f"the file is missing; the original form is in {directory / 'original'}")
+    entries = _flat(file, read_json(file))
+    generation = directory / GENERATION_FILE
+    more = _flat(generation, read_json(generation)) if generation.exists() else {}
+    return parse_config(file, entries, (*_token_ids(file, entries), *_token_ids(generation, more)))
+
+
+def _flat(file: Path, contents: Any) -> dict[str, Any]:
+    """Entries by key, those of the rope and quantization objects after a dot."""
+    if not isinstance(contents, dict):
+        raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
+    flat = {}
+    for key, value in contents.items():
+        prefix = {"rope_scaling": "rope", "rope_parameters": "rope"}.get(key, key)
+        if prefix not in ("rope", "quantization_config") or value is None:
+            flat[key] = value
+            continue
+        if not isinstance(value, dict):
+            raise CheckpointError(file, f"`{key}` (={value!r}) must be an object")
+        for inner, its_value in value.items():
+            name = f"{prefix}.{inner}"
+            if flat.setdefault(name, its_value) != its_value:
+                raise CheckpointError(file, f"`{inner}` differs between `rope_scaling` and `rope_parameters`")
+    return flat
+
+
+def _token_ids(file: Path, entries: Mapping[str, Any]) -> list[int]:
+    value = entries.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for item in ids:
+        _check_kind(file, "eos_token_id", "int", item)
+    return ids
+
+
+def parse_config(file: Path, entries: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> Config:
+    """The config of a file's entries, as `_flat` gives them; see `read_config`."""
+    if "quantization_config.quant_method" not in entries and any(k.startswith("quantization_config") for k in entries):
+        raise CheckpointError(file, "`quantization_config.quant_method` is missing")
+    for key, values in REQUIRED_VALUES.items():
+        if key in entries and entries[key] not in values:
+            raise CheckpointError(file, f"`{key}` (={entries[key]!r}) must be {values[0]!r}")
+    fields = {name: _field(file, name, entries) for name in SPELLINGS}
+    fields["layer_types"] = _layer_types(file, entries.get("layer_types"), fields["num_hidden_layers"])
+    fields["eos_token_ids"] = tuple(dict.fromkeys(eos_token_ids))
+    config = Config(**fields)
+    _check_sizes(file, config)
+    return config
+
+
+def _field(file: Path, name: str, entries: Mapping[str, Any]) -> Any:
+    given = {key: entries[key] for key in SPELLINGS[name] if entries.get(key) is not None}
+    if not given:
+        if name in DEFAULTS:
+            return DEFAULTS[name]
+        raise CheckpointError(file, f"`{'` or `'.join(SPELLINGS[name])}` is missing")
+    (key, value), *others = given.items()
+    for other, its_value in others:
+        if its_value != value:
+            raise CheckpointError(file, f"`{other}` (={its_value!r}) must be {value!r}, as `{key}` has it")
+    kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
+    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    return _check_kind(file, key, kind, value)
+
+
+def _check_kind(file: Path, key: str, kind: str, value: Any) -> Any:
+    """`value` as the dataclass declares it: a whole number where an int is wanted, no bool for a number."""
+    if kind == "bool":
+        fits = isinstance(value, bool)
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        fits = False
+    elif kind == "float":
+        value = float(value)
+        fits = value > 0
+    else:
+        fits = isinstance(value, int) and value >= 0
+    if not fits:
+        wanted = {"bool": "true or false", "float": "a positive number"}.get(kind, "a whole number, not negative")
+        raise CheckpointError(file, f"`{key}` (={value!r}) must be {wanted}")
+    return value
+
+
+def _layer_types(file: Path, given: Any, num_layers: int) -> tuple[str, ...]:
+    if given is None:
+        return tuple((SLIDING, FULL)[i % 2] for i in range(num_layers))
+    if not isinstance(given, list) or len(given) != num_layers or any(item not in (SLIDING, FULL) for item in given):
+        raise CheckpointError(file, f"`layer_types` (={given!r}) must be {num_layers} of {SLIDING!r} and {FULL!r}")
+    return tuple(given)
+
+
+def _check_sizes(file: Path, config: Config) -> None:
+    for name, value in dataclasses.asdict(config).items():
+        if type(value) is int and value < 1 and not name.endswith("token_id"):
+            raise CheckpointError(file, f"`{name}` (={value}) must be at least 1")
+    for name in ("hidden_size", "intermediate_size"):
+        try:
+            MXFP4.check_size(name, getattr(config, name))
+        except ValueError as error:
+            raise CheckpointError(file, str(error)) from error
+    if config.top_k > config.num_experts:
+        raise CheckpointError(file, f"experts of a token (={config.top_k}) must be at most {config.num_experts}, all")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            file,
+            f"`num_attention_heads` (={config.num_attention_heads}) must be a multiple of "
+            f"`num_key_value_heads` (={config.num_key_value_heads})",
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(file, f"`head_dim` (={config.head_dim}) must be even, for rotary pairs")

@@ -1,0 +1,223 @@
+"""How the two published forms of gpt-oss name and shape their tensors, and which neutral tensors those hold.
+
+Neutral names are this project's own: those of `Experts.arrays` for the experts, and plain ones for the rest. A
+tensor of a file holds one neutral tensor, or several, one after the other along the first axis (the original form's q,
+k and v).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jmx.checkpoint.gpt_oss.config import Config
+from jmx.checkpoint.shards import CheckpointError, Tensor
+from jmx.formats import MXFP4
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to name tensors.
+
+    Args:
+        name: "hf" or "original".
+        layer_prefix: of a layer's tensors, with a place for its number.
+        top: neutral name -> name in the file, of tensors outside layers.
+        layer: neutral name -> name in the file after the prefix. Neutral tensors that share one follow each other.
+    """
+
+    name: str
+    layer_prefix: str
+    top: Mapping[str, str]
+    layer: Mapping[str, str]
+
+
+HF = Form(
+    "hf",
+    "model.layers.{}.",
+    {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "unembedding": "lm_head.weight"},
+    {
+        "input_norm": "input_layernorm.weight",
+        "q_weight": "self_attn.q_proj.weight",
+        "q_bias": "self_attn.q_proj.bias",
+        "k_weight": "self_attn.k_proj.weight",
+        "k_bias": "self_attn.k_proj.bias",
+        "v_weight": "self_attn.v_proj.weight",
+        "v_bias": "self_attn.v_proj.bias",
+        "sinks": "self_attn.sinks",
+        "o_weight": "self_attn.o_proj.weight",
+        "o_bias": "self_attn.o_proj.bias",
+        "post_attention_norm": "post_attention_layernorm.weight",
+        "router_weight": "mlp.router.weight",
+        "router_bias": "mlp.router.bias",
+        "gate_up_values": "mlp.experts.gate_up_proj_blocks",
+        "gate_up_scales": "mlp.experts.gate_up_proj_scales",
+        "gate_up_bias": "mlp.experts.gate_up_proj_bias",
+        "down_values": "mlp.experts.down_proj_blocks",
+        "down_scales": "mlp.experts.down_proj_scales",
+        "down_bias": "mlp.experts.down_proj_bias",
+    },
+)
+
+ORIGINAL = Form(
+    "original",
+    "block.{}.",
+    {"embedding": "embedding.weight", "final_norm": "norm.scale", "unembedding": "unembedding.weight"},
+    {
+        "input_norm": "attn.norm.scale",
+        "q_weight": "attn.qkv.weight",
+        "k_weight": "attn.qkv.weight",
+        "v_weight": "attn.qkv.weight",
+        "q_bias": "attn.qkv.bias",
+        "k_bias": "attn.qkv.bias",
+        "v_bias": "attn.qkv.bias",
+        "sinks": "attn.sinks",
+        "o_weight": "attn.out.weight",
+        "o_bias": "attn.out.bias",
+        "post_attention_norm": "mlp.norm.scale",
+        "router_weight": "mlp.gate.weight",
+        "router_bias": "mlp.gate.bias",
+        "gate_up_values": "mlp.mlp1_weight.blocks",
+        "gate_up_scales": "mlp.mlp1_weight.scales",
+        "gate_up_bias": "mlp.mlp1_bias",
+        "down_values": "mlp.mlp2_weight.blocks",
+        "down_scales": "mlp.mlp2_weight.scales",
+        "down_bias": "mlp.mlp2_bias",
+    },
+)
+
+FORMS = {form.name: form for form in (HF, ORIGINAL)}
+
+EXPERT_NAMES = ("gate_up_values", "gate_up_scales", "gate_up_bias", "down_values", "down_scales", "down_bias")
+
+
+def layer_name(layer: int, name: str) -> str:
+    """The neutral name, in the whole model, of a layer's tensor."""
+    return f"layers.{layer}.{name}"
+
+
+def top_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of the neutral tensors outside layers."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    return {"embedding": (vocab, hidden), "final_norm": (hidden,), "unembedding": (vocab, hidden)}
+
+
+def layer_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of a layer's neutral tensors, packed ones as `jmx.formats` packs them."""
+    hidden, experts = config.hidden_size, config.num_experts
+    rows = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    rows = {name: heads * config.head_dim for name, heads in rows.items()}
+    shapes: dict[str, Shape] = {"input_norm": (hidden,), "post_attention_norm": (hidden,)}
+    shapes |= {f"{name}_weight": (size, hidden) for name, size in rows.items()}
+    shapes |= {"sinks": (config.num_attention_heads,), "o_weight": (hidden, rows["q"])}
+    if config.attention_bias:
+        shapes |= {f"{name}_bias": (size,) for name, size in (rows | {"o": hidden}).items()}
+    shapes |= {"router_weight": (experts, hidden), "router_bias": (experts,)}
+    sizes = {"gate_up": (2 * config.intermediate_size, hidden), "down": (hidden, config.intermediate_size)}
+    for role, (size, contracted) in sizes.items():
+        packed = MXFP4.abstract((experts, size, contracted), packed=True)
+        shapes |= {f"{role}_{name}": array.shape for name, array in zip(MXFP4.arrays, packed, strict=True)}
+        shapes[f"{role}_bias"] = (experts, size)
+    return shapes
+
+
+def dtypes(name: str) -> tuple[str, ...]:
+    """Dtypes, as safetensors spells them, that the neutral tensor `name` may have."""
+    if name.endswith(("_values", "_scales")):
+        return ("U8",)
+    return ("BF16", "F32") if name.endswith("_norm") else ("BF16",)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A neutral tensor inside a tensor of a file.
+
+    Args:
+        name: its neutral name in the whole model.
+        shape: its neutral shape.
+        start: its first row in the file's tensor.
+    """
+
+    name: str
+    shape: Shape
+    start: int
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor that a form's files hold.
+
+    Args:
+        name: in the file.
+        shape: in the file.
+        dtypes: that it may have.
+        members: the neutral tensors in it, in order.
+    """
+
+    name: str
+    shape: Shape
+    dtypes: tuple[str, ...]
+    members: tuple[Member, ...]
+
+
+def file_tensors(form: Form, config: Config) -> list[FileTensor]:
+    """Every tensor of a checkpoint in `form`, layer by layer."""
+
+    def group(names: Mapping[str, str], shapes: Mapping[str, Shape], prefix: str, neutral: str) -> list[FileTensor]:
+        grouped: dict[str, list[Member]] = {}
+        for name, its_file_name in names.items():
+            if name in shapes:
+                members = grouped.setdefault(prefix + its_file_name, [])
+                start = sum(member.shape[0] for member in members)
+                members.append(Member(neutral + name, shapes[name], start))
+        return [
+            FileTensor(name, _file_shape(members), dtypes(members[0].name), tuple(members))
+            for name, members in grouped.items()
+        ]
+
+    top = group(form.top, top_shapes(config), "", "")
+    shapes = layer_shapes(config)
+    layers = [
+        group(form.layer, shapes, form.layer_prefix.format(i), layer_name(i, ""))
+        for i in range(config.num_hidden_layers)
+    ]
+    return [*top[:1], *(tensor for layer in layers for tensor in layer), *top[1:]]
+
+
+def _file_shape(members: list[Member]) -> Shape:
+    """Files cut packed values into blocks: (..., N, K / 32, 16)."""
+    rows, *rest = sum(member.shape[0] for member in members), *members[0].shape[1:]
+    if members[0].name.endswith("_values"):
+        *lead, size = rest
+        block = MXFP4.block_size * MXFP4.element_bits // 8
+        return (rows, *lead, size // block, block)
+    return (rows, *rest)
+
+
+def detect(directory: Path, found: Mapping[str, Tensor]) -> Form:
+    """The form whose names `found` has. CheckpointError if it is none of them."""
+    for form in FORMS.values():
+        if form.top["embedding"] in found:
+            return form
+    names = " or ".join(f"{form.top['embedding']!r} ({form.name})" for form in FORMS.values())
+    raise CheckpointError(directory, f"must hold a tensor {names}, but holds {len(found)} others")
+
+
+def check(directory: Path, found: Mapping[str, Tensor], expected: list[FileTensor]) -> None:
+    """CheckpointError unless `found` has every expected tensor in its shape and dtype, and no other."""
+    for tensor in expected:
+        shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
+        wanted = f"must be {' or '.join(tensor.dtypes)} {shape}"
+        if tensor.name not in found:
+            raise CheckpointError(directory, f"tensor {tensor.name!r} is missing; it {wanted}")
+        there = found[tensor.name]
+        if there.shape != tensor.shape or there.dtype not in tensor.dtypes:
+            raise CheckpointError(there.file, f"tensor {tensor.name!r} is {there.dtype} {there.shape}, but {wanted}")
+        if math.prod(there.shape) == 0:
+            raise CheckpointError(there.file, f"tensor {tensor.name!r} is empty")
+    names = {tensor.name for tensor in expected}
+    for name, there in found.items():
+        if name not in names:
+            raise CheckpointError(there.file, f"tensor {name!r} is not one that this model's config calls for")

@@ -1,0 +1,174 @@
+"""Reading a gpt-oss checkpoint: checked whole before anything is built, then tensor by tensor to the device."""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jmx.backends import resolve_layout
+from jmx.checkpoint import shards
+from jmx.checkpoint.gpt_oss import forms
+from jmx.checkpoint.gpt_oss.config import read_config
+from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, Member, layer_name
+from jmx.checkpoint.placement import Index, ShardingLike, place, sharding_of
+from jmx.checkpoint.shards import CheckpointError, Tensor
+from jmx.experts import Experts
+from jmx.formats import BlockScaled
+from jmx.selection import Environment
+
+_SCALE_NAN = 255
+
+
+class Reader:
+    """A gpt-oss checkpoint, in the Hugging Face or the original form, by neutral names.
+
+    Making one reads config.json and the headers of the files and checks that every tensor is there. Then `top`, `layer`
+    and `experts` read tensors, each straight to its device; both forms give the same bits. A directory that holds the
+    Hugging Face form and a folder `original` is the former; name the folder to read the latter.
+
+    With E experts, H hidden, I intermediate, V vocabulary, Q query heads, N key/value heads of D, all bfloat16 but for
+    norms, which may be float32, and weights (out, in), the contracted axis last, as in the files:
+        `top`: embedding (V, H), final_norm (H,), unembedding (V, H).
+        `layer`: input_norm (H,), post_attention_norm (H,), sinks (Q,),
+            q_weight (Q D, H), k_weight (N D, H), v_weight (N D, H), o_weight (H, Q D),
+            q_bias (Q D,), k_bias (N D,), v_bias (N D,), o_bias (H,) (only where `config.attention_bias`),
+            router_weight (E, H), router_bias (E,).
+        `experts`: `jmx.Experts` of gate_up (E, 2 I, H) and down (E, H, I) with biases, gate and up interleaved.
+
+    Args:
+        path: the directory.
+
+    Attributes:
+        config: a `Config`.
+        form: "hf" or "original".
+
+    Raises:
+        CheckpointError: files that are wrong or broken, naming the file, the tensor and the expectation.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.config = read_config(path)
+        found = shards.read_headers(self.path)
+        form = forms.detect(self.path, found)
+        self.form = form.name
+        expected = forms.file_tensors(form, self.config)
+        forms.check(self.path, found, expected)
+        self._places: dict[str, tuple[Tensor, Member]] = {
+            member.name: (found[tensor.name], member) for tensor in expected for member in tensor.members
+        }
+        self._advance: Callable[[int], object] = lambda _: None
+
+    def top(self, sharding: ShardingLike = None) -> dict[str, jax.Array]:
+        """The arrays outside layers, by name (see the class). `sharding` as in `experts`."""
+        return {name: self._read(name, name, sharding) for name in forms.top_shapes(self.config)}
+
+    def layer(self, layer: int, sharding: ShardingLike = None) -> dict[str, jax.Array]:
+        """A layer's arrays but for its experts, by name (see the class). `sharding` as in `experts`."""
+        self._check_layer(layer)
+        names = [name for name in forms.layer_shapes(self.config) if name not in EXPERT_NAMES]
+        return {name: self._read(layer_name(layer, name), name, sharding) for name in names}
+
+    def experts(self, layer: int, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
+        """A layer's experts, in 4 bits all the way.
+
+        Args:
+            layer: its number.
+            layout: a name in `jmx.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
+            sharding: a `jax.sharding.Sharding` for every array, or a mapping or function that gives one (or None) by
+                the array's name, as `Experts.arrays` names them. Only the slices that the devices need are read.
+                None is the default device.
+
+        Raises:
+            CheckpointError: a scale of 255 (NaN), naming the tensor and the place.
+            ValueError: an unknown `layout`, a `layer` that is not there, a `sharding` that cannot split an array.
+        """
+        self._check_layer(layer)
+        if layout != "auto":
+            resolve_layout(layout, Environment.probe())  # an unknown one, before anything is read
+        arrays = {name: self._read(layer_name(layer, name), name, sharding) for name in EXPERT_NAMES}
+        experts = Experts.of(
+            BlockScaled(arrays["gate_up_values"], arrays["gate_up_scales"]),
+            BlockScaled(arrays["down_values"], arrays["down_scales"]),
+            arrays["gate_up_bias"],
+            arrays["down_bias"],
+            gate_up_order="interleaved",
+        )
+        del arrays  # the layout's arrays replace them one by one
+        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts)), donate=True)
+        wanted = {name: sharding_of(name, sharding) for name in EXPERT_NAMES}
+        arrays = experts.arrays()
+        return experts.with_arrays(
+            arrays | {n: jax.device_put(arrays[n], s) for n, s in wanted.items() if s is not None}
+        )
+
+    def nbytes(self, layer: int | None = None) -> int:
+        """Bytes of the whole checkpoint's tensors, or of one layer's experts."""
+        names = self._places if layer is None else [layer_name(layer, name) for name in EXPERT_NAMES]
+        return sum(self._nbytes(name) for name in names)
+
+    @contextlib.contextmanager
+    def progress(self, enabled: bool = True, total: int | None = None) -> Iterator[None]:
+        """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read, to `total`: all."""
+        with shards.progress_bar("reading", self.nbytes() if total is None else total, enabled) as self._advance:
+            yield
+        self._advance = lambda _: None
+
+    def view(self, name: str) -> np.ndarray:
+        """A read-only map of a tensor in its file, by its neutral name in the model, such as "layers.0.q_weight"."""
+        tensor, member = self._places[name]
+        return tensor.view()[member.start : member.start + member.shape[0]].reshape(member.shape)
+
+    def _nbytes(self, name: str) -> int:
+        tensor, member = self._places[name]
+        return math.prod(member.shape) * shards.DTYPES[tensor.dtype].itemsize
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.config.num_hidden_layers:
+            raise ValueError(f"`layer` (={layer}) must be 0 to {self.config.num_hidden_layers - 1}")
+
+    def _read(self, name: str, short_name: str, sharding: ShardingLike) -> jax.Array:
+        view = self.view(name)
+        array = place(short_name, view, sharding, self._scales_check(name))
+        self._advance(view.nbytes)
+        return array
+
+    def _scales_check(self, name: str) -> Callable[[np.ndarray, Index], None] | None:
+        if not name.endswith("_scales"):
+            return None
+        tensor, _ = self._places[name]
+
+        def check(part: np.ndarray, index: Index) -> None:
+            if part.max() == _SCALE_NAN:
+                local = np.argwhere(part == _SCALE_NAN)[0]
+                place = tuple(int(i) + (s.start or 0) for i, s in zip(local, index, strict=True))
+                raise CheckpointError(tensor.file, f"tensor {tensor.name!r} has scale 255 (NaN) at {place}")
+
+        return check
+
+
+def load(
+    path: str | os.PathLike[str],
+    layer: int = 0,
+    layout: str = "auto",
+    sharding: ShardingLike = None,
+    progress: bool = False,
+) -> Experts:
+    """The experts of one layer of a gpt-oss checkpoint, 4-bit from disk to device.
+
+    Args:
+        path: a directory in the Hugging Face form or the original form.
+        layer, layout, sharding: as in `Reader.experts`.
+        progress: whether to show a progress bar on stderr, where that is a terminal.
+
+    Raises:
+        CheckpointError: files that are wrong or broken, of any layer, naming the file, the tensor and the expectation.
+        ValueError: as `Reader.experts`.
+    """
+    reader = Reader(path)
+    with reader.progress(progress, reader.nbytes(layer) if progress else 0):
+        return reader.experts(layer, layout, sharding)

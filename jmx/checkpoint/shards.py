@@ -1,0 +1,360 @@
+"""Safetensors files, read tensor by tensor with every error named, and written beside their place and renamed.
+
+A file is an 8 byte little-endian length, a JSON header of that length, and the tensors' bytes; see the safetensors
+format, https://github.com/huggingface/safetensors#format. The headers are read here, and not by the safetensors
+package, for three reasons: its errors name neither file nor tensor, its arrays for numpy lack the 8-bit floats, and its
+writer wants every tensor in memory at once.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32,
+        "F64": np.float64,
+    }.items()
+}
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+_CHUNK = 1 << 24  # bytes read and written at a time
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation."""
+
+    def __init__(self, file: str | os.PathLike[str], problem: str):
+        super().__init__(f"{os.fspath(file)}: {problem}")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    Args:
+        file: the safetensors file.
+        name: its name there.
+        dtype: as safetensors spells it, a key of `DTYPES`.
+        shape: row-major.
+        offset: of its first byte from the start of the file.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def view(self) -> np.ndarray:
+        """The tensor as a read-only map of the file: bytes are read when they are looked at, and none is copied."""
+        dtype = DTYPES[self.dtype]
+        if not self.nbytes:
+            return np.empty(self.shape, dtype)
+        try:
+            raw = np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(self.file, f"tensor {self.name!r} cannot be read any more: {error}") from error
+        return raw.view(dtype).view(np.ndarray).reshape(self.shape)
+
+
+# Reading
+
+
+def read_json(file: Path) -> Any:
+    """The contents of a JSON file. CheckpointError if it is missing or is not JSON."""
+    return parse_json(file, _read_bytes(file), "the file")
+
+
+def parse_json(file: Path, raw: bytes, what: str) -> Any:
+    """JSON out of bytes of `file`. CheckpointError, naming `what`, if they are not JSON or name a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        repeated = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
+        if repeated:
+            raise CheckpointError(file, f"{what} must name each key once, but names {sorted(repeated)} again")
+        return dict(pairs)
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(file, f"{what} must be JSON: {error}") from error
+
+
+def _read_bytes(file: Path, size: int = -1) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(size)
+    except FileNotFoundError as error:
+        raise CheckpointError(file, "the file is missing") from error
+    except OSError as error:
+        raise CheckpointError(file, f"the file cannot be read: {error}") from error
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, by name, in the order in which they lie.
+
+    Raises:
+        CheckpointError: a header that is not sane (its length, its JSON, an entry), tensors that overlap or leave gaps,
+            or a file that is shorter or longer than its header says.
+    """
+    length = int.from_bytes(_read_bytes(file, 8), "little")
+    size = file.stat().st_size
+    if size < 8:
+        raise CheckpointError(file, f"the file has {size} bytes, but must begin with 8 that give the header's length")
+    start = 8 + length
+    if start > size:
+        raise CheckpointError(file, f"the header must end within the file, at byte {start} of {size}")
+    header = parse_json(file, _read_bytes(file, start)[8:], "the header")
+    if not isinstance(header, dict):
+        raise CheckpointError(file, f"the header must be a JSON object, not {type(header).__name__}")
+    header.pop("__metadata__", None)
+    tensors, end = [], start
+    for name, (begin, stop, dtype, shape) in sorted(
+        ((name, _entry(file, name, entry)) for name, entry in header.items()), key=lambda item: item[1][:2]
+    ):
+        if start + begin != end:
+            raise CheckpointError(
+                file, f"tensor {name!r} begins at byte {start + begin}, but must at {end}, where the last one ends"
+            )
+        end = start + stop
+        if end > size:
+            raise CheckpointError(
+                file, f"tensor {name!r} must end within the file, at byte {end} of {size}: the file is cut short"
+            )
+        tensors.append(Tensor(file, name, dtype, shape, start + begin))
+    if end != size:
+        raise CheckpointError(file, f"the file has {size} bytes, but its header accounts for {end}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
+    """A header entry, checked: first and last byte within the data, dtype and shape."""
+
+    def sizes(value: Any) -> bool:
+        return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(file, f"the header's entry of tensor {name!r} must have dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}, but must have one of {sorted(DTYPES)}")
+    if not sizes(shape):
+        raise CheckpointError(file, f"tensor {name!r} has shape {shape!r}, but must have a list of sizes")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if not sizes(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise CheckpointError(
+            file, f"tensor {name!r} has data_offsets {offsets!r}, but must have two that are {nbytes} bytes apart"
+        )
+    return offsets[0], offsets[1], dtype, tuple(shape)
+
+
+def read_headers(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, by name: of its index's shards, or of every safetensors file in `directory` itself.
+
+    Only headers are read.
+
+    Raises:
+        CheckpointError: no directory, no file, a missing shard, an index that disagrees with the shards, a tensor in
+            two files, or what `read_header` raises.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(directory, "must be a directory that holds a checkpoint")
+    if (directory / INDEX).exists():
+        return _read_index(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(directory, "must hold *.safetensors files, but holds none")
+    _check_numbers(directory, files)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(file, f"tensor {name!r} must be in one file, but is in {tensors[name].file} too")
+            tensors[name] = tensor
+    return tensors
+
+
+def _read_index(directory: Path) -> dict[str, Tensor]:
+    index = directory / INDEX
+    contents = read_json(index)
+    places = contents.get("weight_map") if isinstance(contents, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(index, "must have `weight_map`, an object that gives each tensor's file")
+    for name, place in places.items():
+        if not isinstance(place, str) or Path(place).name != place:
+            raise CheckpointError(index, f"tensor {name!r} must be in a file of the same directory, not {place!r}")
+    tensors: dict[str, Tensor] = {}
+    for place in sorted(set(places.values())):
+        file = directory / place
+        if not file.exists():
+            raise CheckpointError(file, f"the shard is missing, which {INDEX} names")
+        found = read_header(file)
+        expected = {name for name, its_place in places.items() if its_place == place}
+        for name in sorted(expected - found.keys()):
+            raise CheckpointError(file, f"tensor {name!r} is missing, which {INDEX} places here")
+        for name in sorted(found.keys() - expected):
+            raise CheckpointError(file, f"tensor {name!r} is here, but {INDEX} does not say so")
+        tensors |= found
+    return tensors
+
+
+def _check_numbers(directory: Path, files: Sequence[Path]) -> None:
+    """Without an index, only the names of numbered shards tell whether one is missing."""
+    for file in files:
+        match = _NUMBERED.fullmatch(file.name)
+        if match is None:
+            continue
+        width, count = len(match["number"]), match["count"]
+        for number in range(1, int(count) + 1):
+            shard = directory / f"{match['stem']}-{number:0{width}}-of-{count}.safetensors"
+            if not shard.exists():
+                raise CheckpointError(shard, f"the shard is missing, which belongs to {file.name}")
+
+
+# Writing
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to be written: its name, its dtype (a key of `DTYPES`), its shape, and its bytes, part by part."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterable[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def write(
+    directory: Path, outputs: Sequence[Output], max_shard_bytes: int, advance: Callable[[int], object] = lambda _: None
+) -> None:
+    """Writes tensors into `directory`: one `model.safetensors`, or numbered shards and their index.
+
+    Tensors stay in order; a shard holds at most `max_shard_bytes` of them, unless a single one is larger. `advance` is
+    told the bytes of each piece that was written.
+    """
+    shards: list[list[Output]] = [[]]
+    filled = 0
+    for output in outputs:
+        if shards[-1] and filled + output.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(output)
+        filled += output.nbytes
+    if len(shards) == 1:
+        _write_file(directory / SINGLE, shards[0], advance)
+        return
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(directory / name, shard, advance)
+    places = {output.name: name for name, shard in zip(names, shards, strict=True) for output in shard}
+    total = sum(output.nbytes for output in outputs)
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], object]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers of the Hugging Face form ask for it
+    end = 0
+    for output in outputs:
+        offsets = [end, end := end + output.nbytes]
+        header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors' bytes aligned to 8
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for output in outputs:
+            begin = stream.tell()
+            for part in output.parts():
+                raw = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+                for at in range(0, raw.size, _CHUNK):
+                    advance(stream.write(raw[at : at + _CHUNK].data))
+            if stream.tell() - begin != output.nbytes:
+                raise CheckpointError(file, f"tensor {output.name!r} must have {output.nbytes} bytes")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_json(file: Path, contents: Any) -> None:
+    """Writes JSON as people read it."""
+    file.write_text(json.dumps(contents, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A directory that appears at `path` whole, or not at all: it is filled beside `path` and renamed at the end.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+        FileNotFoundError: the directory that should hold it does not exist.
+    """
+    path = Path(path).absolute()
+    if os.path.lexists(path):
+        raise FileExistsError(f"`dst` (={path}) must not exist: nothing is overwritten")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"`dst` (={path}) must be in a directory that exists")
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+    try:
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o777 & ~mask)  # mkdtemp lets nobody else in
+        yield temporary
+        temporary.rename(path)
+    except BaseException:  # KeyboardInterrupt too must leave nothing behind
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr that counts to `total` bytes. It gives the function to tell of bytes done.
+
+    There is none where `enabled` is false or stderr is no terminal.
+    """
+    if not (enabled and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda done: bar.advance(task, done)
