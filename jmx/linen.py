@@ -83,13 +83,16 @@ class MoE(nn.Module):
         abstract = jax.eval_shape(random, jax.random.key(0))
         names = partition_names(abstract, self.axes or {})
         drawn = random(self.make_rng("params")).arrays() if self.is_initializing() else {}
-        arrays = {}
-        for name in abstract.arrays():
-            init = nn.with_partitioning(lambda *_, name=name: drawn[name], names[name])
-            if name.endswith("bias"):
-                arrays[name] = self.param(name, init)
-            else:
-                arrays[name] = self.variable("quantized", name, init).value
+
+        def initial(name: str, like: jax.ShapeDtypeStruct) -> Array:
+            # Flax asks again when the layer is called, for shapes alone.
+            return drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
+
+        arrays: dict[str, Array] = {}
+        for name, like in abstract.arrays().items():
+            init = nn.with_partitioning(lambda *_, name=name, like=like: initial(name, like), names[name])
+            is_param = name.endswith("bias")
+            arrays[name] = self.param(name, init) if is_param else self.variable("quantized", name, init).value
         return abstract.with_arrays({name: nn.meta.unbox(array) for name, array in arrays.items()})
 
     def _logits(self, x: Array, values: Array | None) -> Logits:
