@@ -1,0 +1,437 @@
+"""Times one layer against the machine's own limits: the core of `jmx bench` and of benchmarks/layer.py.
+
+A row is one backend at one token count. Several different layers run one after the other inside one jitted call, whose
+time is divided by their number: so weights never come out of a cache, and the gaps between kernels count. Routing from
+logits is timed too. The floor of a row is what its problem must move and multiply, at rates measured in the same run.
+"""
+
+import dataclasses
+import datetime
+import math
+import os
+import platform
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax import lax
+
+from jmx import _version, activations, formats, layouts
+from jmx.activations import Activation, SiLUAndMul, SwiGLU
+from jmx.backends import BACKENDS, resolve_layout
+from jmx.experts import Experts
+from jmx.explain import flops, weight_bytes
+from jmx.layer import moe
+from jmx.roofline import Limits, Report, Row
+from jmx.routing import GroupedTopK, Logits, Method, TopKSoftmax, route
+from jmx.selection import Environment, NoBackendError, Problem, select
+
+Array = Any
+Device = Any  # a jax.Device
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one layer, and what it computes."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    method: Method
+    activation: Activation
+    gate_up_order: str | None
+    bias: bool
+
+    def problem(self, num_tokens: int, layout: str) -> Problem:
+        """A call on bfloat16 tokens, with weights in `layout`."""
+        return Problem(
+            num_tokens=num_tokens,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.method.top_k,
+            dtype="bfloat16",
+            format=formats.MXFP4.name,
+            activation=self.activation,
+            gate_up_order=self.gate_up_order,
+            bias=self.bias,
+            layout=layout,
+        )
+
+    def experts(self, key: Array) -> Experts:
+        """Random weights of one layer."""
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        return Experts.random(key, *sizes, gate_up_order=self.gate_up_order, bias=self.bias)
+
+
+# Sizes and activations as in the published model configurations and code.
+_GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+_DEEPSEEK = GroupedTopK(8, num_groups=8, topk_groups=4, scoring="sigmoid", renormalize=True, routed_scaling_factor=2.5)
+MODELS = {
+    "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
+    "gpt-oss-20b": Shape(32, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
+    "gpt-oss-120b": Shape(128, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
+    "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
+}
+
+ROUTINGS = {
+    "uniform": "every expert is as likely as every other",
+    "zipf": "the n-th most popular expert of a layer is drawn in proportion to 1/n",
+    "half": "half of the tokens go to one expert, among others",
+    "top1": "uniform, with a single expert a token",
+}
+
+RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the same weights in bfloat16
+
+# bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference; what lies above this is another function.
+TOLERANCE = 3e-2
+_CHECKED_TOKENS = 64
+
+
+def run(
+    model: str,
+    tokens: Sequence[int],
+    *,
+    routing: str = "uniform",
+    backends: Sequence[str] | None = None,
+    layers: int = 4,
+    repeats: int = 5,
+    seed: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Measures the machine's limits, then every backend and `lax.ragged_dot` at every token count.
+
+    What goes wrong in one row (no memory, a backend that does not run here) stands in that row.
+
+    Args:
+        model: a key of `MODELS`.
+        tokens: token counts.
+        routing: a key of `ROUTINGS`.
+        backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all of them.
+        layers: different layers in one call; fewer where the device's memory holds fewer.
+        repeats: samples of which a time is the median.
+        seed: of weights, tokens and logits; None draws a new one, which the report names.
+        progress: called with a line for every limit and every row, as they come.
+
+    Raises:
+        ValueError: an unknown name, or a number below 1. Nothing has been measured then.
+    """
+    check_arguments(model, tokens, routing, backends, layers, repeats)
+    seed = secrets.randbits(32) if seed is None else seed
+    shape = MODELS[model]
+    if routing == "top1":
+        shape = dataclasses.replace(shape, method=dataclasses.replace(shape.method, top_k=1))
+    device, environment = jax.devices()[0], Environment.probe()
+
+    progress(f"measuring the limits of {device.device_kind}")
+    limits = measure_limits(repeats)
+    progress(f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s")
+    weights_key, data_key = jax.random.split(jax.random.key(seed))
+    layer_keys = jax.random.split(weights_key, layers)
+    cases = _cases(shape, tokens, routing, layer_keys, data_key)
+    rows = []
+    for name in backends if backends is not None else contestants():
+        built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
+        for case in cases:
+            row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
+            rows.append(row)
+            told = f"{row.us:.1f} us, {row.over_floor:.2f} x floor" if row.us is not None else ""
+            progress(" ".join(filter(None, (f"{name}, {row.tokens} tokens:", told, row.error))))
+    settings = {"model": model, "tokens": [*tokens], "routing": routing, "layers": layers} | {
+        "repeats": repeats,
+        "seed": seed,
+        "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
+    }
+    return Report(describe_machine(device), limits, settings, tuple(rows))
+
+
+def contestants() -> list[str]:
+    """Names of all that `run` can measure."""
+    return [*(backend.name for backend in BACKENDS), RAGGED_DOT]
+
+
+def check_arguments(
+    model: str, tokens: Sequence[int], routing: str, backends: Sequence[str] | None, layers: int, repeats: int
+) -> None:
+    """Raises ValueError, naming the argument of `run`, its value and the rule."""
+    named = [("model", model, [*MODELS]), ("routing", routing, [*ROUTINGS])]
+    for name, value, known in [*named, *(("backends", backend, contestants()) for backend in backends or ())]:
+        if value not in known:
+            raise ValueError(f"`{name}` (={value!r}) must be one of {known}")
+    if not tokens:
+        raise ValueError("`tokens` must name at least one token count")
+    for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:
+        if value < 1:
+            raise ValueError(f"`{name}` (={value}) must be at least 1")
+
+
+def describe_machine(device: Device) -> dict[str, Any]:
+    """What ran: the device by its own name, its memory in bytes, and the versions."""
+    versions = {"jmx": _version.__version__, "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "platform_version": " ".join(device.client.platform_version.split()),
+        "memory_bytes": memory_limit(device),
+        "host_cpus": os.cpu_count(),
+        "versions": versions | {"python": platform.python_version()},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def memory_limit(device: Device) -> int | None:
+    """Bytes that a program may hold on `device`, or None where that is not known. On a CPU, those of the machine."""
+    if device.platform == "cpu":
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):
+            return None
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def measure_limits(repeats: int) -> Limits:
+    """The best of two ways to copy (a plain copy, and a kernel that changes each word), and a square product."""
+    on_cpu = jax.default_backend() == "cpu"
+    key = jax.random.key(secrets.randbits(32))
+    words = jax.random.bits(key, (1 << (25 if on_cpu else 29),), jnp.uint32)
+    copies = [jax.jit(jnp.copy), jax.jit(lambda words: words ^ 1)]
+    copy_rate = max(2 * words.nbytes / seconds(partial(copy, words), repeats)[0] for copy in copies)
+    del words
+    size = 1024 if on_cpu else 8192
+    squares = []
+    for dtype in (jnp.bfloat16, jnp.float32) if on_cpu else (jnp.bfloat16,):
+        left, right = jax.random.normal(key, (2, size, size), dtype)
+        squares.append(2 * size**3 / seconds(partial(jax.jit(jnp.matmul), left, right), repeats)[0])
+    return Limits(copy_rate, max(squares))
+
+
+def seconds(call: Callable[[], Any], repeats: int, least: float = 0.05) -> tuple[float, float]:
+    """Median seconds of a call, and (slowest - fastest) / median.
+
+    Each of the `repeats` samples is the mean of so many calls, one behind the other without waiting for any, that it
+    lasts `least` seconds. Two rounds before them warm up.
+    """
+    jax.block_until_ready(call())
+    calls, samples, out = 1, [], None
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+        samples.append((time.perf_counter() - start) / calls)
+        calls = max(1, min(1000, math.ceil(least / samples[-1])))
+    samples = samples[2:]
+    median = statistics.median(samples)
+    return median, (max(samples) - min(samples)) / median
+
+
+class _Case(NamedTuple):
+    """What all backends are given at one token count."""
+
+    x: Array  # (T, H) bfloat16
+    logits: Array  # (L, T, E) float32
+    checked: Array  # (n,) tokens of which the first layer's result is checked
+    reference: Array  # (n, H) float32
+    active: list[int]  # experts used, by layer
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+
+def _cases(shape: Shape, tokens: Sequence[int], kind: str, layer_keys: Array, key: Array) -> list[_Case]:
+    first = shape.experts(layer_keys[0])
+    return [_case(shape, count, kind, len(layer_keys), jax.random.fold_in(key, count), first) for count in tokens]
+
+
+def _case(shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> _Case:
+    x_key, logits_key, checked_key = jax.random.split(key, 3)
+    x = jax.random.normal(x_key, (num_tokens, shape.hidden_size), jnp.bfloat16)
+    logits = draw_logits(logits_key, (layers, num_tokens, shape.num_experts), kind)
+    checked = jax.random.permutation(checked_key, num_tokens)[:_CHECKED_TOKENS]
+    reference = jax.jit(partial(_jmx_layer, shape, "xla"))(x[checked].astype(jnp.float32), logits[0, checked], first)
+    ids = [np.asarray(route(Logits(layer, shape.method)).expert_ids) for layer in logits]
+    return _Case(x, logits, checked, reference, [len(np.unique(layer)) for layer in ids])
+
+
+def draw_logits(key: Array, shape: tuple[int, int, int], kind: str) -> jax.Array:
+    """Random router logits, float32 (L, T, E), each layer with its own popular experts; see `ROUTINGS`."""
+    noise_key, rank_key, token_key = jax.random.split(key, 3)
+    num_layers, num_tokens, num_experts = shape
+    rank = jax.vmap(lambda key: jax.random.permutation(key, num_experts))(jax.random.split(rank_key, num_layers))
+    if kind == "zipf":  # the largest of log p + Gumbel noise is a draw from p; the k largest are k draws
+        return jax.random.gumbel(noise_key, shape) - jnp.log1p(rank)[:, None]
+    logits = jax.random.normal(noise_key, shape)
+    if kind == "half":
+        taken = jax.random.permutation(token_key, num_tokens) < (num_tokens + 1) // 2
+        logits += 8.0 * (taken[:, None] & (rank == 0)[:, None])  # 8 standard deviations
+    return logits
+
+
+class _Contender(NamedTuple):
+    """One way to compute the layer."""
+
+    weights: str  # how its weights lie
+    prepare: Callable[[Experts], Any]  # packed experts -> its own weights
+    layer: Callable[[Array, Array, Any], Array]  # x (T, H), logits (T, E), its own weights -> y (T, H)
+
+
+def _contender(name: str, shape: Shape, num_tokens: int, environment: Environment) -> _Contender:
+    if name == RAGGED_DOT:
+        return _Contender("bf16", _expanded, partial(ragged_dot_layer, shape))
+    layout = usable_layout(shape.problem(num_tokens, resolve_layout("auto", environment)), environment, name)
+    return _Contender(layout, lambda experts: experts.prepare(layout, donate=True), partial(_jmx_layer, shape, name))
+
+
+def usable_layout(problem: Problem, environment: Environment, backend: str) -> str:
+    """The problem's own layout where `backend` can run from it, else the first that it can run from.
+
+    Raises:
+        NoBackendError: there is none; the text is that for the problem's own layout.
+    """
+    refusals = []
+    for layout in dict.fromkeys((problem.layout, *layouts.LAYOUTS)):
+        try:
+            select(dataclasses.replace(problem, layout=layout), environment, backend, BACKENDS)
+            return layout
+        except NoBackendError as e:
+            refusals.append(e)
+    raise refusals[0]
+
+
+def _jmx_layer(shape: Shape, backend: str, x: Array, logits: Array, experts: Experts) -> Array:
+    return moe(x, Logits(logits, shape.method), experts, activation=shape.activation, backend=backend)
+
+
+class FloatWeights(NamedTuple):
+    """A layer's weights as `lax.ragged_dot` takes them, bfloat16: gate_up (E, H, 2I), down (E, I, H), biases."""
+
+    gate_up: Array
+    down: Array
+    gate_up_bias: Array | None
+    down_bias: Array | None
+
+
+def _expanded(experts: Experts) -> FloatWeights:
+    expand = jax.jit(lambda q: formats.dequantize(q, jnp.bfloat16, experts.format).mT)
+    return FloatWeights(expand(experts.gate_up), expand(experts.down), experts.gate_up_bias, experts.down_bias)
+
+
+def ragged_dot_layer(shape: Shape, x: Array, logits: Array, weights: FloatWeights) -> Array:
+    """The layer as a user of `lax.ragged_dot` writes it: sort by expert, two grouped products, weigh and add up."""
+    ids, router_weights = route(Logits(logits, shape.method))
+    num_tokens, top_k = ids.shape
+    order = jnp.argsort(ids.reshape(-1))
+    experts = ids.reshape(-1)[order]
+    sizes = jnp.bincount(experts, length=shape.num_experts)
+    h = lax.ragged_dot(x[order // top_k], weights.gate_up, sizes)
+    if weights.gate_up_bias is not None:
+        h += weights.gate_up_bias[experts]
+    h = activations.apply(shape.activation, h, shape.gate_up_order)
+    y = lax.ragged_dot(h, weights.down, sizes)
+    if weights.down_bias is not None:
+        y += weights.down_bias[experts]
+    y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1)
+    return jnp.einsum("tkh,tk->th", y, router_weights, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _stack(layer: Callable[[Array, Array, Any], Array], x: Array, logits: Array, weights: Sequence[Any]) -> Any:
+    """The layers one after the other, as residual blocks; also the first one's own result, which is checked."""
+    first = None
+    for layer_logits, layer_weights in zip(logits, weights, strict=True):
+        y = layer(x, layer_logits, layer_weights)
+        first = y if first is None else first
+        x = x + y
+    return x, first
+
+
+def _measure_row(
+    name: str,
+    shape: Shape,
+    case: _Case,
+    built: dict[str, list[Any]],
+    layer_keys: Array,
+    limits: Limits,
+    environment: Environment,
+    repeats: int,
+) -> Row:
+    problem = shape.problem(case.num_tokens, "packed")
+    count = len(layer_keys)
+    while True:
+        active = statistics.fmean(case.active[:count])
+        least_bytes, operations = weight_bytes(problem, active), flops(problem)
+        floor = max(least_bytes / limits.copy_rate, operations / limits.dense_rate)
+        row = Row(name, case.num_tokens, layers=count, active_experts=active, floor_us=1e6 * floor)
+        try:
+            contender = _contender(name, shape, case.num_tokens, environment)
+            row = dataclasses.replace(row, weights=contender.weights)
+            time_s, spread, error, temporary = _measure(contender, shape, case, built, layer_keys[:count], repeats)
+        except Exception as e:  # whatever a backend dies of is that row's finding, and others still have to run
+            if _out_of_memory(e) and count > 1:
+                count //= 2
+                continue
+            return dataclasses.replace(row, error=f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
+        wrong = None if error <= TOLERANCE else f"wrong result: relative error {error:.1e} is above {TOLERANCE:.0e}"
+        return dataclasses.replace(
+            row,
+            us=1e6 * time_s,
+            spread=spread,
+            tb_s=least_bytes / time_s / 1e12,
+            tflop_s=operations / time_s / 1e12,
+            over_floor=time_s / floor,
+            relative_error=error,
+            temporary_bytes=temporary,
+            error=wrong,
+        )
+
+
+def _measure(
+    contender: _Contender, shape: Shape, case: _Case, built: dict[str, list[Any]], layer_keys: Array, repeats: int
+) -> tuple[float, float, float, int | None]:
+    """Seconds a layer, their spread, the relative error, and the call's temporary bytes."""
+    count = len(layer_keys)
+    logits = case.logits[:count]
+    abstract = jax.eval_shape(lambda key: contender.prepare(shape.experts(key)), layer_keys[0])
+    compiled = jax.jit(partial(_stack, contender.layer)).lower(case.x, logits, [abstract] * count).compile()
+    temporary = _check_memory(compiled)
+    if contender.weights not in built:
+        built.clear()  # one copy of the weights at a time
+    weights = built.setdefault(contender.weights, [])
+    del weights[count:]
+    for key in layer_keys[len(weights) :]:
+        weights.append(contender.prepare(shape.experts(key)))
+    arguments = case.x, logits, weights
+    _, y = compiled(*arguments)
+    error = relative_error(y[case.checked], case.reference)
+    del y
+    time_s, spread = seconds(lambda: compiled(*arguments), repeats)
+    return time_s / count, spread, error, temporary
+
+
+def relative_error(result: Array, reference: Array) -> float:
+    """||result - reference|| / ||reference|| in float64; NaN where either has one."""
+    result, reference = (np.asarray(array, np.float64) for array in (result, reference))
+    return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
+
+
+def _check_memory(compiled: Any) -> int | None:
+    """The call's temporary bytes. MemoryError before it runs, where a CPU would rather start to swap."""
+    needs, has = compiled.memory_analysis(), memory_limit(jax.devices()[0])
+    if needs is None:
+        return None
+    total = needs.argument_size_in_bytes + needs.output_size_in_bytes + needs.temp_size_in_bytes
+    if has is not None and total > has:
+        raise MemoryError(f"the call needs {total / 1e9:.1f} GB, and the device has {has / 1e9:.1f} GB")
+    return needs.temp_size_in_bytes
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

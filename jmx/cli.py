@@ -1,0 +1,509 @@
+"""The command line: `jmx explain | doctor | convert | bench`.
+
+Imports of jax stand inside the commands, so that `--help` and usage errors are quick. Results go to stdout, all else to
+stderr.
+"""
+
+import argparse
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jmx._version import __version__
+
+if TYPE_CHECKING:
+    from jmx.activations import Activation
+    from jmx.selection import Environment, Problem
+
+EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_EPILOG = """exit codes:
+  0    done
+  1    the answer is no: no backend runs, a check failed, or this machine cannot do it
+  2    usage, or bad input
+  130  interrupted; nothing is left half written
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"jmx: error: {message} (see `{self.prog} --help`)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: the program's arguments) asks for, and returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if hasattr(arguments, "compilation_cache"):
+            _use_compilation_cache(arguments.compilation_cache)
+        return arguments.command(arguments)
+    except KeyboardInterrupt:
+        print("jmx: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has gone: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NO
+    except (ValueError, TypeError, OSError) as e:
+        return _fail(e, EXIT_USAGE)
+    except (RuntimeError, ImportError, MemoryError) as e:
+        return _fail(e, EXIT_NO)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return code
+
+
+def _parser() -> _Parser:
+    shared = _Parser(add_help=False)
+    shared.add_argument(
+        "--compilation-cache",
+        metavar="DIR",
+        default=argparse.SUPPRESS,  # so that the one before the command is not overwritten by a default
+        help="keep compiled programs in DIR, for later runs",
+    )
+    parser = _Parser(
+        prog="jmx",
+        description="A mixture-of-experts layer for Flax whose expert weights stay in 4 bits.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parents=[shared],
+    )
+    parser.add_argument("--version", action="version", version=f"jmx {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Any, summary: str) -> _Parser:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            parents=[shared],
+        )
+        command.set_defaults(command=run)
+        return command
+
+    _add_explain(add("explain", _explain, "say which backend runs a layer, and why each of the others does not"))
+    _add_json(add("doctor", _doctor, "show versions and devices, what each backend lacks here, and how to get it"))
+    _add_convert(add("convert", _convert, "write a checkpoint in another form; experts keep their bits"))
+    _add_bench(add("bench", _bench, "time one layer on this machine, against the machine's own limits"))
+    return parser
+
+
+def _add_json(command: _Parser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON on stdout instead of a table")
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between them") from None
+
+
+def _check_known(flag: str, value: str, known: Iterable[str]) -> None:
+    """Raises ValueError, naming what is known and what is nearest, unless `value` is known."""
+    names = sorted(known)
+    if value not in names:
+        near = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
+
+
+def _use_compilation_cache(directory: str) -> None:
+    import jax
+
+    pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _print(*results: Any) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for result in results:
+        console.print(result)
+
+
+def _print_json(values: Any) -> None:
+    print(json.dumps(values, indent=1))
+
+
+# jmx explain
+
+
+def _add_explain(command: _Parser) -> None:
+    sizes = command.add_argument_group("sizes", "from a checkpoint, a named model, or one by one (which goes first)")
+    source = sizes.add_mutually_exclusive_group()
+    source.add_argument("--checkpoint", metavar="DIR", help="a gpt-oss checkpoint, of which the config is read")
+    source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
+    for name in ("hidden", "intermediate", "experts", "top-k"):
+        sizes.add_argument(f"--{name}", type=int, metavar="N")
+    call = command.add_argument_group("the call")
+    call.add_argument("--tokens", type=_counts, default=[1], metavar="N,...", help="token counts (default 1)")
+    call.add_argument("--dtype", metavar="NAME", help="of the activations (default bfloat16)")
+    call.add_argument(
+        "--activation",
+        metavar="NAME",
+        help="default swiglu; parameters follow a colon: swiglu:alpha=1.702,beta=1,limit=7",
+    )
+    call.add_argument("--gate-up-order", choices=("interleaved", "concatenated", "none"))
+    call.add_argument("--bias", action=argparse.BooleanOptionalAction, help="whether the experts have biases")
+    call.add_argument("--format", metavar="NAME", help="of the weights (default mxfp4)")
+    call.add_argument("--layout", default="auto", metavar="NAME", help="of the weights (default: the device's own)")
+    call.add_argument("--weights-on", choices=("output", "input"), default="output")
+    call.add_argument("--backend", metavar="NAME", help="ask for this one")
+    call.add_argument("--device", metavar="NAME", help="a device that need not be here, such as h200")
+    _add_json(command)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from jmx.backends import BACKENDS
+    from jmx.explain import explain_problem
+    from jmx.selection import Environment, known_devices
+
+    if arguments.device is not None:
+        _check_known("--device", arguments.device, known_devices())
+    if arguments.backend is not None:
+        _check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
+    environment = Environment.named(arguments.device) if arguments.device is not None else Environment.probe()
+    problems = _problems(arguments, environment)
+    explanations = [explain_problem(problem, environment, arguments.backend) for problem in problems]
+    if arguments.json:
+        _print_json([explanation.as_dict() for explanation in explanations])
+    else:
+        _print(*explanations)
+    return EXIT_OK if all(explanation.chosen is not None for explanation in explanations) else EXIT_NO
+
+
+def _problems(arguments: argparse.Namespace, environment: "Environment") -> list["Problem"]:
+    """The problem that the flags of `jmx explain` name, at each token count. ValueError for one that cannot be."""
+    from jmx import experts, formats, layouts
+    from jmx.activations import SwiGLU
+    from jmx.backends import resolve_layout
+    from jmx.selection import Problem
+
+    fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
+    if arguments.checkpoint is not None:
+        fields |= _checkpoint_fields(arguments.checkpoint)
+    elif arguments.model is not None:
+        fields |= _model_fields(arguments.model)
+    flags = {
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "num_experts": arguments.experts,
+        "top_k": arguments.top_k,
+        "dtype": arguments.dtype,
+        "format": arguments.format,
+        "activation": None if arguments.activation is None else _activation(arguments.activation),
+        "bias": arguments.bias,
+    }
+    fields |= {name: value for name, value in flags.items() if value is not None}
+    missing = [f"--{flag}" for flag in ("hidden", "intermediate", "experts", "top-k") if _FIELD[flag] not in fields]
+    if missing:
+        raise ValueError(f"give {', '.join(missing)}, or a --checkpoint or --model that has them")
+
+    _check_known("--format", fields["format"], formats.FORMATS)
+    _check_known("--layout", arguments.layout, ["auto", *layouts.LAYOUTS])
+    _check_known("--dtype", fields["dtype"], ("bfloat16", "float16", "float32", "float64"))
+    gated = fields["activation"].gated
+    if arguments.gate_up_order is not None:
+        fields["gate_up_order"] = None if arguments.gate_up_order == "none" else arguments.gate_up_order
+    order = fields.setdefault("gate_up_order", "concatenated" if gated else None)
+    if gated != (order is not None):
+        raise ValueError(
+            f"`--gate-up-order` (={order or 'none'}) does not fit `--activation` (={fields['activation']}), "
+            f"which has {'a' if gated else 'no'} gate"
+        )
+    sizes = (fields["num_experts"], fields["hidden_size"], fields["intermediate_size"])
+    experts.check_sizes(*sizes, formats.FORMATS[fields["format"]])
+    if not 1 <= fields["top_k"] <= fields["num_experts"]:
+        raise ValueError(f"`--top-k` (={fields['top_k']}) must be in 1..{fields['num_experts']}, the number of experts")
+    for count in arguments.tokens:
+        if count < 1:
+            raise ValueError(f"`--tokens` (={count}) must be at least 1")
+    fields |= {"layout": resolve_layout(arguments.layout, environment), "weights_on": arguments.weights_on}
+    return [Problem(num_tokens=count, **fields) for count in arguments.tokens]
+
+
+_FIELD = {"hidden": "hidden_size", "intermediate": "intermediate_size", "experts": "num_experts", "top-k": "top_k"}
+
+
+def _checkpoint_fields(directory: str) -> dict[str, Any]:
+    from jmx.activations import SwiGLU
+    from jmx.checkpoint import gpt_oss
+
+    config = gpt_oss.read_config(directory)
+    sizes = {name: getattr(config, name) for name in _FIELD.values()}
+    activation = SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
+    return sizes | {"activation": activation, "gate_up_order": "interleaved", "bias": True}
+
+
+def _model_fields(name: str) -> dict[str, Any]:
+    from jmx.bench import MODELS
+
+    _check_known("--model", name, MODELS)
+    problem = MODELS[name].problem(1, "packed")
+    return {field: getattr(problem, field) for field in (*_FIELD.values(), "activation", "gate_up_order", "bias")}
+
+
+def _activation(text: str) -> "Activation":
+    """The activation of "name" or "name:parameter=value,...": swiglu:alpha=1.702,beta=1,limit=7."""
+    from jmx import activations
+
+    kinds = {kind.__name__.lower(): kind for kind in vars(activations).values() if _is_activation(kind)}
+    name, _, rest = text.lower().partition(":")
+    _check_known("--activation", name, kinds)
+    parameters: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            parameters[key] = {"true": True, "false": False, "none": None}[value] if value.isalpha() else float(value)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"`--activation` (={text!r}): {key} (={value!r}) must be a number, true or false"
+            ) from None
+    try:
+        return kinds[name](**parameters)
+    except TypeError as e:  # a parameter that it does not have, or lacks
+        raise ValueError(f"`--activation` (={text!r}): {e}") from None
+
+
+def _is_activation(kind: Any) -> bool:
+    from jmx.activations import Activation
+
+    return isinstance(kind, type) and issubclass(kind, Activation) and kind is not Activation
+
+
+# jmx doctor
+
+# Distributions that jmx needs, and those that some of its parts need: what for, and the extra that brings them.
+_NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
+_OPTIONAL = {"tokenizers": ("text in and out of the example model", "hf"), "matplotlib": ("pictures", "bench")}
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    findings = _examine()
+    if arguments.json:
+        _print_json(findings)
+    else:
+        _print(*_doctor_tables(findings))
+        for line in findings["advice"]:
+            print(line)
+    return EXIT_OK if findings["healthy"] else EXIT_NO
+
+
+def _examine() -> dict[str, Any]:
+    """What `jmx doctor` finds, as plain values. `healthy`: all that jmx needs is there, and some backend runs."""
+    versions = {name: _version_of(name) for name in (*_NEEDED, *_OPTIONAL)} | {
+        entry.dist.name: entry.dist.version
+        for entry in importlib.metadata.entry_points(group="jax_plugins")
+        if entry.dist is not None
+    }
+    advice = [f"{name} is missing: pip install jmx" for name in _NEEDED if versions[name] is None]
+    advice += [
+        f"{name} is missing ({what}): pip install 'jmx[{extra}]'"
+        for name, (what, extra) in _OPTIONAL.items()
+        if versions[name] is None
+    ]
+    devices, backends, layout, cache = [], [], None, None
+    if versions["jax"] is not None:
+        import jax
+
+        cache = jax.config.jax_compilation_cache_dir
+        try:
+            devices = _examine_devices()
+            layout, backends = _examine_backends()
+        except RuntimeError as e:  # a plugin that is installed and does not start
+            advice.append(f"jax finds no device: {' '.join(str(e).split())}")
+    if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
+        advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx[cuda13]' (or 'jmx[cuda12]')")
+    return {
+        "healthy": all(versions[name] for name in _NEEDED) and any(found["runs"] for found in backends),
+        "versions": {"jmx": __version__, "python": platform.python_version()} | versions,
+        "devices": devices,
+        "layout": layout,
+        "backends": backends,
+        "compilation_cache": cache,
+        "advice": advice,
+    }
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _examine_devices() -> list[dict[str, Any]]:
+    import jax
+
+    from jmx.bench import memory_limit
+
+    return [
+        {
+            "id": device.id,
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "compute_capability": getattr(device, "compute_capability", None),
+            "memory_bytes": memory_limit(device),
+        }
+        for device in jax.devices()
+    ]
+
+
+def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
+    """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
+    from jmx.backends import BACKENDS, resolve_layout
+    from jmx.bench import MODELS, usable_layout
+    from jmx.selection import Environment, NoBackendError
+
+    environment = Environment.probe()
+    layout = resolve_layout("auto", environment)
+    problem = MODELS["gpt-oss-20b"].problem(1, layout)
+    found = []
+    for backend in BACKENDS:
+        answer: dict[str, Any] = {"name": backend.name, "summary": backend.summary, "runs": True}
+        try:
+            answer["layout"] = usable_layout(problem, environment, backend.name)
+        except NoBackendError:
+            no = backend.supports(problem, environment)
+            assert no is not None
+            answer |= {"runs": False, "reason": no.reason.value, "detail": no.detail, "remedy": no.remedy}
+        found.append(answer)
+    return layout, found
+
+
+def _doctor_tables(findings: dict[str, Any]) -> list[Any]:
+    from rich.table import Table
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, title_justify="left")
+        for column in columns:
+            made.add_column(column)
+        return made
+
+    versions = table("versions", "package", "version")
+    for name, version in findings["versions"].items():
+        versions.add_row(name, version or "missing")
+    devices = table("devices", "id", "platform", "kind", "capability", "memory")
+    for device in findings["devices"]:
+        memory = "unknown" if device["memory_bytes"] is None else f"{device['memory_bytes'] / 1e9:.1f} GB"
+        capability = str(device["compute_capability"] or "-")
+        devices.add_row(str(device["id"]), device["platform"], device["kind"], capability, memory)
+    backends = table(f"backends (new weights lie in layout {findings['layout']!r} here)", "backend", "runs", "why")
+    for found in findings["backends"]:
+        if found["runs"]:
+            layout = "" if found["layout"] == findings["layout"] else f" (in layout {found['layout']!r})"
+            backends.add_row(found["name"], "yes", found["summary"] + layout)
+        else:
+            backends.add_row(found["name"], "no", f"{found['reason']}: {found['detail']}; {found['remedy']}")
+    return [versions, devices, backends]
+
+
+# jmx convert
+
+
+def _add_convert(command: _Parser) -> None:
+    command.add_argument("source", metavar="IN", help="directory of a gpt-oss checkpoint, of either form")
+    command.add_argument("target", metavar="OUT", help="directory to make; one that exists is refused")
+    command.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "original", "orbax"),
+        help="the Hugging Face form, the original form, or a whole-model Orbax checkpoint",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON on stdout, and no progress")
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from jmx.checkpoint import gpt_oss
+
+    gpt_oss.convert(arguments.source, arguments.target, form=arguments.to, progress=not arguments.json)
+    if arguments.json:
+        _print_json({"source": arguments.source, "target": arguments.target, "form": arguments.to})
+    else:
+        print(f"wrote {arguments.target} in the form {arguments.to!r}")
+    return EXIT_OK
+
+
+# jmx bench
+
+
+def _add_bench(command: _Parser) -> None:
+    command.add_argument("--model", metavar="NAME", help="a named shape (default gpt-oss-120b; on a CPU small)")
+    command.add_argument(
+        "--tokens", type=_counts, metavar="N,...", help="token counts (default 1,64,1024,8192; on a CPU 1,16,64)"
+    )
+    command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
+    command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all)")
+    command.add_argument("--layers", type=int, default=4, metavar="N", help="different layers in one call (default 4)")
+    command.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each median (default 5)")
+    command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
+    command.add_argument("--from", dest="saved", metavar="FILE", help="measure nothing: show a saved JSON file")
+    command.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="save JSON to FILE, or print it on stdout without FILE"
+    )
+    command.add_argument("--png", metavar="FILE", help="draw the roofline")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from jmx import roofline
+
+    if arguments.png is not None:
+        roofline.require_matplotlib()
+    for path in filter(None, (arguments.json, arguments.png)):
+        if not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: its directory does not exist")
+    report = _measure(arguments) if arguments.saved is None else roofline.Report.load(arguments.saved)
+    if arguments.json == "-":
+        _print_json(report.as_dict())
+    else:
+        _print(report)
+        if arguments.json is not None:
+            report.save(arguments.json)
+    if arguments.png is not None:
+        roofline.draw(report, arguments.png)
+    measured = [row for row in report.rows if row.us is not None]
+    return EXIT_OK if measured and all(row.error is None for row in measured) else EXIT_NO
+
+
+def _measure(arguments: argparse.Namespace) -> Any:
+    import jax
+
+    from jmx import bench
+
+    on_cpu = jax.default_backend() == "cpu"
+    model = arguments.model or ("small" if on_cpu else "gpt-oss-120b")
+    backends = None if arguments.backends is None else arguments.backends.split(",")
+    _check_known("--model", model, bench.MODELS)
+    _check_known("--routing", arguments.routing, bench.ROUTINGS)
+    for name in backends or ():
+        _check_known("--backends", name, bench.contestants())
+    return bench.run(
+        model,
+        arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),
+        routing=arguments.routing,
+        backends=backends,
+        layers=arguments.layers,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
