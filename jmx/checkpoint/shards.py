@@ -318,8 +318,10 @@ def write_json(file: Path, contents: Any) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A directory that appears at `path` whole, or not at all: it is filled beside `path` and renamed at the end.
+def new_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Something that appears at `path` whole, or not at all: make it at the path given, which is moved there.
+
+    What is given lies in a new directory beside `path`, so that moving is renaming; that goes whatever happens.
 
     Raises:
         FileExistsError: there is something at `path`.
@@ -332,14 +334,10 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise FileNotFoundError(f"`dst` (={path}) must be in a directory that exists")
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o777 & ~mask)  # mkdtemp lets nobody else in
-        yield temporary
-        temporary.rename(path)
-    except BaseException:  # KeyboardInterrupt too must leave nothing behind
+        yield temporary / path.name
+        (temporary / path.name).rename(path)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 @contextlib.contextmanager

@@ -93,6 +93,26 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "pad_token_id": ("pad_token_id",),
 }
 
+# Keys of the original form.
+ORIGINAL_KEYS = (
+    "num_hidden_layers",
+    "num_experts",
+    "experts_per_token",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "swiglu_limit",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "sliding_window",
+    "initial_context_length",
+    "rope_theta",
+    "rope_scaling_factor",
+    "rope_ntk_alpha",
+    "rope_ntk_beta",
+)
+
 # What gpt-oss configs leave out, from the reference model that OpenAI published with the weights (gpt_oss/torch) and,
 # for keys of the Hugging Face form, from transformers' GptOssConfig.
 DEFAULTS: dict[str, Any] = {
@@ -108,6 +128,9 @@ DEFAULTS: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+
+# What the Hugging Face form's rope entries leave out: unlike the reference model, transformers rounds unless told.
+ROPE_DEFAULTS: dict[str, Any] = {"rope.truncate": True}
 
 # Keys of the Hugging Face form that would change the model, with the values that this one can have.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -126,8 +149,8 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 def read_config(path: str | os.PathLike[str]) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
 
-    EOS ids are those of config.json and of generation_config.json, if there is one. Layers slide in turn, the first
-    one sliding, where `layer_types` is not given.
+    EOS ids are those of config.json and of generation_config.json, if there is one, which may name the other special
+    ids too. Layers slide in turn, the first one sliding, where `layer_types` is not given.
 
     Raises:
         CheckpointError: a file that is missing or is not JSON; a key that is missing, has a value of another kind or
@@ -137,10 +160,12 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     file = directory / FILE
     if not file.exists() and (directory / "original" / FILE).exists():
         raise CheckpointError(file, f"the file is missing; the original form is in {directory / 'original'}")
-    entries = _flat(file, read_json(file))
+    found = _flat(file, read_json(file))
     generation = directory / GENERATION_FILE
     more = _flat(generation, read_json(generation)) if generation.exists() else {}
-    return parse_config(file, entries, (*_token_ids(file, entries), *_token_ids(generation, more)))
+    eos_token_ids = (*_token_ids(file, found), *_token_ids(generation, more))
+    found = {key: more[key] for key in ("bos_token_id", "pad_token_id") if key in more} | found
+    return parse_config(file, found, eos_token_ids)
 
 
 def _flat(file: Path, contents: Any) -> dict[str, Any]:
@@ -177,6 +202,8 @@ def parse_config(file: Path, entries: Mapping[str, Any], eos_token_ids: tuple[in
     for key, values in REQUIRED_VALUES.items():
         if key in entries and entries[key] not in values:
             raise CheckpointError(file, f"`{key}` (={entries[key]!r}) must be {values[0]!r}")
+    if any(key.startswith("rope.") for key in entries):
+        entries = {**ROPE_DEFAULTS, **entries}
     fields = {name: _field(file, name, entries) for name in SPELLINGS}
     fields["layer_types"] = _layer_types(file, entries.get("layer_types"), fields["num_hidden_layers"])
     fields["eos_token_ids"] = tuple(dict.fromkeys(eos_token_ids))
@@ -223,6 +250,47 @@ def _layer_types(file: Path, given: Any, num_layers: int) -> tuple[str, ...]:
     if not isinstance(given, list) or len(given) != num_layers or any(item not in (SLIDING, FULL) for item in given):
         raise CheckpointError(file, f"`layer_types` (={given!r}) must be {num_layers} of {SLIDING!r} and {FULL!r}")
     return tuple(given)
+
+
+def entries(config: Config, spelling: str) -> dict[str, Any]:
+    """The contents of a config.json that says `config` in the "hf" or the "original" spelling.
+
+    The original spelling has fewer keys: reading it back gives another config where they do not suffice.
+    """
+    values = dataclasses.asdict(config)
+    if spelling == "original":  # exactly the fields of the reference model's ModelConfig, which takes no other
+        return {key: values[name] for name, keys in SPELLINGS.items() for key in keys[-1:] if key in ORIGINAL_KEYS}
+    keys = {name: keys[0] for name, keys in SPELLINGS.items() if keys and values[name] is not None}
+    rope = {key.removeprefix("rope."): values[name] for name, key in keys.items() if key.startswith("rope.")}
+    theta = rope.pop("rope_theta")
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **{key: values[name] for name, key in keys.items() if not key.startswith("rope.")},
+        "layer_types": list(config.layer_types),
+        "rope_theta": theta,
+        "rope_scaling": {"rope_type": "yarn", **rope},
+        "max_position_embeddings": int(config.rope_original_length * config.rope_factor),
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": MXFP4.name,
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    } | token_entries(config)
+
+
+def token_entries(config: Config) -> dict[str, Any]:
+    """The special ids that `config` has, as config.json and generation_config.json spell them."""
+    ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    ids |= {"eos_token_id": list(config.eos_token_ids) or None}
+    return {key: value for key, value in ids.items() if value is not None}
 
 
 def _check_sizes(file: Path, config: Config) -> None:

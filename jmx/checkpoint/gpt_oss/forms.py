@@ -123,6 +123,13 @@ def layer_shapes(config: Config) -> dict[str, Shape]:
     return shapes
 
 
+def shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of all neutral tensors of a model, by their name in it."""
+    layer = layer_shapes(config)
+    layers = {layer_name(i, name): shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
+    return top_shapes(config) | layers
+
+
 def dtypes(name: str) -> tuple[str, ...]:
     """Dtypes, as safetensors spells them, that the neutral tensor `name` may have."""
     if name.endswith(("_values", "_scales")):

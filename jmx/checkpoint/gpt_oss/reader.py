@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,9 +14,10 @@ from jmx.backends import resolve_layout
 from jmx.checkpoint import shards
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import read_config
-from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, Member, layer_name
+from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_name
+from jmx.checkpoint.gpt_oss.sources import open_source
 from jmx.checkpoint.placement import Index, ShardingLike, place, sharding_of
-from jmx.checkpoint.shards import CheckpointError, Tensor
+from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
 from jmx.formats import BlockScaled
 from jmx.selection import Environment
@@ -24,10 +26,10 @@ _SCALE_NAN = 255
 
 
 class Reader:
-    """A gpt-oss checkpoint, in the Hugging Face or the original form, by neutral names.
+    """A gpt-oss checkpoint, in the Hugging Face, the original or the Orbax form (see `convert`), by neutral names.
 
     Making one reads config.json and the headers of the files and checks that every tensor is there. Then `top`, `layer`
-    and `experts` read tensors, each straight to its device; both forms give the same bits. A directory that holds the
+    and `experts` read tensors, each straight to its device; all forms give the same bits. A directory that holds the
     Hugging Face form and a folder `original` is the former; name the folder to read the latter.
 
     With E experts, H hidden, I intermediate, V vocabulary, Q query heads, N key/value heads of D, all bfloat16 but for
@@ -44,7 +46,8 @@ class Reader:
 
     Attributes:
         config: a `Config`.
-        form: "hf" or "original".
+        form: "hf", "original" or "orbax".
+        source: gives views of single tensors.
 
     Raises:
         CheckpointError: files that are wrong or broken, naming the file, the tensor and the expectation.
@@ -53,14 +56,9 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.config = read_config(path)
-        found = shards.read_headers(self.path)
-        form = forms.detect(self.path, found)
-        self.form = form.name
-        expected = forms.file_tensors(form, self.config)
-        forms.check(self.path, found, expected)
-        self._places: dict[str, tuple[Tensor, Member]] = {
-            member.name: (found[tensor.name], member) for tensor in expected for member in tensor.members
-        }
+        self.source = open_source(self.path, self.config)
+        self.form = self.source.form
+        self._shapes = forms.shapes(self.config)
         self._advance: Callable[[int], object] = lambda _: None
 
     def top(self, sharding: ShardingLike = None) -> dict[str, jax.Array]:
@@ -108,7 +106,7 @@ class Reader:
 
     def nbytes(self, layer: int | None = None) -> int:
         """Bytes of the whole checkpoint's tensors, or of one layer's experts."""
-        names = self._places if layer is None else [layer_name(layer, name) for name in EXPERT_NAMES]
+        names = self._shapes if layer is None else [layer_name(layer, name) for name in EXPERT_NAMES]
         return sum(self._nbytes(name) for name in names)
 
     @contextlib.contextmanager
@@ -118,37 +116,26 @@ class Reader:
             yield
         self._advance = lambda _: None
 
-    def view(self, name: str) -> np.ndarray:
-        """A read-only map of a tensor in its file, by its neutral name in the model, such as "layers.0.q_weight"."""
-        tensor, member = self._places[name]
-        return tensor.view()[member.start : member.start + member.shape[0]].reshape(member.shape)
+    def check_scales(self, name: str, part: np.ndarray, index: Index = ()) -> None:
+        """CheckpointError if `part`, which lies at `index` of the tensor with this neutral name, has a scale of 255."""
+        if name.endswith("_scales") and part.max() == _SCALE_NAN:
+            starts = [s.start or 0 for s in index] or [0] * part.ndim
+            place = tuple(int(i) + start for i, start in zip(np.argwhere(part == _SCALE_NAN)[0], starts, strict=True))
+            file, its_name = self.source.where(name)
+            raise CheckpointError(file, f"tensor {its_name!r} must have no scale of 255 (NaN), but has one at {place}")
 
     def _nbytes(self, name: str) -> int:
-        tensor, member = self._places[name]
-        return math.prod(member.shape) * shards.DTYPES[tensor.dtype].itemsize
+        return math.prod(self._shapes[name]) * shards.DTYPES[self.source.dtype(name)].itemsize
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.config.num_hidden_layers:
             raise ValueError(f"`layer` (={layer}) must be 0 to {self.config.num_hidden_layers - 1}")
 
     def _read(self, name: str, short_name: str, sharding: ShardingLike) -> jax.Array:
-        view = self.view(name)
-        array = place(short_name, view, sharding, self._scales_check(name))
+        view = self.source.view(name)
+        array = place(short_name, view, sharding, partial(self.check_scales, name))
         self._advance(view.nbytes)
         return array
-
-    def _scales_check(self, name: str) -> Callable[[np.ndarray, Index], None] | None:
-        if not name.endswith("_scales"):
-            return None
-        tensor, _ = self._places[name]
-
-        def check(part: np.ndarray, index: Index) -> None:
-            if part.max() == _SCALE_NAN:
-                local = np.argwhere(part == _SCALE_NAN)[0]
-                place = tuple(int(i) + (s.start or 0) for i, s in zip(local, index, strict=True))
-                raise CheckpointError(tensor.file, f"tensor {tensor.name!r} has scale 255 (NaN) at {place}")
-
-        return check
 
 
 def load(

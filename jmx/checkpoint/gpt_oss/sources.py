@@ -1,0 +1,144 @@
+"""Where a checkpoint's tensors lie: in safetensors files of a published form, or in Orbax checkpoints of neutral ones.
+
+The Orbax form is a directory of config.json (in the Hugging Face spelling), `top` and `layers/0`, `layers/1` ..., each
+of which plain Orbax reads: a flat dict by neutral names, experts in canonical dtypes. It has one checkpoint a layer, so
+that it can be written with one layer in memory.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jmx import formats
+from jmx.checkpoint import orbax_arrays, shards
+from jmx.checkpoint.gpt_oss import forms
+from jmx.checkpoint.gpt_oss.config import Config
+from jmx.checkpoint.gpt_oss.forms import Shape
+from jmx.formats import MXFP4, BlockScaled
+
+ORBAX = "orbax"
+
+
+class Source(Protocol):
+    """Neutral tensors by their name in the model, such as "layers.0.q_weight"."""
+
+    form: str
+
+    def view(self, name: str) -> np.ndarray:
+        """The tensor, in its neutral shape."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """Its dtype, as safetensors spells it."""
+        ...
+
+    def where(self, name: str) -> tuple[Path, str]:
+        """The file that holds it, and its name there, for errors."""
+        ...
+
+
+def open_source(directory: Path, config: Config) -> Source:
+    """The source in `directory`. CheckpointError unless it holds every tensor that `config` calls for, and no other."""
+    return Orbax(directory, config) if orbax_places(directory, config)[0].exists() else Safetensors(directory, config)
+
+
+class Safetensors:
+    """A checkpoint in the Hugging Face or the original form: views are maps of the files."""
+
+    def __init__(self, directory: Path, config: Config):
+        found = shards.read_headers(directory)
+        form = forms.detect(directory, found)
+        expected = forms.file_tensors(form, config)
+        forms.check(directory, found, expected)
+        self.form = form.name
+        self._places = {member.name: (found[t.name], member) for t in expected for member in t.members}
+
+    def view(self, name: str) -> np.ndarray:
+        tensor, member = self._places[name]
+        return tensor.view()[member.start : member.start + member.shape[0]].reshape(member.shape)
+
+    def dtype(self, name: str) -> str:
+        return self._places[name][0].dtype
+
+    def where(self, name: str) -> tuple[Path, str]:
+        tensor, _ = self._places[name]
+        return tensor.file, tensor.name
+
+
+class Orbax:
+    """A checkpoint in the Orbax form: views are copies in the host's memory, of one tensor."""
+
+    form = ORBAX
+
+    def __init__(self, directory: Path, config: Config):
+        self._places: dict[str, tuple[Path, str]] = {}
+        self._dtypes: dict[str, str] = {}
+        for place, prefix, names in orbax_groups(directory, config):
+            stored = orbax_arrays.describe(place).arrays
+            wanted = {}
+            for name, shape in names.items():
+                there = stored[name].dtype if name in stored else None
+                dtype = next((d for d in forms.dtypes(name) if _canonical(name, shape, d).dtype == there), None)
+                dtype = dtype or forms.dtypes(name)[0]
+                wanted[name] = _canonical(name, shape, dtype)
+                self._dtypes[prefix + name] = dtype
+                self._places[prefix + name] = place, name
+            orbax_arrays.check(place, stored, wanted)
+
+    def view(self, name: str) -> np.ndarray:
+        place, short_name = self._places[name]
+        array = orbax_arrays.read_one(place, short_name)
+        no_scales = np.empty(0, MXFP4.scale_dtype)
+        if array.dtype == MXFP4.element_dtype:
+            return formats.pack(BlockScaled(array, no_scales)).values
+        return array.view(np.uint8) if array.dtype == MXFP4.scale_dtype else array
+
+    def dtype(self, name: str) -> str:
+        return self._dtypes[name]
+
+    def where(self, name: str) -> tuple[Path, str]:
+        return self._places[name]
+
+
+def orbax_places(directory: Path, config: Config) -> list[Path]:
+    """The directories of the Orbax checkpoints: that of the tensors outside layers, then one a layer."""
+    return [directory / "top", *(directory / "layers" / str(layer) for layer in range(config.num_hidden_layers))]
+
+
+def orbax_groups(directory: Path, config: Config) -> list[tuple[Path, str, Mapping[str, Shape]]]:
+    """Place of each Orbax checkpoint, the prefix of its tensors' names in the model, and their neutral shapes."""
+    top, *layers = orbax_places(directory, config)
+    shapes = forms.layer_shapes(config)
+    return [
+        (top, "", forms.top_shapes(config)),
+        *((place, forms.layer_name(i, ""), shapes) for i, place in enumerate(layers)),
+    ]
+
+
+def _canonical(name: str, shape: Shape, dtype: str) -> jax.ShapeDtypeStruct:
+    """Shape and dtype in the Orbax form of a tensor of neutral `shape`."""
+    if name.endswith("_values"):
+        return jax.ShapeDtypeStruct((*shape[:-1], shape[-1] * 8 // MXFP4.element_bits), MXFP4.element_dtype)
+    if name.endswith("_scales"):
+        return jax.ShapeDtypeStruct(shape, MXFP4.scale_dtype)
+    return jax.ShapeDtypeStruct(shape, shards.DTYPES[dtype])
+
+
+def write_orbax(
+    directory: Path, config: Config, view: Callable[[str], np.ndarray], advance: Callable[[int], object]
+) -> None:
+    """Writes the Orbax form of tensors that `view` gives by neutral name, one layer in memory at a time."""
+    for place, prefix, names in orbax_groups(directory, config):
+        arrays: dict[str, Any] = {name: view(prefix + name) for name in names}
+        done = sum(array.nbytes for array in arrays.values())
+        for role in ("gate_up", "down"):
+            members = [f"{role}_{name}" for name in MXFP4.arrays]
+            if members[0] in arrays:
+                canonical = formats.unpack(BlockScaled(*(arrays[name] for name in members)))
+                arrays |= dict(zip(members, canonical, strict=True))
+        place.parent.mkdir(exist_ok=True)
+        orbax_arrays.write(place, arrays, {})
+        advance(done)

@@ -1,0 +1,119 @@
+"""Writing gpt-oss checkpoints: another form of one that is there, tensor by tensor."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jmx.checkpoint import shards
+from jmx.checkpoint.gpt_oss import forms
+from jmx.checkpoint.gpt_oss.config import FILE, GENERATION_FILE, entries, read_config, token_entries
+from jmx.checkpoint.gpt_oss.forms import FileTensor
+from jmx.checkpoint.gpt_oss.reader import Reader
+from jmx.checkpoint.gpt_oss.sources import ORBAX, write_orbax
+from jmx.checkpoint.shards import CheckpointError, Output
+
+FORMS = (*forms.FORMS, ORBAX)
+
+# What travels with the weights.
+COMPANIONS = (
+    GENERATION_FILE,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "USAGE_POLICY*",
+)
+
+DTYPES_FILE = "dtypes.json"  # the original form's own list of what its tensors mean
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    form: str = "hf",
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: bool = False,
+) -> None:
+    """Writes the checkpoint `src` as a new directory `dst` in another form, or in the same: every bit stays.
+
+    Weights go through one tensor at a time (to Orbax one layer), without being decoded. The config is rewritten in the
+    form's spelling where that differs; tokenizer files, generation_config.json and licences are copied.
+
+    Args:
+        src: a checkpoint in any of the forms.
+        dst: does not exist yet. It appears when it is complete, and nothing is left behind if that fails.
+        form: "hf" (Hugging Face), "original", or "orbax": config.json, and a plain Orbax checkpoint `top` and one a
+            layer, `layers/0` and so on, each a flat dict of arrays by the names of `Reader`, and of `Experts.arrays` for
+            the experts, which are in canonical dtypes (float4_e2m1fn, float8_e8m0fnu).
+        max_shard_bytes: tensors' bytes in one file, unless a single tensor has more. Orbax does as it likes.
+        progress: whether to show a progress bar on stderr, where that is a terminal.
+
+    Raises:
+        CheckpointError: `src` is wrong or broken, or its config says what `form` cannot.
+        FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
+        ValueError: an unknown `form`.
+    """
+    if form not in FORMS:
+        raise ValueError(f"`form` (={form!r}) must be one of {list(FORMS)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"`max_shard_bytes` (={max_shard_bytes}) must be at least 1")
+    with shards.new_path(dst) as directory:
+        reader = Reader(src)
+        directory.mkdir()
+        _write_config(reader, directory, form)
+        with shards.progress_bar("converting", reader.nbytes(), progress) as advance:
+            _write_weights(reader, directory, form, max_shard_bytes, advance)
+
+
+def _write_config(reader: Reader, directory: Path, form: str) -> None:
+    for pattern in COMPANIONS:
+        for file in reader.path.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, directory / file.name)
+    if (form == "original") == (reader.form == "original"):
+        shutil.copyfile(reader.path / FILE, directory / FILE)
+        return
+    shards.write_json(directory / FILE, entries(reader.config, "original" if form == "original" else "hf"))
+    generation = directory / GENERATION_FILE
+    if form == "original" and (ids := token_entries(reader.config)):  # its config.json has no place for them
+        shards.write_json(generation, (shards.read_json(generation) if generation.exists() else {}) | ids)
+    ours, written = dataclasses.asdict(reader.config), dataclasses.asdict(read_config(directory))
+    for name, value in ours.items():
+        if written[name] != value:
+            raise CheckpointError(
+                reader.path / FILE,
+                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which is silent",
+            )
+
+
+def _write_weights(
+    reader: Reader, directory: Path, form: str, max_shard_bytes: int, advance: Callable[[int], object]
+) -> None:
+    def view(name: str) -> np.ndarray:
+        tensor = reader.source.view(name)
+        reader.check_scales(name, tensor)
+        return tensor
+
+    if form == ORBAX:
+        write_orbax(directory, reader.config, view, advance)
+        return
+
+    def output(tensor: FileTensor) -> Output:
+        names = [member.name for member in tensor.members]
+        return Output(tensor.name, reader.source.dtype(names[0]), tensor.shape, lambda: map(view, names))
+
+    tensors = forms.file_tensors(forms.FORMS[form], reader.config)
+    outputs = [output(tensor) for tensor in tensors]
+    shards.write(directory, outputs, max_shard_bytes, advance)
+    if form == "original":
+        kinds = {".blocks": "FP4", ".scales": "UE8"}
+        meanings = {output.name: kinds.get(Path(output.name).suffix, output.dtype) for output in outputs}
+        shards.write_json(directory / DTYPES_FILE, meanings)

@@ -1,0 +1,115 @@
+"""Saving a Flax NNX module with 4-bit experts to Orbax, and restoring it into any layout."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from jmx.checkpoint import orbax_arrays
+from jmx.checkpoint.shards import CheckpointError
+from jmx.experts import Experts
+from jmx.nnx import MoE
+
+_NOTE = "jmx_experts"
+
+
+class _Layer(NamedTuple):
+    """A MoE layer of a module: where its arrays stand in the flat state, and its experts."""
+
+    prefix: str
+    experts: Experts
+
+    def named(self) -> dict[str, Any]:
+        return {self.prefix + name: array for name, array in self.experts.arrays().items()}
+
+    def note(self) -> dict[str, Any]:
+        """What must be known of the experts, beside their arrays, to read them."""
+        experts = self.experts
+        return {"layout": experts.layout, "gate_up_order": experts.gate_up_order, "format": experts.format.name}
+
+
+def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
+    """Saves all variables of `module` as an Orbax checkpoint, experts in the layout in which they lie.
+
+    Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values"; the checkpoint's custom
+    metadata say each MoE layer's layout, order of gate and up, and format. `path` appears when it is complete.
+
+    Raises:
+        FileExistsError: there is something at `path`.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise FileExistsError(f"`path` (={path}) must not exist: nothing is overwritten")
+    arrays, layers = _flatten(module)
+    orbax_arrays.write(path, arrays, {_NOTE: {layer.prefix: layer.note() for layer in layers}})
+
+
+def restore(path: str | os.PathLike[str], module: nnx.Module) -> nnx.Module:
+    """The module that `save` wrote, with the structure, the layouts and the shardings of `module`.
+
+    Args:
+        path: the checkpoint.
+        module: of the same structure; its layouts may differ. Its values are not looked at, so
+            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held. Variables without a
+            sharding go to the default device.
+
+    Returns:
+        A new module; expert weights have the bits that were saved, in the layouts of `module`.
+
+    Raises:
+        CheckpointError: no checkpoint, or one whose arrays or experts are not those of `module`, naming the first one.
+    """
+    path = Path(path)
+    graph, state = nnx.split(module)
+    arrays, layers = _flatten(module)
+    stored = orbax_arrays.describe(path)
+    notes = (stored.note or {}).get(_NOTE)
+    if notes is None:
+        raise CheckpointError(path, f"must be a checkpoint that jmx saved: its custom metadata lack {_NOTE!r}")
+    wanted = {name: _abstract(array, array) for name, array in arrays.items()}
+    as_saved = []
+    for layer in layers:
+        note = notes.get(layer.prefix, {})
+        for key, value in layer.note().items():
+            if key != "layout" and note.get(key) != value:
+                raise CheckpointError(path, f"`{key}` of {layer.prefix!r} is {note.get(key)!r}, but must be {value!r}")
+        layout = note["layout"]
+        saved = _Layer(
+            layer.prefix, jax.eval_shape(lambda experts, layout=layout: experts.prepare(layout), layer.experts)
+        )
+        as_saved.append(saved)
+        wanted |= {name: _abstract(array, arrays[name]) for name, array in saved.named().items()}
+    orbax_arrays.check(path, stored.arrays, wanted)
+    read = orbax_arrays.read(path, wanted)
+    for layer, saved in zip(layers, as_saved, strict=True):
+        experts = saved.experts.with_arrays(
+            {name.removeprefix(layer.prefix): read.pop(name) for name in layer.named()}
+        ).prepare(layer.experts.layout, donate=True)
+        read |= _Layer(layer.prefix, experts).named()
+    flat = [(key, variable.replace(read[_name(key)])) for key, variable in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _name(key: tuple[Any, ...]) -> str:
+    return ".".join(map(str, key))
+
+
+def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[_Layer]]:
+    """All arrays (or their shapes) by name, and the MoE layers."""
+    arrays = {_name(key): variable.get_value() for key, variable in nnx.to_flat_state(nnx.state(module))}
+    layers = []
+    for key, node in nnx.iter_graph(module):
+        if isinstance(node, MoE):
+            prefix = "".join(f"{part}." for part in key)
+            its_arrays = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+            layers.append(_Layer(prefix, node.skeleton.with_arrays(its_arrays)))
+    return arrays, layers
+
+
+def _abstract(array: Any, like: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `array`, to be placed as `like` is."""
+    sharding = getattr(like, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
