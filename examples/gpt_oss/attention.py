@@ -1,0 +1,124 @@
+"""Attention of gpt-oss as functions: YaRN rotary positions, and grouped-query attention with sinks over a cache."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmx.checkpoint.gpt_oss import Config
+
+# Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
+QUERIES = 128
+
+
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
+    """Precision of products of `dtype`: GPUs would round float32 factors to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def yarn_frequencies(config: Config) -> np.ndarray:
+    """Angle per position of each pair of a head's channels: float32 (head_dim / 2,).
+
+    YaRN (Peng et al., 2023): channels that turn more than `rope_beta_fast` times within the original length keep their
+    frequency, those that turn less than `rope_beta_slow` times have it divided by `rope_factor`, with a ramp between.
+    """
+    dim = config.head_dim
+
+    def channel(turns: float) -> float:
+        wavelength = config.rope_original_length / (2 * math.pi * turns)
+        return dim / 2 * math.log(wavelength) / math.log(config.rope_theta)
+
+    low, high = channel(config.rope_beta_fast), channel(config.rope_beta_slow)
+    if config.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    slowed = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    frequencies = config.rope_theta ** (-np.arange(0, dim, 2) / dim)
+    return (frequencies * (1 - slowed + slowed / config.rope_factor)).astype(np.float32)
+
+
+def yarn_angles(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T).
+
+    Both carry YaRN's concentration 0.1 ln(factor) + 1, which so enters the scores squared.
+    """
+    angles = positions[..., None].astype(jnp.float32) * yarn_frequencies(config)
+    concentration = 0.1 * math.log(config.rope_factor) + 1
+    return concentration * jnp.cos(angles), concentration * jnp.sin(angles)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates heads (B, T, heads, D) by `yarn_angles`; channel i is paired with channel i + D / 2."""
+    cos, sin = (a[:, :, None] for a in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def attend(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+) -> jax.Array:
+    """Causal attention of T consecutive tokens of each row over that row's cache.
+
+    Args:
+        query: (B, T, heads, D), rotated. T is at most `QUERIES`, or a multiple of it.
+        keys, values: (B, kv_heads, C, D), position p at index p, the T tokens' own included.
+        sinks: float32 (heads,): one more logit a head, which takes its part of the softmax and has no value.
+        starts: int32 (B,), position of each row's first query.
+        window: how many positions a query sees, its own included; None for all.
+
+    Returns:
+        (B, T, heads, D) of query's dtype.
+
+    Raises:
+        ValueError: T that does not divide into blocks.
+    """
+    batch, length, heads, dim = query.shape
+    block = min(length, QUERIES)
+    if length % block:
+        raise ValueError(f"`query` (of {length} tokens) must have at most {QUERIES} tokens or a multiple of that")
+    query = query.reshape(batch, length // block, block, *query.shape[2:])
+
+    def attend_block(index: jax.Array | int) -> jax.Array:
+        return _attend_block(query[:, index], keys, values, sinks, starts + index * block, window)
+
+    if length == block:
+        return attend_block(0)
+    out = lax.map(attend_block, jnp.arange(length // block))
+    return out.swapaxes(0, 1).reshape(batch, length, heads, dim)
+
+
+def _attend_block(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+) -> jax.Array:
+    batch, length, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    positions = starts[:, None] + jnp.arange(length)
+    first = jnp.zeros_like(starts)
+    if window is not None and window + length - 1 < capacity:  # read only the keys that some query sees
+        span = window + length - 1
+        first = jnp.clip(starts - window + 1, 0, capacity - span)
+        cut = jax.vmap(lambda array, first: lax.dynamic_slice_in_dim(array, first, span, axis=1))
+        keys, values = cut(keys, first), cut(values, first)
+    key_positions = first[:, None] + jnp.arange(keys.shape[2])
+    distance = positions[:, :, None] - key_positions[:, None]
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+    # The queries of all heads that share keys are the rows of one product.
+    group = heads // kv_heads
+    rows = query.reshape(batch, length, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * length, dim)
+    product = partial(jnp.einsum, precision=precision(query.dtype), preferred_element_type=jnp.float32)
+    scores = product("bkrd,bksd->bkrs", rows, keys).reshape(batch, kv_heads, group, length, -1)
+    scores = jnp.where(seen[:, None, None], scores * dim**-0.5, -jnp.inf)
+    sinks = sinks.reshape(kv_heads, group, 1, 1)
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    powers = jnp.exp(scores - peak)
+    total = powers.sum(axis=-1, keepdims=True) + jnp.exp(sinks - peak)
+    weights = (powers / total).astype(values.dtype).reshape(batch, kv_heads, group * length, -1)
+    out = product("bkrs,bksd->bkrd", weights, values).astype(query.dtype)
+    out = out.reshape(batch, kv_heads, group, length, dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, length, heads, dim)

@@ -1,0 +1,135 @@
+"""Prefill and decode: a model as two jitted functions over a donated cache, and the loop that generates with them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from examples.gpt_oss.cache import Cache, KeysValues, bucket
+from examples.gpt_oss.model import GptOss
+from examples.gpt_oss.sampling import Sampler
+from jmx.checkpoint.gpt_oss import Config
+
+
+class Runner:
+    """Serves a model. `prefill` is traced once a bucket of prompt lengths, `decode` once a bucket of cache lengths.
+
+    (And again for another number of rows. Buckets are powers of two.)
+    """
+
+    def __init__(self, model: GptOss):
+        self.model = model
+        # Split once, and into a plain list: flattening a module at every step would cost more than launching the step.
+        graphdef, state = nnx.split(model)
+        self._weights, treedef = jax.tree.flatten(state)
+
+        def merged(weights: list[Any]) -> GptOss:
+            return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
+
+        def prefill(
+            weights: list[Any], layers: list[KeysValues], tokens: jax.Array, lengths: jax.Array, all_logits: bool
+        ) -> tuple[jax.Array, list[KeysValues]]:
+            model = merged(weights)
+            mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            x, layers = model(tokens, jnp.zeros_like(lengths), layers, mask=mask)
+            if not all_logits:
+                x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
+            return model.logits(x), layers
+
+        def decode(
+            weights: list[Any], layers: list[KeysValues], lengths: jax.Array, tokens: jax.Array
+        ) -> tuple[jax.Array, list[KeysValues], jax.Array]:
+            model = merged(weights)
+            x, layers = model(tokens[:, None], lengths, layers)
+            return model.logits(x[:, 0]), layers, lengths + 1
+
+        self._prefill = jax.jit(prefill, static_argnames="all_logits", donate_argnames="layers")
+        self._decode = jax.jit(decode, donate_argnames=("layers", "lengths"))
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, cache: Cache | None = None, all_logits: bool = False
+    ) -> tuple[jax.Array, Cache]:
+        """Reads prompts, which may differ in length.
+
+        Args:
+            prompts: B lists of token ids, none of them empty.
+            cache: one to write over from its start, with B rows and room for the bucket of the longest prompt; it is
+                given up. None makes one of just that bucket (capacities of given ones are traced one by one).
+            all_logits: whether to return the logits of all positions instead of each row's last.
+
+        Returns:
+            Logits, float32 (B, vocab_size) or (B, bucket, vocab_size), garbage beyond a row's length; and the cache.
+
+        Raises:
+            ValueError: an empty prompt, ids outside the vocabulary, or a cache that does not fit.
+        """
+        check_prompts(self.model.config, prompts)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        padded = np.zeros((len(prompts), bucket(int(lengths.max()))), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        if cache is None:
+            cache = Cache.empty(self.model.config, *padded.shape, self.model.dtype)
+        if cache.batch != padded.shape[0] or cache.capacity < padded.shape[1]:
+            raise ValueError(
+                f"`cache` ({cache.batch} rows of {cache.capacity}) must have {padded.shape[0]} rows of at least "
+                f"{padded.shape[1]}, the bucket of the longest prompt (={lengths.max()})"
+            )
+        on_device = jnp.asarray(lengths)
+        logits, layers = self._prefill(self._weights, cache.layers, jnp.asarray(padded), on_device, all_logits)
+        return logits, Cache(layers, on_device, int(lengths.max()))
+
+    def decode(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; gives up the old one.
+
+        A full cache grows into the next bucket. Nothing waits for the device.
+        """
+        cache = cache.reserve(cache.longest + 1)
+        logits, layers, lengths = self._decode(self._weights, cache.layers, cache.lengths, tokens)
+        return logits, Cache(layers, lengths, cache.longest + 1)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> Iterator[np.ndarray]:
+        """Yields the new tokens of all rows, int32 (B,), `max_new_tokens` times; a caller who sees an EOS stops it.
+
+        The next step is launched before a token is read back, so that the device does not wait for the host.
+        """
+        tokens, cache = self._start(prompts, sampler, max_new_tokens)
+        for step in range(1, max_new_tokens + 1):
+            ready = tokens
+            ready.copy_to_host_async()
+            if step < max_new_tokens:
+                logits, cache = self.decode(tokens, cache)
+                tokens = sampler(logits, step)
+            yield np.asarray(ready)
+
+    def warm_up(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> int:
+        """Compiles all that `generate` will need for these arguments. Returns the bytes of its cache."""
+        tokens, cache = self._start(prompts, sampler, max_new_tokens)
+        if max_new_tokens > 1:
+            logits, cache = self.decode(tokens, cache)
+            tokens = sampler(logits, 1)
+        jax.block_until_ready((tokens, cache.layers))
+        return cache.nbytes
+
+    def _start(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int
+    ) -> tuple[jax.Array, Cache]:
+        """The first new tokens, and a cache with room for all the others."""
+        logits, cache = self.prefill(prompts)
+        tokens = sampler(logits, 0)
+        return tokens, cache.reserve(cache.longest + max_new_tokens - 1)
+
+
+def check_prompts(config: Config, prompts: Sequence[Sequence[int]]) -> None:
+    """ValueError unless there are prompts, each of one token or more of the vocabulary."""
+    if not prompts:
+        raise ValueError("`prompts` must be at least one")
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"`prompts[{row}]` must have at least one token")
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"`prompts[{row}]` has the id {token}, which must be in 0..{config.vocab_size - 1}")

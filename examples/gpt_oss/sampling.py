@@ -1,0 +1,58 @@
+"""Choosing the next token out of logits."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Greedy, or drawn from the softmax at a temperature, of which only the most probable part may stay.
+
+    Args:
+        temperature: divides the logits; 0 takes the largest logit, the lowest id among equals.
+        top_p: in (0, 1]; keeps the most probable tokens up to the first at which their sum reaches it (nucleus
+            sampling, Holtzman et al., 2019).
+        seed: the same seed, step and logits give the same token.
+
+    Raises:
+        ValueError: a parameter outside its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"`temperature` (={self.temperature}) must be at least 0, and finite")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` (={self.top_p}) must be above 0 and at most 1")
+
+    def __call__(self, logits: jax.Array, step: int) -> jax.Array:
+        """Logits (B, vocab_size) -> int32 (B,). `step` counts the tokens drawn so far."""
+        if self.temperature == 0:
+            return _largest(logits)
+        return _draw(logits, self.temperature, self.top_p, self.seed, step, self.top_p < 1)
+
+
+@jax.jit
+def _largest(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@partial(jax.jit, static_argnames="cut")
+def _draw(
+    logits: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array, step: jax.Array, cut: bool
+) -> jax.Array:
+    logits = logits / temperature
+    if cut:
+        descending = -jnp.sort(-logits, axis=-1)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        least = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -1,0 +1,65 @@
+"""Text in and out of token ids, by a checkpoint's tokenizer.json."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a checkpoint; the original form has its file in the folder above.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.json.
+        ImportError: the tokenizers package is not installed.
+    """
+    places = [directory, directory.parent] if directory.name == "original" else [directory]
+    file = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").exists()), None)
+    if file is None:
+        raise FileNotFoundError(f"{directory / 'tokenizer.json'} is missing, which a text prompt needs")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError("a text prompt needs the tokenizers package: pip install 'jmx[hf]'") from error
+    return Tokenizer.from_file(str(file))
+
+
+@dataclass
+class TextStream:
+    """Turns ids into text as they come, holding back those that end within a character."""
+
+    tokenizer: Any
+    ids: list[int] = field(default_factory=list)
+    held: int = 0  # ids from here on have not been returned
+    context: int = 0  # ids from here on are decoded: a token's text may depend on the one before it
+
+    def prompt(self, ids: list[int]) -> str:
+        """The text of a prompt."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def step(self, token: int) -> str:
+        """The text that `token` completes, maybe none."""
+        self.ids.append(token)
+        return "" if self._pending().endswith("\ufffd") else self.flush()
+
+    def flush(self) -> str:
+        """The text of what was held back."""
+        text = self._pending()
+        self.context, self.held = self.held, len(self.ids)
+        return text
+
+    def _pending(self) -> str:
+        known = self.tokenizer.decode(self.ids[self.context : self.held], skip_special_tokens=False)
+        return self.tokenizer.decode(self.ids[self.context :], skip_special_tokens=False)[len(known) :]
+
+
+class IdStream:
+    """Ids as they are, with the same interface."""
+
+    def prompt(self, ids: list[int]) -> str:
+        return f"{len(ids)} ids given, new ones: "
+
+    def step(self, token: int) -> str:
+        return f"{token} "
+
+    def flush(self) -> str:
+        return ""
