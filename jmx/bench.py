@@ -143,8 +143,7 @@ def run(
         for case in cases:
             row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
             rows.append(row)
-            told = f"{row.us:.1f} us, {row.over_floor:.2f} x floor" if row.us is not None else ""
-            progress(" ".join(filter(None, (f"{name}, {row.tokens} tokens:", told, row.error))))
+            progress(str(row))
     settings = {"model": model, "tokens": [*tokens], "routing": routing, "layers": layers} | {
         "repeats": repeats,
         "seed": seed,

@@ -5,6 +5,7 @@ stderr.
 """
 
 import argparse
+import dataclasses
 import difflib
 import importlib.metadata
 import importlib.util
@@ -145,7 +146,9 @@ def _print_json(values: Any) -> None:
 
 
 def _add_explain(command: _Parser) -> None:
-    sizes = command.add_argument_group("sizes", "from a checkpoint, a named model, or one by one (which goes first)")
+    sizes = command.add_argument_group(
+        "sizes", "from a checkpoint or a named model; what is given one by one goes before those"
+    )
     source = sizes.add_mutually_exclusive_group()
     source.add_argument("--checkpoint", metavar="DIR", help="a gpt-oss checkpoint, of which the config is read")
     source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
@@ -277,8 +280,11 @@ def _activation(text: str) -> "Activation":
             ) from None
     try:
         return kinds[name](**parameters)
-    except TypeError as e:  # a parameter that it does not have, or lacks
-        raise ValueError(f"`--activation` (={text!r}): {e}") from None
+    except TypeError:
+        takes = ", ".join(field.name for field in dataclasses.fields(kinds[name])) or "no parameters"
+        raise ValueError(
+            f"`--activation` (={text!r}) lacks a parameter or has one too many: it takes {takes}"
+        ) from None
 
 
 def _is_activation(kind: Any) -> bool:

@@ -58,6 +58,16 @@ class Row:
     temporary_bytes: int | None = None
     error: str | None = None
 
+    def __str__(self) -> str:
+        told = [] if self.error is None else [self.error]
+        if self.us is not None:
+            told.insert(
+                0,
+                f"{self.us:.1f} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, {self.over_floor:.2f} x floor, "
+                f"relative error {self.relative_error:.1e}",
+            )
+        return f"{self.backend}, {self.tokens} tokens: {'; '.join(told)}"
+
 
 @dataclass(frozen=True)
 class Report:

@@ -1,0 +1,267 @@
+"""The benchmark on shapes that a CPU runs at once: its numbers mean what their names say, and trouble shows."""
+
+import dataclasses
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmx import bench, formats, roofline
+from jmx.activations import SwiGLU
+from jmx.bench import RAGGED_DOT, Shape
+from jmx.layouts import LAYOUTS
+from jmx.routing import Logits, TopKSoftmax, route
+from jmx.selection import Environment, Reason, Rejection
+
+TINY = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
+LIMITS = roofline.Limits(copy_rate=1e9, dense_rate=5e9)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Makes "tiny" a model, and limits that need no measuring."""
+    monkeypatch.setitem(bench.MODELS, "tiny", TINY)
+    monkeypatch.setattr(bench, "measure_limits", lambda repeats: LIMITS)
+    monkeypatch.setattr(bench, "seconds", partial(bench.seconds, least=1e-3))
+
+
+def test_a_run_has_a_checked_row_for_every_contestant_and_token_count(tiny):
+    lines = []
+    report = bench.run("tiny", [1, 40], layers=2, repeats=2, progress=lines.append)
+    assert [(row.backend, row.tokens) for row in report.rows] == [
+        ("xla", 1),
+        ("xla", 40),
+        (RAGGED_DOT, 1),
+        (RAGGED_DOT, 40),
+    ]
+    assert str(report.rows[-1]) == lines[-1]
+    expert_bytes = sum(formats.MXFP4.bytes(shape) for shape in ((128, 32), (32, 64)))
+    for row in report.rows:
+        assert row.error is None
+        assert row.layers == 2
+        assert row.active_experts == (2 if row.tokens == 1 else 4)
+        least_bytes, flops = row.active_experts * expert_bytes, row.tokens * 2 * 2 * 3 * 32 * 64
+        assert row.floor_us == pytest.approx(1e6 * max(least_bytes / 1e9, flops / 5e9))
+        assert row.over_floor == pytest.approx(row.us / row.floor_us)
+        assert row.tb_s == pytest.approx(least_bytes / row.us / 1e6)
+        assert row.tflop_s == pytest.approx(flops / row.us / 1e6)
+        assert 1e-5 < row.relative_error < bench.TOLERANCE  # 0 would mean that the reference was compared with itself
+        assert row.temporary_bytes > 0
+
+
+def test_a_seed_draws_the_same_data_again_and_no_seed_new_data(tiny, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(bench, "_case", lambda shape, tokens, kind, layers, key, first: drawn.append((key, first)))
+    monkeypatch.setattr(bench, "_measure_row", lambda *arguments: roofline.Row("xla", 1))
+    seeds = [bench.run("tiny", [5], backends=["xla"], layers=1, seed=seed).settings["seed"] for seed in (7, 7, None)]
+    seeds.append(bench.run("tiny", [5], backends=["xla"], layers=1).settings["seed"])
+    assert seeds[:2] == [7, 7]
+    assert len({*seeds}) == 3
+    keys = [key for key, _ in drawn]
+    values = [np.asarray(first.down.values) for _, first in drawn]
+    assert keys[0] == keys[1] != keys[2]
+    assert np.array_equal(values[0], values[1])
+    assert not np.array_equal(values[0], values[2])
+
+
+def test_a_wrong_result_is_told_beside_its_time(tiny, monkeypatch):
+    right = bench.ragged_dot_layer
+    monkeypatch.setattr(bench, "ragged_dot_layer", lambda *arguments: right(*arguments) * 1.1)
+    (row,) = bench.run("tiny", [3], backends=[RAGGED_DOT], layers=1, repeats=1).rows
+    assert row.us is not None
+    assert row.relative_error == pytest.approx(0.1, rel=0.2)
+    assert "wrong result: relative error" in row.error
+
+
+def test_one_failing_row_leaves_the_others(tiny, monkeypatch):
+    right = bench.ragged_dot_layer
+
+    def layer(shape, x, logits, weights):
+        if x.shape[0] == 3:
+            raise NotImplementedError("no three\ntokens")
+        return right(shape, x, logits, weights)
+
+    monkeypatch.setattr(bench, "ragged_dot_layer", layer)
+    three, five = bench.run("tiny", [3, 5], backends=[RAGGED_DOT], layers=1, repeats=1).rows
+    assert three.error == "NotImplementedError: no three tokens"
+    assert three.us is None
+    assert five.error is None
+
+
+def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(tiny, monkeypatch):
+    limits = iter([1000, 10**12, 1000, 1000])  # bytes that the device has, at each try
+    monkeypatch.setattr(bench, "memory_limit", lambda device: next(limits))
+    monkeypatch.setattr(bench, "describe_machine", lambda device: {})
+    half, none = bench.run("tiny", [2, 3], backends=[RAGGED_DOT], layers=2, repeats=1).rows
+    assert (half.layers, half.error) == (1, None)
+    assert (none.layers, none.us) == (1, None)
+    assert none.error.startswith("MemoryError: the call needs")
+    assert none.error.endswith("the device has 0.0 GB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "tinny"}, "`model` (='tinny') must be one of"),
+        ({"routing": "skewed"}, "`routing` (='skewed') must be one of"),
+        ({"backends": ["xla", "cutlas"]}, "`backends` (='cutlas') must be one of"),
+        ({"tokens": [1, 0]}, "`tokens` (=0) must be at least 1"),
+        ({"tokens": []}, "`tokens` must name"),
+        ({"layers": 0}, "`layers` (=0) must be at least 1"),
+        ({"repeats": -1}, "`repeats` (=-1) must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_told_before_anything_is_measured(arguments, message, monkeypatch):
+    monkeypatch.setattr(bench, "measure_limits", lambda repeats: pytest.fail("measured"))
+    with pytest.raises(ValueError) as told:  # noqa: PT011
+        bench.run(**{"model": "small", "tokens": [1]} | arguments)
+    assert str(told.value).startswith(message)
+
+
+@pytest.mark.parametrize("model", bench.MODELS)
+def test_every_named_shape_can_be_run_and_is_the_problem_that_it_says(model):
+    shape = bench.MODELS[model]
+    experts = jax.eval_shape(shape.experts, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((7, shape.hidden_size), jnp.bfloat16)
+    logits = jax.ShapeDtypeStruct((7, shape.num_experts), jnp.float32)
+    weights = jax.eval_shape(bench._expanded, experts)
+    assert jax.eval_shape(partial(bench._jmx_layer, shape, "xla"), x, logits, experts) == x
+    assert jax.eval_shape(partial(bench.ragged_dot_layer, shape), x, logits, weights) == x
+    assert weights.down.shape == (shape.num_experts, shape.intermediate_size, shape.hidden_size)
+    assert weights.gate_up.dtype == jnp.bfloat16
+    problem = bench.Problem.of(x, shape.method.top_k, experts, shape.activation)
+    assert shape.problem(7, experts.layout) == problem
+
+
+def test_routings_are_as_skewed_as_they_say(rng):
+    tokens, num_experts = 3000, 16
+
+    def shares(kind, top_k=2):
+        logits = bench.draw_logits(jax.random.key(rng.integers(2**31)), (2, tokens, num_experts), kind)
+        ids = [np.asarray(route(Logits(layer, TopKSoftmax(top_k))).expert_ids) for layer in logits]
+        return np.stack([np.bincount(layer.ravel(), minlength=num_experts) / tokens for layer in ids])
+
+    assert np.abs(shares("uniform") - 2 / num_experts).max() < 0.05
+    half = shares("half")
+    assert np.all((half.max(axis=1) > 0.5) & (half.max(axis=1) < 0.62))  # the other half finds it by chance too
+    zipf = shares("zipf", top_k=1)
+    harmonic = (1 / np.arange(1, num_experts + 1)).sum()
+    assert np.abs(np.sort(zipf)[:, ::-1] - 1 / np.arange(1, num_experts + 1) / harmonic).max() < 0.05
+
+
+def test_top1_routes_every_token_to_one_expert(tiny):
+    (row,) = bench.run("tiny", [1], routing="top1", backends=["xla"], layers=1, repeats=1).rows
+    assert row.active_experts == 1
+
+
+def test_a_backend_is_measured_in_a_layout_that_it_can_read(monkeypatch):
+    def supports(problem, environment):
+        return None if problem.layout == "canonical" else Rejection(Reason.LAYOUT, problem.layout, "prepare it")
+
+    picky = SimpleNamespace(name="picky", supports=supports)
+    never = SimpleNamespace(name="never", supports=lambda p, e: Rejection(Reason.PLATFORM, f"in {p.layout}", "buy one"))
+    monkeypatch.setattr(bench, "BACKENDS", (picky, never))
+    problem, environment = TINY.problem(1, "packed"), Environment.named("cpu")
+    assert len(LAYOUTS) > 1
+    assert bench.usable_layout(problem, environment, "picky") == "canonical"
+    with pytest.raises(bench.NoBackendError, match="in packed; buy one"):
+        bench.usable_layout(problem, environment, "never")
+
+
+def test_relative_error_sees_nan_and_scale(rng):
+    reference = rng.normal(size=(3, 5))
+    assert bench.relative_error(reference * 1.5, reference) == pytest.approx(0.5)
+    assert not bench.relative_error(np.where(reference == reference[0, 0], np.nan, reference), reference) <= 1
+
+
+def test_seconds_are_those_of_one_call():
+    import time
+
+    calls = []
+
+    def call():
+        calls.append(0)
+        time.sleep(0.004)
+        return jnp.float32(1)
+
+    median, spread = bench.seconds(call, repeats=3, least=0.02)
+    assert 0.004 <= median < 0.02
+    assert spread >= 0
+    assert len(calls) > 3 * 2  # several calls a sample
+
+
+def test_limits_are_measured(monkeypatch):
+    monkeypatch.setattr(bench, "seconds", lambda call, repeats: (jax.block_until_ready(call()).nbytes * 1e-9, 0.0))
+    limits = bench.measure_limits(1)
+    assert limits.copy_rate == pytest.approx(2e9)  # each byte is read and written
+    assert limits.dense_rate == pytest.approx(2 * 1024**3 / (1024**2 * 2e-9))  # bfloat16's half of the bytes
+
+
+def _report():
+    rows = (
+        roofline.Row("xla", 1, "packed", 2, 10.0, 0.1, 0.5, 1.5, 4.0, 5.0, 2.0, 3e-3, 4096),
+        roofline.Row("xla", 64, "packed", 2, 20.0, 0.1, 0.4, 9.5, 4.0, 5.0, 4.0, 3e-3, 4096),
+        roofline.Row(RAGGED_DOT, 1, error="MemoryError: [none] left"),
+    )
+    settings = {"model": "tiny", "routing": "uniform"}
+    return roofline.Report({"device": "a device"}, roofline.Limits(4e12, 8e14), settings, rows)
+
+
+def test_a_report_is_saved_and_loaded_whole(tmp_path, monkeypatch):
+    file = tmp_path / "report.json"
+    _report().save(str(file))
+    assert roofline.Report.load(str(file)) == _report()
+    assert json.loads(file.read_text())["limits"] == {"copy_rate": 4e12, "dense_rate": 8e14}
+
+    def interrupted(*paths):
+        raise KeyboardInterrupt
+
+    before = file.read_bytes()
+    monkeypatch.setattr(roofline.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dataclasses.replace(_report(), rows=()).save(str(file))
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"rows": [{"speed": 1}]}'])
+def test_what_is_no_report_is_refused_by_name(content, tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"other\.json is not a saved report"):
+        roofline.Report.load(str(file))
+
+
+def test_a_table_tells_numbers_limits_and_errors():
+    from rich.console import Console
+
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(_report())
+    table = capture.get()
+    assert "tiny, uniform routing, one layer on a device" in table
+    assert "copy 4 TB/s, dense 800 TFLOP/s" in table
+    assert "ragged_dot, 1 tokens: MemoryError: [none] left" in table
+    assert any(
+        all(cell in line for cell in ("xla", "64", "20.0", "9.5", "4.00", "3.0e-03")) for line in table.splitlines()
+    )
+
+
+def test_the_roofline_is_a_picture_of_the_points(tmp_path):
+    from matplotlib.image import imread
+
+    roofline.draw(_report(), str(tmp_path / "with.png"))
+    roofline.draw(dataclasses.replace(_report(), rows=()), str(tmp_path / "without.png"))
+    pictures = [imread(tmp_path / name) for name in ("with.png", "without.png")]
+    assert pictures[0].shape == pictures[1].shape
+    assert (pictures[0] != pictures[1]).mean() > 1e-3
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_matplotlib_the_error_says_what_helps(monkeypatch, tmp_path):
+    monkeypatch.setattr(roofline.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jmx\[bench\]'"):
+        roofline.draw(_report(), str(tmp_path / "x.png"))
