@@ -469,11 +469,11 @@ def _add_bench(command: _Parser) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     from jmx import roofline
 
-    if arguments.png is not None:
-        roofline.require_matplotlib()
     for path in filter(None, (arguments.json, arguments.png)):
         if not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} cannot be written: its directory does not exist")
+    if arguments.png is not None:
+        roofline.require_matplotlib()
     report = _measure(arguments) if arguments.saved is None else roofline.Report.load(arguments.saved)
     if arguments.json == "-":
         _print_json(report.as_dict())

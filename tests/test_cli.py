@@ -1,0 +1,263 @@
+"""The command line: what goes to stdout, what to stderr, and the exit codes."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jmx import bench, cli, roofline
+from jmx._version import __version__
+from jmx.checkpoint import gpt_oss
+from jmx.selection import Reason, Rejection
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CHECKPOINT = str(ROOT / "examples" / "gpt_oss" / "tiny")
+SIZES = ["--hidden", "64", "--intermediate", "96", "--experts", "8", "--top-k", "2"]
+
+
+@pytest.fixture
+def jmx(capsys):
+    """Runs the command line; returns its exit code, stdout and stderr."""
+
+    def run(*argv):
+        try:
+            code = cli.main(argv)
+        except SystemExit as e:
+            code = e.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def assert_one_line_error(stderr, *parts):
+    assert stderr.startswith("jmx: error: ")
+    assert stderr.count("\n") == 1
+    for part in parts:
+        assert part in stderr
+
+
+def test_version_and_help(jmx):
+    assert jmx("--version") == (0, f"jmx {__version__}\n", "")
+    for argv in [], ["explain"], ["doctor"], ["convert"], ["bench"]:
+        code, out, _ = jmx(*argv, "--help")
+        assert code == 0
+        assert "exit codes:" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ([], ["COMMAND"]),
+        (["explan"], ["'explan'", "'explain'"]),
+        (["explain", *SIZES, "--hiden", "3"], ["--hiden"]),
+        (["explain", *SIZES, "--tokens", "1,x"], ["'1,x' must be whole numbers"]),
+        (["explain", *SIZES, "--tokens", "0"], ["`--tokens` (=0) must be at least 1"]),
+        (["explain"], ["--hidden, --intermediate, --experts, --top-k", "--checkpoint"]),
+        (["explain", *SIZES, "--hidden", "2870"], ["`hidden_size` (=2870) must be a multiple of 32 for MXFP4"]),
+        (["explain", *SIZES, "--experts", "0"], ["`num_experts` (=0) must be at least 1"]),
+        (["explain", *SIZES, "--top-k", "9"], ["`--top-k` (=9) must be in 1..8"]),
+        (["explain", *SIZES, "--device", "h20"], ["`--device` (='h20')", "a100", "did you mean 'h200'?"]),
+        (["explain", *SIZES, "--backend", "xlaa"], ["`--backend` (='xlaa')", "did you mean 'xla'?"]),
+        (["explain", *SIZES, "--dtype", "bf16"], ["`--dtype` (='bf16')", "bfloat16"]),
+        (["explain", *SIZES, "--layout", "canonica"], ["did you mean 'canonical'?"]),
+        (["explain", *SIZES, "--format", "mxfp5"], ["did you mean 'mxfp4'?"]),
+        (["explain", *SIZES, "--activation", "swigul"], ["did you mean 'swiglu'?"]),
+        (["explain", *SIZES, "--activation", "swiglu:alfa=1"], ["it takes alpha, beta, limit"]),
+        (["explain", *SIZES, "--activation", "gelu"], ["it takes approximate"]),
+        (["explain", *SIZES, "--activation", "swiglu:limit=-1"], ["`limit` (=-1.0) must be positive"]),
+        (["explain", *SIZES, "--activation", "swiglu:limit=big"], ["limit (='big') must be a number"]),
+        (["explain", *SIZES, "--activation", "relu", "--gate-up-order", "concatenated"], ["has no gate"]),
+        (["explain", "--model", "gpt-oss-12b"], ["did you mean 'gpt-oss-120b'?"]),
+        (["explain", "--checkpoint", "/nowhere/at/all"], ["/nowhere/at/all"]),
+        (["explain", "--checkpoint", CHECKPOINT, "--model", "small"], ["not allowed with"]),
+        (["convert", CHECKPOINT, "/tmp"], ["--to"]),
+        (["convert", CHECKPOINT, "/tmp", "--to", "torch"], ["'torch'", "original"]),
+        (["bench", "--model", "smal"], ["did you mean 'small'?"]),
+        (["bench", "--backends", "xla,ragged"], ["`--backends` (='ragged')", "did you mean 'ragged_dot'?"]),
+        (["bench", "--routing", "zip"], ["did you mean 'zipf'?"]),
+        (["bench", "--layers", "0"], ["`layers` (=0) must be at least 1"]),
+        (["bench", "--png", "/nowhere/at/all.png"], ["/nowhere/at/all.png cannot be written"]),
+        (["bench", "--from", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_with_2(argv, parts, jmx):
+    code, out, err = jmx(*argv)
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, *parts)
+
+
+def test_explain_of_flags(jmx):
+    flags = ["--tokens", "1,64", "--device", "h200", "--dtype", "float32", "--weights-on", "input", "--bias"]
+    activation = ["--activation", "swiglu:alpha=1.5,limit=7", "--gate-up-order", "interleaved"]
+    code, out, err = jmx("explain", *SIZES, *flags, *activation, "--layout", "packed", "--json")
+    assert (code, err) == (0, "")
+    one, many = json.loads(out)
+    assert (one["problem"]["num_tokens"], many["problem"]["num_tokens"]) == (1, 64)
+    expected = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_experts": 8,
+        "top_k": 2,
+        "dtype": "float32",
+        "activation": "SwiGLU(alpha=1.5, beta=0.0, limit=7.0)",
+        "gate_up_order": "interleaved",
+        "bias": True,
+        "layout": "packed",
+        "weights_on": "input",
+    }
+    assert expected.items() <= one["problem"].items()
+    assert one["device"] == "NVIDIA H200"
+    assert one["chosen"] is not None
+    assert one["floor_us"] < many["floor_us"]
+
+
+def test_explain_takes_the_devices_own_layout_and_prints_a_table(jmx):
+    code, out, _ = jmx("explain", *SIZES, "--device", "h200", "--activation", "gelu:approximate=true")
+    assert code == 0
+    assert "mxfp4 (canonical) x bfloat16 on NVIDIA H200" in out
+    assert "chosen" in out
+
+
+def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):
+    config = json.loads((pathlib.Path(CHECKPOINT) / "config.json").read_text())
+    code, out, _ = jmx("explain", "--checkpoint", CHECKPOINT, "--json")
+    (found,) = [explanation["problem"] for explanation in json.loads(out)]
+    assert code == 0
+    assert found["hidden_size"] == config["hidden_size"]
+    assert found["num_experts"] == config["num_local_experts"]
+    assert found["gate_up_order"] == "interleaved"
+    assert f"limit={float(config['swiglu_limit'])}" in found["activation"]
+    code, out, _ = jmx("explain", "--model", "gpt-oss-120b", "--experts", "64", "--json")
+    (found,) = [explanation["problem"] for explanation in json.loads(out)]
+    assert (found["num_experts"], found["hidden_size"], found["top_k"]) == (64, 2880, 4)
+
+
+def test_explain_exits_with_1_where_nothing_runs(jmx):
+    code, out, err = jmx("explain", *SIZES, "--dtype", "float64")
+    assert (code, err) == (1, "")
+    assert "float64" in out
+
+
+def test_doctor_tells_versions_devices_and_backends(jmx):
+    code, out, _ = jmx("doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["healthy"] is True
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["versions"]["jmx"] == __version__
+    assert [device["kind"] for device in found["devices"]] == [device.device_kind for device in jax.devices()]
+    assert [backend["runs"] for backend in found["backends"] if backend["name"] == "xla"] == [True]
+    code, out, _ = jmx("doctor")
+    assert code == 0
+    assert all(told in out for told in (jax.__version__, jax.devices()[0].device_kind, "xla"))
+
+
+def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):
+    class Lacking:
+        name, summary = "lacking", "a backend that was not built"
+
+        def supports(self, problem, environment):
+            return Rejection(Reason.NOT_BUILT, "no kernels here", "run `make kernels`")
+
+    from jmx import backends
+
+    versions = cli._version_of
+    monkeypatch.setattr(cli, "_version_of", lambda name: None if name == "tokenizers" else versions(name))
+    monkeypatch.setattr(backends, "BACKENDS", (Lacking(),))
+    monkeypatch.setattr(bench, "BACKENDS", (Lacking(),))
+    code, out, _ = jmx("doctor")
+    assert code == 1
+    assert "not built: no kernels here; run `make kernels`" in out
+    assert "pip install 'jmx[hf]'" in out
+
+
+def test_convert_there_and_back_gives_the_same_experts(jmx, tmp_path):
+    there, back = str(tmp_path / "original"), str(tmp_path / "hf")
+    code, out, _ = jmx("convert", CHECKPOINT, there, "--to", "original")
+    assert (code, out) == (0, f"wrote {there} in the form 'original'\n")
+    code, out, err = jmx("convert", there, back, "--to", "hf", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"source": there, "target": back, "form": "hf"}
+    before, after = (gpt_oss.load(directory, layer=1).arrays() for directory in (CHECKPOINT, back))
+    assert before.keys() == after.keys()
+    assert all(np.asarray(before[name]).tobytes() == np.asarray(after[name]).tobytes() for name in before)
+    code, out, err = jmx("convert", CHECKPOINT, back, "--to", "hf")
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, back)
+
+
+def test_bench_saves_prints_and_draws(jmx, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
+    monkeypatch.setitem(bench.MODELS, "tiny", dataclasses.replace(bench.MODELS["small"], num_experts=2))
+    file, picture = str(tmp_path / "report.json"), str(tmp_path / "roof.png")
+    flags = ["--model", "tiny", "--tokens", "2", "--layers", "1", "--repeats", "1", "--backends", "ragged_dot"]
+    code, out, err = jmx("bench", *flags, "--json", file)
+    assert code == 0
+    assert "tiny, uniform routing" in out
+    assert "ragged_dot, 2 tokens: " in err
+    code, out, err = jmx("bench", "--from", file, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == json.loads(pathlib.Path(file).read_text())
+    pytest.importorskip("matplotlib")
+    assert jmx("bench", "--from", file, "--png", picture)[0] == 0
+    assert pathlib.Path(picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_path):
+    machine, settings = {"device": "a device"}, {"model": "tiny", "routing": "uniform"}
+    right = roofline.Row("xla", 1, "packed", 1, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-3, 0)
+    wrong = dataclasses.replace(right, error="wrong result")
+    for rows, expected in [((right,), 0), ((right, wrong), 1), ((roofline.Row("xla", 1, error="no memory"),), 1)]:
+        roofline.Report(machine, roofline.Limits(1.0, 1.0), settings, rows).save(str(tmp_path / "r.json"))
+        assert jmx("bench", "--from", str(tmp_path / "r.json"))[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "jmx: interrupted\n"),
+        (RuntimeError("out of\nmemory"), 1, "jmx: error: out of memory\n"),
+        (ModuleNotFoundError("no matplotlib"), 1, "jmx: error: no matplotlib\n"),
+        (PermissionError(13, "Permission denied", "x"), 2, "jmx: error: [Errno 13] Permission denied: 'x'\n"),
+    ],
+)
+def test_what_goes_wrong_in_a_command_is_one_line_and_a_code(error, code, told, jmx, monkeypatch):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "_examine", fail)
+    assert jmx("doctor") == (code, "", told)
+
+
+@pytest.mark.parametrize("flag_first", [True, False])
+def test_the_compilation_cache_is_where_it_was_asked_for(flag_first, jmx, tmp_path):
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    ]
+    before = {name: getattr(jax.config, name) for name in names}
+    flag = ["--compilation-cache", str(tmp_path / "a" / "cache")]
+    argv = [*flag, "doctor", "--json"] if flag_first else ["doctor", "--json", *flag]
+    try:
+        code, out, _ = jmx(*argv)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert code == 0
+    assert json.loads(out)["compilation_cache"] == flag[1]
+    assert (tmp_path / "a" / "cache").is_dir()
+
+
+def test_the_benchmark_script_runs_from_anywhere(tmp_path):
+    report = roofline.Report({"device": "a device"}, roofline.Limits(1.0, 1.0), {"model": "m", "routing": "r"}, ())
+    report.save(str(tmp_path / "r.json"))
+    command = [sys.executable, str(ROOT / "benchmarks" / "layer.py"), "--from", "r.json", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")  # a report without a row answers nothing
+    assert json.loads(done.stdout) == json.loads((tmp_path / "r.json").read_text())
