@@ -1,5 +1,6 @@
 """Saving a Flax NNX module with 4-bit experts to Orbax, and restoring it into any layout."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.shards import CheckpointError
+from jmx.checkpoint.shards import CheckpointError, new_path
 from jmx.experts import Experts
 from jmx.nnx import MoE
 
@@ -38,13 +39,14 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     metadata say each MoE layer's layout, order of gate and up, and format. `path` appears when it is complete.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError, FileNotFoundError: `path` exists, or the directory that should hold it does not.
     """
-    path = Path(path)
-    if os.path.lexists(path):
-        raise FileExistsError(f"`path` (={path}) must not exist: nothing is overwritten")
     arrays, layers = _flatten(module)
-    orbax_arrays.write(path, arrays, {_NOTE: {layer.prefix: layer.note() for layer in layers}})
+    # Orbax too writes beside and renames, but leaves its directory there on errors. Where several processes write one
+    # checkpoint together, only Orbax can see to it.
+    alone = jax.process_count() == 1
+    with new_path(path) if alone else contextlib.nullcontext(Path(path)) as place:
+        orbax_arrays.write(place, arrays, {_NOTE: {layer.prefix: layer.note() for layer in layers}})
 
 
 def restore(path: str | os.PathLike[str], module: nnx.Module) -> nnx.Module:

@@ -329,9 +329,9 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path).absolute()
     if os.path.lexists(path):
-        raise FileExistsError(f"`dst` (={path}) must not exist: nothing is overwritten")
+        raise FileExistsError(f"{path} must not exist yet: nothing is overwritten")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"`dst` (={path}) must be in a directory that exists")
+        raise FileNotFoundError(f"{path} must be in a directory that exists")
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
         yield temporary / path.name

@@ -51,8 +51,8 @@ def convert(
         src: a checkpoint in any of the forms.
         dst: does not exist yet. It appears when it is complete, and nothing is left behind if that fails.
         form: "hf" (Hugging Face), "original", or "orbax": config.json, and a plain Orbax checkpoint `top` and one a
-            layer, `layers/0` and so on, each a flat dict of arrays by the names of `Reader`, and of `Experts.arrays` for
-            the experts, which are in canonical dtypes (float4_e2m1fn, float8_e8m0fnu).
+            layer, `layers/0` and so on, each a flat dict of arrays by the names of `Reader`, and of `Experts.arrays`
+            for the experts, in canonical dtypes (float4_e2m1fn, float8_e8m0fnu).
         max_shard_bytes: tensors' bytes in one file, unless a single tensor has more. Orbax does as it likes.
         progress: whether to show a progress bar on stderr, where that is a terminal.
 
