@@ -1,0 +1,498 @@
+"""The whole model: against what transformers computed from the same checkpoint, and against itself step by step."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+import jmx
+import jmx.layer
+from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
+from examples.gpt_oss.attention import QUERIES, attend, rotate, yarn_angles, yarn_frequencies
+from examples.gpt_oss.cache import KeysValues, bucket
+from examples.gpt_oss.generate import TINY, main
+from examples.gpt_oss.text import TextStream
+from jmx.checkpoint.gpt_oss import convert, read_config
+from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
+from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
+PROMPTS = GOLDEN["input_ids"].tolist()
+WINDOW = 16  # of the tiny checkpoint's sliding layers
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return Runner(load(TINY, dtype=jnp.float32))
+
+
+@pytest.fixture(scope="module")
+def small() -> Runner:
+    """Two layers, one that slides and one that does not, where a model is only held against itself."""
+    config = dataclasses.replace(read_config(TINY), num_hidden_layers=2, layer_types=(SLIDING, FULL))
+    return Runner(from_source(RandomSource(config), dtype=jnp.float32))
+
+
+def relative_error(got: jax.typing.ArrayLike, expected: np.ndarray) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+@jax.jit
+def whole(model: GptOss, expert_ids: list[jax.Array] | None = None) -> tuple[jax.Array, list[MoERecord]]:
+    """Logits of the golden prompts, and what went through each layer's experts."""
+    records: list[MoERecord] = []
+    batch, length = GOLDEN["input_ids"].shape
+    caches = Cache.empty(model.config, batch, length, model.dtype).layers
+    starts = jnp.zeros(batch, jnp.int32)
+    x, _ = model(jnp.asarray(GOLDEN["input_ids"]), starts, caches, expert_ids=expert_ids, records=records)
+    return model.logits(x), records
+
+
+def chosen_experts(model: GptOss, records: list[MoERecord]) -> list[jax.Array]:
+    """Expert ids (B, T, k) of each layer."""
+    return [
+        layer.moe.route(record.input).expert_ids.reshape(*record.input.shape[:2], -1)
+        for layer, record in zip(model.layers, records, strict=True)
+    ]
+
+
+# Against the reference
+
+
+def test_float32_logits_and_every_layers_experts_are_the_references(runner: Runner) -> None:
+    logits, records = whole(runner.model)
+    assert relative_error(logits, GOLDEN["logits"]) <= 1e-4
+    for index, record in enumerate(records):
+        assert relative_error(record.input, GOLDEN[f"layer{index}.moe_in"]) <= 1e-4
+        assert relative_error(record.output, GOLDEN[f"layer{index}.moe_out"]) <= 1e-4
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_layers_experts_give_the_references_output_for_its_input(runner: Runner, index: int) -> None:
+    out = runner.model.layers[index].moe(jnp.asarray(GOLDEN[f"layer{index}.moe_in"]))
+    assert relative_error(out, GOLDEN[f"layer{index}.moe_out"]) <= 1e-4
+
+
+def test_bfloat16_agrees_where_the_experts_are_the_same(runner: Runner) -> None:
+    _, records = whole(runner.model)
+    ids = chosen_experts(runner.model, records)
+    half = load(TINY, dtype=jnp.bfloat16)
+    logits, forced = whole(half, ids)
+    assert relative_error(logits, GOLDEN["logits"]) <= 3e-2
+    assert all(record.output.dtype == jnp.bfloat16 for record in forced)
+    logits, free = whole(half)
+    routes = zip(chosen_experts(half, free), ids, strict=True)
+    flips = sum(int((np.sort(a, -1) != np.sort(b, -1)).any(-1).sum()) for a, b in routes)
+    print(f"{flips} of {sum(a[..., 0].size for a in ids)} routes flip in bfloat16")
+    assert relative_error(logits, GOLDEN["logits"]) <= 0.1
+    assert flips <= 20
+
+
+def test_given_expert_ids_are_the_ones_that_run(runner: Runner, rng: np.random.Generator) -> None:
+    config = runner.model.config
+    shape = (*GOLDEN["input_ids"].shape, config.num_experts)
+    ids = [
+        jnp.asarray(rng.random(shape).argsort(-1)[..., : config.top_k], jnp.int32)
+        for _ in range(config.num_hidden_layers)
+    ]
+    _, records = whole(runner.model, ids)
+    layer, record = runner.model.layers[0].moe, records[0]
+    assert layer.router is not None
+    values = jnp.take_along_axis(layer.router(record.input), ids[0], axis=-1)
+    routing = jmx.Routing(ids[0], jax.nn.softmax(values, axis=-1))
+    assert relative_error(layer(record.input, routing), np.asarray(record.output)) <= 1e-5
+
+
+def test_greedy_tokens_are_the_references_where_the_margin_is_wide(runner: Runner) -> None:
+    """Fed with the reference's own tokens, so that one narrow step does not end the comparison."""
+    logits, cache = runner.prefill(PROMPTS)
+    compared = 0
+    for expected in GOLDEN["greedy"].T:
+        second, first = np.sort(np.asarray(logits), axis=-1)[:, -2:].T
+        wide = first - second > 1e-3
+        assert (np.asarray(Sampler()(logits, 0))[wide] == expected[wide]).all()
+        compared += int(wide.sum())
+        logits, cache = runner.decode(jnp.asarray(expected), cache)
+    assert compared >= 0.9 * GOLDEN["greedy"].size
+
+
+def test_both_forms_of_a_checkpoint_give_the_same_logits(runner: Runner, tmp_path: Path) -> None:
+    convert(TINY, tmp_path / "original", form="original")
+    again, _ = Runner(load(tmp_path / "original", dtype=jnp.float32)).prefill(PROMPTS)
+    assert (np.asarray(again) == np.asarray(runner.prefill(PROMPTS)[0])).all()
+
+
+# Prefill and decode
+
+
+def test_prefill_returns_the_last_positions_logits_or_all(runner: Runner) -> None:
+    last, _ = runner.prefill(PROMPTS)
+    everything, _ = runner.prefill(PROMPTS, all_logits=True)
+    assert last.shape == (2, 320)
+    assert last.dtype == jnp.float32
+    assert everything.shape == (2, bucket(48), 320)
+    assert relative_error(everything[:, :48], GOLDEN["logits"]) <= 1e-4
+    assert relative_error(last, GOLDEN["logits"][:, -1]) <= 1e-4
+
+
+def test_rows_of_different_lengths_decode_as_if_each_were_alone(small: Runner, rng: np.random.Generator) -> None:
+    """Teacher-forced over the sliding window's edge and two growths of the cache, against one pass over everything."""
+    lengths = [3, WINDOW, WINDOW - 2, 1]
+    rows = rng.integers(320, size=(4, 48))
+    expected, _ = small.prefill(rows.tolist(), all_logits=True)
+    logits, cache = small.prefill([row[:length].tolist() for row, length in zip(rows, lengths, strict=True)])
+    for step in range(30):
+        at = np.array(lengths) + step
+        assert relative_error(logits, np.asarray(expected)[np.arange(4), at - 1]) <= 1e-4
+        logits, cache = small.decode(jnp.asarray(rows[np.arange(4), at], jnp.int32), cache)
+    assert cache.capacity == bucket(max(lengths) + 30) == 64
+    assert np.asarray(cache.lengths).tolist() == [length + 30 for length in lengths]
+
+
+def test_padding_tokens_go_to_no_expert(small: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[jmx.Routing] = []
+    route = jmx.layer.flat_routing
+    monkeypatch.setattr(jmx.layer, "flat_routing", lambda *args: seen.append(route(*args)) or seen[-1])
+    mask = jnp.arange(16) < jnp.array([[5], [16]])
+    caches = Cache.empty(small.model.config, 2, 16, small.model.dtype).layers
+
+    def routings(tokens: jax.Array) -> list[jmx.Routing]:
+        small.model(tokens, jnp.zeros(2, jnp.int32), caches, mask=mask)
+        return seen
+
+    found = jax.jit(routings)(jnp.asarray(GOLDEN["input_ids"][:, :16]))
+    assert len(found) == 2
+    for routing in found:
+        padding = np.asarray(routing.expert_ids == jmx.NOWHERE)
+        assert (padding == ~np.asarray(mask).reshape(-1, 1)).all()
+
+
+def test_prefill_and_decode_are_traced_once_a_bucket(small: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[tuple[int, int]] = []
+    call = GptOss.__call__
+
+    def counted(self: GptOss, tokens: jax.Array, starts: jax.Array, caches: list[KeysValues], **rest: Any) -> Any:
+        traced.append((tokens.shape[1], caches[0].keys.shape[2]))
+        return call(self, tokens, starts, caches, **rest)
+
+    monkeypatch.setattr(GptOss, "__call__", counted)
+    runner = Runner(small.model)
+    for length in (2, 9, 16, 17, 30):
+        logits, cache = runner.prefill([PROMPTS[0][:length]])
+        for step in range(5):
+            logits, cache = runner.decode(Sampler()(logits, step), cache)
+    assert sorted(traced) == [(1, 16), (1, 32), (1, 64), (16, 16), (32, 32)]
+
+
+def test_old_caches_are_given_up(small: Runner) -> None:
+    def is_gone(cache: Cache) -> bool:
+        return all(array.is_deleted() for layer in cache.layers for array in layer)
+
+    empty = Cache.empty(small.model.config, 1, 16, jnp.float32)
+    logits, filled = small.prefill([PROMPTS[0][:15]], cache=empty)
+    token = Sampler()(logits, 0)
+    _, full = small.decode(token, filled)
+    assert full.capacity == 16
+    _, grown = small.decode(token, full)
+    assert grown.capacity == 32
+    assert is_gone(empty)
+    assert is_gone(filled)
+    assert is_gone(full)
+    assert not is_gone(grown)
+
+
+def test_a_cache_that_is_written_over_leaves_no_trace(small: Runner) -> None:
+    _, used = small.prefill([PROMPTS[0][:16]])
+    logits, cache = small.prefill([PROMPTS[1][:7]], cache=used)
+    fresh, other = small.prefill([PROMPTS[1][:7]])
+    assert relative_error(logits, np.asarray(fresh)) <= 1e-5
+    token = jnp.array([3])
+    assert relative_error(small.decode(token, cache)[0], np.asarray(small.decode(token, other)[0])) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "`prompts` must be at least one"),
+        ([[1], []], r"`prompts\[1\]` must have at least one token"),
+        ([[1, 320]], r"`prompts\[0\]` has the id 320, which must be in 0..319"),
+        ([[-1]], r"has the id -1"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(runner: Runner, prompts: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        runner.prefill(prompts)
+
+
+def test_a_cache_without_room_is_refused(small: Runner) -> None:
+    with pytest.raises(ValueError, match=r"`cache` \(1 rows of 16\) must have 1 rows of at least 32"):
+        small.prefill([PROMPTS[0][:20]], cache=Cache.empty(small.model.config, 1, 16, jnp.float32))
+
+
+# The parts
+
+
+def plain_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: np.ndarray, window: int | None):
+    """One row, all heads of their own, in float64: query, keys, values (T, heads, D)."""
+    out = np.zeros(query.shape)
+    for t in range(query.shape[0]):
+        first = 0 if window is None else max(0, t - window + 1)
+        scores = np.einsum("hd,shd->hs", query[t], keys[first : t + 1]) / math.sqrt(query.shape[-1])
+        powers = np.exp(np.concatenate([scores, sinks[:, None]], axis=1))
+        weights = (powers / powers.sum(axis=1, keepdims=True))[:, :-1]
+        out[t] = np.einsum("hs,shd->hd", weights, values[first : t + 1])
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 300])
+@pytest.mark.parametrize("length", [1, 20, 2 * QUERIES])
+def test_attention_is_the_plain_one(rng: np.random.Generator, length: int, window: int | None) -> None:
+    batch, kv_heads, group, dim, capacity = 2, 2, 3, 8, 2 * QUERIES + 5
+    query = rng.standard_normal((batch, capacity, kv_heads * group, dim))
+    keys, values = rng.standard_normal((2, batch, kv_heads, capacity, dim))
+    sinks = rng.standard_normal(kv_heads * group)
+    starts = rng.integers(capacity - length + 1, size=batch)
+    rows = np.stack([row[start : start + length] for row, start in zip(query, starts, strict=True)])
+    on_device = [jnp.asarray(a, jnp.float32) for a in (rows, keys, values, sinks)]
+    got = attend(*on_device, starts=jnp.asarray(starts), window=window)
+    for row in range(batch):
+        key, value = (np.repeat(a[row].swapaxes(0, 1), group, axis=1) for a in (keys, values))
+        expected = plain_attention(query[row], key, value, sinks, window)
+        assert relative_error(got[row], expected[starts[row] : starts[row] + length]) <= 1e-5
+
+
+def test_attention_refuses_lengths_between_blocks() -> None:
+    odd = jnp.ones((1, QUERIES + 1, 2, 8))
+    with pytest.raises(ValueError, match=f"of {QUERIES + 1} tokens"):
+        attend(odd, jnp.ones((1, 2, 256, 8)), jnp.ones((1, 2, 256, 8)), jnp.ones(2), jnp.zeros(1, jnp.int32), None)
+
+
+def test_rotary_scores_depend_on_the_distance_alone(rng: np.random.Generator) -> None:
+    config = read_config(TINY)
+    query, key = (jnp.asarray(rng.standard_normal((1, 1, 1, config.head_dim)), jnp.float32) for _ in range(2))
+
+    def score(at: int, other: int) -> float:
+        angles = [yarn_angles(config, jnp.full((1, 1), position)) for position in (at, other)]
+        return float((rotate(query, angles[0]) * rotate(key, angles[1])).sum())
+
+    concentration = 0.1 * math.log(config.rope_factor) + 1
+    assert score(0, 0) == pytest.approx(concentration**2 * float((query * key).sum()), rel=1e-5, abs=1e-4)
+    assert score(9, 4) == pytest.approx(score(509, 504), rel=1e-3, abs=1e-3)
+    assert score(9, 4) != pytest.approx(score(4, 9), rel=1e-3, abs=1e-3)
+
+
+def test_yarn_keeps_fast_channels_and_stretches_slow_ones() -> None:
+    config = CONFIGS["20b"]
+    plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    turns = config.rope_original_length * plain / (2 * math.pi)
+    ratio = yarn_frequencies(config) / plain
+    np.testing.assert_allclose(ratio[turns >= config.rope_beta_fast], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns <= config.rope_beta_slow], 1 / config.rope_factor, rtol=1e-6)
+    assert (np.diff(ratio) <= 1e-6).all()
+    assert ((ratio > 1.001 / config.rope_factor) & (ratio < 0.999)).sum() > 3
+
+
+@given(st.integers(1, 1 << 20))
+def test_a_bucket_is_the_next_power_of_two(length: int) -> None:
+    assert bucket(length) >= length
+    assert bucket(length).bit_count() == 1
+    assert bucket(length) < 2 * length or bucket(length) == 16
+
+
+def test_a_cache_grows_with_what_it_holds(rng: np.random.Generator) -> None:
+    config = read_config(TINY)
+    cache = Cache.empty(config, 2, 16, jnp.float32)
+    written = jnp.asarray(rng.standard_normal((2, 3, config.num_key_value_heads, config.head_dim)), jnp.float32)
+    layer = cache.layers[1].write(written, 2 * written, jnp.array([[0, 1, 2], [14, 15, 16]]))
+    held = np.asarray(layer.keys)
+    assert (held[0, :, :3] == np.asarray(written[0]).swapaxes(0, 1)).all()
+    assert (held[1, :, 14:] == np.asarray(written[1, :2]).swapaxes(0, 1)).all()  # position 16 has no room
+    grown = Cache([cache.layers[0], layer], cache.lengths, 16).reserve(17)
+    assert grown.capacity == 32
+    assert (np.asarray(grown.layers[1].values)[:, :, :16] == 2 * held).all()
+    assert grown.reserve(32) is grown
+    assert grown.nbytes == sum(a.on_device_size_in_bytes() for layer in grown.layers for a in layer)
+
+
+@settings(max_examples=20)
+@given(st.floats(0.2, 3), st.floats(0.05, 1), st.integers(0, 2**31 - 1))
+def test_sampling_stays_within_top_p_and_repeats_by_seed(temperature: float, top_p: float, seed: int) -> None:
+    logits = np.random.default_rng(seed).standard_normal((3, 50)).astype(np.float32) * 2
+    sampler = Sampler(temperature, top_p, seed)
+    drawn = np.asarray(sampler(jnp.asarray(logits), 5))
+    assert (drawn == np.asarray(sampler(jnp.asarray(logits), 5))).all()
+    scaled = np.exp(logits.astype(np.float64) / temperature)
+    probabilities = scaled / scaled.sum(axis=-1, keepdims=True)
+    for row, token in zip(probabilities, drawn, strict=True):
+        assert row[row > row[token]].sum() < top_p + 1e-5
+
+
+def test_sampling_draws_in_proportion(rng: np.random.Generator) -> None:
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+    logits = jnp.asarray(np.tile(2 * np.log(probabilities), (20000, 1)), jnp.float32)
+    seed = int(rng.integers(2**31))
+    drawn = np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 0))
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, probabilities, atol=0.03)
+    drawn = np.asarray(Sampler(temperature=2.0, top_p=0.7, seed=seed)(logits, 0))
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, [0.625, 0.375, 0, 0], atol=0.03)
+    assert (np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 1)) != drawn).any()
+
+
+def test_greedy_takes_the_first_largest() -> None:
+    assert np.asarray(Sampler()(jnp.array([[1.0, 3, 3], [5, 0, 5]]), 0)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", -0.1), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1)]
+)
+def test_sampling_parameters_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` \\(={value}\\)"):
+        dataclasses.replace(Sampler(), **{name: value})
+
+
+@given(st.text(max_size=40))
+def test_streamed_text_is_the_whole_text(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    stream = TextStream(tokenizer)
+    parts = [stream.step(token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+    assert not any(part.endswith("\ufffd") for part in parts if "\ufffd" not in text)
+    assert "".join(parts) + stream.flush() == text
+
+
+# Random weights
+
+
+def test_random_weights_make_a_model_that_runs(small: Runner) -> None:
+    config = small.model.config
+    logits, _ = small.prefill([PROMPTS[0][:16]])
+    assert np.isfinite(np.asarray(logits)).all()
+    assert 0.1 < float(logits.std()) < 10
+    source, other = (RandomSource(config, seed) for seed in (1, 2))
+    values = [np.asarray(e.gate_up.values) for e in (source.experts(0), source.experts(1), other.experts(0))]
+    assert (values[0] != values[1]).any()
+    assert (values[0] != values[2]).any()
+    assert (values[0] == np.asarray(source.experts(0).gate_up.values)).all()
+
+
+@pytest.mark.parametrize(("name", "billions"), [("20b", 20.9), ("120b", 116.8)])
+def test_published_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    """As OpenAI's model card counts them."""
+    config = CONFIGS[name]
+
+    def count(shapes: dict[str, tuple[int, ...]]) -> int:
+        codes_a_byte = {name: 2 for name in shapes if name.endswith("_values")}
+        return sum(
+            codes_a_byte.get(name, 1) * math.prod(s) for name, s in shapes.items() if not name.endswith("_scales")
+        )
+
+    total = count(top_shapes(config)) + config.num_hidden_layers * count(layer_shapes(config))
+    assert total / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+# The command
+
+
+def test_the_command_gives_the_references_tokens_and_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "logits"
+    arguments = ["--prompt-ids", ",".join(map(str, PROMPTS[0])), "--dtype", "float32", "--logits", str(file)]
+    assert main([*arguments, "--max-new-tokens", "32", "--ignore-eos", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    names = {"prompt_ids", "ids", "backend", "prefill_ms", "decode_tokens_per_s", "peak_device_bytes"}
+    assert result.keys() == names
+    assert result["prompt_ids"] == PROMPTS[0]
+    assert result["ids"] == GOLDEN["greedy"][0].tolist()
+    assert result["backend"] == "xla"
+    assert result["prefill_ms"] > 0
+    assert result["decode_tokens_per_s"] > 0
+    assert "chosen" in err  # the explain table
+    assert relative_error(np.load(file), GOLDEN["logits"][0]) <= 1e-4
+
+
+def test_the_command_stops_at_an_eos_id(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ",".join(map(str, PROMPTS[0]))  # after which the reference's first token is the EOS id
+    assert main(["--prompt-ids", given, "--dtype", "float32", "--checkpoint", str(TINY)]) == 0
+    out, err = capsys.readouterr()
+    assert "48 ids given, new ones: 319 \n" in out
+    assert "decode: 1 tokens, - a second" in out
+    assert not err
+
+
+def test_the_command_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
+    script = ROOT / "examples/gpt_oss/generate.py"
+    arguments = ["--max-new-tokens", "6", "--logits", "prompt.npy", "--temperature", "0.8", "--top-p", "0.9"]
+    done = subprocess.run(
+        [sys.executable, script, *arguments, "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["ids"]) == 6
+    logits = np.load(tmp_path / "prompt.npy")
+    assert logits.dtype == np.float32
+    assert logits.shape == (len(result["prompt_ids"]), 320)
+    assert "Licensed under the Apache License" in done.stderr
+
+
+def without_tokenizer(folder: Path) -> list[str]:
+    for name in ("config.json", "model.safetensors.index.json"):
+        (folder / name).write_bytes((TINY / name).read_bytes())
+    return ["--checkpoint", str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda folder: ["--checkpoint", str(folder / "none")], "none"),
+        (lambda folder: [*without_tokenizer(folder), "--prompt", "a"], "tokenizer.json is missing"),
+        (lambda folder: [*without_tokenizer(folder), "--prompt-ids", "1"], "model-00001-of-00002.safetensors"),
+        (lambda folder: ["--prompt-ids", "1,400"], "has the id 400, which must be in 0..319"),
+        (lambda folder: ["--prompt", ""], "at least one token"),
+        (lambda folder: ["--max-new-tokens", "0"], "--max-new-tokens (=0) must be at least 1"),
+        (lambda folder: ["--temperature", "-1"], "`temperature` (=-1.0)"),
+        (lambda folder: ["--top-p", "0"], "`top_p` (=0.0)"),
+        (lambda folder: ["--random", "20b", "--prompt", "a"], "--random has none"),
+        (lambda folder: ["--logits", str(folder / "none" / "x.npy")], "--logits"),
+    ],
+)
+def test_the_command_tells_in_one_line_what_cannot_be(
+    arguments: Callable[[Path], list[str]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("generate.py: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt", "a", "--prompt-ids", "1"],
+        ["--prompt-ids", "1,x"],
+        ["--random", "7b"],
+        ["--random", "20b", "--checkpoint", "."],
+        ["--backend", "none"],
+        ["--dtype", "float16"],
+    ],
+)
+def test_the_command_refuses_flags_that_do_not_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "error: argument" in capsys.readouterr().err
