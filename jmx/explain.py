@@ -2,19 +2,19 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from jmx import formats
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.routing import Logits, Routing
-from jmx.selection import Environment, NoBackendError, Problem, Rejection, Selection, select
+from jmx.selection import Environment, NoBackendError, Problem, Rejection, select
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,15 @@ class Peak:
     flops: float
 
 
-# NVIDIA's data sheets of the SXM parts (L40S: PCIe), dense rates. Measured ceilings are lower: `jmx bench` takes them.
+# NVIDIA's data sheets, dense rates, by the kind that a device calls itself: other parts of a family (PCIe, NVL) have
+# other rates. Measured ceilings are lower: `jmx bench` takes them.
 PEAKS = {
-    "A100": Peak(2.039e12, 312e12),
-    "L40S": Peak(0.864e12, 362e12),
-    "H100": Peak(3.35e12, 989e12),
-    "H200": Peak(4.8e12, 989e12),
-    "B200": Peak(8.0e12, 2250e12),
+    "NVIDIA A100-SXM4-80GB": Peak(2.039e12, 312e12),
+    "NVIDIA L40S": Peak(0.864e12, 362e12),
+    "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12),
+    "NVIDIA H200": Peak(4.8e12, 989e12),
+    "NVIDIA B200": Peak(8.0e12, 2250e12),
 }
-
-
-def peak(device_kind: str) -> Peak | None:
-    """Peak rates of a device by its own name, or None where they are not known."""
-    return next((p for name, p in PEAKS.items() if name in device_kind.upper()), None)
 
 
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -65,6 +61,25 @@ def flops(problem: Problem) -> float:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """The least time a problem can take on a device: `us` microseconds, `bound` by "memory" or by "compute"."""
+
+    us: float
+    bound: str
+    peak: Peak
+
+    @classmethod
+    def of(cls, moved: float, operations: float, peak: Peak) -> "Floor":
+        """That of so many bytes and flops: max(bytes / bandwidth, flops / rate)."""
+        memory, compute = 1e6 * moved / peak.bandwidth, 1e6 * operations / peak.flops
+        return cls(max(memory, compute), "memory" if memory >= compute else "compute", peak)
+
+    def __str__(self) -> str:
+        limits = {"memory": _scaled(self.peak.bandwidth, "B/s"), "compute": _scaled(self.peak.flops, "FLOP/s")}
+        return f"floor {self.us:.1f} us ({self.bound}, {limits[self.bound]} by data sheet)"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What would run a problem, why each other backend would not, and what the problem costs at least.
 
@@ -76,7 +91,7 @@ class Explanation:
         active_experts: expected under uniform random routing; None for a symbolic token count, as the next three.
         bytes: of the active experts' weights and of x and y.
         flops: of both products.
-        floor_us: max(bytes / bandwidth, flops / rate) by the device's data sheet; None for devices not known.
+        floor: by the device's data sheet; None for devices not known, too.
     """
 
     problem: Problem
@@ -87,7 +102,7 @@ class Explanation:
     active_experts: float | None
     bytes: float | None
     flops: float | None
-    floor_us: float | None
+    floor: Floor | None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -96,42 +111,45 @@ class Explanation:
             {"name": name, "summary": summary, "chosen": name == self.chosen, "rejection": _rejection_dict(no)}
             for name, summary, no in self.trail
         ]
-        rest = {f: getattr(self, f) for f in ("chosen", "error", "active_experts", "bytes", "flops", "floor_us")}
-        return {"problem": problem, "device": self.environment.device_kind, "backends": backends} | rest
+        rest = {name: getattr(self, name) for name in ("chosen", "error", "active_experts", "bytes", "flops")}
+        floor = {
+            "floor_us": None if self.floor is None else self.floor.us,
+            "bound": None if self.floor is None else self.floor.bound,
+        }
+        return {"problem": problem, "device": self.environment.device_kind, "backends": backends} | rest | floor
 
     def __rich__(self) -> Group:
-        p = self.problem
-        tokens = "symbolic" if p.num_tokens is None else str(p.num_tokens)
-        title = (
-            f"{tokens} tokens, {p.num_experts} experts, top-{p.top_k}, H={p.hidden_size}, I={p.intermediate_size}, "
-            f"{p.format} ({p.layout}) x {p.input_format or p.dtype} on {self.environment.device_kind}"
-        )
         table = Table()
         for column in ("backend", "", "why"):
             table.add_column(column)
         for name, summary, no in self.trail:
             if no is not None:
-                table.add_row(name, "no", str(no))
+                table.add_row(name, Text("no", "red"), Text(str(no)))
             elif name == self.chosen:
-                table.add_row(f"[bold]{name}[/bold]", "chosen", summary)
+                table.add_row(Text(name, "bold"), Text("chosen", "bold green"), Text(summary))
             else:
-                table.add_row(name, "can", summary)
-        return Group(title, table, self._costs())
+                table.add_row(name, "can", Text(summary))
+        lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table, Text(self._costs())]
+        if self.error is not None:
+            lines.append(Text(f"a call raises NoBackendError: {self.error.splitlines()[0]}", "red"))
+        return Group(*lines)
 
     def _costs(self) -> str:
         if self.bytes is None or self.flops is None or self.active_experts is None:
-            return "bytes and flops depend on the token count"
-        floor = "floor not known for this device" if self.floor_us is None else f"floor {self.floor_us:.1f} us"
+            return "bytes, flops and floor depend on the token count"
+        p = self.problem
+        used = f"{self.active_experts:.0f}" if p.num_tokens in (0, 1) else f"about {self.active_experts:.1f}"
+        floor = f"floor not known for {self.environment.device_kind}" if self.floor is None else str(self.floor)
         return (
-            f"about {self.active_experts:.1f} experts used, {self.bytes / 1e6:.3g} MB moved, "
-            f"{self.flops / 1e9:.3g} GFLOP: {floor}"
+            f"{used} of {p.num_experts} experts used, {_scaled(self.bytes, 'B')} moved, "
+            f"{_scaled(self.flops, 'FLOP')}: {floor}"
         )
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True, highlight=False)
+        console = Console(width=120, no_color=True, highlight=False, force_terminal=False)
         with console.capture() as capture:
             console.print(self)
-        return capture.get()
+        return capture.get().rstrip()
 
 
 def explain_problem(
@@ -140,55 +158,54 @@ def explain_problem(
     """The explanation of a problem that need not have arrays, on a machine that need not be here (default: this one).
 
     `backend` is a request as a layer's own. A request that cannot be met does not raise here: it is `error`.
+
+    Raises:
+        ValueError: no backend is called `backend`.
     """
     environment = environment if environment is not None else Environment.probe()
-    selection: Selection | None = None
-    error = None
+    chosen = error = None
     try:
-        selection = select(problem, environment, backend, BACKENDS)
+        chosen = select(problem, environment, backend, BACKENDS).backend.name
     except NoBackendError as e:
         error = str(e)
     trail = tuple((b.name, b.summary, b.supports(problem, environment)) for b in BACKENDS)
-    costs: tuple[float | None, ...] = (None,) * 4
-    if problem.num_tokens is not None:
-        active = active_experts(problem)
-        itemsize = jax.numpy.dtype(problem.dtype).itemsize
-        moved = weight_bytes(problem, active) + 2 * problem.num_tokens * problem.hidden_size * itemsize
-        device = peak(environment.device_kind)
-        floor = None if device is None else 1e6 * max(moved / device.bandwidth, flops(problem) / device.flops)
-        costs = (active, moved, flops(problem), floor)
-    return Explanation(problem, environment, selection.backend.name if selection else None, trail, error, *costs)
+    if problem.num_tokens is None:
+        return Explanation(problem, environment, chosen, trail, error, None, None, None, None)
+    active, operations = active_experts(problem), flops(problem)
+    activations = problem.num_tokens * problem.hidden_size * jnp.dtype(problem.dtype).itemsize
+    moved = weight_bytes(problem, active) + 2 * activations
+    peak = PEAKS.get(environment.device_kind)
+    floor = None if peak is None else Floor.of(moved, operations, peak)
+    return Explanation(problem, environment, chosen, trail, error, active, moved, operations, floor)
 
 
-def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:
-    if rejection is None:
-        return None
-    return {"reason": rejection.reason.value, "detail": rejection.detail, "remedy": rejection.remedy}
-
-
-@singledispatch
 def explain(subject: Any, *arguments: Any, device: str | None = None, **options: Any) -> Explanation:
-    """What runs a layer, and why nothing else does.
+    """What runs a layer, why nothing else does, and what the call costs at least.
 
     Forms:
-        explain(layer, x): a `jmx.nnx.MoE` (or any object with `problem(x)`) and its input.
-        explain(x, routing, experts, activation=..., weights_on=..., backend=...): the arguments of `jmx.moe`.
-        explain(problem): a `Problem`, that is plain shapes; no device is needed.
-    Arrays may be `jax.ShapeDtypeStruct`. `device` names one that need not be here ("h200"); the default is the one
-    that the arguments, or else new arrays, lie on.
+        explain(layer, x): a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
+        explain(x, routing, experts, activation=..., weights_on=...): the arguments of `jmx.moe`.
+        explain(problem): a `Problem`, that is plain shapes.
+    Arrays may be `jax.ShapeDtypeStruct`.
+
+    Args:
+        device: one that need not be here, such as "h200" (see `Environment.named`); the default is the one that the
+            arguments, or else new arrays, lie on.
+        backend: requested instead of the layer's own. Where it cannot run, the explanation's `error` says so.
+
+    Raises:
+        ValueError: `device` or `backend` has no such name.
     """
-    environment = Environment.named(device) if device is not None else None
-    if hasattr(subject, "problem"):
-        (x,) = arguments
-        environment = environment or Environment.probe(x, subject)
-        backend = options.get("backend", getattr(subject, "backend", None))
-        return explain_problem(subject.problem(x), environment, backend)
-    return _explain_arrays(subject, *arguments, environment=environment, **options)
+    environment = None if device is None else Environment.named(device)
+    if isinstance(subject, Problem):
+        return explain_problem(subject, *arguments, environment=environment, **options)
+    of = _explain_layer if hasattr(subject, "problem") else _explain_arrays
+    return of(subject, *arguments, environment=environment, **options)
 
 
-@explain.register
-def _(subject: Problem, *, device: str | None = None, backend: str | None = None) -> Explanation:
-    return explain_problem(subject, Environment.named(device) if device is not None else None, backend)
+def _explain_layer(layer: Any, x: Any, *, environment: Environment | None, backend: str | None = None) -> Explanation:
+    backend = backend if backend is not None else getattr(layer, "backend", None)
+    return explain_problem(layer.problem(x), environment or Environment.probe(x, layer), backend)
 
 
 def _explain_arrays(
@@ -204,3 +221,14 @@ def _explain_arrays(
     top_k = routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
     problem = Problem.of(x, top_k, experts, activation, weights_on)
     return explain_problem(problem, environment or Environment.probe(x, routing, experts), backend)
+
+
+def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:
+    if rejection is None:
+        return None
+    return {"reason": rejection.reason.value, "detail": rejection.detail, "remedy": rejection.remedy}
+
+
+def _scaled(value: float, unit: str) -> str:
+    factor, prefix = next(((f, p) for f, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= f), (1, ""))
+    return f"{value / factor:.3g} {prefix}{unit}"

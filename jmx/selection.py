@@ -5,7 +5,6 @@ the machine), a request, and the list of backends. Nothing here looks at environ
 are a trap, since jit would serve the stale trace.
 """
 
-import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +81,13 @@ class Problem:
             mesh_axes=tuple(jax.sharding.get_abstract_mesh().manual_axes),
         )
 
+    def __str__(self) -> str:
+        tokens = {None: "a symbolic number of tokens", 1: "1 token"}.get(self.num_tokens, f"{self.num_tokens} tokens")
+        return (
+            f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
+            f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
+        )
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -105,20 +111,24 @@ class Environment:
     def probe(cls, *arguments: Any) -> "Environment":
         """The machine that a call on `arguments` (pytrees) runs on.
 
-        It is that of the mesh in scope, else of the arguments' own devices, else the default device.
+        It is that of the mesh in scope, else of the devices that arguments are committed to, else the default device.
+        Traced arguments do not tell where they lie: for another platform than the default device's, name it by
+        `jax.default_device` or a mesh around the jitted call.
 
         Raises:
-            ValueError: arguments that lie on devices of different platforms.
+            ValueError: arguments that are committed to devices of several platforms, or of another than the mesh's.
         """
-        device = jax.sharding.get_abstract_mesh().abstract_device
-        if device is not None and not isinstance(device, jax.Device):
-            return cls._of_kind(device)
-        found = {d.platform: d for d in _devices(arguments)}
-        if len(found) > 1:
+        found = {device.platform: device for device in _committed_devices(arguments)}
+        mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+        platforms = {*found} | ({mesh_device.platform} if mesh_device is not None else set())
+        if len(platforms) > 1:
+            mesh = "" if mesh_device is None else f" in a mesh of {mesh_device.platform} devices"
             raise ValueError(
-                f"the arguments lie on devices of several platforms ({', '.join(sorted(found))}): "
-                "move them to one with jax.device_put"
+                f"arguments committed to {' and '.join(sorted(found))} devices{mesh} cannot meet in one call: "
+                "move them to one platform with jax.device_put"
             )
+        if mesh_device is not None:
+            return cls._of_kind(mesh_device)
         return cls.of_device(next(iter(found.values())) if found else _default_device())
 
     @classmethod
@@ -138,11 +148,8 @@ class Environment:
         default = _default_device()
         if device.device_kind == default.device_kind:
             return cls.of_device(default)
-        known = known_devices()
-        name = next((n for n in known if n.upper() in device.device_kind.upper()), None)
-        if name is not None:
-            return dataclasses.replace(known[name], device_kind=device.device_kind)
-        return cls(device.platform, device.device_kind, None, device.num_cores)
+        known = next((e for e in known_devices().values() if e.device_kind == device.device_kind), None)
+        return known if known is not None else cls(device.platform, device.device_kind, None, device.num_cores)
 
     @classmethod
     def named(cls, name: str) -> "Environment":
@@ -153,12 +160,15 @@ class Environment:
 
 
 def known_devices() -> dict[str, Environment]:
-    """Devices that can be named without being there. Sizes are those of NVIDIA's data sheets (SXM parts)."""
+    """Devices that can be named without being there, by the kind that each calls itself.
+
+    Sizes are those of NVIDIA's data sheets: the SXM parts, and the L40S.
+    """
     return {
         "cpu": Environment("cpu", "cpu"),
-        "a100": Environment("gpu", "NVIDIA A100", (8, 0), 108),
+        "a100": Environment("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108),
         "l40s": Environment("gpu", "NVIDIA L40S", (8, 9), 142),
-        "h100": Environment("gpu", "NVIDIA H100", (9, 0), 132),
+        "h100": Environment("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132),
         "h200": Environment("gpu", "NVIDIA H200", (9, 0), 132),
         "b200": Environment("gpu", "NVIDIA B200", (10, 0), 148),
     }
@@ -171,12 +181,10 @@ def _parse_capability(text: str | None) -> tuple[int, int] | None:
     return int(major), int(minor or 0)
 
 
-def _devices(arguments: Any) -> list[Device]:
-    found = []
-    for leaf in jax.tree.leaves(arguments):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            found.extend(leaf.sharding.device_set)
-    return found
+def _committed_devices(arguments: Any) -> list[Device]:
+    # An array that is not committed goes wherever the call does.
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    return [d for a in arrays if not isinstance(a, Tracer) and a.committed for d in a.sharding.device_set]
 
 
 def _default_device() -> Device:
@@ -263,7 +271,7 @@ class Selection:
 
 
 class NoBackendError(ValueError):
-    """No backend runs the problem, or the one requested does not."""
+    """No backend runs the problem, or the one requested does not. Tells each backend's reason and remedy."""
 
 
 # Keyed into jit's cache: changing it retraces.
@@ -290,19 +298,17 @@ def select(problem: Problem, environment: Environment, request: str | None, back
 
     Raises:
         ValueError: `request` names no backend.
-        NoBackendError: the requested backend cannot run (with its reason and what would make it run), or none can
-            (with the whole trail).
+        NoBackendError: the requested backend cannot run, or none can; the text has the whole trail, that is each
+            backend's reason and what would make it run.
     """
     request = request if request is not None else _requested.value
     names = [b.name for b in backends]
     if request is not None and request not in names:
         raise ValueError(f"`backend` (={request!r}) must be one of {names}")
     trail = tuple((b.name, b.supports(problem, environment)) for b in backends)
-    answers = dict(trail)
-    if request is not None and answers[request] is not None:
-        raise NoBackendError(f"backend {request!r} was requested but cannot run: {answers[request]}")
-    for backend in backends:
-        if answers[backend.name] is None and request in (None, backend.name):
+    for backend, (name, rejection) in zip(backends, trail, strict=True):
+        if rejection is None and request in (None, name):
             return Selection(problem, environment, request, backend, trail)
-    told = "\n".join(f"  {name}: {rejection}" for name, rejection in trail)
-    raise NoBackendError(f"no backend runs {problem} on {environment.device_kind}:\n{told}")
+    fault = "no backend can run this" if request is None else f"backend {request!r} was requested, but cannot run this"
+    told = [f"  {name}: {'can run' if rejection is None else rejection}" for name, rejection in trail]
+    raise NoBackendError("\n".join([fault, f"  {problem} on {environment.device_kind}", *told]))
