@@ -171,7 +171,7 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int,
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(file, f"the header's entry of tensor {name!r} must have dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(file, f"tensor {name!r} has dtype {dtype!r}, but must have one of {sorted(DTYPES)}")
     if not sizes(shape):
         raise CheckpointError(file, f"tensor {name!r} has shape {shape!r}, but must have a list of sizes")
