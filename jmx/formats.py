@@ -101,6 +101,8 @@ _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
 _SCALE_NAN = 255
 _F32_INF = 0xFF << 23
+_BF16_INF = 0x7F80
+_BF16_NAN = 0x7FC0
 
 
 def _midpoints() -> list[int]:
@@ -213,13 +215,10 @@ def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _dequantize(q: BlockScaled, shape: tuple[int, ...], dtype: np.dtype, block_size: int) -> jax.Array:
-    if is_packed(q):  # stays uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
-        codes = q.values[..., None] >> jnp.array([0, 4], jnp.uint8)
-        scales = q.scales
-    else:
-        codes = lax.bitcast_convert_type(q.values, jnp.uint4).astype(jnp.uint8)
-        scales = lax.bitcast_convert_type(q.scales, jnp.uint8)
-    return decode(codes.reshape(*scales.shape, block_size), scales[..., None], dtype).reshape(shape)
+    values, scales = pack(q)  # uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
+    blocks, scales = values.reshape(*scales.shape, block_size // 2), scales[..., None]
+    pairs = _interleave(_bfloat16_bits(blocks, scales), _bfloat16_bits(blocks >> 4, scales))
+    return _floats(pairs.reshape(shape), dtype)
 
 
 def decode(codes: Array, scale_codes: Array, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -233,25 +232,44 @@ def decode(codes: Array, scale_codes: Array, dtype: Any = jnp.bfloat16) -> jax.A
     Returns:
         `dtype`, of the shape of `codes`: see `dequantize` for the values.
     """
-    uint, mantissa_bits = (jnp.uint16, 7) if dtype == jnp.bfloat16 else (jnp.uint32, 23)
-    inf = 0xFF << mantissa_bits
-    nan = inf | 1 << mantissa_bits - 1
-    scale = scale_codes.astype(uint)
+    return _floats(_bfloat16_bits(codes, scale_codes), dtype)
+
+
+def _bfloat16_bits(codes: Array, scale_codes: Array) -> jax.Array:
+    scale = scale_codes.astype(jnp.uint16)
     is_nan = scale == _SCALE_NAN
 
     # What follows is a scale's own: XLA computes it once a block where it can. `half` holds the bits of 0.5 * scale.
-    base = jnp.where(is_nan, nan, (scale - 1) << mantissa_bits)  # wraps below zero for scale code 0
-    half = jnp.where(scale > 1, base, (scale + 1) << mantissa_bits - 2)
-    least = jnp.where(is_nan, nan, 0).astype(uint)
-    most = jnp.where(is_nan, nan, inf).astype(uint)
+    base = jnp.where(is_nan, _BF16_NAN, (scale - 1) << 7)  # wraps below zero for scale code 0
+    half = jnp.where(scale > 1, base, (scale + 1) << 5)
+    least = jnp.where(is_nan, _BF16_NAN, 0).astype(jnp.uint16)
+    most = jnp.where(is_nan, _BF16_NAN, _BF16_INF).astype(jnp.uint16)
 
     # Magnitude codes from 2 on are exponent and mantissa as they stand; 0 and 1 are subnormals of e2m1. Scale code 0
     # makes magnitudes 2 and 3 subnormals of the result: there the other side of the maximum is right.
-    magnitude = (codes & 7).astype(uint)
-    normal = jnp.maximum(base + (magnitude << mantissa_bits - 1), magnitude << mantissa_bits - 2)
+    magnitude = (codes & 7).astype(jnp.uint16)
+    normal = jnp.maximum(base + (magnitude << 6), magnitude << 5)
     bits = jnp.where(magnitude < 2, jnp.maximum(magnitude * half, least), normal)
-    sign = (codes & 8).astype(uint) << mantissa_bits + 5
-    return lax.bitcast_convert_type(jnp.minimum(bits, most) | sign, dtype)
+    return jnp.minimum(bits, most) | (codes & 8).astype(jnp.uint16) << 12
+
+
+def _floats(bits: jax.Array, dtype: Any) -> jax.Array:
+    """bfloat16 bits as `dtype`. bfloat16 is exact for every weight, and the upper half of float32."""
+    if dtype == jnp.float32:
+        return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """uint16 (..., n) twice -> (..., n, 2), in the way that each platform's compiler is fast at."""
+
+    def joined(even: jax.Array, odd: jax.Array) -> jax.Array:  # stores 32 bits at a time
+        return lax.bitcast_convert_type(even.astype(jnp.uint32) | odd.astype(jnp.uint32) << 16, jnp.uint16)
+
+    def stacked(even: jax.Array, odd: jax.Array) -> jax.Array:
+        return jnp.stack([even, odd], axis=-1)
+
+    return lax.platform_dependent(even, odd, cuda=joined, default=stacked)
 
 
 def is_packed(q: BlockScaled) -> bool:

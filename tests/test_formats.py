@@ -23,6 +23,7 @@ from jmx.formats import (
     pack,
     pad,
     quantize,
+    random,
     unpack,
     unpad,
 )
@@ -301,6 +302,19 @@ def test_format_describes_its_arrays():
     assert hash(MXFP4) == hash(FORMATS["mxfp4"])
     with pytest.raises(FrozenInstanceError):
         MXFP4.block_size = 16  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("size", [2 * BLOCK, 90 * BLOCK])
+def test_random_weights_use_every_code_and_keep_the_size_of_activations(size):
+    seed = np.random.default_rng().integers(2**31)
+    q = random(jax.random.key(seed), (3, 256, size))
+    assert logical_shape(q) == (3, 256, size)
+    assert is_packed(q)
+    assert len(np.unique(bits(unpack(q).values))) == 16
+    assert len(np.unique(q.scales)) == 2
+    assert 0.5 < np.asarray(dequantize(q, jnp.float32)).std() * size**0.5 < 2
+    assert_same_bits(q, random(jax.random.key(seed), (3, 256, size)))
+    assert (np.asarray(q.values) != random(jax.random.key(seed + 1), (3, 256, size)).values).any()
 
 
 def test_sizes_that_are_not_whole_blocks_are_refused():
