@@ -29,6 +29,8 @@ class Groups(NamedTuple):
 def group(expert_ids: Array, num_experts: int) -> Groups:
     """Groups `expert_ids` (T, k), any integer dtype, by expert; see `Groups`."""
     flat = expert_ids.reshape(-1)
+    if flat.dtype.itemsize < 4:  # a byte may not hold `num_experts`, which would wrap around in what follows
+        flat = flat.astype(jnp.int32)
     inside = (flat >= 0) & (flat < num_experts)
     keys = jnp.where(inside, flat, num_experts).astype(jnp.int32)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)

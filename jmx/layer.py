@@ -1,10 +1,13 @@
 """The mixture-of-experts layer as a function: check, route, select a backend, run it."""
 
 import dataclasses
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmx import autodiff
 from jmx.activations import Activation
@@ -47,19 +50,30 @@ def moe(
         ValueError, TypeError: arguments that do not fit each other.
         NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
     """
-    _check(x, experts, activation, weights_on)
+    _check(x, routing, experts, activation, weights_on)
+    environment = Environment.probe(x, routing, experts)
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    computation = Computation(activation, weights_on)
+    return _run(tokens, routing, experts, Computation(activation, weights_on), environment, backend).reshape(x.shape)
 
+
+@partial(jax.jit, static_argnums=(3, 4, 5))  # so that calls outside of any jit are traced and compiled once, too
+def _run(
+    x: Array,
+    routing: Routing,
+    experts: Experts,
+    computation: Computation,
+    environment: Environment,
+    backend: str | None,
+) -> jax.Array:
     def run(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         # Selected in here, so that a vmapped call is judged by all the tokens it has.
-        problem = Problem.of(x, routing.expert_ids.shape[-1], experts, activation, weights_on)
+        top_k = routing.expert_ids.shape[-1]
+        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
         selection = select(problem, environment, backend, BACKENDS)
         return selection.backend.apply(computation, x, routing, experts)
 
-    environment = Environment.probe(x, routing, experts)
-    return autodiff.differentiable(run, computation)(tokens, routing, experts).reshape(x.shape)
+    return autodiff.differentiable(run, computation)(x, routing, experts)
 
 
 def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None = None) -> Routing:
@@ -68,25 +82,49 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit `leading`.
     """
-    values = routing.values if isinstance(routing, Logits) else routing.expert_ids
-    if tuple(values.shape[:-1]) != tuple(leading):
-        raise ValueError(f"`routing` (of shape {values.shape}) must have the leading axes {tuple(leading)} of x")
+    named = {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
+    for name, array in named.items():
+        if array.ndim == 0 or tuple(array.shape[:-1]) != tuple(leading):
+            raise ValueError(f"`{name}` (shape {array.shape}) must be {tuple(leading)}, as x, and one more axis")
     if mask is not None:
-        if tuple(mask.shape) != tuple(leading) or mask.dtype != jnp.bool_:
-            raise ValueError(f"`mask` ({mask.dtype}, shape {mask.shape}) must be bool of shape {tuple(leading)}")
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"`mask` (dtype {mask.dtype}) must be bool")
+        if tuple(mask.shape) != tuple(leading):
+            raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of x")
         mask = mask.reshape(-1)
+    num_tokens = prod(leading)
+    flat = [array.reshape(num_tokens, array.shape[-1]) for array in named.values()]
     if isinstance(routing, Logits):
-        return route(dataclasses.replace(routing, values=values.reshape(-1, values.shape[-1])), mask)
-    flat = Routing(*(array.reshape(-1, array.shape[-1]) for array in routing))
-    validate(flat, flat.expert_ids.shape[0])
-    return flat if mask is None else flat._replace(expert_ids=jnp.where(mask[:, None], flat.expert_ids, NOWHERE))
+        return route(dataclasses.replace(routing, values=flat[0]), mask)
+    validate(Routing(*flat), num_tokens)
+    ids, weights = _as_int32(flat[0]), flat[1]
+    return Routing(ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE), weights)
 
 
-def _check(x: Array, experts: Experts, activation: Activation, weights_on: str) -> None:
+def _as_int32(ids: Array) -> Array:
+    """Expert ids as int32; those that int32 cannot hold, which jax would wrap around, are `NOWHERE`."""
+    if ids.dtype.itemsize < 4 or ids.dtype == jnp.int32:
+        return ids.astype(jnp.int32)
+    xp = np if isinstance(ids, np.ndarray) else jnp  # jnp narrows 64 bits before it compares
+    inside = (ids >= 0) & (ids <= jnp.iinfo(jnp.int32).max)
+    return xp.where(inside, ids.astype(jnp.int32), NOWHERE)
+
+
+def _check(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
+    kinds = (
+        ("routing", routing, Routing | Logits),
+        ("experts", experts, Experts),
+        ("activation", activation, Activation),
+    )
+    for name, value, kind in kinds:
+        if not isinstance(value, kind):
+            raise TypeError(f"`{name}` (a {type(value).__name__}) must be a {getattr(kind, '__name__', kind)}")
     if x.ndim < 1 or x.shape[-1] != experts.hidden_size:
         raise ValueError(f"`x` (of shape {x.shape}) must be (..., {experts.hidden_size}), the experts' hidden size")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x` (dtype {x.dtype}) must be floating")
+    if isinstance(routing, Logits) and routing.values.shape[-1:] != (experts.num_experts,):
+        raise ValueError(f"`values` (shape {routing.values.shape}) must be (..., {experts.num_experts}), one an expert")
     experts.check_activation(activation)
     if weights_on not in WEIGHTS_ON:
         raise ValueError(f"`weights_on` (={weights_on!r}) must be one of {WEIGHTS_ON}")

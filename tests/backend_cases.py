@@ -1,0 +1,255 @@
+"""What every backend is held to: cases, fresh random inputs, and a float64 reference that shares no code with jmx.
+
+The reference loops over tokens and slots in numpy, on weights that ml_dtypes decodes. Inputs are numpy arrays until
+`call` hands them to the layer.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jmx
+from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
+from jmx.backends import BACKENDS
+from jmx.formats import MXFP4, BlockScaled
+
+BLOCK = MXFP4.block_size
+ONE = 127  # scale code of 1.0
+NAN = 255  # scale code of NaN
+
+# ||out - reference|| / ||reference||. Rounding x's dtype once after each product costs a third of bfloat16's bound.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
+
+GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+BOTH, NEITHER = (True, True), (False, False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. `ids` names an entry of `IDS`; `bias` says which of (gate_up, down) have one."""
+
+    tokens: int = 5
+    hidden: int = 64
+    intermediate: int = 96
+    num_experts: int = 8
+    top_k: int = 2
+    dtype: str = "float32"
+    activation: jmx.Activation = GPT_OSS
+    order: str | None = "interleaved"
+    bias: tuple[bool, bool] = BOTH
+    weights_on: str = "output"
+    ids: str = "distinct"
+    layout: str = "packed"
+    jit: bool = True
+    note: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        name = f"{self.tokens}x{self.hidden}-{self.num_experts}x{self.intermediate}-top{self.top_k}-{self.dtype}"
+        rest = (type(self.activation).__name__, self.order, self.ids, self.layout, self.weights_on)
+        return "-".join([self.note or name, *(str(part) for part in rest if part not in DEFAULTS)])
+
+
+DEFAULTS = ("SwiGLU", "interleaved", "distinct", "packed", "output")
+
+# Shapes of models by name, their sizes divided by about 30.
+MODELS = {
+    "gpt-oss-20b": Case(hidden=96, intermediate=96, num_experts=32, top_k=4, dtype="bfloat16"),
+    "gpt-oss-120b": Case(hidden=96, intermediate=96, num_experts=128, top_k=4, dtype="bfloat16"),
+    "deepseek-v3": Case(
+        hidden=224, intermediate=64, num_experts=256, top_k=8, activation=SiLUAndMul(), order="concatenated",
+        bias=NEITHER, dtype="bfloat16",
+    ),
+    "mixtral": Case(
+        hidden=128, intermediate=448, num_experts=8, top_k=2, activation=SiLUAndMul(), order="concatenated",
+        bias=NEITHER, dtype="float16",
+    ),
+}  # fmt: skip
+
+ACTIVATIONS = [
+    SwiGLU(),
+    GPT_OSS,
+    SwiGLU(alpha=0.5, beta=-0.25, limit=0.5),
+    SiLUAndMul(),
+    GELUAndMul(approximate=True),
+    GELUAndMul(approximate=False),
+    SiLU(),
+    GELU(approximate=True),
+    GELU(approximate=False),
+    ReLU(),
+    ReLU2(),
+]
+
+
+class Weights(NamedTuple):
+    """Experts as numpy: element codes (E, N, K) and scale codes (E, N, K / 32) of both roles, and biases or None."""
+
+    gate_up: tuple[np.ndarray, np.ndarray]
+    down: tuple[np.ndarray, np.ndarray]
+    gate_up_bias: np.ndarray | None
+    down_bias: np.ndarray | None
+
+    def experts(self, case: Case) -> Experts:
+        """As jmx holds them, by the bytes of a checkpoint."""
+        packed = [BlockScaled(codes[..., ::2] | codes[..., 1::2] << 4, scales) for codes, scales in self[:2]]
+        packed = jax.tree.map(jnp.asarray, packed)
+        biases = [None if bias is None else jnp.asarray(bias) for bias in self[2:]]
+        return Experts.of(*packed, *biases, gate_up_order=case.order).prepare(case.layout)
+
+    def floats(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both roles in float64."""
+        return decoded(*self.gate_up), decoded(*self.down)
+
+
+def decoded(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    scale = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * np.repeat(scale, BLOCK, axis=-1)
+
+
+def draw_weights(rng: np.random.Generator, case: Case) -> Weights:
+    """Experts whose outputs are of the order of 1; biases float32 of the order of 0.5, so that none goes unnoticed."""
+    rows = case.intermediate * (1 if case.order is None else 2)
+
+    def role(n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+        codes = rng.integers(0, 16, (case.num_experts, n, k), dtype=np.uint8)
+        low = ONE - round(math.log2(3 * math.sqrt(k)))
+        return codes, rng.integers(low, low + 3, (case.num_experts, n, k // BLOCK)).astype(np.uint8)
+
+    biases = [
+        rng.normal(0, 0.5, (case.num_experts, n)).astype(np.float32) if wanted else None
+        for wanted, n in zip(case.bias, (rows, case.hidden), strict=True)
+    ]
+    return Weights(role(rows, case.hidden), role(case.hidden, case.intermediate), *biases)
+
+
+def draw_x(rng: np.random.Generator, case: Case) -> np.ndarray:
+    return rng.standard_normal((case.tokens, case.hidden)).astype(jnp.dtype(case.dtype))
+
+
+def draw_routing(rng: np.random.Generator, case: Case) -> Routing:
+    """Numpy routing: ids by the case's rule, weights of either sign."""
+    ids = IDS[case.ids](rng, case).astype(np.int32)
+    return Routing(ids, rng.normal(0, 1, ids.shape).astype(np.float32))
+
+
+def _distinct(rng: np.random.Generator, case: Case) -> np.ndarray:
+    order = rng.random((case.tokens, case.num_experts)).argsort(axis=1)
+    return order[:, : case.top_k]
+
+
+def _anywhere(rng: np.random.Generator, case: Case) -> np.ndarray:
+    outside = [-1, -7, case.num_experts, case.num_experts + 1, 2**31 - 1, -(2**31), 2**30]
+    ids = _repeated(rng, case)
+    return np.where(rng.random(ids.shape) < 0.4, rng.choice(outside, ids.shape), ids)
+
+
+def _repeated(rng: np.random.Generator, case: Case) -> np.ndarray:
+    return rng.integers(0, case.num_experts, (case.tokens, case.top_k))
+
+
+IDS = {
+    "distinct": _distinct,
+    "repeated": _repeated,  # an expert may stand in several slots of a token
+    "anywhere": _anywhere,  # some outside 0..E-1
+    "nowhere": lambda rng, case: np.full((case.tokens, case.top_k), -1),
+    "one_expert": lambda rng, case: np.full((case.tokens, case.top_k), case.num_experts - 1),
+    "every_third": lambda rng, case: _repeated(rng, case) // 3 * 3,  # two in three experts are empty
+}
+
+
+def reference(
+    case: Case, weights: Weights, x: np.ndarray, routing: Routing, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """y (T, H) in float64, token by token and slot by slot."""
+    gate_up, down = weights.floats()
+    x64, y = x.astype(np.float64), np.zeros(x.shape)
+    for token, slot in itertools.product(range(x.shape[0]), range(routing.expert_ids.shape[1])):
+        expert, weight = int(routing.expert_ids[token, slot]), float(routing.weights[token, slot])
+        if not 0 <= expert < case.num_experts or (mask is not None and not mask[token]):
+            continue
+        h = gate_up[expert] @ (x64[token] * (weight if case.weights_on == "input" else 1))
+        if weights.gate_up_bias is not None:
+            h += weights.gate_up_bias[expert]
+        out = down[expert] @ activated(case, h)
+        if weights.down_bias is not None:
+            out += weights.down_bias[expert]
+        y[token] += out * (weight if case.weights_on == "output" else 1)
+    return y
+
+
+def activated(case: Case, h: np.ndarray) -> np.ndarray:
+    """The activations' definitions, in float64."""
+    if case.order == "interleaved":
+        gate, up = h[0::2], h[1::2]
+    elif case.order == "concatenated":
+        gate, up = np.split(h, 2)
+    else:
+        gate, up = h, np.ones(())
+    match case.activation:
+        case SwiGLU(alpha, beta, limit):
+            limit = np.inf if limit is None else limit
+            gate = np.minimum(gate, limit)
+            return gate * sigmoid(alpha * gate) * (np.clip(up, -limit, limit) + beta)
+        case SiLUAndMul() | SiLU():
+            return gate * sigmoid(gate) * up
+        case GELUAndMul(approximate=True) | GELU(approximate=True):
+            return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+        case GELUAndMul() | GELU():
+            return 0.5 * gate * (1 + np.array([math.erf(g / math.sqrt(2)) for g in gate])) * up
+        case ReLU():
+            return np.maximum(gate, 0)
+        case ReLU2():
+            return np.maximum(gate, 0) ** 2
+    raise AssertionError(case.activation)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def layer(
+    x: Any, routing: Any, experts: Experts, mask: Any, activation: jmx.Activation, weights_on: str, backend: str
+) -> jax.Array:
+    return jmx.moe(x, routing, experts, activation=activation, weights_on=weights_on, mask=mask, backend=backend)
+
+
+jitted = jax.jit(layer, static_argnums=(4, 5, 6))
+
+
+def call(backend: str, case: Case, experts: Experts, x: Any, routing: Any, mask: Any = None) -> np.ndarray:
+    """The layer's y on `backend`, in float64; skips, with its reason, what the backend does not offer."""
+    skip_unless_supported(backend, case, experts)
+
+    run = jitted if case.jit else layer
+    y = run(x, routing, experts, mask, case.activation, case.weights_on, backend)
+    assert y.dtype == x.dtype
+    assert y.shape == x.shape
+    return np.asarray(y).astype(np.float64)
+
+
+def skip_unless_supported(backend: str, case: Case, experts: Experts) -> None:
+    x = jax.ShapeDtypeStruct((case.tokens, case.hidden), jnp.dtype(case.dtype))
+    problem = jmx.Problem.of(x, case.top_k, experts, case.activation, case.weights_on)
+    engine = next(b for b in BACKENDS if b.name == backend)
+    rejection = engine.supports(problem, jmx.Environment.probe(experts))
+    if rejection is not None:
+        pytest.skip(str(rejection))
+
+
+def assert_close(y: np.ndarray, expected: np.ndarray, dtype: str, factor: float = 1) -> None:
+    """Relative error of the whole, which one wrong token of 300 exceeds; exact where the reference is zero."""
+    norm = np.linalg.norm(expected)
+    error = np.linalg.norm(y - expected)
+    assert error <= factor * TOLERANCE[dtype] * norm, f"relative error {error / norm if norm else error:.2g}"
+
+
+def poison_memory(shape: tuple[int, ...]) -> None:
+    """Leaves NaN in memory that the next output of this shape is likely to get."""
+    for _ in range(4):
+        jax.block_until_ready(jnp.full(shape, jnp.nan)).delete()

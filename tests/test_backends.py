@@ -1,0 +1,321 @@
+"""The battery that every backend runs, on every backend there is."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backend_cases import (
+    ACTIVATIONS,
+    BOTH,
+    GPT_OSS,
+    IDS,
+    MODELS,
+    NAN,
+    NEITHER,
+    ONE,
+    Case,
+    assert_close,
+    call,
+    draw_routing,
+    draw_weights,
+    draw_x,
+    layer,
+    poison_memory,
+    reference,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmx
+from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
+from jmx.backends import BACKENDS
+
+SIZES = [
+    Case(tokens=0),
+    Case(tokens=0, dtype="bfloat16", jit=False),
+    Case(tokens=1, top_k=1, num_experts=1, hidden=32, intermediate=32),
+    Case(tokens=1, top_k=8, dtype="bfloat16"),
+    Case(tokens=1, top_k=4, dtype="float16", layout="canonical"),
+    Case(tokens=2, top_k=3, num_experts=3, hidden=160, intermediate=32, jit=False),
+    Case(tokens=5, top_k=1, num_experts=3, dtype="bfloat16", hidden=96, intermediate=160, layout="canonical"),
+    Case(tokens=5, top_k=8, dtype="float16", hidden=32, intermediate=192),
+    Case(tokens=64, top_k=1, num_experts=1, dtype="bfloat16"),
+    Case(tokens=64, top_k=3, layout="canonical"),
+    Case(tokens=64, top_k=2, dtype="float16", jit=False),
+    Case(tokens=300, top_k=2, hidden=96, intermediate=64),
+    Case(tokens=300, top_k=4, dtype="bfloat16"),
+    Case(tokens=300, top_k=3, num_experts=3, dtype="float16"),
+]
+COMPUTATIONS = [
+    Case(activation=activation, order=order, bias=bias, weights_on=weights_on)
+    for activation, order, bias, weights_on in [
+        *((a, "interleaved" if a.gated else None, BOTH, "output") for a in ACTIVATIONS),
+        *((a, "concatenated" if a.gated else None, NEITHER, "input") for a in ACTIVATIONS),
+        (GPT_OSS, "interleaved", (True, False), "output"),
+        (GPT_OSS, "concatenated", (False, True), "output"),
+        (GPT_OSS, "interleaved", (False, True), "input"),
+        (SiLU(), None, (True, False), "input"),
+    ]
+]
+ROUTINGS = [
+    Case(tokens=tokens, top_k=top_k, ids=ids, layout=layout)
+    for ids in IDS
+    if ids != "distinct"
+    for tokens, top_k, layout in [(1, 4, "canonical"), (300, 3, "packed")]
+]
+REAL = [
+    dataclasses.replace(case, tokens=tokens, note=f"{name}-{tokens}")
+    for name, case in MODELS.items()
+    for tokens in (1, 64)
+]
+
+
+@pytest.fixture(params=[b.name for b in BACKENDS])
+def backend(request):
+    return request.param
+
+
+def check(backend, case, rng, weights=None):
+    weights = draw_weights(rng, case) if weights is None else weights
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+    poison_memory(x.shape)
+    y = call(backend, case, weights.experts(case), x, routing)
+    assert_close(y, reference(case, weights, x, routing), case.dtype)
+
+
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_sizes_and_dtypes(backend, case, rng):
+    check(backend, case, rng)
+
+
+@pytest.mark.parametrize("case", COMPUTATIONS, ids=str)
+def test_activations_biases_and_weights(backend, case, rng):
+    check(backend, case, rng)
+
+
+@pytest.mark.parametrize("case", ROUTINGS, ids=str)
+def test_routings(backend, case, rng):
+    check(backend, case, rng)
+
+
+@pytest.mark.parametrize("case", REAL, ids=str)
+def test_model_shapes(backend, case, rng):
+    check(backend, case, rng)
+
+
+@settings(max_examples=6)  # each compiles anew
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(0, 40),
+    hidden=st.integers(1, 5),
+    intermediate=st.integers(1, 5),
+    num_experts=st.integers(1, 9),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    ids=st.sampled_from(["repeated", "anywhere", "every_third"]),
+    layout=st.sampled_from(["packed", "canonical"]),
+    computation=st.sampled_from(COMPUTATIONS),
+    top_k=st.integers(1, 5),
+)
+def test_any_case(seed, hidden, intermediate, computation, **sizes):
+    case = dataclasses.replace(computation, hidden=32 * hidden, intermediate=32 * intermediate, **sizes)
+    for backend in BACKENDS:
+        check(backend.name, case, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_weights_of_zero_and_large_ones(backend, weights_on, rng):
+    case = Case(activation=SiLUAndMul(), weights_on=weights_on, tokens=64)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    scale = rng.choice([0.0, 1e-6, 1.0, 100.0], routing.weights.shape).astype(np.float32)
+    routing = routing._replace(weights=routing.weights * scale)
+    y = call(backend, case, weights.experts(case), x, routing)
+    assert_close(y, reference(case, weights, x, routing), case.dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("jit", [True, False])
+def test_ids_of_any_integer_dtype(backend, dtype, jit, rng):
+    """256 experts: more than a byte counts."""
+    case = Case(tokens=64, top_k=4, num_experts=256, hidden=32, intermediate=32)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    limits = np.iinfo(dtype)
+    ids = (routing.expert_ids % min(case.num_experts, limits.max + 1)).astype(dtype)
+    # Beyond int32, where the value that its low bits make is an expert's.
+    outside = [v for v in (-1, -128, limits.min, limits.max, 2**32, 2**32 + 3) if limits.min <= v <= limits.max]
+    ids = np.where(rng.random(ids.shape) < 0.3, rng.choice(np.array(outside, dtype), ids.shape), ids)
+    routing = Routing(ids, routing.weights)
+    experts = weights.experts(case)
+
+    def run(x):  # the ids as constants, since an argument of jit is narrowed before the layer sees it
+        return layer(x, routing, experts, None, case.activation, case.weights_on, backend)
+
+    y = (jax.jit(run) if jit else run)(x)
+    assert_close(np.asarray(y, np.float64), reference(case, weights, x, routing), case.dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
+def test_traced_ids_of_any_integer_dtype(backend, dtype, rng):
+    case = Case(tokens=64, top_k=4, num_experts=256, hidden=32, intermediate=32)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing = routing._replace(expert_ids=routing.expert_ids.astype(dtype))  # int8 makes half of them negative
+    y = call(backend, case, weights.experts(case), x, routing)
+    assert_close(y, reference(case, weights, x, routing), case.dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_masked_tokens_route_nowhere(backend, tokens, rng):
+    case = Case(tokens=tokens, dtype="bfloat16")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    mask = rng.random(tokens) < 0.5
+    mask[0] = False
+    x[~mask] = np.nan  # padding may hold anything
+    y = call(backend, case, weights.experts(case), x, routing, mask)
+    assert not y[~mask].any()
+    expected = reference(case, weights, np.where(mask[:, None], x, 0).astype(x.dtype), routing, mask)
+    assert_close(y, expected, case.dtype)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bad_token_keeps_to_itself(backend, bad, dtype, rng):
+    case = Case(tokens=64, top_k=3, dtype=dtype, activation=SiLUAndMul())
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+    clean = call(backend, case, experts, x, routing)
+    x[17, 5] = bad
+    y = call(backend, case, experts, x, routing)
+    others = np.arange(case.tokens) != 17
+    assert not np.isfinite(y[17]).any()
+    np.testing.assert_array_equal(y[others], clean[others])
+
+
+def test_a_bad_routing_weight_keeps_to_its_token(backend, rng):
+    case = Case(tokens=64, top_k=3)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+    clean = call(backend, case, experts, x, routing)
+    routing.weights[40, 1] = np.nan
+    y = call(backend, case, experts, x, routing)
+    others = np.arange(case.tokens) != 40
+    assert np.isnan(y[40]).all()
+    np.testing.assert_array_equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 64])
+@pytest.mark.parametrize("layout", ["packed", "canonical"])
+def test_unused_experts_may_hold_nan(backend, tokens, layout, rng):
+    case = Case(tokens=tokens, ids="every_third", layout=layout)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[::4] = -1  # the first token, too, uses none
+    unused = np.setdiff1d(np.arange(case.num_experts), routing.expert_ids)
+    expected = reference(case, weights, x, routing)
+    for array in (weights.gate_up[1], weights.down[1]):
+        array[unused] = NAN
+    for bias in weights[2:]:
+        assert bias is not None
+        bias[unused] = np.nan
+    y = call(backend, case, weights.experts(case), x, routing)
+    assert_close(y, expected, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [0, 1, 253, 254])
+def test_extreme_scales(backend, dtype, scale, rng):
+    """One block in three has the scale, elements whose product with it is normal, and an x that balances it."""
+    case = Case(tokens=64, hidden=96, dtype=dtype, bias=NEITHER, activation=SwiGLU())
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    codes, scales = weights.gate_up
+    scales[..., 1] = scale
+    elements = [0, 1, 2, 3, 8, 9, 10, 11] if scale > ONE else [0, 4, 5, 6, 7, 12, 13, 14, 15]
+    codes[..., 32:64] = rng.choice(np.array(elements, np.uint8), codes[..., 32:64].shape)
+    magnitudes = rng.uniform(1, 2, (case.tokens, 32)) * 2.0 ** max(ONE - scale - 4, -120)  # normal numbers, all
+    x[:, 32:64] = (magnitudes * rng.choice([-1, 1], magnitudes.shape)).astype(x.dtype)
+    y = call(backend, case, weights.experts(case), x, routing)
+    assert_close(y, reference(case, weights, x, routing), dtype)
+
+
+def test_a_nan_block_reaches_the_tokens_of_its_expert(backend, rng):
+    case = Case(tokens=64, num_experts=8, top_k=1)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    expected = reference(case, weights, x, routing)
+    weights.down[1][3, 7, 0] = NAN
+    y = call(backend, case, weights.experts(case), x, routing)
+    hit = np.zeros(y.shape, bool)
+    hit[routing.expert_ids[:, 0] == 3, 7] = True
+    assert hit.any()
+    assert np.isnan(y[hit]).all()
+    assert_close(np.where(hit, 0, y), np.where(hit, 0, expected), case.dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("layout", ["packed", "canonical"])
+@pytest.mark.parametrize("form", ["eager view", "scan over views", "scan over arrays"])
+def test_stacked_layers(backend, tokens, layout, form, rng):
+    case = Case(tokens=tokens, hidden=64, intermediate=32, activation=GPT_OSS)
+    layers = [draw_weights(rng, case) for _ in range(3)]
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+    stack = Experts.stack([weights.experts(case) for weights in layers])
+
+    def run(experts):
+        return jmx.moe(x, routing, experts, activation=case.activation, backend=backend)
+
+    if form == "eager view":
+        outs = [run(stack.layer(i)) for i in range(3)]
+    elif form == "scan over views":
+        scan = jax.jit(lambda stack: jax.lax.scan(lambda _, i: (None, run(stack.layer(i))), None, jnp.arange(3)))
+        outs = scan(stack)[1]
+    else:
+        outs = jax.jit(lambda stack: jax.lax.scan(lambda _, e: (None, run(e)), None, stack))(stack)[1]
+    for y, weights in zip(outs, layers, strict=True):
+        assert_close(np.asarray(y, np.float64), reference(case, weights, x, routing), case.dtype)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 0), (2, 3, 4)], ids=str)
+def test_leading_axes(backend, leading, rng):
+    case = Case(tokens=int(np.prod(leading)), dtype="bfloat16")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    mask = rng.random(case.tokens) < 0.7
+    shaped = jax.tree.map(lambda a: a.reshape((*leading, *a.shape[1:])), (x, routing, mask))
+    y = call(backend, case, weights.experts(case), *shaped)
+    assert_close(y.reshape(x.shape), reference(case, weights, x, routing, mask), case.dtype)
+
+
+def test_a_run_repeats_bit_for_bit(backend, rng):
+    for case in (Case(tokens=300, top_k=8, dtype="bfloat16"), Case(tokens=1, top_k=8)):
+        weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+        experts = weights.experts(case)
+        first = call(backend, case, experts, x, routing)
+        for _ in range(10):
+            np.testing.assert_array_equal(call(backend, case, experts, x, routing), first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [2, 40, 300])
+def test_a_token_does_not_depend_on_its_neighbours(backend, tokens, dtype, rng):
+    case = Case(tokens=tokens, top_k=4, dtype=dtype, hidden=160)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+    first = call(backend, case, experts, x, routing)
+    kept = rng.random(tokens) < 0.3
+    kept[rng.integers(tokens)] = True
+    for ids in ("distinct", "one_expert", "anywhere", "nowhere"):
+        other = dataclasses.replace(case, ids=ids)
+        new_x, new_routing = draw_x(rng, other), draw_routing(rng, other)
+        x2 = np.where(kept[:, None], x, new_x)
+        routing2 = Routing(*(np.where(kept[:, None], a, b) for a, b in zip(routing, new_routing, strict=True)))
+        np.testing.assert_array_equal(call(backend, case, experts, x2, routing2)[kept], first[kept])
+
+
+def test_large_outputs_overflow_to_infinity_in_float16(backend, rng):
+    case = Case(tokens=5, dtype="float16", activation=ReLU2(), order=None)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    weights.gate_up[1][:] += 8
+    expected = reference(case, weights, x, routing)
+    assert (np.abs(expected) > 70000).any()
+    y = call(backend, case, weights.experts(case), x, routing)
+    far = np.abs(expected) > 66000
+    near = np.abs(expected) < 65000
+    np.testing.assert_array_equal(y[far], np.sign(expected[far]) * np.inf)
+    assert_close(np.where(near, y, 0), np.where(near, expected, 0), case.dtype)
