@@ -120,18 +120,37 @@ class Experts:
     ) -> "Experts":
         """Experts of float weights: gate_up (E, 2I, H), down (E, H, I), contracted axis last.
 
-        A kernel stored as (E, in, out) must be transposed first. One expert at a time is rounded, so that the peak is
-        the floats plus the packed bytes. Rules and errors are those of `formats.quantize`.
-        """
+        A Flax kernel (E, in, out) must be transposed first: `kernel.swapaxes(1, 2)`. One expert at a time is rounded,
+        so that little more than the floats and the packed bytes is held. Biases stay as they are.
 
-        def rounded(weight: Array) -> BlockScaled:
-            one = partial(formats.quantize, format=format, scale_rule=scale_rule, nonfinite=nonfinite)
-            packed = [formats.pack(one(expert)) for expert in weight]
+        Args:
+            scale_rule, nonfinite: see `formats.quantize`.
+
+        Raises:
+            ValueError, TypeError: those of `of` and of `formats.quantize`, naming the weight and the expert.
+        """
+        for name, weight in (("gate_up", gate_up), ("down", down)):
+            if weight.ndim != 3:
+                raise ValueError(f"`{name}` (shape {tuple(weight.shape)}) must be (E, N, K), the contracted axis last")
+            format.check_size(f"{name}.shape[-1]", weight.shape[-1])
+
+        def experts(gate_up: BlockScaled, down: BlockScaled) -> "Experts":
+            return cls.of(gate_up, down, gate_up_bias, down_bias, gate_up_order=gate_up_order, format=format)
+
+        # Shapes are checked before any weight is rounded, which may take long.
+        experts(format.abstract(gate_up.shape, packed=True), format.abstract(down.shape, packed=True))
+        rounded = partial(formats.quantize, format=format, scale_rule=scale_rule, nonfinite=nonfinite)
+
+        def quantized(name: str, weight: Array) -> BlockScaled:
+            packed = []
+            for i in range(weight.shape[0]):
+                try:
+                    packed.append(formats.pack(rounded(weight[i])))
+                except (ValueError, TypeError) as e:
+                    raise type(e)(f"`{name}` of expert {i}: {e}") from None
             return BlockScaled(*(jnp.stack(arrays) for arrays in zip(*packed, strict=True)))
 
-        return cls.of(
-            rounded(gate_up), rounded(down), gate_up_bias, down_bias, gate_up_order=gate_up_order, format=format
-        )
+        return experts(quantized("gate_up", gate_up), quantized("down", down))
 
     @classmethod
     def random(
@@ -149,6 +168,9 @@ class Experts:
         """Random packed experts, codes and scales drawn directly: no float weight is ever made.
 
         Weights have a standard deviation near K ** -0.5; biases are normal with 0.02.
+
+        Raises:
+            ValueError: sizes that no experts can have.
         """
         check_sizes(num_experts, hidden_size, intermediate_size, format)
         rows = intermediate_size * (1 if gate_up_order is None else 2)
@@ -165,7 +187,17 @@ class Experts:
 
     @classmethod
     def stack(cls, experts: Sequence["Experts"]) -> "Experts":
-        """Experts of several layers in one pytree, arrays (L, E, ...). `layer` picks one without copying it."""
+        """Experts of several layers in one pytree, arrays (L, E, ...). `layer` picks one without copying it.
+
+        Raises:
+            ValueError: no experts, or some that differ in more than their weights.
+        """
+        if not experts:
+            raise ValueError("`experts` (=[]) must hold those of one layer at least")
+        for i, other in enumerate(experts):
+            if other.index is not None:
+                raise ValueError(f"`experts[{i}]` must be whole experts, not a `layer` of a stack")
+            other._check_like(experts[0], f"experts[{i}]", "in one stack")
         return jax.tree.map(lambda *arrays: jnp.stack(arrays), *experts)
 
     # Sizes
@@ -178,24 +210,24 @@ class Experts:
     def gated(self) -> bool:
         return self.gate_up_order is not None
 
+    def canonical_shape(self) -> tuple[int, ...]:
+        """Shape of gate_up's canonical values: leading layer axes, E, then rows and H."""
+        inverse = layouts.get(self.layout).inverse
+        return jax.eval_shape(lambda q: inverse(q, self.spec("gate_up")), self.gate_up).values.shape
+
     def spec(self, role: str) -> WeightSpec:
         """Logical shape of one expert's "gate_up" or "down" weight, and what a layout needs to know of it."""
         rows = self.intermediate_size * (2 if self.gated else 1)
         shape = (rows, self.hidden_size) if role == "gate_up" else (self.hidden_size, self.intermediate_size)
         return WeightSpec(role, shape, self.gate_up_order, self.format)
 
-    def check(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, activation: Activation, bias: bool
-    ) -> None:
-        """Raises ValueError, naming the argument, unless a layer of these sizes could hold these experts."""
-        for name, size in (
-            ("num_experts", num_experts),
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-        ):
-            if getattr(self, name) != size:
-                raise ValueError(f"`{name}` (={size}) must be {getattr(self, name)}, as `experts` have it")
-        self.check_activation(activation)
+    def check(self, *, bias: bool, **fields: Any) -> None:
+        """Raises ValueError, naming the argument, unless these are of one layer and have such `fields`."""
+        if self.index is not None or len(self.canonical_shape()) != 3:
+            raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")
+        for name, value in fields.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"`{name}` (={value!r}) must be {getattr(self, name)!r}, as `experts` have it")
         for name in ("gate_up_bias", "down_bias"):
             if bias != (getattr(self, name) is not None):
                 raise ValueError(f"`bias` (={bias}) must say whether `experts` have a `{name}`")
@@ -232,8 +264,11 @@ class Experts:
 
         (A stack scanned over as `xs` works too, but then XLA copies each layer's weights out of the stack.)
         """
-        if self.index is not None:
-            raise ValueError("`layer` must be called on a stack, not on one of its layers")
+        lead = self.canonical_shape()[:-2]
+        if self.index is not None or len(lead) != 2:
+            raise ValueError("`layer` must be called on a stack, which `Experts.stack` makes, not on one layer")
+        if isinstance(index, int) and not 0 <= index < lead[0]:
+            raise ValueError(f"`index` (={index}) must be in 0..{lead[0] - 1}, the layers of this stack")
         return dataclasses.replace(self, index=jnp.asarray(index, jnp.int32))
 
     def take(self, role: str, experts: Array) -> BlockScaled:
@@ -276,28 +311,44 @@ class Experts:
         return self.prepare("canonical", donate=donate)
 
     def update(self, new: "Experts") -> "Experts":
-        """`new` weights in the layout and on the devices of these: the same bits as loading `new` afresh.
+        """`new` weights in the layout and with the sharding of these: the same bits as loading `new` afresh.
+
+        Arrays that lie so already are shared with `new`, not copied.
 
         Raises:
-            ValueError: `new` differs in a size, the format, the order of gate and up, or the presence of a bias.
+            ValueError: `new` differs in a size, a dtype, the format, the order of gate and up, or the presence of a
+                bias; or either is one layer of a stack.
         """
-        for field in ("format", "gate_up_order", "hidden_size", "intermediate_size", "num_experts"):
-            ours, theirs = getattr(self, field), getattr(new, field)
-            if ours != theirs:
-                raise ValueError(f"`new.{field}` (={theirs}) must be {ours}, as in the experts that it updates")
-        for field in ("gate_up_bias", "down_bias"):
-            ours, theirs = getattr(self, field), getattr(new, field)
-            if (ours is None) != (theirs is None):
-                raise ValueError(f"`new.{field}` must be {'None' if ours is None else 'given'}, as in these experts")
+        if self.index is not None or new.index is not None:
+            raise ValueError("`update` must be called on and with whole experts, not with a `layer` of a stack")
+        abstract = jax.eval_shape(lambda experts: experts.prepare(self.layout), new)
+        abstract._check_like(self, "new", "to take the place of these experts")
         return jax.tree.map(_place_like, self, new.prepare(self.layout))
 
+    def _check_like(self, other: "Experts", name: str, purpose: str) -> None:
+        """Raises ValueError, naming the difference, unless these, called `name`, and `other` differ in values alone."""
+        for field in ("num_experts", "hidden_size", "intermediate_size", "format", "gate_up_order", "layout"):
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                raise ValueError(f"`{name}.{field}` (={ours!r}) must be {theirs!r} {purpose}")
+        ours, theirs = self.arrays(), other.arrays()
+        for array in sorted({*ours, *theirs}):
+            kinds = [f"{a[array].dtype}{list(a[array].shape)}" if array in a else "None" for a in (ours, theirs)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]} {purpose}")
+
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
-        """Float weights: gate_up (E, 2I, H) and down (E, H, I), canonical row order. 4 or 8 times the memory."""
+        """Float weights: gate_up (E, 2I, H) and down (E, H, I), rows as they stand. 4 or 8 times the memory.
+
+        `dtype` is bfloat16 or float32; see `formats.dequantize`.
+        """
         experts = self.canonical()
-        return (
-            formats.dequantize(experts.gate_up, dtype, self.format),
-            formats.dequantize(experts.down, dtype, self.format),
-        )
+
+        def floats(q: BlockScaled) -> jax.Array:
+            chosen = q if self.index is None else BlockScaled(*(array[self.index] for array in q))
+            return formats.dequantize(chosen, dtype, self.format)
+
+        return floats(experts.gate_up), floats(experts.down)
 
 
 def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, format: Format) -> None:
@@ -313,16 +364,21 @@ def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, form
     format.check_size("intermediate_size", intermediate_size)
 
 
-def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[str, tuple[str | None, ...]]:
-    """Mesh axis names of each array's axes, for arrays as `Experts.arrays` names them.
-
-    `axes`: mesh axis of the logical axes "expert", "hidden" and "intermediate"; one left out is not split.
-    """
+def check_axes(axes: Mapping[str, str | None]) -> None:
+    """Raises ValueError for logical axes that experts do not have."""
     unknown = set(axes) - set(AXES["gate_up"])
     if unknown:
         raise ValueError(
             f"`axes` (={dict(axes)}) must name logical axes among {AXES['gate_up']}, not {sorted(unknown)}"
         )
+
+
+def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[str, tuple[str | None, ...]]:
+    """Mesh axis names of each array's axes, for arrays as `Experts.arrays` names them.
+
+    `axes`: mesh axis of the logical axes "expert", "hidden" and "intermediate"; one left out is not split.
+    """
+    check_axes(axes)
     names = {}
     for name, array in experts.arrays().items():
         logical = next(AXES[role] for role in ROLES if name.startswith(role))[: array.ndim]
@@ -351,6 +407,4 @@ def _convert_donating(q: BlockScaled, source: layouts.Layout, target: layouts.La
 def _place_like(old: Array, new: Array) -> Array:
     if isinstance(old, Tracer) or isinstance(new, Tracer) or not isinstance(old, jax.Array):
         return new
-    if old.dtype != new.dtype or old.shape != new.shape:
-        raise ValueError(f"`new` holds an array {new.dtype}{new.shape} where these experts hold {old.dtype}{old.shape}")
     return jax.device_put(new, old.sharding)

@@ -11,9 +11,10 @@ from jmx.activations import Activation, SwiGLU
 from jmx.backends import resolve_layout
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
-from jmx.layer import moe
-from jmx.routing import Logits, Method, Routing, TopKSoftmax
-from jmx.selection import Environment
+from jmx.layer import flat_routing, moe
+from jmx.modules import check_arguments, resolve_method, resolve_order
+from jmx.routing import Logits, Method, Routing
+from jmx.selection import Environment, Problem
 
 Array = Any
 
@@ -44,63 +45,24 @@ class MoE(nn.Module):
     param_dtype: Any = jnp.bfloat16
     axes: Mapping[str, str | None] | None = None
 
-    @nn.compact
-    def __call__(
-        self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
-    ) -> Array:
-        """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
-        experts = self._experts()
-        if not isinstance(routing, Routing | Logits):
-            routing = self._logits(x, routing)
-        return moe(
-            x,
-            routing,
-            experts,
-            activation=self.activation,
-            weights_on=self.weights_on,
-            mask=mask,
-            backend=self.backend,
-        )
-
-    def _experts(self) -> Experts:
-        order = self.gate_up_order
-        if order == "auto":
-            order = "concatenated" if self.activation.gated else None
-
-        def random(key: Array) -> Experts:
-            experts = Experts.random(
-                key,
-                self.num_experts,
-                self.hidden_size,
-                self.intermediate_size,
-                gate_up_order=order,
-                format=self.format,
-                bias=self.bias,
-                bias_dtype=self.param_dtype,
-            )
-            return experts.prepare(resolve_layout(self.layout, Environment.probe()))
-
-        abstract = jax.eval_shape(random, jax.random.key(0))
-        names = partition_names(abstract, self.axes or {})
-        drawn = random(self.make_rng("params")).arrays() if self.is_initializing() else {}
-
-        def initial(name: str, like: jax.ShapeDtypeStruct) -> Array:
-            # Flax asks again when the layer is called, for shapes alone.
-            return drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
-
+    def setup(self) -> None:
+        check_arguments(self.weights_on, self.axes)
+        self._method()
+        axes = self.axes or {}
+        abstract = jax.eval_shape(self._random, jax.random.key(0))
+        names = partition_names(abstract, axes)
+        drawn = self._random(self.make_rng("params")).arrays() if self.is_initializing() else {}
         arrays: dict[str, Array] = {}
         for name, like in abstract.arrays().items():
-            init = nn.with_partitioning(lambda *_, name=name, like=like: initial(name, like), names[name])
+            # Flax asks again when the layer is called, for shapes alone.
+            value = drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
+            init = nn.with_partitioning(lambda *_, value=value: value, names[name])
             is_param = name.endswith("bias")
-            arrays[name] = self.param(name, init) if is_param else self.variable("quantized", name, init).value
-        return abstract.with_arrays({name: nn.meta.unbox(array) for name, array in arrays.items()})
-
-    def _logits(self, x: Array, values: Array | None) -> Logits:
-        axes = self.axes or {}
-        if values is None:
-            if not self.router:
-                raise ValueError("`routing` must be given: this layer was made with router=False")
-            values = nn.Dense(
+            array = self.param(name, init) if is_param else self.variable("quantized", name, init).value
+            arrays[name] = _checked(name, nn.meta.unbox(array), like, abstract.layout)
+        self.experts = abstract.with_arrays(arrays)
+        if self.router:
+            self.router_dense = nn.Dense(
                 self.num_experts,
                 use_bias=self.bias if self.router_bias is None else self.router_bias,
                 dtype=jnp.float32,
@@ -110,9 +72,63 @@ class MoE(nn.Module):
                     nn.initializers.lecun_normal(), (axes.get("hidden"), axes.get("expert"))
                 ),
                 bias_init=nn.with_partitioning(nn.initializers.zeros_init(), (axes.get("expert"),)),
-                name="router_dense",
-            )(x)
-        bias = None
+            )
         if self.correction_bias:
-            bias = self.variable("correction", "bias", jnp.zeros, (self.num_experts,), jnp.float32).value
-        return Logits(values, TopKSoftmax(self.top_k) if self.routing is None else self.routing, bias)
+            self.correction = self.variable("correction", "bias", jnp.zeros, (self.num_experts,), jnp.float32)
+
+    def __call__(
+        self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
+    ) -> Array:
+        """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
+        if not isinstance(routing, Routing | Logits):
+            routing = self._logits(x, routing)
+        return moe(
+            x,
+            routing,
+            self.experts,
+            activation=self.activation,
+            weights_on=self.weights_on,
+            mask=mask,
+            backend=self.backend,
+        )
+
+    def route(self, x: Array, mask: Array | None = None) -> Routing:
+        """Routing (T, k) of x (..., H) by the layer's own router, T all tokens: `layer.apply(..., method="route")`."""
+        return flat_routing(self._logits(x), x.shape[:-1], mask)
+
+    def _logits(self, x: Array, values: Array | None = None) -> Logits:
+        if values is None:
+            if not self.router:
+                raise ValueError("`routing` must be given: this layer was made with router=False")
+            values = self.router_dense(x)
+        return Logits(values, self._method(), self.correction.value if self.correction_bias else None)
+
+    def problem(self, x: Array) -> Problem:
+        """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
+        experts = jax.eval_shape(self._random, jax.random.key(0))
+        return Problem.of(x, self.top_k, experts, self.activation, self.weights_on)
+
+    def _method(self) -> Method:
+        return resolve_method(self.routing, self.top_k, self.num_experts, correction_bias=self.correction_bias)
+
+    def _random(self, key: Array) -> Experts:
+        experts = Experts.random(
+            key,
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            gate_up_order=resolve_order(self.gate_up_order, self.activation),
+            format=self.format,
+            bias=self.bias,
+            bias_dtype=self.param_dtype,
+        )
+        return experts.prepare(resolve_layout(self.layout, Environment.probe()))
+
+
+def _checked(name: str, array: Array, like: jax.ShapeDtypeStruct, layout: str) -> Array:
+    # Flax checks the shapes of params alone.
+    if (array.dtype, array.shape) != (like.dtype, like.shape):
+        raise ValueError(
+            f"`{name}` ({array.dtype}{list(array.shape)}) must be {like.dtype}{list(like.shape)} in layout {layout!r}"
+        )
+    return array

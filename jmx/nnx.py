@@ -12,14 +12,19 @@ from jmx.backends import resolve_layout
 from jmx.experts import ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import flat_routing, moe
-from jmx.routing import Logits, Method, Routing, TopKSoftmax
+from jmx.modules import check_arguments, resolve_method, resolve_order
+from jmx.routing import Logits, Method, Routing
 from jmx.selection import Environment, Problem
 
 Array = Any
 
 
 class Quantized(nnx.Variable):
-    """Quantised weights. Not an `nnx.Param`, so that optimisers and `nnx.grad` pass them by."""
+    """Quantised weights. Not an `nnx.Param`, so that optimisers and `nnx.grad` pass them by.
+
+    A gradient asked of them is a TypeError: jmx's own, which names the weight, for float4 arrays; jax's, that `grad`
+    takes no uint8, for packed ones, before the layer is even called.
+    """
 
 
 class CorrectionBias(nnx.Variable):
@@ -51,11 +56,11 @@ class MoE(nnx.Module):
         layout: layout of the weights; "auto" is that of this machine's engine family.
         param_dtype: dtype of biases and router. The router computes in float32.
         axes: mesh axis names for the logical axes "expert", "hidden", "intermediate"; those left out are not split.
-        experts: weights to start from, instead of random ones.
+        experts: weights to start from, instead of random ones. Their arrays are shared where `layout` is theirs.
         rngs: `nnx.Rngs`, of which `params` is drawn.
 
     Raises:
-        ValueError, TypeError: sizes or weights that do not fit each other.
+        ValueError: arguments that do not fit each other, or that `experts` do not fit.
     """
 
     def __init__(
@@ -81,9 +86,12 @@ class MoE(nnx.Module):
         experts: Experts | None = None,
         rngs: nnx.Rngs,
     ):
+        check_arguments(weights_on, axes)
+        self.routing = resolve_method(routing, top_k, num_experts, correction_bias=correction_bias)
+        if gate_up_order == "auto" and experts is not None:
+            gate_up_order = experts.gate_up_order
+        gate_up_order = resolve_order(gate_up_order, activation)
         if experts is None:
-            if gate_up_order == "auto":
-                gate_up_order = "concatenated" if activation.gated else None
             experts = Experts.random(
                 rngs.params(),
                 num_experts,
@@ -94,13 +102,20 @@ class MoE(nnx.Module):
                 bias=bias,
                 bias_dtype=param_dtype,
             )
-        experts.check(num_experts, hidden_size, intermediate_size, activation, bias)
+        else:
+            experts.check(
+                num_experts=num_experts,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                format=format,
+                gate_up_order=gate_up_order,
+                bias=bias,
+            )
         experts = experts.prepare(resolve_layout(layout, Environment.probe(experts)))
         self.activation = activation
         self.weights_on = weights_on
         self.backend = backend
         self.top_k = top_k
-        self.routing = TopKSoftmax(top_k) if routing is None else routing
         names = partition_names(experts, axes or {})
         for name, array in experts.arrays().items():
             kind = nnx.Param if name.endswith("bias") else Quantized
@@ -128,14 +143,16 @@ class MoE(nnx.Module):
     def experts(self) -> Experts:
         """The weights as a pytree, in the layout in which they lie."""
         names = [f"{role}_{name}" for role in ROLES for name in (*self.skeleton.format.arrays, "bias")]
-        return self.skeleton.with_arrays({name: getattr(self, name)[...] for name in names if hasattr(self, name)})
+        return self.skeleton.with_arrays(
+            {name: getattr(self, name).get_value() for name in names if hasattr(self, name)}
+        )
 
     def update(self, experts: Experts) -> None:
         """Puts new weights into this layer, in its layout and on its devices; see `Experts.update`."""
         self._set(self.experts.update(experts))
 
     def prepare(self, layout: str) -> None:
-        """Moves the weights into another layout, giving up the old arrays."""
+        """Moves the weights into another layout, giving up the old arrays, whoever else holds them."""
         self._set(self.experts.prepare(layout, donate=True))
 
     def _set(self, experts: Experts) -> None:
