@@ -1,28 +1,33 @@
 """The reference backend: plain jnp, exact semantics, every platform. All other backends are tested against it.
 
-Rows are sorted by expert and cut into blocks; a loop runs over the blocks that exist, a few at a time, and expands the
-weights of just those experts. So work grows with the experts that tokens use, and memory with neither E nor how many
-are used. A token's result is summed in the order of its experts' ids, whatever else is in the batch.
+Few assignments: each (token, expert) pair is computed by itself, straight from the bytes of its expert's weights.
+Many: rows are sorted by expert and cut into blocks, and a loop over the blocks that exist expands the weights of the
+experts at hand. Either way work grows with the experts that tokens use, and memory neither with E nor with those used.
 
 Products: bfloat16 activations meet weights expanded to bfloat16; float32 and float16 ones meet float32 weights at
 `Precision.HIGHEST`; sums are float32. Between the two products the activation is rounded to x's dtype (float16 stays
-float32, which its range would not hold).
+float32, which its range would not hold). A token's result does not depend on its neighbours: it is summed in the order
+of its slots (few) or of its experts' ids (many).
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import activations, formats, grouping
+from jmx import activations, grouping, xla_dot
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
 Array = jax.Array
+
+_TURN = 8  # assignments whose bytes may be copied at a time
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -59,18 +64,24 @@ class _Step(NamedTuple):
     tokens: Array  # (C, M) int32, T where there is no row
 
 
+def _few(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether each assignment reads its expert's weights by itself.
+
+    On an H200 (gpt-oss's sizes) that takes 7 us an assignment, and a turn of the loop 38 us an expert.
+    """
+    return num_tokens * top_k <= 4 * num_experts
+
+
 def _block_sizes(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
     """Rows of a block (M), and blocks a turn (C).
 
     A block expands its expert once, so blocks hold an expert's usual share of rows and some more. Few rows make the
-    product cheap beside the turn itself, so several blocks share a turn.
+    product cheap beside the turn itself, so several blocks share a turn; but one turn's weights are all that is ever
+    expanded.
     """
-    assignments = num_tokens * top_k
-    share = -(-assignments // num_experts)
-    if num_tokens == 1 or assignments <= 8:
-        return 1, 4
+    share = -(-num_tokens * top_k // num_experts)
     block_m = min(1024, max(8, 1 << (2 * share - 1).bit_length()))
-    return min(block_m, 1 << (assignments - 1).bit_length()), 4 if block_m <= 64 else 1
+    return block_m, 4 if block_m <= 64 else 2 if block_m <= 256 else 1
 
 
 def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any], init: Any) -> Any:
@@ -91,9 +102,6 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
         assignments = jnp.where(inside, groups.order[jnp.where(inside, rows, 0)], num_assignments)
         return body(_Step(blocks.experts[index], assignments, assignments // top_k), carry)
 
-    num_blocks = min(num_blocks, bound)
-    if bound <= num_blocks:  # one turn: no loop, so that a scan over layers can fuse its slices into the gathers
-        return step(jnp.int32(0), init)
     _, carry = lax.while_loop(
         lambda state: state[0] < blocks.num_blocks,
         lambda state: (state[0] + num_blocks, step(*state)),
@@ -106,17 +114,6 @@ def _compute_dtype(x: Array) -> Any:
     return jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
 
 
-def _product(a: Array, weight: Array, axis: int) -> Array:
-    """(C, M, n) with (C, N, K), contracting the weight's `axis` -> float32 (C, M, the other)."""
-    return lax.dot_general(
-        a.astype(weight.dtype),
-        weight,
-        (((2,), (axis,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
 class _Chosen:
     """The weights of a turn's experts, expanded where they are used."""
 
@@ -125,16 +122,17 @@ class _Chosen:
 
     def product(self, role: str, a: Array) -> Array:
         """a (C, M, K) times the role's weight, plus its bias -> float32 (C, M, N)."""
-        y = _product(a, self._weight(role), 2)
+        y = self._dot(role, a)
         bias = self._experts.take_bias(role, self._chosen)
         return y if bias is None else y + bias[:, None].astype(jnp.float32)
 
     def transposed(self, role: str, dy: Array) -> Array:
         """dy (C, M, N) back through the role's weight -> float32 (C, M, K)."""
-        return _product(dy, self._weight(role), 1)
+        return self._dot(role, dy, transposed=True)
 
-    def _weight(self, role: str) -> Array:
-        return formats.dequantize(self._experts.take(role, self._chosen), self._dtype, self._experts.format)
+    def _dot(self, role: str, a: Array, transposed: bool = False) -> Array:
+        q = self._experts.take(role, self._chosen)
+        return xla_dot.expanded(a, q, self._experts.format, self._dtype, transposed=transposed)
 
 
 def _in_loop(experts: Experts) -> Experts:
@@ -144,8 +142,81 @@ def _in_loop(experts: Experts) -> Experts:
 
 def forward(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
     """x (T, H), routing (T, k) -> y (T, H) of x's dtype. Ids outside 0..E-1 contribute nothing."""
-    dtype, num_experts = _compute_dtype(x), experts.num_experts
+    if routing.expert_ids.size == 0:
+        return jnp.zeros_like(x)
+    num_tokens, top_k = routing.expert_ids.shape
     experts = _in_loop(experts)
+    if not _few(num_tokens, top_k, experts.num_experts) or experts.layout != "packed":
+        return _forward_many(computation, x, routing, experts)
+    if num_tokens * top_k <= _TURN:
+        return _forward_few(computation, x, routing, experts)
+    return lax.platform_dependent(
+        x,
+        routing,
+        experts,
+        cuda=partial(_forward_few, computation, words=True),
+        default=partial(_forward_few, computation, turn=_TURN),
+    )
+
+
+def _forward_few(
+    computation: Computation,
+    x: Array,
+    routing: Routing,
+    experts: Experts,
+    *,
+    turn: int | None = None,
+    words: bool = False,
+) -> Array:
+    """`turn`: assignments that are computed at a time, where XLA copies their weights; None: all.
+
+    `words`: whether to read weights as 16-bit words, which is faster. Not so in a scan over stacked layers: there XLA
+    fuses a layer's slice into what gathers its bytes, but not through the change of type.
+    """
+    inside = (routing.expert_ids >= 0) & (routing.expert_ids < experts.num_experts)
+    weights = routing.weights.astype(jnp.float32)
+    rows = x[:, None]
+    if computation.weights_on == "input":
+        rows = (rows * weights[..., None]).astype(x.dtype)
+    rows = jnp.broadcast_to(rows, (*inside.shape, x.shape[-1])).reshape(-1, x.shape[-1])
+    if words:
+        gate_up, down = xla_dot.words(experts.gate_up), xla_dot.words(experts.down)
+        experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
+
+    def product(role: str, chosen: Array, a: Array) -> Array:
+        y = xla_dot.fused(a, experts.take(role, chosen))
+        bias = experts.take_bias(role, chosen)
+        return y if bias is None else y + bias.astype(jnp.float32)
+
+    def compute(assignments: tuple[Array, Array]) -> Array:
+        chosen, rows = assignments
+        h = product("gate_up", chosen, rows)
+        a = activations.apply(computation.activation, h, experts.gate_up_order).astype(_between(x))
+        return product("down", chosen, a)
+
+    chosen = jnp.where(inside, routing.expert_ids, 0).astype(jnp.int32).reshape(-1)
+    out = compute((chosen, rows)) if turn is None else _in_turns(compute, turn, (chosen, rows))
+    out = out.reshape(*inside.shape, -1)
+    if computation.weights_on == "output":
+        out *= weights[..., None]
+    return jnp.where(inside[..., None], out, 0).sum(axis=1).astype(x.dtype)
+
+
+def _in_turns(function: Callable[[Any], Array], turn: int, arrays: tuple[Array, ...]) -> Array:
+    """`function` of arrays (n, ...), `turn` of their first axis at a time."""
+    (n, *_) = arrays[0].shape
+    widths = -n % turn
+
+    def split(array: Array) -> Array:  # the last one again where they do not divide
+        padded = jnp.pad(array, [(0, widths)] + [(0, 0)] * (array.ndim - 1), mode="edge")
+        return padded.reshape(-1, turn, *array.shape[1:])
+
+    out = lax.map(function, jax.tree.map(split, arrays))
+    return out.reshape(-1, *out.shape[2:])[:n]
+
+
+def _forward_many(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
+    dtype = _compute_dtype(x)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
 
     def body(step: _Step, y: Array) -> Array:
@@ -161,9 +232,7 @@ def forward(computation: Computation, x: Array, routing: Routing, experts: Exper
             out *= weight
         return y.at[step.tokens].add(out, mode="drop")
 
-    if routing.expert_ids.size == 0:
-        return jnp.zeros_like(x)
-    return _loop(routing, num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+    return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
 def _between(x: Array) -> Any:
