@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.shards import CheckpointError, new_path
@@ -49,14 +50,14 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
         orbax_arrays.write(place, arrays, {_NOTE: {layer.prefix: layer.note() for layer in layers}})
 
 
-def restore(path: str | os.PathLike[str], module: nnx.Module) -> nnx.Module:
+def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
     """The module that `save` wrote, with the structure, the layouts and the shardings of `module`.
 
     Args:
         path: the checkpoint.
         module: of the same structure; its layouts may differ. Its values are not looked at, so
-            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held. Variables without a
-            sharding go to the default device.
+            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held. Variables that say
+            no place go to the whole mesh on which others lie, else to the default device.
 
     Returns:
         A new module; expert weights have the bits that were saved, in the layouts of `module`.
@@ -71,7 +72,8 @@ def restore(path: str | os.PathLike[str], module: nnx.Module) -> nnx.Module:
     notes = (stored.note or {}).get(_NOTE)
     if notes is None:
         raise CheckpointError(path, f"must be a checkpoint that jmx saved: its custom metadata lack {_NOTE!r}")
-    wanted = {name: _abstract(array, array) for name, array in arrays.items()}
+    places = _places(arrays)
+    wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name]) for name, a in arrays.items()}
     as_saved = []
     for layer in layers:
         note = notes.get(layer.prefix, {})
@@ -83,7 +85,7 @@ def restore(path: str | os.PathLike[str], module: nnx.Module) -> nnx.Module:
             layer.prefix, jax.eval_shape(lambda experts, layout=layout: experts.prepare(layout), layer.experts)
         )
         as_saved.append(saved)
-        wanted |= {name: _abstract(array, arrays[name]) for name, array in saved.named().items()}
+        wanted |= {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[n]) for n, a in saved.named().items()}
     orbax_arrays.check(path, stored.arrays, wanted)
     read = orbax_arrays.read(path, wanted)
     for layer, saved in zip(layers, as_saved, strict=True):
@@ -111,7 +113,9 @@ def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[_Layer]]:
     return arrays, layers
 
 
-def _abstract(array: Any, like: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of `array`, to be placed as `like` is."""
-    sharding = getattr(like, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+def _places(arrays: Mapping[str, Any]) -> dict[str, Sharding]:
+    """Where each array (or shape) belongs: where it was put, else beside those that were put on a mesh."""
+    put = {name: a.sharding for name, a in arrays.items() if a.sharding is not None and getattr(a, "committed", True)}
+    meshes = [sharding.mesh for sharding in put.values() if isinstance(sharding, NamedSharding)]
+    elsewhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else SingleDeviceSharding(jax.devices()[0])
+    return {name: put.get(name, elsewhere) for name in arrays}

@@ -23,6 +23,7 @@ def write(path: Path, arrays: Mapping[str, Any], note: dict[str, Any]) -> None:
     """Writes arrays (jax or numpy) and a JSON-able note to a new checkpoint, which Orbax makes appear whole."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path.absolute(), dict(arrays), custom_metadata=note)
+        checkpointer.wait_until_finished()  # in here: leaving waits again if this is interrupted
 
 
 def describe(path: Path) -> Stored:

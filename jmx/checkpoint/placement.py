@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+_ALIGNMENT = 64  # bytes; XLA's, on a CPU
+
 Index = tuple[slice, ...]
 ShardingLike = Sharding | Mapping[str, Sharding | None] | Callable[[str], Sharding | None] | None
 
@@ -57,8 +59,17 @@ def place(
         if check is not None:
             check(part, index)
         # A CPU's arrays would stay maps of the file, and change or vanish with it.
-        return np.array(part) if on_cpu else part
+        return _aligned_copy(part) if on_cpu else part
 
     if its_sharding is None:
         return jax.block_until_ready(jax.device_put(read(None)))
     return jax.block_until_ready(jax.make_array_from_callback(view.shape, its_sharding, read))
+
+
+def _aligned_copy(array: np.ndarray) -> np.ndarray:
+    """A copy that JAX takes as a CPU array's own memory, where it would copy again what begins elsewhere."""
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy

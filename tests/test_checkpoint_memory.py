@@ -1,0 +1,115 @@
+import json
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jmx.checkpoint import shards
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "examples" / "gpt_oss" / "tiny"
+
+# Each acts on the tiny checkpoint first, so that what comes into memory for good is there, then on the one that counts.
+READ = """
+import sys
+import jax
+from jmx.checkpoint import gpt_oss
+def act(path):
+    reader = gpt_oss.Reader(path)
+    return [reader.experts(i, "packed") for i in range(reader.config.num_hidden_layers)], reader.top()
+act(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+arrays = jax.tree.leaves(act(sys.argv[2]))
+print(sum(a.nbytes for a in arrays), flush=True)
+sys.stdin.readline()
+"""
+CONVERT = """
+import sys
+from jmx.checkpoint import gpt_oss
+gpt_oss.convert(sys.argv[1], sys.argv[3] + "_tiny", "original")
+print("ready", flush=True)
+sys.stdin.readline()
+gpt_oss.convert(sys.argv[2], sys.argv[3], "original")
+print(0, flush=True)
+sys.stdin.readline()
+"""
+
+
+def write_big(path: Path, rng: np.random.Generator) -> int:
+    """A checkpoint of 8 layers, nearly all of it experts. Gives one layer's packed bytes."""
+    experts, size = 16, 1024
+    config = json.loads((TINY / "config.json").read_text())
+    config |= {"hidden_size": size, "intermediate_size": size, "num_local_experts": experts, "num_hidden_layers": 8}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    shapes = {"model.embed_tokens.weight": (320, size), "model.norm.weight": (size,), "lm_head.weight": (320, size)}
+    layer = {"input_layernorm.weight": (size,), "post_attention_layernorm.weight": (size,), "self_attn.sinks": (4,)}
+    for name, rows in (("q", 128), ("k", 64), ("v", 64)):
+        layer |= {f"self_attn.{name}_proj.weight": (rows, size), f"self_attn.{name}_proj.bias": (rows,)}
+    layer |= {"self_attn.o_proj.weight": (size, 128), "self_attn.o_proj.bias": (size,)}
+    layer |= {"mlp.router.weight": (experts, size), "mlp.router.bias": (experts,)}
+    packed = {}
+    for name, rows in (("gate_up", 2 * size), ("down", size)):
+        packed[f"mlp.experts.{name}_proj_blocks"] = (experts, rows, size // 32, 16)
+        packed[f"mlp.experts.{name}_proj_scales"] = (experts, rows, size // 32)
+        layer[f"mlp.experts.{name}_proj_bias"] = (experts, rows)
+    shapes |= {f"model.layers.{i}.{name}": shape for i in range(8) for name, shape in (layer | packed).items()}
+
+    def part(name: str) -> list[np.ndarray]:
+        if name.endswith(("blocks", "scales")):
+            return [rng.integers(0, 255, shapes[name], np.uint8)]  # 255 is no scale
+        return [rng.standard_normal(shapes[name]).astype(ml_dtypes.bfloat16)]
+
+    outputs = [
+        shards.Output(n, "U8" if n.endswith(("blocks", "scales")) else "BF16", s, lambda n=n: part(n))
+        for n, s in shapes.items()
+    ]
+    shards.write(path, outputs, 60_000_000)
+    return sum(int(np.prod(shape)) for shape in packed.values())
+
+
+def peak_of(script: str, arguments: list[Path]) -> tuple[int, int]:
+    """Anonymous memory of a process at its highest, above what it had when it was ready, and what it says it kept."""
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        status = Path(f"/proc/{child.pid}/status")
+
+        def anonymous() -> int:
+            found = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
+            assert found is not None
+            return int(found[1]) * 1024
+
+        assert child.stdout.readline() == "ready\n"
+        before = peak = anonymous()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        while not select.select([child.stdout], [], [], 0)[0]:
+            peak = max(peak, anonymous())
+            time.sleep(0.0005)
+        peak = max(peak, anonymous())
+        kept = int(child.stdout.readline())
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert child.returncode == 0
+    return peak - before, kept
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_reading_and_converting_hold_about_one_layer_in_host_memory(tmp_path, rng):
+    layer_bytes = write_big(tmp_path / "big", rng)
+    peak, kept = peak_of(READ, [TINY, tmp_path / "big"])
+    assert kept >= 8 * layer_bytes
+    # On a CPU the arrays themselves are anonymous memory: what counts is what stands above them.
+    assert 0.99 * kept <= peak <= kept + layer_bytes
+    peak, _ = peak_of(CONVERT, [TINY, tmp_path / "big", tmp_path / "out"])
+    assert peak <= layer_bytes
