@@ -90,7 +90,7 @@ def _write_config(reader: Reader, directory: Path, form: str) -> None:
         if written[name] != value:
             raise CheckpointError(
                 reader.path / FILE,
-                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which is silent",
+                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which cannot say it",
             )
 
 
