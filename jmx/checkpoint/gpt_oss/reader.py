@@ -113,8 +113,10 @@ class Reader:
     def progress(self, enabled: bool = True, total: int | None = None) -> Iterator[None]:
         """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read, to `total`: all."""
         with shards.progress_bar("reading", self.nbytes() if total is None else total, enabled) as self._advance:
-            yield
-        self._advance = lambda _: None
+            try:
+                yield
+            finally:
+                self._advance = lambda _: None
 
     def check_scales(self, name: str, part: np.ndarray, index: Index = ()) -> None:
         """CheckpointError if `part`, which lies at `index` of the tensor with this neutral name, has a scale of 255."""
