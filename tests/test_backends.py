@@ -105,7 +105,7 @@ def test_model_shapes(backend, case, rng):
     check(backend, case, rng)
 
 
-@settings(max_examples=6)  # each compiles anew
+@settings(max_examples=4)  # each compiles anew
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(0, 40),
@@ -178,16 +178,16 @@ def test_masked_tokens_route_nowhere(backend, tokens, rng):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_bad_token_keeps_to_itself(backend, bad, dtype, rng):
-    case = Case(tokens=64, top_k=3, dtype=dtype, activation=SiLUAndMul())
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", 6), ("float32", 64), ("bfloat16", 64)])
+def test_a_bad_token_keeps_to_itself(backend, bad, dtype, tokens, rng):
+    case = Case(tokens=tokens, top_k=3, dtype=dtype, activation=SiLUAndMul())
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     clean = call(backend, case, experts, x, routing)
-    x[17, 5] = bad
+    x[3, 5] = bad
     y = call(backend, case, experts, x, routing)
-    others = np.arange(case.tokens) != 17
-    assert not np.isfinite(y[17]).any()
+    others = np.arange(case.tokens) != 3
+    assert not np.isfinite(y[3]).any()
     np.testing.assert_array_equal(y[others], clean[others])
 
 
@@ -222,23 +222,27 @@ def test_unused_experts_may_hold_nan(backend, tokens, layout, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale", [0, 1, 253, 254])
-def test_extreme_scales(backend, dtype, scale, rng):
-    """One block in three has the scale, elements whose product with it is normal, and an x that balances it."""
-    case = Case(tokens=64, hidden=96, dtype=dtype, bias=NEITHER, activation=SwiGLU())
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_extreme_scales(backend, tokens, dtype, scale, rng):
+    """One block in three has the scale, elements whose product with it is normal, and an x that nearly balances it."""
+    case = Case(tokens=tokens, hidden=96, dtype=dtype, bias=NEITHER, activation=SwiGLU())
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     codes, scales = weights.gate_up
     scales[..., 1] = scale
     elements = [0, 1, 2, 3, 8, 9, 10, 11] if scale > ONE else [0, 4, 5, 6, 7, 12, 13, 14, 15]
     codes[..., 32:64] = rng.choice(np.array(elements, np.uint8), codes[..., 32:64].shape)
-    magnitudes = rng.uniform(1, 2, (case.tokens, 32)) * 2.0 ** max(ONE - scale - 4, -120)  # normal numbers, all
+    x[:] = 0
+    magnitudes = rng.uniform(1, 2, (tokens, 32)) * 2.0 ** (-100 if scale > ONE else 110)
     x[:, 32:64] = (magnitudes * rng.choice([-1, 1], magnitudes.shape)).astype(x.dtype)
     y = call(backend, case, weights.experts(case), x, routing)
     assert_close(y, reference(case, weights, x, routing), dtype)
 
 
-def test_a_nan_block_reaches_the_tokens_of_its_expert(backend, rng):
-    case = Case(tokens=64, num_experts=8, top_k=1)
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_a_nan_block_reaches_the_tokens_of_its_expert(backend, tokens, rng):
+    case = Case(tokens=tokens, num_experts=8, top_k=1)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[0], routing.expert_ids[1] = 3, 4
     expected = reference(case, weights, x, routing)
     weights.down[1][3, 7, 0] = NAN
     y = call(backend, case, weights.experts(case), x, routing)
