@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jmx import codes
+
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
 
@@ -101,8 +103,6 @@ _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
 _SCALE_NAN = 255
 _F32_INF = 0xFF << 23
-_BF16_INF = 0x7F80
-_BF16_NAN = 0x7FC0
 
 
 def _midpoints() -> list[int]:
@@ -175,10 +175,10 @@ def _quantize(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
     shift = lax.clz(magnitude) - 8
     extended = jnp.where(magnitude < 1 << 23, (magnitude << shift) - (shift << 23), magnitude)
     quotient = extended - ((scale - _SCALE_ONE) << 23)
-    codes = sum((quotient >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
-    codes |= (bits >> 28).astype(jnp.uint8) & 8
-    codes = jnp.where(scale == _SCALE_NAN, jnp.uint8(0), codes).reshape(x.shape)
-    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    elements = sum((quotient >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
+    elements |= (bits >> 28).astype(jnp.uint8) & 8
+    elements = jnp.where(scale == _SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
+    packed = elements[..., 0::2] | elements[..., 1::2] << 4
     return unpack(BlockScaled(packed, scale[..., 0].astype(jnp.uint8)))
 
 
@@ -216,60 +216,8 @@ def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _dequantize(q: BlockScaled, shape: tuple[int, ...], dtype: np.dtype, block_size: int) -> jax.Array:
     values, scales = pack(q)  # uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
-    blocks, scales = values.reshape(*scales.shape, block_size // 2), scales[..., None]
-    pairs = _interleave(_bfloat16_bits(blocks, scales), _bfloat16_bits(blocks >> 4, scales))
-    return _floats(pairs.reshape(shape), dtype)
-
-
-def decode(codes: Array, scale_codes: Array, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Floats of e2m1 element codes and e8m0 scale codes, in few integer operations a weight.
-
-    Args:
-        codes: uint8, e2m1 code in the low four bits; the high bits are ignored.
-        scale_codes: uint8, broadcastable to `codes`.
-        dtype: bfloat16 or float32.
-
-    Returns:
-        `dtype`, of the shape of `codes`: see `dequantize` for the values.
-    """
-    return _floats(_bfloat16_bits(codes, scale_codes), dtype)
-
-
-def _bfloat16_bits(codes: Array, scale_codes: Array) -> jax.Array:
-    scale = scale_codes.astype(jnp.uint16)
-    is_nan = scale == _SCALE_NAN
-
-    # What follows is a scale's own: XLA computes it once a block where it can. `half` holds the bits of 0.5 * scale.
-    base = jnp.where(is_nan, _BF16_NAN, (scale - 1) << 7)  # wraps below zero for scale code 0
-    half = jnp.where(scale > 1, base, (scale + 1) << 5)
-    least = jnp.where(is_nan, _BF16_NAN, 0).astype(jnp.uint16)
-    most = jnp.where(is_nan, _BF16_NAN, _BF16_INF).astype(jnp.uint16)
-
-    # Magnitude codes from 2 on are exponent and mantissa as they stand; 0 and 1 are subnormals of e2m1. Scale code 0
-    # makes magnitudes 2 and 3 subnormals of the result: there the other side of the maximum is right.
-    magnitude = (codes & 7).astype(jnp.uint16)
-    normal = jnp.maximum(base + (magnitude << 6), magnitude << 5)
-    bits = jnp.where(magnitude < 2, jnp.maximum(magnitude * half, least), normal)
-    return jnp.minimum(bits, most) | (codes & 8).astype(jnp.uint16) << 12
-
-
-def _floats(bits: jax.Array, dtype: Any) -> jax.Array:
-    """bfloat16 bits as `dtype`. bfloat16 is exact for every weight, and the upper half of float32."""
-    if dtype == jnp.float32:
-        return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
-
-
-def _interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """uint16 (..., n) twice -> (..., n, 2), in the way that each platform's compiler is fast at."""
-
-    def joined(even: jax.Array, odd: jax.Array) -> jax.Array:  # stores 32 bits at a time
-        return lax.bitcast_convert_type(even.astype(jnp.uint32) | odd.astype(jnp.uint32) << 16, jnp.uint16)
-
-    def stacked(even: jax.Array, odd: jax.Array) -> jax.Array:
-        return jnp.stack([even, odd], axis=-1)
-
-    return lax.platform_dependent(even, odd, cuda=joined, default=stacked)
+    blocks = values.reshape(*scales.shape, block_size // 2)
+    return codes.floats(blocks, scales[..., None], dtype).reshape(shape)
 
 
 def is_packed(q: BlockScaled) -> bool:
@@ -367,8 +315,8 @@ def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockS
     """
     abstract = format.abstract(shape, packed=True)
     codes_key, scales_key = jax.random.split(key)
-    codes = np.arange(1 << format.element_bits, dtype=np.uint8).view(format.element_dtype).astype(np.float64)
-    exponent = int(np.floor(np.log2(shape[-1] ** -0.5 / codes.std())))
+    elements = np.arange(1 << format.element_bits, dtype=np.uint8).view(format.element_dtype).astype(np.float64)
+    exponent = int(np.floor(np.log2(shape[-1] ** -0.5 / elements.std())))
     values = jax.random.bits(codes_key, abstract.values.shape, jnp.uint8)
     low = _SCALE_ONE + exponent
     scales = jax.random.randint(scales_key, abstract.scales.shape, low, low + 2, jnp.int32)

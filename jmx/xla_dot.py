@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import formats
+from jmx import codes, formats
 from jmx.formats import BlockScaled, Format
 
 Array = jax.Array
@@ -49,39 +49,13 @@ def fused(a: Array, q: BlockScaled) -> Array:
     codes_per_word = 2 * q.values.dtype.itemsize
     block_words = q.values.shape[-1] // blocks
     values = q.values.reshape(count, _ROWS, rows // _ROWS, blocks, block_words)
-    scales = _power_of_two(q.scales).reshape(count, _ROWS, rows // _ROWS, blocks, 1)
+    scales = codes.power_of_two(q.scales).reshape(count, _ROWS, rows // _ROWS, blocks, 1)
     a = a.astype(jnp.float32).reshape(count, 1, blocks, block_words, codes_per_word)
-    a = lax.optimization_barrier(a)  # converted once, not once a weight row
+    a, unit = lax.optimization_barrier(a), codes.unit()  # converted once, not once a weight row
     sums = []
     for row in range(_ROWS):
-        products = [_element(values[:, row], i) * a[..., i] for i in range(codes_per_word)]
+        products = [codes.element(values[:, row], i, unit) * a[..., i] for i in range(codes_per_word)]
         sums.append(sum(products[1:], products[0]) * scales[:, row])
     zeros = (jnp.float32(0),) * _ROWS
     totals = lax.reduce(tuple(sums), zeros, lambda x, y: tuple(i + j for i, j in zip(x, y, strict=True)), (2, 3))
     return jnp.stack(totals, axis=1).reshape(count, rows)
-
-
-def _power_of_two(scale_codes: Array) -> Array:
-    """e8m0 codes as float32: 2^(code - 127), NaN for 255."""
-    code = scale_codes.astype(jnp.uint32)
-    bits = jnp.maximum(code << 23, 1 << 22)  # code 0 is a subnormal of float32
-    return lax.bitcast_convert_type(jnp.where(code == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
-
-
-def _element(word: Array, index: int) -> Array:
-    """The e2m1 element at `index` of each word, as float32."""
-
-    def by_bits(word: Array) -> Array:
-        # Sign, exponent and mantissa stand in a float32's places: it reads 2^-126 times the element, exactly, subnormal
-        # of float32 where the element is one of e2m1.
-        signed = lax.shift_right_arithmetic(word.astype(jnp.int32) << 28 - 4 * index, jnp.int32(6))
-        bits = signed & jnp.int32(-0x80000000 | 0x01C00000)
-        return lax.bitcast_convert_type(bits, jnp.float32) * jnp.float32(2.0**126)
-
-    def by_table(word: Array) -> Array:
-        # Twice the magnitudes, four bits each. XLA's CPU code reads subnormals as zero, so it must not meet them.
-        code = (word >> 4 * index).astype(jnp.uint32)
-        doubled = (jnp.uint32(0xC8643210) >> ((code & 7) << 2)) & 15
-        return doubled.astype(jnp.int32).astype(jnp.float32) * jnp.where(code & 8, -0.5, 0.5)
-
-    return lax.platform_dependent(word, cpu=by_table, default=by_bits)

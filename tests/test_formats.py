@@ -16,7 +16,6 @@ from jmx.formats import (
     MXFP4,
     SCALE_RULES,
     BlockScaled,
-    decode,
     dequantize,
     is_packed,
     logical_shape,
@@ -125,13 +124,6 @@ def test_the_sweep_holds_subnormals_and_infinities():
     values = np.abs(exact(every_code_and_scale(), np.float32))
     assert ((values > 0) & (values < np.finfo(np.float32).tiny)).any()
     assert np.isinf(values).any()
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_decode_ignores_high_bits_and_broadcasts_scales(dtype):
-    codes, scale_codes = random_codes(0, (4, BLOCK))
-    expected = dequantize(from_codes(codes, scale_codes), dtype)
-    np.testing.assert_array_equal(bits(decode(codes | 0xA0, scale_codes, dtype)), bits(expected))
 
 
 def test_dequantize_in_a_loop_needs_memory_for_one_expert():

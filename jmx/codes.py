@@ -1,0 +1,91 @@
+"""Codes to floats: what an e2m1 element and an e8m0 scale are worth, in the few operations each platform is fast at.
+
+All of it is exact. GPUs multiply floats, subnormal ones included. XLA's CPU code reads and writes subnormals as zero:
+there the bits are put together by integer operations, or only normal numbers met.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+_BF16_INF = 0x7F80
+_BF16_NAN = 0x7FC0
+_F32_NAN = 0x7FC00000
+_SCALE_NAN = 255
+
+
+def floats(blocks: Array, scales: Array, dtype: Any) -> Array:
+    """Weights of packed bytes: `blocks` uint8 (..., n), `scales` uint8 broadcastable to it -> `dtype` (..., n, 2).
+
+    `dtype` is bfloat16 or float32. The even element of a byte is its low nibble. See `formats.dequantize` for values.
+    """
+    bits = lax.platform_dependent(blocks, scales, cuda=_bits_by_floats, default=_bits_by_integers)
+    if dtype == jnp.float32:  # bfloat16, which holds every weight exactly, is the upper half of float32
+        return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def _bits_by_floats(blocks: Array, scales: Array) -> Array:
+    """bfloat16 bits (..., n, 2), the two of a byte stored as one 32-bit word."""
+    one, scale = unit(), power_of_two(scales)
+    even, odd = (lax.bitcast_convert_type(element(blocks, i, one) * scale, jnp.uint32) for i in (0, 1))
+    return lax.bitcast_convert_type(even >> 16 | odd & jnp.uint32(0xFFFF0000), jnp.uint16)
+
+
+def _bits_by_integers(blocks: Array, scales: Array) -> Array:
+    return jnp.stack([_bfloat16_bits(blocks, scales), _bfloat16_bits(blocks >> 4, scales)], axis=-1)
+
+
+def _bfloat16_bits(elements: Array, scale_codes: Array) -> Array:
+    """bfloat16 bits of e2m1 codes in the low four bits of `elements`."""
+    scale = scale_codes.astype(jnp.uint16)
+    is_nan = scale == _SCALE_NAN
+
+    # What follows is a scale's own: XLA computes it once a block where it can. `half` holds the bits of 0.5 * scale.
+    base = jnp.where(is_nan, _BF16_NAN, (scale - 1) << 7)  # wraps below zero for scale code 0
+    half = jnp.where(scale > 1, base, (scale + 1) << 5)
+    least = jnp.where(is_nan, _BF16_NAN, 0).astype(jnp.uint16)
+    most = jnp.where(is_nan, _BF16_NAN, _BF16_INF).astype(jnp.uint16)
+
+    # Magnitude codes from 2 on are exponent and mantissa as they stand; 0 and 1 are subnormals of e2m1. Scale code 0
+    # makes magnitudes 2 and 3 subnormals of the result: there the other side of the maximum is right.
+    magnitude = (elements & 7).astype(jnp.uint16)
+    normal = jnp.maximum(base + (magnitude << 6), magnitude << 5)
+    bits = jnp.where(magnitude < 2, jnp.maximum(magnitude * half, least), normal)
+    return jnp.minimum(bits, most) | (elements & 8).astype(jnp.uint16) << 12
+
+
+def unit() -> Array:
+    """2^126 for `element`, as a value that XLA does not know: it would multiply something else by a constant first,
+    which could then be infinite where the element is zero."""
+    return lax.optimization_barrier(jnp.float32(2.0**126))
+
+
+def element(word: Array, index: int, unit: Array) -> Array:
+    """The e2m1 element at nibble `index` of each word (uint8, uint16 or uint32) as float32; `unit` is `unit()`."""
+
+    def by_bits(word: Array, unit: Array) -> Array:
+        # Sign, exponent and mantissa stand in a float32's places: it reads 2^-126 times the element, subnormal where
+        # the element is a subnormal of e2m1.
+        signed = lax.shift_right_arithmetic(word.astype(jnp.int32) << 28 - 4 * index, jnp.int32(6))
+        bits = signed & jnp.int32(-0x80000000 | 0x01C00000)
+        return lax.bitcast_convert_type(bits, jnp.float32) * unit
+
+    def by_table(word: Array, unit: Array) -> Array:
+        # Twice the magnitudes 0, 0.5, 1 ... 6 as integers, four bits each.
+        code = (word >> 4 * index).astype(jnp.uint32)
+        doubled = (jnp.uint32(0xC8643210) >> ((code & 7) << 2)) & 15
+        return doubled.astype(jnp.int32).astype(jnp.float32) * jnp.where(code & 8, -0.5, 0.5)
+
+    return lax.platform_dependent(word, unit, cuda=by_bits, default=by_table)
+
+
+def power_of_two(scale_codes: Array) -> Array:
+    """e8m0 codes as float32: 2^(code - 127), NaN for 255."""
+    code = scale_codes.astype(jnp.uint32)
+    bits = jnp.maximum(code << 23, 1 << 22)  # code 0 is a subnormal of float32
+    return lax.bitcast_convert_type(jnp.where(code == _SCALE_NAN, jnp.uint32(_F32_NAN), bits), jnp.float32)
