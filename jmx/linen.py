@@ -80,6 +80,8 @@ class MoE(nn.Module):
         self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
     ) -> Array:
         """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
+        if self.router and self.is_initializing():
+            self.router_dense(x)  # makes its weights, though routing be given
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
         return moe(

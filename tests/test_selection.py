@@ -142,6 +142,9 @@ def test_the_registered_backends_keep_the_protocol():
 @pytest.fixture
 def fakes(monkeypatch):
     monkeypatch.setattr(layer, "BACKENDS", FAKES)
+    layer._run.clear_cache()  # traces of other backends
+    yield
+    layer._run.clear_cache()
 
 
 def called(backend=None):

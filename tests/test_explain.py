@@ -1,0 +1,216 @@
+"""Explanations: of layers, arrays and plain shapes, the numbers by hand, and text that people read."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+
+import jmx
+import jmx.linen
+import jmx.nnx
+from jmx import Environment, Problem, Reason, Rejection
+from jmx.backends import BACKENDS
+from jmx.explain import PEAKS, explain, explain_problem
+from jmx.selection import known_devices
+
+MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name
+GPT_OSS = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+
+
+def gpt_oss_120b(tokens):
+    return Problem(tokens, 2880, 2880, 128, 4, "bfloat16", "mxfp4", GPT_OSS, "interleaved", True, "canonical")
+
+
+def small(**options):
+    return jmx.nnx.MoE(64, 96, 8, 2, activation=GPT_OSS, bias=True, rngs=nnx.Rngs(0), **options)
+
+
+@dataclass(frozen=True)
+class Never:
+    name: str = "never"
+    summary: str = "for tests"
+
+    def supports(self, problem, environment):
+        return Rejection(Reason.SHAPE, "wants [bold]tiles[/bold] of 7", "ask elsewhere")
+
+
+# Numbers
+
+
+def test_one_token_through_gpt_oss_120b_by_hand():
+    found = explain(gpt_oss_120b(1), device="h200")
+    weights_of_an_expert = 2 * 2880 * 2880 + 2880 * 2880
+    bytes_of_an_expert = weights_of_an_expert // 2 + weights_of_an_expert // 32
+    assert bytes_of_an_expert == pytest.approx(13.2e6, rel=2e-3)
+    assert found.active_experts == pytest.approx(4)
+    assert found.bytes == pytest.approx(4 * bytes_of_an_expert + 2 * 2 * 2880)
+    assert found.flops == 2 * 4 * weights_of_an_expert
+    assert found.floor.us == pytest.approx(1e6 * found.bytes / 4.8e12)
+    assert found.floor.us == pytest.approx(11, rel=0.01)
+    assert found.floor.bound == "memory"
+
+
+def test_8192_tokens_through_gpt_oss_120b_by_hand():
+    found = explain(gpt_oss_120b(8192), device="h200")
+    assert found.active_experts == pytest.approx(128)
+    assert found.bytes == pytest.approx(128 * 13.22e6 + 2 * 2 * 8192 * 2880, rel=1e-3)
+    assert found.flops == 2 * 8192 * 4 * 3 * 2880**2
+    assert found.floor.us == pytest.approx(1e6 * found.flops / 989e12)
+    assert found.floor.bound == "compute"
+    assert explain(gpt_oss_120b(8192), device="b200").floor.us < found.floor.us
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 100])
+def test_active_experts_are_those_that_uniform_routing_reaches(rng, tokens):
+    found = explain(gpt_oss_120b(tokens), device="h200").active_experts
+    draws = [np.unique(rng.random((tokens, 128)).argsort(axis=1)[:, :4]).size for _ in range(400)]
+    assert found == pytest.approx(np.mean(draws), rel=0.03)
+
+
+def test_no_tokens_cost_nothing_and_use_no_expert():
+    found = explain(gpt_oss_120b(0), device="h200")
+    assert (found.active_experts, found.bytes, found.flops, found.floor.us) == (0, 0, 0, 0)
+
+
+def test_an_ungated_layer_has_half_the_first_weight():
+    gated = explain(gpt_oss_120b(1), device="h200")
+    plain = explain(replace(gpt_oss_120b(1), gate_up_order=None, activation=jmx.SiLU()), device="h200")
+    assert plain.flops == pytest.approx(gated.flops * 2 / 3)
+
+
+def test_every_gpu_that_can_be_named_has_peaks_of_its_own_part():
+    gpus = [environment.device_kind for environment in known_devices().values() if environment.platform == "gpu"]
+    assert sorted(gpus) == sorted(PEAKS)
+    other_part = Environment("gpu", "NVIDIA H100 PCIe", (9, 0), 114)
+    found = explain_problem(gpt_oss_120b(1), other_part)
+    assert found.floor is None
+    assert "floor not known for NVIDIA H100 PCIe" in str(found)
+
+
+# Subjects
+
+
+def test_a_layer_its_arrays_and_its_shapes_are_explained_alike():
+    layer, x = small(), jnp.ones((3, 5, 64), jnp.bfloat16)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    experts, logits = layer.experts, jmx.Logits(jnp.ones((3, 5, 8)), jmx.TopKSoftmax(2))
+    ids = jmx.Routing(jnp.zeros((3, 5, 2), jnp.int32), jnp.ones((3, 5, 2)))
+    abstract = jax.eval_shape(lambda: experts)
+    linen = jmx.linen.MoE(64, 96, 8, 2, activation=GPT_OSS, bias=True)
+    expected = explain(layer, x)
+    assert expected.problem == layer.problem(x)
+    assert expected.problem.num_tokens == 15
+    for found in (
+        explain(layer, shape),
+        explain(nnx.eval_shape(small), shape),
+        explain(linen, shape),
+        explain(x, ids, experts, activation=GPT_OSS),
+        explain(shape, jax.eval_shape(lambda: logits), abstract, activation=GPT_OSS),
+        explain(expected.problem),
+    ):
+        assert found == expected
+    assert explain(x, ids, experts, activation=GPT_OSS, weights_on="input").problem.weights_on == "input"
+
+
+def test_explaining_inside_a_trace_changes_nothing():
+    layer, x, seen = small(), jnp.ones((5, 64)), []
+    jax.jit(lambda layer, x: seen.append(explain(layer, x)))(layer, x)
+    assert seen == [explain(layer, x)]
+
+
+def test_a_model_of_real_size_is_explained_without_an_array():
+    before = {id(a) for a in jax.live_arrays()}
+    layer = nnx.eval_shape(
+        lambda: jmx.nnx.MoE(2880, 2880, 128, 4, activation=GPT_OSS, bias=True, layout="canonical", rngs=nnx.Rngs(0))
+    )
+    found = explain(layer, jax.ShapeDtypeStruct((1, 2880), jnp.bfloat16), device="h200")
+    assert {id(a) for a in jax.live_arrays()} <= before
+    assert replace(found.problem, gate_up_order="interleaved") == gpt_oss_120b(1)
+    assert found.environment == Environment.named("h200")
+
+
+def test_what_is_missing_or_not_known_is_an_error():
+    layer, x = small(), jnp.ones((5, 64))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        explain(layer)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weights_no'"):
+        explain(layer, x, weights_no="input")
+    with pytest.raises(ValueError, match=re.escape("`device` (='h9000') must be one of")):
+        explain(layer, x, device="h9000")
+    with pytest.raises(ValueError, match=re.escape("`backend` (='xlaa') must be one of ['xla'")):
+        explain(layer, x, backend="xlaa")
+
+
+# Requests
+
+
+def test_a_request_that_cannot_be_met_is_told_not_raised(monkeypatch):
+    monkeypatch.setattr(MODULE, "BACKENDS", (Never(), *BACKENDS))
+    x = jnp.ones((5, 64))
+    for found in (
+        explain(small(), x, backend="never"),
+        explain(small(backend="never"), x),
+        explain(gpt_oss_120b(1), backend="never", device="h200"),
+    ):
+        assert found.chosen is None
+        assert "wants [bold]tiles[/bold] of 7; ask elsewhere" in found.error
+        text = str(found)
+        assert "a call raises NoBackendError: backend 'never' was requested, but cannot run this" in text
+        assert "shape: wants [bold]tiles[/bold] of 7; ask elsewhere" in text
+        assert re.search(r"xla +│ can ", text)
+    with jmx.use_backend("never"):
+        assert explain(small(), x).chosen is None
+        assert explain(small(), x, backend="xla").chosen == "xla"
+
+
+def test_symbolic_tokens_are_told(rng):
+    (tokens,) = export.symbolic_shape("t")
+    found = explain(small(), jax.ShapeDtypeStruct((tokens, 64), jnp.float32))
+    assert found.chosen is None
+    assert found.trail[-1][2].reason is Reason.SYMBOLIC_TOKENS
+    assert (found.active_experts, found.bytes, found.flops, found.floor) == (None,) * 4
+    assert "bytes, flops and floor depend on the token count" in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["floor_us"] is None
+
+
+# Output
+
+
+def test_as_dict_is_json(monkeypatch):
+    monkeypatch.setattr(MODULE, "BACKENDS", (Never(), *BACKENDS))
+    found = explain(gpt_oss_120b(1), device="h200")
+    values = json.loads(json.dumps(found.as_dict()))
+    assert values["problem"]["activation"] == "SwiGLU(alpha=1.702, beta=1.0, limit=7.0)"
+    assert values["problem"]["num_tokens"] == 1
+    assert (values["device"], values["chosen"], values["error"]) == ("NVIDIA H200", "xla", None)
+    assert (values["bytes"], values["flops"]) == (found.bytes, found.flops)
+    assert (values["floor_us"], values["bound"]) == (found.floor.us, "memory")
+    never, xla = values["backends"]
+    assert never["rejection"] == {
+        "reason": "shape",
+        "detail": "wants [bold]tiles[/bold] of 7",
+        "remedy": "ask elsewhere",
+    }
+    assert (xla["name"], xla["chosen"], xla["rejection"]) == ("xla", True, None)
+
+
+def test_the_table_tells_what_where_who_and_how_fast_at_best():
+    text = str(explain(gpt_oss_120b(1), device="h200"))
+    assert text.startswith(
+        "1 token, top-4 of 128 experts, H=2880, I=2880, mxfp4 (canonical) x bfloat16 on NVIDIA H200\n"
+    )
+    assert re.search(r"│ xla +│ chosen │ reference in plain jnp", text)
+    assert text.endswith(
+        "4 of 128 experts used, 52.9 MB moved, 199 MFLOP: floor 11.0 us (memory, 4.8 TB/s by data sheet)"
+    )
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "\x1b" not in text
+    many = str(explain(gpt_oss_120b(8192), device="h200"))
+    assert "1.79 GB moved, 1.63 TFLOP: floor 1648.9 us (compute, 989 TFLOP/s by data sheet)" in many
