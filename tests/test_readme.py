@@ -1,0 +1,157 @@
+"""README.md and docs/: what is printed there runs, and what is named there exists."""
+
+import functools
+import importlib
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+
+import jmx
+from examples.gpt_oss import generate
+from jmx import cli
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+
+class Block(NamedTuple):
+    """Fenced code: its language, the file that the fence names or "", and its text."""
+
+    language: str
+    file: str
+    text: str
+
+
+FENCED = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    .*$", re.MULTILINE)
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in FENCED.findall(PAGES[page].read_text())]
+
+
+def prose(page: str) -> str:
+    return INDENTED.sub("", FENCED.sub("", PAGES[page].read_text()))
+
+
+def python(page: str) -> str:
+    """A page's Python, in order, but for what it calls files."""
+    return "\n".join(block.text for block in blocks(page) if (block.language, block.file) == ("python", ""))
+
+
+def run(*arguments: str | pathlib.Path, here: pathlib.Path = ROOT) -> str:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(here)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=here,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_readme_is_one_page_and_its_example_short():
+    assert len(PAGES["README.md"].read_text().splitlines()) <= 120
+    (example,) = [block for block in blocks("README.md") if block.language == "python"]
+    assert len(example.text.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python(page)])
+def test_python_runs_as_printed(page):
+    out = run("-c", python(page))
+    for expected in (block.text for block in blocks(page) if (block.language, block.file) == ("text", "output")):
+        assert expected.strip() in out
+
+
+def test_the_backend_that_the_docs_build_works(tmp_path):
+    shutil.copytree(ROOT / "jmx", tmp_path / "jmx", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    for block in blocks("adding_a_backend.md"):
+        file = tmp_path / block.file
+        if block.language == "diff":
+            lines = [line or " " for line in block.text.splitlines()]
+            before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != sign) for sign in "+-")
+            assert file.read_text().count(before) == 1
+            file.write_text(file.read_text().replace(before, after))
+        else:
+            assert not file.exists()
+            file.write_text(block.text)
+    tests = ["tests/test_dense.py", "tests/test_layouts.py"]
+    out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, here=tmp_path)
+    passed, skipped = (re.search(rf"(\d+) {outcome}", out) for outcome in ("passed", "skipped"))
+    assert passed is not None, out
+    assert int(passed[1]) > 40
+    assert skipped is None, out
+    listed = run("-m", "jmx.cli", "explain", "--hidden=64", "--intermediate=64", "--experts=8", "--top-k=2",
+                 "--layout=swapped", here=tmp_path)  # fmt: skip
+    assert re.search(r"dense\W+chosen", listed), listed
+
+
+def commands(start: str) -> list[list[str]]:
+    lines = re.findall(rf"^    {start} (.*)$", "".join(page.read_text() for page in PAGES.values()), re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_commands_are_ones_that_exist():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= {target for target, *_ in commands("make")} <= {*targets}
+    for arguments in (mine := commands("jmx")):
+        cli._parser().parse_args(arguments)
+    assert {"explain", "doctor", "convert", "bench"} <= {arguments[0] for arguments in mine}
+    for arguments in (mine := commands(r"python examples/gpt_oss/generate\.py")):
+        generate.parse_arguments(arguments)
+    assert len(mine) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)", prose(page))
+    for link in links:
+        assert link.startswith("https://") or (PAGES[page].parent / link).exists(), link
+    assert links or page != "README.md"
+
+
+def test_the_readme_links_to_every_page():
+    for page in PAGES.keys() - {"README.md"}:
+        assert f"(docs/{page})" in PAGES["README.md"].read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist_and_the_readmes_are_public(page):
+    for name in {*re.findall(r"\bjmx(?:\.[A-Za-z_]\w*)+", prose(page) + python(page))}:
+        parts = name.split(".")[1:]
+        if page == "README.md":
+            assert parts[0] in {*jmx.__all__, "nnx", "linen"}, name
+        assert functools.reduce(_member, parts, jmx) is not None, name
+
+
+def _member(owner: Any, name: str) -> Any:
+    if hasattr(owner, "__path__") and not hasattr(owner, name):
+        return importlib.import_module(f"{owner.__name__}.{name}")
+    return getattr(owner, name)
+
+
+def test_the_house_is_listed_file_by_file():
+    (listing,) = (block.text for block in blocks("concepts.md") if (block.language, block.file) == ("text", "house"))
+    listed, folders = [], []
+    for indent, name in re.findall(r"^( *)(\S+)", listing, re.MULTILINE):
+        folders = folders[: len(indent) // 2]
+        path = "".join(folders) + name
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            listed.append(path)
+    there = [path.relative_to(ROOT).as_posix() for path in (ROOT / "jmx").rglob("*.py")]
+    assert sorted(listed) == sorted(there)
