@@ -89,3 +89,15 @@ def power_of_two(scale_codes: Array) -> Array:
     code = scale_codes.astype(jnp.uint32)
     bits = jnp.maximum(code << 23, 1 << 22)  # code 0 is a subnormal of float32
     return lax.bitcast_convert_type(jnp.where(code == _SCALE_NAN, jnp.uint32(_F32_NAN), bits), jnp.float32)
+
+
+def scaled(x: Array, scale_codes: Array) -> Array:
+    """float32 x * 2^(code - 127), NaN for code 255, also where that power is a subnormal and the product is not."""
+
+    def by_halves(x: Array, scale_codes: Array) -> Array:
+        return x * power_of_two(jnp.maximum(scale_codes, 1)) * jnp.where(scale_codes == 0, 0.5, 1.0)
+
+    def at_once(x: Array, scale_codes: Array) -> Array:
+        return x * power_of_two(scale_codes)
+
+    return lax.platform_dependent(x, scale_codes, cuda=at_once, default=by_halves)

@@ -7,7 +7,8 @@ experts at hand. Either way work grows with the experts that tokens use, and mem
 Products: bfloat16 activations meet weights expanded to bfloat16; float32 and float16 ones meet float32 weights at
 `Precision.HIGHEST`; sums are float32. Between the two products the activation is rounded to x's dtype (float16 stays
 float32, which its range would not hold). A token's result does not depend on its neighbours: it is summed in the order
-of its slots (few) or of its experts' ids (many).
+of its slots (few) or of its experts' ids (many). Only a token that names one expert twice may find those two sums in
+either order on a GPU.
 """
 
 import dataclasses
@@ -215,6 +216,16 @@ def _in_turns(function: Callable[[Any], Array], turn: int, arrays: tuple[Array, 
     return out.reshape(-1, *out.shape[2:])[:n]
 
 
+def _add(total: Array, index: Array, rows: Array) -> Array:
+    """Adds rows (C, ...) at index (C, ...), one block after the other; indices past the end are dropped.
+
+    A block has a token once, but a turn may have it more often: in one scatter, the order of its sums would be any.
+    """
+    for i, row in zip(index, rows, strict=True):
+        total = total.at[i].add(row, mode="drop")
+    return total
+
+
 def _forward_many(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
     dtype = _compute_dtype(x)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
@@ -230,7 +241,7 @@ def _forward_many(computation: Computation, x: Array, routing: Routing, experts:
         out = chosen.product("down", a)
         if computation.weights_on == "output":
             out *= weight
-        return y.at[step.tokens].add(out, mode="drop")
+        return _add(y, step.tokens, out)
 
     return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
@@ -267,8 +278,9 @@ def backward(
     def accumulate(total: Array | None, step: _Step, rows: Array) -> Array | None:
         if total is None:
             return None
-        index = step.experts if experts.index is None else (experts.index, step.experts)
-        return total.at[index].add(rows.sum(axis=1))
+        layer = total if experts.index is None else total[experts.index]
+        layer = _add(layer, step.experts, rows.sum(axis=1))
+        return layer if experts.index is None else total.at[experts.index].set(layer)
 
     def body(step: _Step, sums: Gradients) -> Gradients:
         chosen = _Chosen(experts, step.experts, dtype)
@@ -293,7 +305,7 @@ def backward(
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)
             dout *= weight
         return Gradients(
-            sums.x.at[step.tokens].add(drows, mode="drop"),
+            _add(sums.x, step.tokens, drows),
             sums.weights.at[step.assignments].set(dweight, mode="drop", unique_indices=True),
             accumulate(sums.gate_up_bias, step, dh),
             accumulate(sums.down_bias, step, dout),

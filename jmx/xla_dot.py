@@ -49,13 +49,13 @@ def fused(a: Array, q: BlockScaled) -> Array:
     codes_per_word = 2 * q.values.dtype.itemsize
     block_words = q.values.shape[-1] // blocks
     values = q.values.reshape(count, _ROWS, rows // _ROWS, blocks, block_words)
-    scales = codes.power_of_two(q.scales).reshape(count, _ROWS, rows // _ROWS, blocks, 1)
+    scales = q.scales.reshape(count, _ROWS, rows // _ROWS, blocks, 1)
     a = a.astype(jnp.float32).reshape(count, 1, blocks, block_words, codes_per_word)
     a, unit = lax.optimization_barrier(a), codes.unit()  # converted once, not once a weight row
     sums = []
     for row in range(_ROWS):
         products = [codes.element(values[:, row], i, unit) * a[..., i] for i in range(codes_per_word)]
-        sums.append(sum(products[1:], products[0]) * scales[:, row])
+        sums.append(codes.scaled(sum(products[1:], products[0]), scales[:, row]))
     zeros = (jnp.float32(0),) * _ROWS
     totals = lax.reduce(tuple(sums), zeros, lambda x, y: tuple(i + j for i, j in zip(x, y, strict=True)), (2, 3))
     return jnp.stack(totals, axis=1).reshape(count, rows)
