@@ -240,6 +240,15 @@ class Experts:
                 f"gate_up_order={self.gate_up_order!r}"
             )
 
+    def check_one_layer(self) -> None:
+        """Raises ValueError if these are a stack of layers, or a layer of what is no stack."""
+        ndim = self.gate_up.values.ndim - (self.index is not None)
+        if ndim != layouts.get(self.layout).ndim:
+            values = f"`experts` (gate_up values of shape {self.gate_up.values.shape})"
+            if self.index is None:
+                raise ValueError(f"{values} must be those of one layer: pass `experts.layer(i)`, not the stack")
+            raise ValueError(f"{values} must be a stack of layers, since one was picked with `layer`")
+
     # Arrays by name, as modules and checkpoints hold them
 
     def arrays(self) -> dict[str, Array]:

@@ -54,7 +54,8 @@ class Blocks(NamedTuple):
 
 def max_blocks(num_assignments: int, num_experts: int, block_m: int) -> int:
     """The most blocks that any routing can need: a bound known while tracing."""
-    return min(num_assignments, num_experts + num_assignments // block_m)
+    whole = max(0, num_assignments - num_experts) // block_m  # each expert has one block that may not be full
+    return min(num_assignments, num_experts + whole)
 
 
 def cut(sizes: Array, num_assignments: int, block_m: int) -> Blocks:

@@ -126,5 +126,6 @@ def _check(x: Array, routing: Any, experts: Any, activation: Any, weights_on: st
     if isinstance(routing, Logits) and routing.values.shape[-1:] != (experts.num_experts,):
         raise ValueError(f"`values` (shape {routing.values.shape}) must be (..., {experts.num_experts}), one an expert")
     experts.check_activation(activation)
+    experts.check_one_layer()
     if weights_on not in WEIGHTS_ON:
         raise ValueError(f"`weights_on` (={weights_on!r}) must be one of {WEIGHTS_ON}")

@@ -1,5 +1,6 @@
 """The layer as a function: what it refuses, and how routing, backends and jit meet in it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -192,3 +193,13 @@ def test_a_symbolic_token_count_is_rejected_with_its_reason(inputs):
 
         with pytest.raises(NoBackendError, match="symbolic token count"):
             jax.export.export(jax.jit(call))(x, *leaves)
+
+
+def test_a_stack_of_layers_is_refused_by_name():
+    experts = jmx.Experts.random(jax.random.key(0), 3, 32, 64, gate_up_order="interleaved")
+    x, routing = jnp.ones((2, 32)), jmx.Routing(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)))
+    run = partial(jmx.moe, x, routing, activation=jmx.SwiGLU())
+    with pytest.raises(ValueError, match=r"`experts` .* must be those of one layer: pass `experts.layer\(i\)`"):
+        run(jmx.Experts.stack([experts, experts]))
+    with pytest.raises(ValueError, match="must be a stack of layers"):
+        run(experts.layer(0))
