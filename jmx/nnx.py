@@ -63,6 +63,15 @@ class MoE(nnx.Module):
         ValueError: arguments that do not fit each other, or that `experts` do not fit.
     """
 
+    gate_up_values: Quantized
+    gate_up_scales: Quantized
+    down_values: Quantized
+    down_scales: Quantized
+    gate_up_bias: nnx.Param
+    down_bias: nnx.Param
+    router: Any  # nnx.Linear, or None
+    correction_bias: Any  # CorrectionBias, or None
+
     def __init__(
         self,
         hidden_size: int,
