@@ -241,13 +241,12 @@ class Experts:
             )
 
     def check_one_layer(self) -> None:
-        """Raises ValueError if these are a stack of layers, or a layer of what is no stack."""
-        ndim = self.gate_up.values.ndim - (self.index is not None)
-        if ndim != layouts.get(self.layout).ndim:
-            values = f"`experts` (gate_up values of shape {self.gate_up.values.shape})"
-            if self.index is None:
-                raise ValueError(f"{values} must be those of one layer: pass `experts.layer(i)`, not the stack")
-            raise ValueError(f"{values} must be a stack of layers, since one was picked with `layer`")
+        """Raises ValueError if these are a stack of layers, of which none was picked."""
+        if self.index is None and len(self.canonical_shape()) != 3:
+            raise ValueError(
+                f"`experts` (gate_up of shape {self.canonical_shape()}) must be those of one layer: "
+                "pass `experts.layer(i)`, not the stack"
+            )
 
     # Arrays by name, as modules and checkpoints hold them
 

@@ -42,14 +42,12 @@ class Layout:
         forward: canonical (..., N, K) -> this layout's arrays.
         inverse: this layout's arrays -> canonical, bit for bit.
         take: (arrays, spec, index into the leading axes) -> packed bytes of the chosen experts, (*index.shape, N, K).
-        ndim: axes of one layer's values, experts first; a stack of layers has one more.
     """
 
     name: str
     forward: Callable[[BlockScaled, WeightSpec], BlockScaled]
     inverse: Callable[[BlockScaled, WeightSpec], BlockScaled]
     take: Callable[[BlockScaled, WeightSpec, Index], BlockScaled]
-    ndim: int = 3
 
 
 def _gather(q: BlockScaled, index: Index) -> BlockScaled:

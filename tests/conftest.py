@@ -39,6 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; jax runs on {jax.default_backend()} here"))
         if item.get_closest_marker("aot") and not CUDA_PLUGIN:
             item.add_marker(pytest.mark.skip(reason="needs the CUDA plugin of jax, which the `aot` extra installs"))
+        needed = max((marker.args[0] for marker in item.iter_markers("devices")), default=1)
+        if needed > jax.device_count():
+            reason = f"needs {needed} devices; there are {jax.device_count()}"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -82,9 +82,8 @@ def test_the_module_given_stays_as_it_is(tmp_path):
     assert not same(module.moe.experts, saved.moe.experts)
 
 
+@pytest.mark.devices(4)
 def test_restored_arrays_are_sharded_as_the_module(tmp_path):
-    if jax.device_count() < 4:
-        pytest.skip(f"needs 4 devices; there are {jax.device_count()}")
     orbax.save(tmp_path / "saved", Model("packed", 0))
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("expert"))

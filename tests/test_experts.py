@@ -260,6 +260,7 @@ def test_the_peak_of_a_donating_prepare_is_one_weight_more(rng, monkeypatch):
     assert held() <= before
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, "x")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_prepare_and_update_keep_the_sharding(rng, spec, kind):

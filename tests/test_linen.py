@@ -144,6 +144,7 @@ def test_partitioning_of_every_weight(x):
     }
 
 
+@pytest.mark.devices(4)
 def test_on_a_mesh_weights_are_placed_split(x):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     layer = make(axes={"expert": "x"})

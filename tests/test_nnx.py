@@ -464,6 +464,7 @@ def test_every_weight_has_partition_metadata():
     }
 
 
+@pytest.mark.devices(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_weights_are_placed_split(kind, layout, x):

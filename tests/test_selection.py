@@ -241,6 +241,7 @@ def test_problem_of_symbolic_dimensions():
         assert str(found).startswith("a symbolic number of tokens, top-2 of 8")
 
 
+@pytest.mark.devices(2)
 def test_problem_names_manual_mesh_axes():
     mesh, seen = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), []
 
@@ -257,6 +258,7 @@ def test_problem_names_manual_mesh_axes():
 # Environment
 
 
+@pytest.mark.devices(3)
 def test_the_default_device_is_probed_where_nothing_else_is_said(monkeypatch):
     seen = []
     monkeypatch.setattr(Environment, "of_device", classmethod(lambda cls, device: seen.append(device)))
@@ -270,6 +272,7 @@ def test_the_default_device_is_probed_where_nothing_else_is_said(monkeypatch):
     assert seen == [jax.devices()[0], jax.devices()[2], jax.devices()[2], jax.devices("cpu")[0]]
 
 
+@pytest.mark.devices(4)
 def test_committed_arguments_come_before_the_default_device(monkeypatch):
     seen = []
     monkeypatch.setattr(Environment, "of_device", classmethod(lambda cls, device: seen.append(device)))
@@ -289,6 +292,7 @@ def abstract_device():
         return jax.sharding.get_abstract_mesh().abstract_device
 
 
+@pytest.mark.devices(2)
 def test_the_mesh_comes_first():
     x = jnp.ones(3)
     with on_h200():
