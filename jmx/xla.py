@@ -146,11 +146,11 @@ def forward(computation: Computation, x: Array, routing: Routing, experts: Exper
     if routing.expert_ids.size == 0:
         return jnp.zeros_like(x)
     num_tokens, top_k = routing.expert_ids.shape
+    if num_tokens * top_k <= _TURN:
+        return _forward_few(computation, x, routing, experts)
     experts = _in_loop(experts)
     if not _few(num_tokens, top_k, experts.num_experts) or experts.layout != "packed":
         return _forward_many(computation, x, routing, experts)
-    if num_tokens * top_k <= _TURN:
-        return _forward_few(computation, x, routing, experts)
     return lax.platform_dependent(
         x,
         routing,

@@ -18,7 +18,7 @@ STEPS = [
     *(("backward views", tokens) for tokens in (1, 4096)),
     ("arrays", 1),
 ]
-ON_AN_H200 = [(form, tokens) for form in ("forward", "backward", "views") for tokens in (1, 64, 4096)]
+ON_AN_H200 = [(form, tokens) for form in ("forward", "backward", "views") for tokens in (1, 64, 4096)] + [("arrays", 1)]
 ON_AN_H200 = [step for step in ON_AN_H200 if step not in (("views", 4096), ("backward", 64))]  # each takes seconds
 
 
@@ -41,9 +41,10 @@ def test_memory_does_not_grow_with_experts(form, tokens):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("form", "tokens"), ON_AN_H200)
-def test_memory_does_not_grow_with_experts_on_an_h200(form, tokens):
-    layout = resolve_layout("auto", Environment.named("h200"))
+@pytest.mark.parametrize(
+    ("form", "tokens", "layout"), [*((*step, "packed") for step in ON_AN_H200), ("arrays", 1, "canonical")]
+)
+def test_memory_does_not_grow_with_experts_on_an_h200(form, tokens, layout):
     assert_memory_does_not_grow_with_experts(aot.compile_for_h200, form, tokens, layout)
 
 
