@@ -13,7 +13,9 @@ import safetensors
 import safetensors.numpy
 
 import jmx
+from jmx.backends import resolve_layout
 from jmx.checkpoint import CheckpointError, gpt_oss, shards
+from jmx.selection import Environment
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "gpt_oss" / "tiny"
@@ -214,7 +216,7 @@ def test_loaded_experts_compute_what_transformers_computes(layer):
 
 def test_load_resolves_layouts_and_names_bad_arguments():
     automatic = gpt_oss.load(TINY, 3)
-    assert automatic.layout == ("packed" if jax.default_backend() == "cpu" else "canonical")
+    assert automatic.layout == resolve_layout("auto", Environment.probe())
     canonical = gpt_oss.load(TINY, 3, layout="canonical")
     assert canonical.gate_up.values.dtype == jnp.float4_e2m1fn
     assert same_tensors(canonical.prepare("packed").arrays(), gpt_oss.load(TINY, 3, layout="packed").arrays())

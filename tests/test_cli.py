@@ -119,7 +119,7 @@ def test_explain_of_flags(jmx):
 def test_explain_takes_the_devices_own_layout_and_prints_a_table(jmx):
     code, out, _ = jmx("explain", *SIZES, "--device", "h200", "--activation", "gelu:approximate=true")
     assert code == 0
-    assert "mxfp4 (canonical) x bfloat16 on NVIDIA H200" in out
+    assert "mxfp4 (packed) x bfloat16 on NVIDIA H200" in out
     assert "chosen" in out
 
 

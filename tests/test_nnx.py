@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmx
 import jmx.nnx
+from jmx.backends import resolve_layout
 from jmx.nnx import CorrectionBias, MoE, Quantized
 
 H, I, E, K = 64, 96, 8, 2  # noqa: E741
@@ -402,7 +403,7 @@ def test_a_float_moe_becomes_a_quantised_one(x, rng):
 
 
 def test_layout_auto_is_the_platforms_own():
-    assert make().experts.layout == ("packed" if jax.default_backend() == "cpu" else "canonical")
+    assert make().experts.layout == resolve_layout("auto", jmx.Environment.probe())
 
 
 @pytest.mark.parametrize(
