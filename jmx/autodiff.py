@@ -109,13 +109,14 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
 def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:
     def flat(array: Array, batched: bool) -> Array:
         array = array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
-        return array.reshape(-1, *array.shape[2:])
+        return array.reshape(axis_size * array.shape[1], *array.shape[2:])
 
     x, routing, experts, *more = arguments
+    num_tokens = x.shape[1 if in_batched[0] else 0]
     by_token = (x, routing, more)
     x, routing, more = jax.tree.map(flat, by_token, (in_batched[0], in_batched[1], list(in_batched[3:])))
     out = call(x, routing, experts, *more)
-    return jax.tree.map(lambda array: array.reshape(axis_size, -1, *array.shape[1:]), out)
+    return jax.tree.map(lambda array: array.reshape(axis_size, num_tokens, *array.shape[1:]), out)
 
 
 def _one_by_one(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:

@@ -13,6 +13,7 @@ from jmx import formats
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
+from jmx.layer import check_arguments
 from jmx.routing import Logits, Routing
 from jmx.selection import Environment, NoBackendError, Problem, Rejection, select
 
@@ -165,10 +166,11 @@ def explain_problem(
     environment = environment if environment is not None else Environment.probe()
     chosen = error = None
     try:
-        chosen = select(problem, environment, backend, BACKENDS).backend.name
+        selection = select(problem, environment, backend, BACKENDS)
+        chosen, answers = selection.backend.name, dict(selection.trail)
     except NoBackendError as e:
-        error = str(e)
-    trail = tuple((b.name, b.summary, b.supports(problem, environment)) for b in BACKENDS)
+        error, answers = str(e), dict(e.trail)
+    trail = tuple((b.name, b.summary, answers[b.name]) for b in BACKENDS)
     if problem.num_tokens is None:
         return Explanation(problem, environment, chosen, trail, error, None, None, None, None)
     active, operations = active_experts(problem), flops(problem)
@@ -194,7 +196,7 @@ def explain(subject: Any, *arguments: Any, device: str | None = None, **options:
         backend: requested instead of the layer's own. Where it cannot run, the explanation's `error` says so.
 
     Raises:
-        ValueError: `device` or `backend` has no such name.
+        ValueError: `device` or `backend` has no such name, or a call would refuse these arguments.
     """
     environment = None if device is None else Environment.named(device)
     if isinstance(subject, Problem):
@@ -218,6 +220,7 @@ def _explain_arrays(
     weights_on: str = "output",
     backend: str | None = None,
 ) -> Explanation:
+    check_arguments(x, routing, experts, activation, weights_on)
     top_k = routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
     problem = Problem.of(x, top_k, experts, activation, weights_on)
     return explain_problem(problem, environment or Environment.probe(x, routing, experts), backend)

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmx import autodiff
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
-from jmx.routing import NOWHERE, Logits, Routing, route, validate
+from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
 from jmx.selection import WEIGHTS_ON, Computation, Environment, Problem, select
 
 Array = Any
@@ -50,7 +49,7 @@ def moe(
         ValueError, TypeError: arguments that do not fit each other.
         NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
     """
-    _check(x, routing, experts, activation, weights_on)
+    check_arguments(x, routing, experts, activation, weights_on)
     environment = Environment.probe(x, routing, experts)
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
@@ -97,20 +96,11 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
     if isinstance(routing, Logits):
         return route(dataclasses.replace(routing, values=flat[0]), mask)
     validate(Routing(*flat), num_tokens)
-    ids, weights = _as_int32(flat[0]), flat[1]
+    ids, weights = as_int32(flat[0]), flat[1]
     return Routing(ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE), weights)
 
 
-def _as_int32(ids: Array) -> Array:
-    """Expert ids as int32; those that int32 cannot hold, which jax would wrap around, are `NOWHERE`."""
-    if ids.dtype.itemsize < 4 or ids.dtype == jnp.int32:
-        return ids.astype(jnp.int32)
-    xp = np if isinstance(ids, np.ndarray) else jnp  # jnp narrows 64 bits before it compares
-    inside = (ids >= 0) & (ids <= jnp.iinfo(jnp.int32).max)
-    return xp.where(inside, ids.astype(jnp.int32), NOWHERE)
-
-
-def _check(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
+def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
     kinds = (
         ("routing", routing, Routing | Logits),
         ("experts", experts, Experts),
@@ -121,8 +111,8 @@ def _check(x: Array, routing: Any, experts: Any, activation: Any, weights_on: st
             raise TypeError(f"`{name}` (a {type(value).__name__}) must be a {getattr(kind, '__name__', kind)}")
     if x.ndim < 1 or x.shape[-1] != experts.hidden_size:
         raise ValueError(f"`x` (of shape {x.shape}) must be (..., {experts.hidden_size}), the experts' hidden size")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"`x` (dtype {x.dtype}) must be floating")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise TypeError(f"`x` (dtype {x.dtype}) must be floating, of a width that jax keeps as it is")
     if isinstance(routing, Logits) and routing.values.shape[-1:] != (experts.num_experts,):
         raise ValueError(f"`values` (shape {routing.values.shape}) must be (..., {experts.num_experts}), one an expert")
     experts.check_activation(activation)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Array = Any  # a jax.Array, a numpy array, or a tracer
@@ -171,7 +172,7 @@ class Custom(Method):
         validate(Routing(ids, weights), logits.shape[0])
         if ids.shape[1] != self.top_k:
             raise ValueError(f"`expert_ids` (shape {ids.shape}) must have `top_k` (={self.top_k}) slots a token")
-        return ids.astype(jnp.int32), weights.astype(jnp.float32)
+        return as_int32(ids), weights.astype(jnp.float32)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "correction_bias"], meta_fields=["method"])
@@ -254,9 +255,18 @@ def validate(routing: Routing, num_tokens: int) -> None:
 
 def token_counts(routing: Routing, num_experts: int) -> jax.Array:
     """How many slots of `routing` go to each expert: (E,) int32. Ids outside 0..E-1 count nowhere."""
-    ids = jnp.asarray(routing.expert_ids, jnp.int32).reshape(-1)
+    ids = jnp.asarray(as_int32(routing.expert_ids)).reshape(-1)
     ids = jnp.where(ids < 0, num_experts, ids)  # a negative index would count from the end
     return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def as_int32(ids: Array) -> Array:
+    """Expert ids as int32; those that int32 cannot hold, which jax would wrap around, are `NOWHERE`."""
+    if ids.dtype.itemsize < 4 or ids.dtype == jnp.int32:
+        return ids.astype(jnp.int32)
+    xp = np if isinstance(ids, np.ndarray) else jnp  # jnp narrows 64 bits before it compares
+    inside = (ids >= 0) & (ids <= jnp.iinfo(jnp.int32).max)
+    return xp.where(inside, ids.astype(jnp.int32), NOWHERE)
 
 
 def _check_factor(factor: float) -> None:

@@ -271,7 +271,14 @@ class Selection:
 
 
 class NoBackendError(ValueError):
-    """No backend runs the problem, or the one requested does not. Tells each backend's reason and remedy."""
+    """No backend runs the problem, or the one requested does not. Tells each backend's reason and remedy.
+
+    `trail`: as that of a `Selection`.
+    """
+
+    def __init__(self, message: str, trail: tuple[tuple[str, Rejection | None], ...]):
+        super().__init__(message)
+        self.trail = trail
 
 
 # Keyed into jit's cache: changing it retraces.
@@ -311,4 +318,4 @@ def select(problem: Problem, environment: Environment, request: str | None, back
             return Selection(problem, environment, request, backend, trail)
     fault = "no backend can run this" if request is None else f"backend {request!r} was requested, but cannot run this"
     told = [f"  {name}: {'can run' if rejection is None else rejection}" for name, rejection in trail]
-    raise NoBackendError("\n".join([fault, f"  {problem} on {environment.device_kind}", *told]))
+    raise NoBackendError("\n".join([fault, f"  {problem} on {environment.device_kind}", *told]), trail)

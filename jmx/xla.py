@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import activations, grouping, xla_dot
+from jmx import activations, formats, grouping, xla_dot
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
@@ -49,6 +49,8 @@ class Xla:
             )
         if problem.dtype not in DTYPES:
             return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
+        if problem.format != formats.MXFP4.name:
+            return Rejection(Reason.FORMAT, f"weights in {problem.format}", f"quantise to {formats.MXFP4.name}")
         if problem.input_format is not None:
             return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", "leave inputs in x's dtype")
         return None

@@ -383,3 +383,10 @@ def test_the_reference_knows_what_it_clamps(rng):
     h = 8 * rng.standard_normal(2 * case.intermediate)
     ours = activations.apply(case.activation, jnp.asarray(h, jnp.float32), case.order)
     np.testing.assert_allclose(ours, activated(case, h), rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_an_empty_batch(rng):
+    experts = jmx.Experts.random(jax.random.key(0), 3, 32, 64, gate_up_order="interleaved")
+    routing = jmx.Routing(jnp.zeros((0, 5, 2), jnp.int32), jnp.ones((0, 5, 2)))
+    y = jax.vmap(lambda x, r: jmx.moe(x, r, experts, activation=jmx.SwiGLU()))(jnp.ones((0, 5, 32)), routing)
+    assert y.shape == (0, 5, 32)

@@ -216,3 +216,12 @@ def test_the_table_tells_what_where_who_and_how_fast_at_best():
     assert "\x1b" not in text
     many = str(explain(gpt_oss_120b(8192), device="h200"))
     assert "1.79 GB moved, 1.63 TFLOP: floor 1648.9 us (compute, 989 TFLOP/s by data sheet)" in many
+
+
+def test_arguments_that_a_call_refuses_are_refused():
+    experts = jmx.Experts.random(jax.random.key(0), 4, 64, 96, gate_up_order="interleaved")
+    routing = jmx.Logits(jnp.ones((3, 4)), jmx.TopKSoftmax(2))
+    with pytest.raises(ValueError, match="`x`"):
+        jmx.explain(jnp.ones((3, 100)), routing, experts, activation=jmx.SwiGLU())
+    with pytest.raises(ValueError, match="`activation`"):
+        jmx.explain(jnp.ones((3, 64)), routing, experts, activation=jmx.ReLU())

@@ -201,3 +201,9 @@ def test_a_stack_of_layers_is_refused_by_name():
     run = partial(jmx.moe, x, routing, activation=jmx.SwiGLU())
     with pytest.raises(ValueError, match=r"`experts` .* must be those of one layer: pass `experts.layer\(i\)`"):
         run(jmx.Experts.stack([experts, experts]))
+
+
+def test_an_x_that_jax_would_narrow_is_refused(inputs):
+    x, routing, experts = inputs
+    with pytest.raises(TypeError, match=r"`x` \(dtype float64\)"):
+        jmx.moe(x.astype(np.float64), routing, experts, activation=CASE.activation)

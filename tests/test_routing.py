@@ -345,3 +345,8 @@ def test_validate_refuses_what_is_not_a_routing(ids, weights, error, message):
     validate(Routing(np.ones((3, 2), np.int32), X[:, :2]), 3)
     with pytest.raises(error, match=message):
         validate(Routing(ids, weights), 3)
+
+
+def test_ids_that_int32_cannot_hold_count_nowhere():
+    routing = Routing(np.array([[2**32, 1], [2**32 + 1, -(2**33)]]), np.ones((2, 2), np.float32))
+    np.testing.assert_array_equal(token_counts(routing, 4), [0, 1, 0, 0])
