@@ -125,6 +125,7 @@ ENTRY = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
         ({"x": ENTRY}, b"abcd", 20, "the header must be JSON"),
         (b"{nonsense", b"", None, "the header must be JSON"),
         (b"\xff\xfe{}", b"", None, "the header must be JSON"),
+        (b'{"x": ' + b"1" * 5000 + b"}", b"", None, "the header must be JSON: Exceeds the limit"),
         (b"[1]", b"", None, "the header must be a JSON object, not list"),
         (b'{"x": {}, "x": {}}', b"", None, r"must name each key once, but names \['x'\] again"),
         ({"x": {"dtype": "U8"}}, b"", None, "entry of tensor 'x' must have dtype, shape and data_offsets"),

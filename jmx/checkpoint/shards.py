@@ -111,7 +111,9 @@ def parse_json(file: Path, raw: bytes, what: str) -> Any:
 
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of more digits than int() reads
         raise CheckpointError(file, f"{what} must be JSON: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """What a gpt-oss config.json says, in any of its spellings, and what it leaves out."""
 
 import dataclasses
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,11 +231,11 @@ def _check_kind(file: Path, key: str, kind: str, value: Any) -> Any:
     """`value` as the dataclass declares it: a whole number where an int is wanted, no bool for a number."""
     if kind == "bool":
         fits = isinstance(value, bool)
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    elif isinstance(value, bool) or not isinstance(value, int | float):
         fits = False
     elif kind == "float":
-        value = float(value)
-        fits = value > 0
+        fits = 0 < value <= sys.float_info.max  # float() raises for a whole number above it
+        value = float(value) if fits else value
     else:
         fits = isinstance(value, int) and value >= 0
     if not fits:
