@@ -15,6 +15,7 @@ import safetensors.numpy
 import jmx
 from jmx.backends import resolve_layout
 from jmx.checkpoint import CheckpointError, gpt_oss, shards
+from jmx.checkpoint.gpt_oss import forms
 from jmx.selection import Environment
 
 ROOT = Path(__file__).parents[1]
@@ -271,6 +272,23 @@ def test_tensors_that_the_config_does_not_call_for_are_refused(single, hf):
     safetensors.numpy.save_file(hf | {"model.layers.4.sinks": np.ones(4)}, single / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'model\.layers\.4\.sinks' is not one that"):
         gpt_oss.Reader(single)
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+def test_layers_without_tensors_are_refused_before_tables_of_them_are_made(single, tmp_path, form, monkeypatch):
+    if form == "orbax":
+        gpt_oss.convert(single, tmp_path / "orbax", "orbax")
+    path = {"hf": single, "orbax": tmp_path / "orbax"}[form]
+    config = json.loads((path / "config.json").read_text())
+    layers = {"num_hidden_layers": 1_000_000, "layer_types": None}
+    (path / "config.json").write_text(json.dumps(config | layers))
+    named = []
+    layer_name = forms.layer_name
+    monkeypatch.setattr(forms, "layer_name", lambda *args: named.append(args) or layer_name(*args))
+    message = {"hf": r"`num_hidden_layers` \(=1000000\) must fit", "orbax": r"layers/4: must be an Orbax checkpoint"}
+    with pytest.raises(CheckpointError, match=message[form]):
+        gpt_oss.Reader(path)
+    assert len(named) < 10
 
 
 def test_other_models_are_refused(single):

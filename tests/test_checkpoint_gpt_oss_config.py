@@ -174,6 +174,10 @@ def test_rope_entries_that_leave_truncate_out_mean_what_transformers_takes_them_
         (HF | {"hidden_size": 2870}, "`hidden_size` (=2870) must be a multiple of 32 for MXFP4"),
         (HF | {"intermediate_size": 100}, "`intermediate_size` (=100) must be a multiple of 32 for MXFP4"),
         (HF | {"num_hidden_layers": 0, "layer_types": []}, "`num_hidden_layers` (=0) must be at least 1"),
+        (
+            HF | {"num_hidden_layers": 10**12, "layer_types": None},
+            "`num_hidden_layers` (=1000000000000) must be at most",
+        ),
         (HF | {"rms_norm_eps": -1.0}, "`rms_norm_eps` (=-1.0) must be a positive number"),
         (HF | {"rms_norm_eps": float("nan")}, "`rms_norm_eps` (=nan) must be a positive number"),
         (HF | {"attention_bias": 1}, "`attention_bias` (=1) must be true or false"),

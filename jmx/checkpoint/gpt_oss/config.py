@@ -13,6 +13,7 @@ from jmx.formats import MXFP4
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+MOST_LAYERS = 1 << 20  # no limit of a model: a number beyond is garbled, and a table of its layers fills the memory
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -205,6 +206,10 @@ def parse_config(file: Path, entries: Mapping[str, Any], eos_token_ids: tuple[in
     if any(key.startswith("rope.") for key in entries):
         entries = {**ROPE_DEFAULTS, **entries}
     fields = {name: _field(file, name, entries) for name in SPELLINGS}
+    if fields["num_hidden_layers"] > MOST_LAYERS:
+        raise CheckpointError(
+            file, f"`num_hidden_layers` (={fields['num_hidden_layers']}) must be at most {MOST_LAYERS}"
+        )
     fields["layer_types"] = _layer_types(file, entries.get("layer_types"), fields["num_hidden_layers"])
     fields["eos_token_ids"] = tuple(dict.fromkeys(eos_token_ids))
     config = Config(**fields)

@@ -212,6 +212,15 @@ def detect(directory: Path, found: Mapping[str, Tensor]) -> Form:
     raise CheckpointError(directory, f"must hold a tensor {names}, but holds {len(found)} others")
 
 
+def check_layers(directory: Path, found: Mapping[str, Tensor], config: Config) -> None:
+    """CheckpointError if `config` has more layers than `found` has tensors: tables a layer must not fill the memory."""
+    if config.num_hidden_layers > len(found):
+        raise CheckpointError(
+            directory,
+            f"`num_hidden_layers` (={config.num_hidden_layers}) must fit the tensors, of which there are {len(found)}",
+        )
+
+
 def check(directory: Path, found: Mapping[str, Tensor], expected: list[FileTensor]) -> None:
     """CheckpointError unless `found` has every expected tensor in its shape and dtype, and no other."""
     for tensor in expected:

@@ -5,7 +5,7 @@ of which plain Orbax reads: a flat dict by neutral names, experts in canonical d
 that it can be written with one layer in memory.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from jmx.checkpoint.gpt_oss.forms import Shape
 from jmx.formats import MXFP4, BlockScaled
 
 ORBAX = "orbax"
+TOP = "top"  # the Orbax checkpoint of the tensors outside layers
 
 
 class Source(Protocol):
@@ -42,7 +43,7 @@ class Source(Protocol):
 
 def open_source(directory: Path, config: Config) -> Source:
     """The source in `directory`. CheckpointError unless it holds every tensor that `config` calls for, and no other."""
-    return Orbax(directory, config) if orbax_places(directory, config)[0].exists() else Safetensors(directory, config)
+    return Orbax(directory, config) if (directory / TOP).exists() else Safetensors(directory, config)
 
 
 class Safetensors:
@@ -51,6 +52,7 @@ class Safetensors:
     def __init__(self, directory: Path, config: Config):
         found = shards.read_headers(directory)
         form = forms.detect(directory, found)
+        forms.check_layers(directory, found, config)
         expected = forms.file_tensors(form, config)
         forms.check(directory, found, expected)
         self.form = form.name
@@ -103,19 +105,12 @@ class Orbax:
         return self._places[name]
 
 
-def orbax_places(directory: Path, config: Config) -> list[Path]:
-    """The directories of the Orbax checkpoints: that of the tensors outside layers, then one a layer."""
-    return [directory / "top", *(directory / "layers" / str(layer) for layer in range(config.num_hidden_layers))]
-
-
-def orbax_groups(directory: Path, config: Config) -> list[tuple[Path, str, Mapping[str, Shape]]]:
+def orbax_groups(directory: Path, config: Config) -> Iterator[tuple[Path, str, Mapping[str, Shape]]]:
     """Place of each Orbax checkpoint, the prefix of its tensors' names in the model, and their neutral shapes."""
-    top, *layers = orbax_places(directory, config)
+    yield directory / TOP, "", forms.top_shapes(config)
     shapes = forms.layer_shapes(config)
-    return [
-        (top, "", forms.top_shapes(config)),
-        *((place, forms.layer_name(i, ""), shapes) for i, place in enumerate(layers)),
-    ]
+    for layer in range(config.num_hidden_layers):
+        yield directory / "layers" / str(layer), forms.layer_name(layer, ""), shapes
 
 
 def _canonical(name: str, shape: Shape, dtype: str) -> jax.ShapeDtypeStruct:
