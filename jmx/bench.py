@@ -94,6 +94,7 @@ RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the 
 # bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference; what lies above this is another function.
 TOLERANCE = 3e-2
 _CHECKED_TOKENS = 64
+_SEED_BITS = 32  # jax.random.key drops those above without a word, unless jax computes in 64 bits
 
 
 def run(
@@ -118,14 +119,14 @@ def run(
         backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all of them.
         layers: different layers in one call; fewer where the device's memory holds fewer.
         repeats: samples of which a time is the median.
-        seed: of weights, tokens and logits; None draws a new one, which the report names.
+        seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
         progress: called with a line for every limit and every row, as they come.
 
     Raises:
-        ValueError: an unknown name, or a number below 1. Nothing has been measured then.
+        ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured then.
     """
-    check_arguments(model, tokens, routing, backends, layers, repeats)
-    seed = secrets.randbits(32) if seed is None else seed
+    check_arguments(model, tokens, routing, backends, layers, repeats, seed)
+    seed = secrets.randbits(_SEED_BITS) if seed is None else seed
     shape = MODELS[model]
     if routing == "top1":
         shape = dataclasses.replace(shape, method=dataclasses.replace(shape.method, top_k=1))
@@ -158,7 +159,13 @@ def contestants() -> list[str]:
 
 
 def check_arguments(
-    model: str, tokens: Sequence[int], routing: str, backends: Sequence[str] | None, layers: int, repeats: int
+    model: str,
+    tokens: Sequence[int],
+    routing: str,
+    backends: Sequence[str] | None,
+    layers: int,
+    repeats: int,
+    seed: int | None,
 ) -> None:
     """Raises ValueError, naming the argument of `run`, its value and the rule."""
     named = [("model", model, [*MODELS]), ("routing", routing, [*ROUTINGS])]
@@ -170,6 +177,8 @@ def check_arguments(
     for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:
         if value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1")
+    if seed is not None and not 0 <= seed < 1 << _SEED_BITS:
+        raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << _SEED_BITS) - 1}")
 
 
 def describe_machine(device: Device) -> dict[str, Any]:

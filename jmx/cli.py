@@ -278,6 +278,11 @@ def _activation(text: str) -> "Activation":
             raise ValueError(
                 f"`--activation` (={text!r}): {key} (={value!r}) must be a number, true or false"
             ) from None
+    for field in dataclasses.fields(kinds[name]):
+        value = parameters.get(field.name)
+        if field.name in parameters and (field.type is bool) != isinstance(value, bool):
+            wanted = "true or false" if field.type is bool else "a number"
+            raise ValueError(f"`--activation` (={text!r}): {field.name} (={value!r}) must be {wanted}")
     try:
         return kinds[name](**parameters)
     except TypeError:

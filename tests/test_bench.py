@@ -112,6 +112,8 @@ def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(ti
         ({"tokens": [1, 0]}, "`tokens` (=0) must be at least 1"),
         ({"tokens": []}, "`tokens` must name"),
         ({"layers": 0}, "`layers` (=0) must be at least 1"),
+        ({"seed": 1 << 32}, "`seed` (=4294967296) must be in 0..4294967295"),
+        ({"seed": -1}, "`seed` (=-1) must be in 0..4294967295"),
         ({"repeats": -1}, "`repeats` (=-1) must be at least 1"),
     ],
 )
