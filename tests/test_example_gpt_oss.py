@@ -239,6 +239,13 @@ def test_prompts_that_cannot_be_read_are_refused(runner: Runner, prompts: list[l
         runner.prefill(prompts)
 
 
+def test_tokens_that_are_not_one_a_row_are_refused(small: Runner) -> None:
+    _, cache = small.prefill([[1, 2], [3]])
+    for shape in ((1,), (3,), (2, 1)):
+        with pytest.raises(ValueError, match=r"`tokens` \(shape .*\) must have shape \(2,\)"):
+            small.decode(jnp.ones(shape, jnp.int32), cache)
+
+
 def test_a_cache_without_room_is_refused(small: Runner) -> None:
     with pytest.raises(ValueError, match=r"`cache` \(1 rows of 16\) must have 1 rows of at least 32"):
         small.prefill([PROMPTS[0][:20]], cache=Cache.empty(small.model.config, 1, 16, jnp.float32))
@@ -353,12 +360,34 @@ def test_sampling_draws_in_proportion(rng: np.random.Generator) -> None:
     assert (np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 1)) != drawn).any()
 
 
+def test_seeds_of_32_bits_are_drawn_by_and_all_differ(rng: np.random.Generator) -> None:
+    logits = jnp.asarray(rng.standard_normal((50, 100)), jnp.float32)
+    seeds = (0, 2**31 - 1, 2**31, 2**32 - 1)
+    assert len({np.asarray(Sampler(1.0, seed=seed)(logits, 0)).tobytes() for seed in seeds}) == len(seeds)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+@pytest.mark.parametrize("temperature", [1e-50, 1e-38, 1e-20])
+def test_a_tiny_temperature_takes_the_largest(temperature: float, top_p: float, rng: np.random.Generator) -> None:
+    logits = jnp.asarray(rng.standard_normal((20, 50)) * 10, jnp.float32)
+    drawn = Sampler(temperature, top_p)(logits, 0)
+    assert (np.asarray(drawn) == np.asarray(logits).argmax(-1)).all()
+
+
 def test_greedy_takes_the_first_largest() -> None:
     assert np.asarray(Sampler()(jnp.array([[1.0, 3, 3], [5, 0, 5]]), 0)).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("temperature", -0.1), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1)]
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("seed", -1),
+        ("seed", 2**32),
+    ],
 )
 def test_sampling_parameters_out_of_range_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"`{name}` \\(={value}\\)"):
@@ -454,10 +483,17 @@ def without_tokenizer(folder: Path) -> list[str]:
     return ["--checkpoint", str(folder)]
 
 
+def with_broken_tokenizer(folder: Path) -> list[str]:
+    (folder / "tokenizer.json").write_text('{"model": 3}')
+    return without_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (lambda folder: ["--checkpoint", str(folder / "none")], "none"),
+        (with_broken_tokenizer, "tokenizer.json: must be a file of the tokenizers package"),
+        (lambda folder: ["--seed", "99999999999999999999"], "`seed` (=99999999999999999999) must be in"),
         (lambda folder: [*without_tokenizer(folder), "--prompt", "a"], "tokenizer.json is missing"),
         (lambda folder: [*without_tokenizer(folder), "--prompt-ids", "1"], "model-00001-of-00002.safetensors"),
         (lambda folder: ["--prompt-ids", "1,400"], "has the id 400, which must be in 0..319"),
@@ -478,6 +514,22 @@ def test_the_command_tells_in_one_line_what_cannot_be(
     assert message in err
     assert len(err.splitlines()) == 1
     assert not out
+
+
+@pytest.mark.parametrize(
+    "error", [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile loading"), MemoryError()]
+)
+def test_the_command_tells_in_one_line_what_the_machine_cannot_do(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("examples.gpt_oss.generate.make_model", fail)
+    assert main([]) == 1
+    _, err = capsys.readouterr()
+    assert err.startswith("generate.py: error: " + (str(error).split("\n")[0] or "MemoryError"))
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def _size(size: int | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit status: 0, 2 for what cannot be done as asked, 130 when interrupted."""
+    """Runs the command. Returns its exit status: 0, 1 if the machine cannot, 2 for bad input, 130 when interrupted."""
     options = parse_arguments(arguments)
     console = Console(file=sys.stderr if options.json else sys.stdout)
     try:
@@ -196,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, CheckpointError, OSError, jmx.NoBackendError) as error:
         print(f"generate.py: error: {error}", file=sys.stderr)
         return 2
+    except (RuntimeError, MemoryError) as error:  # of the device too, such as memory that runs out
+        print(f"generate.py: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     if options.json:

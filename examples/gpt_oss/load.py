@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.gpt_oss.model import Block, GptOss
+from examples.gpt_oss.sampling import check_seed
 from jmx.backends import resolve_layout
 from jmx.checkpoint.gpt_oss import Config, Reader
 from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_shapes, top_shapes
@@ -62,10 +63,14 @@ class Source(Protocol):
 
 
 class RandomSource:
-    """Random weights of the shapes that `config` says, made on the device: codes and scales are drawn directly."""
+    """Random weights of the shapes that `config` says, made on the device: codes and scales are drawn directly.
+
+    ValueError for a `seed` outside 0..2^32 - 1.
+    """
 
     def __init__(self, config: Config, seed: int = 0):
         self.config = config
+        check_seed(seed)
         self._key = jax.random.key(seed)
 
     def top(self) -> dict[str, jax.Array]:

@@ -86,7 +86,14 @@ class Runner:
         """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; gives up the old one.
 
         A full cache grows into the next bucket. Nothing waits for the device.
+
+        Raises:
+            ValueError: tokens that are not one a row of the cache.
         """
+        if tokens.shape != (cache.batch,):
+            raise ValueError(
+                f"`tokens` (shape {tokens.shape}) must have shape ({cache.batch},), one a row of the cache"
+            )
         cache = cache.reserve(cache.longest + 1)
         logits, layers, lengths = self._decode(self._weights, cache.layers, cache.lengths, tokens)
         return logits, Cache(layers, lengths, cache.longest + 1)

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Sampler:
         temperature: divides the logits; 0 takes the largest logit, the lowest id among equals.
         top_p: in (0, 1]; keeps the most probable tokens up to the first at which their sum reaches it (nucleus
             sampling, Holtzman et al., 2019).
-        seed: the same seed, step and logits give the same token.
+        seed: in 0..2^32 - 1; the same seed, step and logits give the same token.
 
     Raises:
         ValueError: a parameter outside its range.
@@ -30,12 +31,19 @@ class Sampler:
             raise ValueError(f"`temperature` (={self.temperature}) must be at least 0, and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` (={self.top_p}) must be above 0 and at most 1")
+        check_seed(self.seed)
 
     def __call__(self, logits: jax.Array, step: int) -> jax.Array:
         """Logits (B, vocab_size) -> int32 (B,). `step` counts the tokens drawn so far."""
         if self.temperature == 0:
             return _largest(logits)
-        return _draw(logits, self.temperature, self.top_p, self.seed, step, self.top_p < 1)
+        return _draw(logits, self.temperature, self.top_p, np.uint32(self.seed), step, self.top_p < 1)
+
+
+def check_seed(seed: int) -> None:
+    """ValueError for a seed that `jax.random.key` would cut to its low 32 bits, and so give another one's numbers."""
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << 32) - 1}")
 
 
 @jax.jit
@@ -47,7 +55,8 @@ def _largest(logits: jax.Array) -> jax.Array:
 def _draw(
     logits: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array, step: jax.Array, cut: bool
 ) -> jax.Array:
-    logits = logits / temperature
+    logits -= jnp.max(logits, axis=-1, keepdims=True)
+    logits = jnp.where(logits == 0, 0, logits / temperature)  # a temperature too small for float32 is 0 here
     if cut:
         descending = -jnp.sort(-logits, axis=-1)
         probabilities = jax.nn.softmax(descending, axis=-1)

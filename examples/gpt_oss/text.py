@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jmx.checkpoint.gpt_oss import CheckpointError
+
 
 def read_tokenizer(directory: Path) -> Any:
     """The `tokenizers.Tokenizer` of a checkpoint; the original form has its file in the folder above.
@@ -11,6 +13,7 @@ def read_tokenizer(directory: Path) -> Any:
     Raises:
         FileNotFoundError: there is no tokenizer.json.
         ImportError: the tokenizers package is not installed.
+        CheckpointError: the file cannot be read, or is not a tokenizer's.
     """
     places = [directory, directory.parent] if directory.name == "original" else [directory]
     file = next((place / "tokenizer.json" for place in places if (place / "tokenizer.json").exists()), None)
@@ -20,7 +23,10 @@ def read_tokenizer(directory: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError("a text prompt needs the tokenizers package: pip install 'jmx[hf]'") from error
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises plain Exceptions
+        raise CheckpointError(file, f"must be a file of the tokenizers package: {error}") from error
 
 
 @dataclass
