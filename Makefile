@@ -29,7 +29,7 @@ demo: $(VENV)/installed-hf$(extra)
 	$(bin)/python examples/gpt_oss/generate.py $(ARGS)
 
 test: $(VENV)/installed-test$(extra)
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest $(or $(ARGS),-n auto)
 
 lint: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check .
