@@ -22,22 +22,25 @@ ON_AN_H200 = [(form, tokens) for form in ("forward", "backward", "views") for to
 ON_AN_H200 = [step for step in ON_AN_H200 if step not in (("views", 4096), ("backward", 64))]  # each takes seconds
 
 
-def assert_memory_does_not_grow_with_experts(compile_step, form, tokens, layout):
+def assert_memory_does_not_grow_with_experts(compile_step, form, tokens, layout, workspace=0):
     few, many = (
         temporary_bytes(compile_step(step, *arguments))
         for step, arguments in (abstract_step(tokens, n, SIZE, layout, form) for n in (8, 128))
     )
     expert = expert_bytes(SIZE)
     # Not to the byte: blocks are chosen by an expert's usual share of the tokens.
-    assert many - few < expert
+    assert many - few < expert + workspace
     activations = tokens * SIZE * 4
-    assert max(few, many) < 14 * expert + 4 * activations
+    assert max(few, many) < 14 * expert + 4 * activations + workspace
 
 
 @pytest.mark.parametrize(("form", "tokens"), STEPS)
 def test_memory_does_not_grow_with_experts(form, tokens):
-    layout = resolve_layout("auto", Environment.probe())
-    assert_memory_does_not_grow_with_experts(compile_here, form, tokens, layout)
+    environment = Environment.probe()
+    # A GPU's autotuner may give cuBLAS a product, and 32 MiB of workspace with it, in one program and not in another.
+    workspace = 32 << 20 if environment.platform == "gpu" else 0
+    layout = resolve_layout("auto", environment)
+    assert_memory_does_not_grow_with_experts(compile_here, form, tokens, layout, workspace)
 
 
 @pytest.mark.aot
