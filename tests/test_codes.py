@@ -25,7 +25,7 @@ def test_large_activations_times_zero_elements_stay_zero():
 
 
 def test_scales_are_powers_of_two_and_255_is_nan():
-    got = np.asarray(codes.power_of_two(np.arange(256, dtype=np.uint8)))
+    got = np.asarray(codes.power_of_two(jnp.arange(256, dtype=jnp.uint8)))
     expected = np.arange(256, dtype=np.uint8).view(jnp.float8_e8m0fnu).astype(np.float32)
     np.testing.assert_array_equal(got.view(np.uint32)[:255], expected.view(np.uint32)[:255])
     assert np.isnan(got[255])
