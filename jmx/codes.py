@@ -15,7 +15,7 @@ Array = jax.Array
 _BF16_INF = 0x7F80
 _BF16_NAN = 0x7FC0
 _F32_NAN = 0x7FC00000
-_SCALE_NAN = 255
+SCALE_NAN = 255
 
 
 def floats(blocks: Array, scales: Array, dtype: Any) -> Array:
@@ -43,7 +43,7 @@ def _bits_by_integers(blocks: Array, scales: Array) -> Array:
 def _bfloat16_bits(elements: Array, scale_codes: Array) -> Array:
     """bfloat16 bits of e2m1 codes in the low four bits of `elements`."""
     scale = scale_codes.astype(jnp.uint16)
-    is_nan = scale == _SCALE_NAN
+    is_nan = scale == SCALE_NAN
 
     # What follows is a scale's own: XLA computes it once a block where it can. `half` holds the bits of 0.5 * scale.
     base = jnp.where(is_nan, _BF16_NAN, (scale - 1) << 7)  # wraps below zero for scale code 0
@@ -88,7 +88,7 @@ def power_of_two(scale_codes: Array) -> Array:
     """e8m0 codes as float32: 2^(code - 127), NaN for 255."""
     code = scale_codes.astype(jnp.uint32)
     bits = jnp.maximum(code << 23, 1 << 22)  # code 0 is a subnormal of float32
-    return lax.bitcast_convert_type(jnp.where(code == _SCALE_NAN, jnp.uint32(_F32_NAN), bits), jnp.float32)
+    return lax.bitcast_convert_type(jnp.where(code == SCALE_NAN, jnp.uint32(_F32_NAN), bits), jnp.float32)
 
 
 def scaled(x: Array, scale_codes: Array) -> Array:

@@ -101,7 +101,6 @@ SCALE_RULES: dict[str, int] = {
 
 _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
-_SCALE_NAN = 255
 _F32_INF = 0xFF << 23
 
 
@@ -169,7 +168,7 @@ def _quantize(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
     # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
     scale = jnp.maximum(((amax + scale_addend) >> 23) - _E2M1_MAX_EXPONENT, 0)
     scale = jnp.where(amax == 0, _SCALE_ONE, scale)
-    scale = jnp.where(amax >= _F32_INF, _SCALE_NAN, scale)
+    scale = jnp.where(amax >= _F32_INF, codes.SCALE_NAN, scale)
 
     # The quotient by the scale is a subtraction of exponents in bits that extend below exponent field 0.
     shift = lax.clz(magnitude) - 8
@@ -177,7 +176,7 @@ def _quantize(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
     quotient = extended - ((scale - _SCALE_ONE) << 23)
     elements = sum((quotient >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
     elements |= (bits >> 28).astype(jnp.uint8) & 8
-    elements = jnp.where(scale == _SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
+    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
     packed = elements[..., 0::2] | elements[..., 1::2] << 4
     return unpack(BlockScaled(packed, scale[..., 0].astype(jnp.uint8)))
 

@@ -101,6 +101,7 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
 
 
 def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
+    """Raises ValueError or TypeError, naming the argument, where `moe` refuses its arguments; these may be abstract."""
     kinds = (
         ("routing", routing, Routing | Logits),
         ("experts", experts, Experts),

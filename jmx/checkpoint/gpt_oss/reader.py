@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jmx import codes
 from jmx.backends import resolve_layout
 from jmx.checkpoint import shards
 from jmx.checkpoint.gpt_oss import forms
@@ -21,8 +22,6 @@ from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
 from jmx.formats import BlockScaled
 from jmx.selection import Environment
-
-_SCALE_NAN = 255
 
 
 class Reader:
@@ -120,9 +119,10 @@ class Reader:
 
     def check_scales(self, name: str, part: np.ndarray, index: Index = ()) -> None:
         """CheckpointError if `part`, which lies at `index` of the tensor with this neutral name, has a scale of 255."""
-        if name.endswith("_scales") and part.max() == _SCALE_NAN:
+        if name.endswith("_scales") and part.max() == codes.SCALE_NAN:
             starts = [s.start or 0 for s in index] or [0] * part.ndim
-            place = tuple(int(i) + start for i, start in zip(np.argwhere(part == _SCALE_NAN)[0], starts, strict=True))
+            first = np.argwhere(part == codes.SCALE_NAN)[0]
+            place = tuple(int(i) + start for i, start in zip(first, starts, strict=True))
             file, its_name = self.source.where(name)
             raise CheckpointError(file, f"tensor {its_name!r} must have no scale of 255 (NaN), but has one at {place}")
 
