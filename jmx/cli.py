@@ -1,4 +1,4 @@
-"""The command line: `jmx explain | doctor | convert | bench`.
+"""The command line: `jmx explain | doctor | convert | bench | tune`.
 
 Imports of jax stand inside the commands, so that `--help` and usage errors are quick. Results go to stdout, all else to
 stderr.
@@ -7,12 +7,9 @@ stderr.
 import argparse
 import dataclasses
 import difflib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
-import platform
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -98,6 +95,7 @@ def _parser() -> _Parser:
     _add_json(add("doctor", _doctor, "show versions and devices, what each backend lacks here, and how to get it"))
     _add_convert(add("convert", _convert, "write a checkpoint in another form; experts keep their bits"))
     _add_bench(add("bench", _bench, "time one layer on this machine, against the machine's own limits"))
+    _add_tune(add("tune", _tune, "measure how a backend's kernels run fastest here, and keep that for later calls"))
     return parser
 
 
@@ -119,6 +117,13 @@ def _check_known(flag: str, value: str, known: Iterable[str]) -> None:
         near = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
+
+
+def _check_directories(*paths: str | None) -> None:
+    """Raises ValueError for a file that could not be written, before the work that it is to hold."""
+    for path in filter(None, paths):
+        if not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: its directory does not exist")
 
 
 def _use_compilation_cache(directory: str) -> None:
@@ -300,129 +305,18 @@ def _is_activation(kind: Any) -> bool:
 
 # jmx doctor
 
-# Distributions that jmx needs, and those that some of its parts need: what for, and the extra that brings them.
-_NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
-_OPTIONAL = {"tokenizers": ("text in and out of the example model", "hf"), "matplotlib": ("pictures", "bench")}
-
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    findings = _examine()
+    from jmx import doctor
+
+    findings = doctor.examine()
     if arguments.json:
         _print_json(findings)
     else:
-        _print(*_doctor_tables(findings))
+        _print(*doctor.tables(findings))
         for line in findings["advice"]:
             print(line)
     return EXIT_OK if findings["healthy"] else EXIT_NO
-
-
-def _examine() -> dict[str, Any]:
-    """What `jmx doctor` finds, as plain values. `healthy`: all that jmx needs is there, and some backend runs."""
-    versions = {name: _version_of(name) for name in (*_NEEDED, *_OPTIONAL)} | {
-        entry.dist.name: entry.dist.version
-        for entry in importlib.metadata.entry_points(group="jax_plugins")
-        if entry.dist is not None
-    }
-    advice = [f"{name} is missing: pip install jmx" for name in _NEEDED if versions[name] is None]
-    advice += [
-        f"{name} is missing ({what}): pip install 'jmx[{extra}]'"
-        for name, (what, extra) in _OPTIONAL.items()
-        if versions[name] is None
-    ]
-    devices, backends, layout, cache = [], [], None, None
-    if versions["jax"] is not None:
-        import jax
-
-        cache = jax.config.jax_compilation_cache_dir
-        try:
-            devices = _examine_devices()
-            layout, backends = _examine_backends()
-        except RuntimeError as e:  # a plugin that is installed and does not start
-            advice.append(f"jax finds no device: {' '.join(str(e).split())}")
-    if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
-        advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx[cuda13]' (or 'jmx[cuda12]')")
-    return {
-        "healthy": all(versions[name] for name in _NEEDED) and any(found["runs"] for found in backends),
-        "versions": {"jmx": __version__, "python": platform.python_version()} | versions,
-        "devices": devices,
-        "layout": layout,
-        "backends": backends,
-        "compilation_cache": cache,
-        "advice": advice,
-    }
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _examine_devices() -> list[dict[str, Any]]:
-    import jax
-
-    from jmx.bench import memory_limit
-
-    return [
-        {
-            "id": device.id,
-            "platform": device.platform,
-            "kind": device.device_kind,
-            "compute_capability": getattr(device, "compute_capability", None),
-            "memory_bytes": memory_limit(device),
-        }
-        for device in jax.devices()
-    ]
-
-
-def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
-    """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
-    from jmx.backends import BACKENDS, resolve_layout
-    from jmx.bench import MODELS, usable_layout
-    from jmx.selection import Environment, NoBackendError
-
-    environment = Environment.probe()
-    layout = resolve_layout("auto", environment)
-    problem = MODELS["gpt-oss-20b"].problem(1, layout)
-    found = []
-    for backend in BACKENDS:
-        answer: dict[str, Any] = {"name": backend.name, "summary": backend.summary, "runs": True}
-        try:
-            answer["layout"] = usable_layout(problem, environment, backend.name)
-        except NoBackendError:
-            no = backend.supports(problem, environment)
-            assert no is not None
-            answer |= {"runs": False, "reason": no.reason.value, "detail": no.detail, "remedy": no.remedy}
-        found.append(answer)
-    return layout, found
-
-
-def _doctor_tables(findings: dict[str, Any]) -> list[Any]:
-    from rich.table import Table
-
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left")
-        for column in columns:
-            made.add_column(column)
-        return made
-
-    versions = table("versions", "package", "version")
-    for name, version in findings["versions"].items():
-        versions.add_row(name, version or "missing")
-    devices = table("devices", "id", "platform", "kind", "capability", "memory")
-    for device in findings["devices"]:
-        memory = "unknown" if device["memory_bytes"] is None else f"{device['memory_bytes'] / 1e9:.1f} GB"
-        capability = str(device["compute_capability"] or "-")
-        devices.add_row(str(device["id"]), device["platform"], device["kind"], capability, memory)
-    backends = table(f"backends (new weights lie in layout {findings['layout']!r} here)", "backend", "runs", "why")
-    for found in findings["backends"]:
-        if found["runs"]:
-            layout = "" if found["layout"] == findings["layout"] else f" (in layout {found['layout']!r})"
-            backends.add_row(found["name"], "yes", found["summary"] + layout)
-        else:
-            backends.add_row(found["name"], "no", f"{found['reason']}: {found['detail']}; {found['remedy']}")
-    return [versions, devices, backends]
 
 
 # jmx convert
@@ -468,15 +362,13 @@ def _add_bench(command: _Parser) -> None:
     command.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="save JSON to FILE, or print it on stdout without FILE"
     )
-    command.add_argument("--png", metavar="FILE", help="draw the roofline")
+    command.add_argument("--png", metavar="FILE", help="draw time over floor against tokens")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     from jmx import roofline
 
-    for path in filter(None, (arguments.json, arguments.png)):
-        if not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: its directory does not exist")
+    _check_directories(arguments.json, arguments.png)
     if arguments.png is not None:
         roofline.require_matplotlib()
     report = _measure(arguments) if arguments.saved is None else roofline.Report.load(arguments.saved)
@@ -514,6 +406,80 @@ def _measure(arguments: argparse.Namespace) -> Any:
         seed=arguments.seed,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
+
+
+# jmx tune
+
+
+def _add_tune(command: _Parser) -> None:
+    command.add_argument("--backend", metavar="NAME", help="default: the first one that can be tuned and runs here")
+    command.add_argument(
+        "--shape",
+        default="gpt-oss-120b",
+        metavar="NAME|E,k,H,I",
+        help="a shape that `jmx bench` knows (default gpt-oss-120b), or experts, top-k, hidden and intermediate size",
+    )
+    command.add_argument(
+        "--tokens", type=_counts, metavar="N,...", help="token counts (default: powers of 4, and some more)"
+    )
+    command.add_argument("--output", metavar="FILE", help="the table to add to (default: this user's own cache)")
+    command.add_argument(
+        "--seconds", type=float, metavar="N", help="begin no candidate of a token count after N (default: try them all)"
+    )
+    command.add_argument("--again", action="store_true", help="measure what the table has already, too")
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from jmx import tuner, tuning
+    from jmx.backends import BACKENDS
+    from jmx.selection import Environment
+
+    shape = _shape(arguments.shape)
+    tokens = arguments.tokens or tuner.TOKENS
+    for flag, value, fits in [
+        *(("tokens", count, count >= 1) for count in tokens),
+        ("seconds", arguments.seconds, arguments.seconds is None or arguments.seconds > 0),
+    ]:
+        if not fits:
+            raise ValueError(f"`--{flag}` (={value}) must be positive")
+    if arguments.backend is not None:
+        _check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
+    _check_directories(arguments.output)
+    environment = Environment.probe()
+    engine = tuner.choose_engine(arguments.backend, shape, tokens[0], environment)
+    strict = arguments.output is not None
+    file = pathlib.Path(arguments.output) if strict else tuning.cache_file(engine.name, environment.device_kind)
+    outcomes = tuner.run(
+        engine,
+        shape,
+        tokens,
+        file,
+        strict=strict,
+        again=arguments.again,
+        seconds=arguments.seconds,
+    )
+    _print(tuner.table(outcomes))
+    print(f"in {file}")
+    return EXIT_OK if all(outcome.entry is not None for outcome in outcomes) else EXIT_NO
+
+
+def _shape(text: str) -> Any:
+    """The `jmx.bench.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss."""
+    from jmx import bench, experts, formats
+    from jmx.routing import TopKSoftmax
+
+    if not text[:1].isdigit():
+        _check_known("--shape", text, bench.MODELS)
+        return bench.MODELS[text]
+    try:
+        num_experts, top_k, hidden, intermediate = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"`--shape` (={text!r}) must be a name, or four whole numbers E,k,H,I") from None
+    experts.check_sizes(num_experts, hidden, intermediate, formats.MXFP4)
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"`--shape` (={text!r}) has k (={top_k}) outside 1..{num_experts}, the number of experts")
+    sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": intermediate}
+    return dataclasses.replace(bench.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
 
 
 if __name__ == "__main__":

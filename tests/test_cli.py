@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jmx import bench, cli, roofline
+from jmx import bench, cli, doctor, roofline
 from jmx._version import __version__
 from jmx.checkpoint import gpt_oss
 from jmx.selection import Reason, Rejection
@@ -43,7 +43,7 @@ def assert_one_line_error(stderr, *parts):
 
 def test_version_and_help(jmx):
     assert jmx("--version") == (0, f"jmx {__version__}\n", "")
-    for argv in [], ["explain"], ["doctor"], ["convert"], ["bench"]:
+    for argv in [], ["explain"], ["doctor"], ["convert"], ["bench"], ["tune"]:
         code, out, _ = jmx(*argv, "--help")
         assert code == 0
         assert "exit codes:" in out
@@ -87,6 +87,15 @@ def test_version_and_help(jmx):
         (["bench", "--seed", "99999999999999999999"], ["`seed` (=99999999999999999999) must be in 0..4294967295"]),
         (["bench", "--png", "/nowhere/at/all.png"], ["/nowhere/at/all.png cannot be written"]),
         (["bench", "--from", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
+        (["tune", "--backend", "xla"], ["no backend can be tuned on", "'xla' has nothing to tune"]),
+        (["tune", "--backend", "xlaa"], ["`--backend` (='xlaa')", "did you mean 'xla'?"]),
+        (["tune", "--shape", "gpt-oss-12b"], ["`--shape` (='gpt-oss-12b')", "did you mean 'gpt-oss-120b'?"]),
+        (["tune", "--shape", "8,2,64"], ["`--shape` (='8,2,64') must be a name, or four whole numbers E,k,H,I"]),
+        (["tune", "--shape", "8,9,64,64"], ["`--shape` (='8,9,64,64') has k (=9) outside 1..8"]),
+        (["tune", "--shape", "8,2,65,64"], ["`hidden_size` (=65) must be a multiple of 32"]),
+        (["tune", "--tokens", "4,0"], ["`--tokens` (=0) must be positive"]),
+        (["tune", "--seconds", "nan"], ["`--seconds` (=nan) must be positive"]),
+        (["tune", "--output", "/nowhere/at/all.json"], ["/nowhere/at/all.json cannot be written"]),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_with_2(argv, parts, jmx):
@@ -170,8 +179,8 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):
 
     from jmx import backends
 
-    versions = cli._version_of
-    monkeypatch.setattr(cli, "_version_of", lambda name: None if name == "tokenizers" else versions(name))
+    versions = doctor._version_of
+    monkeypatch.setattr(doctor, "_version_of", lambda name: None if name == "tokenizers" else versions(name))
     monkeypatch.setattr(backends, "BACKENDS", (Lacking(),))
     monkeypatch.setattr(bench, "BACKENDS", (Lacking(),))
     code, out, _ = jmx("doctor")
@@ -234,7 +243,7 @@ def test_what_goes_wrong_in_a_command_is_one_line_and_a_code(error, code, told, 
     def fail():
         raise error
 
-    monkeypatch.setattr(cli, "_examine", fail)
+    monkeypatch.setattr(doctor, "examine", fail)
     assert jmx("doctor") == (code, "", told)
 
 

@@ -21,6 +21,7 @@ ORDER = [
     {"layouts"},
     {"experts"},
     {"selection"},
+    {"tuning"},
     {"xla_dot"},
     {"xla"},
     {"backends"},
@@ -31,6 +32,7 @@ ORDER = [
     {"checkpoint"},
     {"roofline"},
     {"bench"},
+    {"doctor", "tuner"},
     {"cli"},
 ]
 

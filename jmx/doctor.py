@@ -1,0 +1,123 @@
+"""What `jmx doctor` finds: versions, devices, what each backend lacks here, and how to get it."""
+
+import importlib.metadata
+import pathlib
+import platform
+from typing import Any
+
+from rich.table import Table
+
+from jmx._version import __version__
+
+# Distributions that jmx needs, and those that some of its parts need: what for, and the extra that brings them.
+_NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
+_OPTIONAL = {"tokenizers": ("text in and out of the example model", "hf"), "matplotlib": ("pictures", "bench")}
+
+
+def examine() -> dict[str, Any]:
+    """All of it as plain values. `healthy`: all that jmx needs is there, and some backend runs."""
+    versions = {name: _version_of(name) for name in (*_NEEDED, *_OPTIONAL)} | {
+        entry.dist.name: entry.dist.version
+        for entry in importlib.metadata.entry_points(group="jax_plugins")
+        if entry.dist is not None
+    }
+    advice = [f"{name} is missing: pip install jmx" for name in _NEEDED if versions[name] is None]
+    advice += [
+        f"{name} is missing ({what}): pip install 'jmx[{extra}]'"
+        for name, (what, extra) in _OPTIONAL.items()
+        if versions[name] is None
+    ]
+    devices, backends, layout, cache = [], [], None, None
+    if versions["jax"] is not None:
+        import jax
+
+        cache = jax.config.jax_compilation_cache_dir
+        try:
+            devices = _examine_devices()
+            layout, backends = _examine_backends()
+        except RuntimeError as e:  # a plugin that is installed and does not start
+            advice.append(f"jax finds no device: {' '.join(str(e).split())}")
+    if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
+        advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx[cuda13]' (or 'jmx[cuda12]')")
+    return {
+        "healthy": all(versions[name] for name in _NEEDED) and any(found["runs"] for found in backends),
+        "versions": {"jmx": __version__, "python": platform.python_version()} | versions,
+        "devices": devices,
+        "layout": layout,
+        "backends": backends,
+        "compilation_cache": cache,
+        "advice": advice,
+    }
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _examine_devices() -> list[dict[str, Any]]:
+    import jax
+
+    from jmx.bench import memory_limit
+
+    return [
+        {
+            "id": device.id,
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "compute_capability": getattr(device, "compute_capability", None),
+            "memory_bytes": memory_limit(device),
+        }
+        for device in jax.devices()
+    ]
+
+
+def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
+    """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
+    from jmx.backends import BACKENDS, resolve_layout
+    from jmx.bench import MODELS, usable_layout
+    from jmx.selection import Environment, NoBackendError
+
+    environment = Environment.probe()
+    layout = resolve_layout("auto", environment)
+    problem = MODELS["gpt-oss-20b"].problem(1, layout)
+    found = []
+    for backend in BACKENDS:
+        answer: dict[str, Any] = {"name": backend.name, "summary": backend.summary, "runs": True}
+        try:
+            answer["layout"] = usable_layout(problem, environment, backend.name)
+        except NoBackendError:
+            no = backend.supports(problem, environment)
+            assert no is not None
+            answer |= {"runs": False, "reason": no.reason.value, "detail": no.detail, "remedy": no.remedy}
+        found.append(answer)
+    return layout, found
+
+
+def tables(findings: dict[str, Any]) -> list[Table]:
+    """What `examine` gives, to print; without the advice."""
+
+    def table(title: str, *columns: str) -> Table:
+        made = Table(title=title, title_justify="left")
+        for column in columns:
+            made.add_column(column)
+        return made
+
+    versions = table("versions", "package", "version")
+    for name, version in findings["versions"].items():
+        versions.add_row(name, version or "missing")
+    devices = table("devices", "id", "platform", "kind", "capability", "memory")
+    for device in findings["devices"]:
+        memory = "unknown" if device["memory_bytes"] is None else f"{device['memory_bytes'] / 1e9:.1f} GB"
+        capability = str(device["compute_capability"] or "-")
+        devices.add_row(str(device["id"]), device["platform"], device["kind"], capability, memory)
+    backends = table(f"backends (new weights lie in layout {findings['layout']!r} here)", "backend", "runs", "why")
+    for found in findings["backends"]:
+        if found["runs"]:
+            layout = "" if found["layout"] == findings["layout"] else f" (in layout {found['layout']!r})"
+            backends.add_row(found["name"], "yes", found["summary"] + layout)
+        else:
+            backends.add_row(found["name"], "no", f"{found['reason']}: {found['detail']}; {found['remedy']}")
+    return [versions, devices, backends]

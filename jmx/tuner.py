@@ -1,0 +1,255 @@
+"""Finds the configurations that tuning.py looks up, by measuring them: the core of `jmx tune`.
+
+Each candidate is compiled into the jitted stack of different layers that `jmx bench` times, with routing from logits
+inside. One that fails to compile or run, gives another result than the reference, or not the same bits twice, is told
+and passed over. The fastest few are timed once more, longer: the least of many short times is partly luck.
+"""
+
+import pathlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jmx import bench, tuning
+from jmx.backends import BACKENDS, resolve_layout
+from jmx.bench import Shape
+from jmx.selection import Environment, NoBackendError
+from jmx.tuning import Entry, Key, Tunable
+
+Array = Any
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)  # no gap wider than the reach of an entry, `tuning.REACH`
+_REPEATS, _FINAL_REPEATS = 3, 7
+_FINALISTS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found for one shape and token count.
+
+    Args:
+        key: what was measured.
+        entry: what the table has now; None where no candidate runs and is right.
+        tried: candidates that were measured; 0 where the entry was there before.
+        failed: a line for each candidate that was passed over.
+    """
+
+    key: Key
+    entry: Entry | None
+    tried: int = 0
+    failed: tuple[str, ...] = ()
+
+
+def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: Environment) -> Tunable[Any]:
+    """The backend called `name`, else the first one of `BACKENDS` that can be tuned and runs `shape` here.
+
+    Raises:
+        ValueError: it has nothing to tune; or there is none.
+        NoBackendError: it does not run here.
+    """
+    problem = shape.problem(num_tokens, resolve_layout("auto", environment))
+    reasons = []
+    for backend in BACKENDS:
+        if name not in (None, backend.name):
+            continue
+        if not isinstance(backend, Tunable):
+            reasons.append(f"{backend.name!r} has nothing to tune")
+            continue
+        try:
+            bench.usable_layout(problem, environment, backend.name)
+            return backend
+        except NoBackendError as e:
+            if name is not None:
+                raise
+            reasons.append(f"{backend.name!r} does not run: {dict(e.trail)[backend.name]}")
+    raise ValueError(f"no backend can be tuned on {environment.device_kind}: {'; '.join(reasons)}")
+
+
+def run(
+    engine: Tunable[Any],
+    shape: Shape,
+    tokens: Sequence[int],
+    file: pathlib.Path,
+    *,
+    strict: bool = False,
+    again: bool = False,
+    seconds: float | None = None,
+    layers: int = 4,
+    console: Console | None = None,
+) -> list[Outcome]:
+    """Measures `engine`'s candidates at every token count, and adds each count's best to the table in `file` at once.
+
+    So what was found stays when the run is interrupted, and the next run goes on from there.
+
+    Args:
+        engine: an entry of `BACKENDS`.
+        tokens: token counts.
+        file: made where it does not exist.
+        strict: whether a file that is no such table is an error, rather than replaced with a warning.
+        again: whether to measure token counts that the file has already.
+        seconds: begin no further candidate of a token count after so many; None: measure them all.
+        layers: different layers in one call.
+        console: takes the progress bar and the lines about candidates that failed; default: stderr.
+
+    Raises:
+        ValueError: `file` is another file than a table for `engine` and this device, and `strict`.
+        RuntimeError: the device stopped to answer. The text names the candidate.
+    """
+    environment = Environment.probe()
+    known = (tuning.load if strict else tuning.read)(file, engine, environment.device_kind)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    keys = jax.random.split(jax.random.key(secrets.randbits(32)), layers + 1)
+    built: dict[str, list[Any]] = {}
+    outcomes = []
+    console = console or Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        for count in dict.fromkeys(tokens):
+            key = Key(tuning.shape_class(shape.problem(count, "")), count)
+            if key in known and not again:
+                outcomes.append(Outcome(key, known[key]))
+                continue
+            try:
+                rig = _Rig(engine, shape, count, keys, built)
+            except NoBackendError as e:
+                told = f"{engine.name!r} does not run: {dict(e.trail)[engine.name]}"
+                progress.console.print(f"{count} tokens: {told}", markup=False, soft_wrap=True)
+                outcomes.append(Outcome(key, None, failed=(told,)))
+                continue
+            outcome = _tune(rig, key, seconds, progress)
+            if outcome.entry is not None:
+                tuning.save(file, engine, environment.device_kind, {key: outcome.entry})
+            outcomes.append(outcome)
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """The outcomes of `run`, a row each. What failed has been told by then."""
+    made = Table(title=", ".join(dict.fromkeys(outcome.key.shape for outcome in outcomes)), title_justify="left")
+    made.add_column("tokens", justify="right")
+    made.add_column("chosen", overflow="fold")
+    for name in ("us", "heuristic us", "ratio", "tried"):
+        made.add_column(name, justify="right")
+    for outcome in outcomes:
+        tokens, entry = str(outcome.key.tokens), outcome.entry
+        if entry is None:
+            made.add_row(tokens, "none", "-", "-", "-", str(outcome.tried), style="red")
+            continue
+        before = entry.heuristic_us
+        times = [f"{entry.us:.1f}", *(("-", "-") if before is None else (f"{before:.1f}", f"{entry.us / before:.3f}"))]
+        made.add_row(tokens, escape(repr(entry.config)), *times, str(outcome.tried or "before"))
+    return made
+
+
+def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> Outcome:
+    trials: list[_Trial] = []
+    failed = []
+    tried = 0
+    start = time.monotonic()
+    task = progress.add_task(f"{key.tokens} tokens", total=len(rig.configs))
+    for config in rig.configs:
+        if trials and seconds is not None and time.monotonic() - start > seconds:
+            break
+        tried += 1
+        try:
+            trials.append(rig.trial(config))
+        except Exception as e:  # whatever a candidate dies of is its own affair; others still have their turn
+            failed.append(f"{config!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+            progress.console.print(f"{key.tokens} tokens: passed over {failed[-1]}", markup=False, soft_wrap=True)
+            rig.check_alive(config)
+        trials.sort(key=lambda trial: trial.us)
+        # The others' programs are let go: each holds device memory.
+        trials[_FINALISTS:] = [trial for trial in trials[_FINALISTS:] if trial.config == rig.heuristic]
+        best = f", {trials[0].us:.1f} us" if trials else ""
+        progress.update(task, advance=1, description=f"{key.tokens} tokens{best}")
+    if not trials:
+        return Outcome(key, None, tried, tuple(failed))
+    times = {trial.config: rig.time(trial.call, _FINAL_REPEATS) for trial in trials}
+    chosen = min(times, key=lambda config: times[config])
+    return Outcome(key, Entry(chosen, times[chosen], times.get(rig.heuristic)), tried, tuple(failed))
+
+
+class _Trial(NamedTuple):
+    config: Any
+    call: Callable[[], Any]
+    us: float
+
+
+class _Rig:
+    """The call at one token count, on which configurations are tried."""
+
+    def __init__(self, engine: Tunable[Any], shape: Shape, num_tokens: int, keys: Array, built: dict[str, list[Any]]):
+        """`keys`: of the layers, and of the tokens. `built`: the layers' weights, from one token count to the next."""
+        *layer_keys, data_key = keys
+        environment = Environment.probe()
+        contender = bench._contender(engine.name, shape, num_tokens, environment)
+        first = shape.experts(layer_keys[0])
+        data_key = jax.random.fold_in(data_key, num_tokens)
+        self._case = bench._case(shape, num_tokens, "uniform", len(layer_keys), data_key, first)
+        del first
+        if contender.weights not in built:
+            built.clear()  # one copy of the weights at a time
+            built[contender.weights] = [contender.prepare(shape.experts(key)) for key in layer_keys]
+        self._arguments = self._case.x, self._case.logits, built[contender.weights]
+        self._engine, self._layer = engine, contender.layer
+        problem = shape.problem(num_tokens, contender.weights)
+        self.heuristic = engine.heuristic(problem, environment)
+        self.configs = [*dict.fromkeys([self.heuristic, *engine.candidates(problem, environment)])]
+        self._expected: Array | None = None
+
+    def trial(self, config: Any) -> _Trial:
+        """Compiles, checks and times. ValueError for a wrong result, besides whatever the candidate itself raises."""
+        with tuning.override(self._engine.name, config):
+            compiled = jax.jit(partial(bench._stack, self._layer)).lower(*self._arguments).compile()
+        bench._check_memory(compiled)
+        call = partial(compiled, *self._arguments)
+        result = call()
+        self._check(result[1])
+        us = self.time(call, _REPEATS)
+        if not all(_same_bits(*arrays) for arrays in zip(result, call(), strict=True)):
+            raise ValueError("wrong result: not the same bits on every run")
+        return _Trial(config, call, us)
+
+    def time(self, call: Callable[[], Any], repeats: int) -> float:
+        """Microseconds of one layer."""
+        return 1e6 * bench.seconds(call, repeats)[0] / len(self._case.logits)
+
+    def _check(self, y: Array) -> None:
+        """The first right result against the reference on some tokens, all others against it on every token."""
+        if self._expected is None:
+            error = bench.relative_error(y[self._case.checked], self._case.reference)
+        else:
+            error = float(_worst_token(y, self._expected))
+        if not error <= bench.TOLERANCE:
+            raise ValueError(f"wrong result: relative error {error:.1e} is above {bench.TOLERANCE:.0e}")
+        if self._expected is None:
+            self._expected = y
+
+    def check_alive(self, config: Any) -> None:
+        """Raises RuntimeError if the device answers no more: a kernel's bad access ends all work of its process."""
+        try:
+            jax.block_until_ready(self._case.x + 1)
+        except Exception as e:
+            raise RuntimeError(f"the device answers no more since {config!r}: {e}") from e
+
+
+@jax.jit
+def _worst_token(y: Array, expected: Array) -> Array:
+    """The largest ||y - expected|| / ||expected|| of a token; a norm over all of them would hide one that is wrong."""
+    y, expected = y.astype(jnp.float32), expected.astype(jnp.float32)
+    return (jnp.linalg.norm(y - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)).max()
+
+
+@jax.jit
+def _same_bits(one: Array, other: Array) -> Array:
+    one, other = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (one, other))
+    return (one == other).all()

@@ -1,0 +1,297 @@
+"""`jmx tune` on an engine whose configurations differ in speed and in faults: the fastest right one is kept."""
+
+import dataclasses
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from rich.console import Console
+
+from jmx import backends, bench, cli, layer, tuner, tuning, xla
+from jmx.activations import SwiGLU
+from jmx.bench import Shape
+from jmx.routing import TopKSoftmax
+from jmx.selection import Environment, Problem, Reason, Rejection
+from jmx.tuning import Key
+
+SHAPE = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
+NAME = tuning.shape_class(SHAPE.problem(1, "packed"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """`work`: rounds of labour in vain. `fault`: what goes wrong."""
+
+    work: int
+    fault: str = ""
+
+
+SLOW, MIDDLING, FAST = Config(300), Config(100), Config(0)
+_unsteady_runs = itertools.count()
+
+
+@dataclass(frozen=True)
+class Fake:
+    """The reference, and some work beside it."""
+
+    configs: tuple[Config, ...] = (FAST, MIDDLING)
+    name: str = "fake"
+    summary: str = "for tests"
+    config_type: type[Config] = Config
+
+    def supports(self, problem, environment):
+        if problem.num_tokens == 13:
+            return Rejection(Reason.SHAPE, "13 tokens", "add one")
+        return None
+
+    def heuristic(self, problem, environment):
+        return SLOW
+
+    def candidates(self, problem, environment):
+        return self.configs
+
+    def check(self, config, problem, environment):
+        pass
+
+    def apply(self, computation, x, routing, experts):
+        problem = Problem.of(x, routing.expert_ids.shape[-1], experts, computation.activation)
+        config, _ = tuning.config(self, problem, Environment.probe())
+        if config.fault == "compile":
+            raise NotImplementedError("no such\nblock")
+        y = xla.forward(computation, x, routing, experts)
+        if config.fault == "scale":
+            return y * jnp.bfloat16(1.1)
+        if config.fault == "nan":
+            return y.at[0, 0].set(jnp.nan)
+        if config.fault == "token":  # far too few to show in the norm of all
+            return y.at[-1].multiply(-1)
+        if config.fault == "unsteady":
+            later = jax.pure_callback(_is_later, jax.ShapeDtypeStruct((), jnp.float32))
+            return (y * (1 + later / 128)).astype(y.dtype)
+        if config.fault == "run":
+            return jax.pure_callback(_fail, x, y)
+        labour = lax.fori_loop(0, config.work, lambda _, a: jnp.tanh(a * 1.5), jnp.ones((64, 64)))
+        return y + (0 * labour.min()).astype(y.dtype)
+
+
+def _is_later():
+    return np.float32(next(_unsteady_runs) > 0)
+
+
+def _fail(y):
+    raise RuntimeError("an illegal address")
+
+
+@pytest.fixture(autouse=True)
+def registered(tmp_path, monkeypatch):
+    """Puts an engine before the others; gives the function that does it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(bench.MODELS, "tiny", SHAPE)
+    monkeypatch.setattr(bench, "seconds", partial(bench.seconds, least=2e-3))
+    tuning._tables.cache_clear()
+
+    def register(*engines):
+        for module in (backends, bench, layer, tuner):
+            monkeypatch.setattr(module, "BACKENDS", (*engines, xla.Xla()))
+        return engines[0] if engines else None
+
+    yield register
+    tuning._tables.cache_clear()
+
+
+def run(engine, file, tokens=(2,), **options):
+    lines = Console(width=1000)
+    with lines.capture() as capture:
+        outcomes = tuner.run(engine, SHAPE, tokens, file, layers=1, console=lines, **options)
+    return outcomes, capture.get()
+
+
+def entry(outcome) -> tuning.Entry:
+    assert outcome.entry is not None
+    return outcome.entry
+
+
+def test_the_fastest_is_kept_and_used_from_then_on(registered, tmp_path):
+    engine, file = registered(Fake((MIDDLING, FAST, SLOW))), tmp_path / "a" / "table.json"
+    (outcome,), told = run(engine, file)
+    assert told == ""
+    assert (outcome.key, outcome.tried, outcome.failed) == (Key(NAME, 2), 3, ())
+    assert entry(outcome).config == FAST
+    assert 0 < entry(outcome).us < (entry(outcome).heuristic_us or 0)
+    kind = jax.devices()[0].device_kind
+    assert tuning.load(file, engine, kind) == {outcome.key: outcome.entry}
+    own = tuning.cache_file("fake", kind)
+    own.parent.mkdir(parents=True)
+    file.rename(own)
+    tuning.reload()
+    assert tuning.config(engine, SHAPE.problem(2, "packed"), Environment.probe()) == (FAST, "user")
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("compile", "NotImplementedError: no such block"),
+        ("run", "JaxRuntimeError: INTERNAL"),
+        ("scale", "ValueError: wrong result: relative error 1.0e-01 is above 3e-02"),
+        ("nan", "ValueError: wrong result: relative error nan"),
+        ("token", "ValueError: wrong result: relative error 2.0e+00"),
+        ("unsteady", "ValueError: wrong result: not the same bits on every run"),
+    ],
+)
+def test_a_candidate_that_fails_is_told_by_name_and_passed_over(fault, told, registered, tmp_path):
+    bad = Config(0, fault)
+    (outcome,), lines = run(registered(Fake((bad, MIDDLING))), tmp_path / "t.json", tokens=[5])
+    assert entry(outcome).config == MIDDLING
+    assert outcome.tried == 3
+    (failed,) = outcome.failed
+    assert failed.startswith(f"{bad!r}: ")
+    assert told in failed
+    assert f"5 tokens: passed over {bad!r}" in lines
+
+
+def test_a_wrong_heuristic_is_found_out_by_the_reference(registered, tmp_path, monkeypatch):
+    bad = Config(0, "scale")
+    monkeypatch.setattr(Fake, "heuristic", lambda self, problem, environment: bad)
+    (outcome,), _ = run(registered(Fake((MIDDLING,))), tmp_path / "t.json")
+    assert (entry(outcome).config, entry(outcome).heuristic_us) == (MIDDLING, None)
+    (right,), _ = run(registered(Fake((Config(0, "nan"), bad))), tmp_path / "u.json")
+    assert (right.entry, right.tried, len(right.failed)) == (None, 2, 2)
+    assert not (tmp_path / "u.json").exists()
+
+
+def test_a_run_goes_on_where_the_last_one_was_interrupted(registered, tmp_path, monkeypatch):
+    engine, file = registered(Fake((FAST,))), tmp_path / "t.json"
+    tune = tuner._tune
+
+    def interrupted(rig, key, *rest):
+        if key.tokens == 5:
+            raise KeyboardInterrupt
+        return tune(rig, key, *rest)
+
+    monkeypatch.setattr(tuner, "_tune", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, file, tokens=[2, 5])
+    monkeypatch.setattr(tuner, "_tune", tune)
+    before = json.loads(file.read_text())["entries"][NAME]["2"]
+    (two, five), _ = run(engine, file, tokens=[2, 5, 2])
+    assert (two.tried, five.tried) == (0, 2)
+    assert entry(two).us == before["us"]
+    assert entry(five).config == FAST
+    (two,), _ = run(engine, file, tokens=[2], again=True)
+    assert two.tried == 2
+    assert entry(two).us != before["us"]
+
+
+def test_no_candidate_is_begun_after_the_seconds(registered, tmp_path):
+    (outcome,), _ = run(registered(Fake((FAST, MIDDLING))), tmp_path / "t.json", seconds=1e-9)
+    assert (outcome.tried, entry(outcome).config) == (1, SLOW)
+
+
+def test_only_the_finalists_and_the_heuristic_are_timed_again(registered, tmp_path, monkeypatch):
+    repeats = []
+    seconds = bench.seconds
+    monkeypatch.setattr(bench, "seconds", lambda call, count: (repeats.append(count), seconds(call, count))[1])
+    many = tuple(Config(work) for work in range(6))
+    (outcome,), _ = run(registered(Fake(many)), tmp_path / "t.json")
+    assert outcome.tried == 7
+    assert repeats == 7 * [tuner._REPEATS] + (tuner._FINALISTS + 1) * [tuner._FINAL_REPEATS]
+
+
+def test_token_counts_that_the_engine_refuses_are_told_and_others_measured(registered, tmp_path):
+    (none, two), _ = run(registered(Fake((FAST,))), tmp_path / "t.json", tokens=[13, 2])
+    assert (none.entry, none.tried) == (None, 0)
+    assert none.failed == ("'fake' does not run: shape: 13 tokens; add one",)
+    assert entry(two).config == FAST
+
+
+def test_a_device_that_died_ends_the_run_and_keeps_what_was_found(registered, tmp_path, monkeypatch):
+    bad, file, dead = Config(0, "compile"), tmp_path / "t.json", []
+    block = jax.block_until_ready
+
+    class Deadly(Fake):
+        def candidates(self, problem, environment):
+            return (FAST,) if problem.num_tokens == 2 else (bad,)
+
+        def apply(self, computation, x, routing, experts):
+            try:
+                return super().apply(computation, x, routing, experts)
+            except NotImplementedError:
+                dead.append(True)
+                raise
+
+    def answer(arrays):
+        if dead:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        return block(arrays)
+
+    monkeypatch.setattr(jax, "block_until_ready", answer)
+    engine = registered(Deadly())
+    with pytest.raises(RuntimeError, match=r"the device answers no more since Config\(.*compile.*ILLEGAL_ADDRESS"):
+        run(engine, file, tokens=[2, 3, 4])
+    kept = tuning.load(file, engine, jax.devices()[0].device_kind)
+    assert kept.keys() == {Key(NAME, 2)}
+
+
+def test_a_file_that_is_no_table_is_an_error_or_replaced(registered, tmp_path):
+    engine, file = registered(Fake((FAST,))), tmp_path / "report.json"
+    file.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"report\.json is not a table"):
+        run(engine, file, strict=True)
+    assert file.read_text() == '{"rows": []}'
+    with pytest.warns(UserWarning, match=r"report\.json is not a table"):
+        run(engine, file)
+    assert tuning.load(file, engine, jax.devices()[0].device_kind)
+
+
+def test_a_terminal_shows_a_bar_that_counts_candidates(registered, tmp_path):
+    engine, screen = registered(Fake((FAST,))), Console(width=200, force_terminal=True)
+    with screen.capture() as capture:
+        tuner.run(engine, SHAPE, [2], tmp_path / "t.json", layers=1, console=screen)
+    assert re.search(r"2 tokens, \d+\.\d us .*2/2", capture.get())
+
+
+def test_the_engine_is_the_first_that_can_be_tuned_and_runs(registered):
+    here = Environment.probe()
+    second = dataclasses.replace(Fake(), name="second")
+    assert registered(Fake(), second) == tuner.choose_engine(None, SHAPE, 1, here)
+    assert tuner.choose_engine(None, SHAPE, 1, here).name == "fake"
+    assert tuner.choose_engine("second", SHAPE, 1, here) == second
+    with pytest.raises(ValueError, match=r"no backend can be tuned on .*: 'xla' has nothing to tune"):
+        tuner.choose_engine("xla", SHAPE, 1, here)
+    with pytest.raises(ValueError, match=r"'fake' does not run: shape: 13 .*; 'xla' has nothing"):
+        tuner.choose_engine(None, SHAPE, 13, here)
+    with pytest.raises(bench.NoBackendError, match="backend 'fake' was requested"):
+        tuner.choose_engine("fake", SHAPE, 13, here)
+
+
+def test_the_command_prints_what_it_chose_and_exits_with_1_where_a_count_has_nothing(registered, tmp_path, capsys):
+    registered(Fake((FAST, Config(0, "compile"))))
+    file = tmp_path / "out.json"
+    argv = ["tune", "--shape", "tiny", "--output", str(file), "--tokens"]
+    assert cli.main([*argv, "2"]) == 0
+    out, err = capsys.readouterr()
+    assert NAME in out
+    assert repr(FAST) in out
+    assert out.endswith(f"in {file}\n")
+    assert err.startswith("2 tokens: passed over")
+    assert err.endswith("NotImplementedError: no such block\n")
+    assert cli.main([*argv, "2,13"]) == 1
+    out, err = capsys.readouterr()
+    assert "before" in out
+    assert err == "13 tokens: 'fake' does not run: shape: 13 tokens; add one\n"
+
+
+def test_the_command_writes_the_users_cache(registered, capsys):
+    engine = registered(Fake((FAST,)))
+    assert cli.main(["tune", "--shape", "4,2,32,64", "--tokens", "2"]) == 0
+    file = tuning.cache_file("fake", jax.devices()[0].device_kind)
+    assert capsys.readouterr().out.endswith(f"in {file}\n")
+    (key,) = tuning.load(file, engine, jax.devices()[0].device_kind)
+    assert key == Key(NAME, 2)
