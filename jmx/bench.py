@@ -127,9 +127,7 @@ def run(
     """
     check_arguments(model, tokens, routing, backends, layers, repeats, seed)
     seed = secrets.randbits(_SEED_BITS) if seed is None else seed
-    shape = MODELS[model]
-    if routing == "top1":
-        shape = dataclasses.replace(shape, method=dataclasses.replace(shape.method, top_k=1))
+    shape = routed_shape(model, routing)
     device, environment = jax.devices()[0], Environment.probe()
 
     progress(f"measuring the limits of {device.device_kind}")
@@ -151,6 +149,12 @@ def run(
         "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
     }
     return Report(describe_machine(device), limits, settings, tuple(rows))
+
+
+def routed_shape(model: str, routing: str) -> Shape:
+    """The shape of a key of `MODELS` under a key of `ROUTINGS`, of which "top1" changes what is computed."""
+    shape = MODELS[model]
+    return shape if routing != "top1" else dataclasses.replace(shape, method=dataclasses.replace(shape.method, top_k=1))
 
 
 def contestants() -> list[str]:
@@ -374,31 +378,37 @@ def _measure_row(
     problem = shape.problem(case.num_tokens, "packed")
     count = len(layer_keys)
     while True:
-        active = statistics.fmean(case.active[:count])
-        least_bytes, operations = weight_bytes(problem, active), flops(problem)
-        floor = max(least_bytes / limits.copy_rate, operations / limits.dense_rate)
-        row = Row(name, case.num_tokens, layers=count, active_experts=active, floor_us=1e6 * floor)
+        row = Row(name, case.num_tokens, layers=count, active=statistics.fmean(case.active[:count]))
         try:
             contender = _contender(name, shape, case.num_tokens, environment)
             row = dataclasses.replace(row, weights=contender.weights)
             time_s, spread, error, temporary = _measure(contender, shape, case, built, layer_keys[:count], repeats)
+            row = dataclasses.replace(row, us=1e6 * time_s, spread=spread, rel_err=error, temporary_bytes=temporary)
         except Exception as e:  # whatever a backend dies of is that row's finding, and others still have to run
             if _out_of_memory(e) and count > 1:
                 count //= 2
                 continue
-            return dataclasses.replace(row, error=f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
-        wrong = None if error <= TOLERANCE else f"wrong result: relative error {error:.1e} is above {TOLERANCE:.0e}"
-        return dataclasses.replace(
-            row,
-            us=1e6 * time_s,
-            spread=spread,
-            tb_s=least_bytes / time_s / 1e12,
-            tflop_s=operations / time_s / 1e12,
-            over_floor=time_s / floor,
-            relative_error=error,
-            temporary_bytes=temporary,
-            error=wrong,
-        )
+            row = dataclasses.replace(row, error=f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
+        return judge(row, problem, limits)
+
+
+def judge(row: Row, problem: Problem, limits: Limits) -> Row:
+    """The row with what follows from what was measured: floor, ratio to it, rates, and whether the result is wrong."""
+    if row.active is None:
+        return row
+    least_bytes, operations = weight_bytes(problem, row.active), flops(problem)
+    floor_us = 1e6 * max(least_bytes / limits.copy_rate, operations / limits.dense_rate)
+    row = dataclasses.replace(row, floor_us=floor_us)
+    if row.us is None or row.rel_err is None:
+        return row
+    wrong = f"wrong result: relative error {row.rel_err:.1e} is above {TOLERANCE:.0e}"
+    return dataclasses.replace(
+        row,
+        tb_s=least_bytes / row.us / 1e6,
+        tflop_s=operations / row.us / 1e6,
+        over_floor=row.us / floor_us,
+        error=None if row.rel_err <= TOLERANCE else wrong,
+    )
 
 
 def _measure(

@@ -1,4 +1,4 @@
-"""Measured rows against the limits of the machine: as an object, as a table, as JSON, as a roofline picture."""
+"""Measured rows against the limits of the machine: as an object, as a table, as JSON, as a picture."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,23 +26,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Row:
-    """One backend at one token count, a layer's share of the call.
+    """One system at one token count, a layer's share of the call.
 
     Args:
-        backend, weights: who ran, and how its weights lay.
+        system, weights: who ran (a backend, or a peer), and how its weights lay.
         tokens, layers: tokens of the call, and different layers in it.
         us: median microseconds of one layer; `spread` is (slowest - fastest) / median of the repeats.
-        tb_s: bytes of the active experts in their block format over `us`, whatever the backend really moved; TB/s.
+        tb_s: bytes of the active experts in their block format over `us`, whatever the system really moved; TB/s.
         tflop_s: flops of the two products over `us`; TFLOP/s.
-        active_experts: experts that the tokens were routed to, mean over the layers.
+        active: experts that the tokens were routed to, mean over the layers.
         floor_us: max(bytes of active experts / copy rate, flops / dense rate).
         over_floor: us / floor_us.
-        relative_error: ||y - ref|| / ||ref|| of the first layer against float32, over up to 64 of the tokens.
+        rel_err: ||y - ref|| / ||ref|| of the first layer against float32, over up to 64 of the tokens.
         temporary_bytes: device memory of the call beside its arguments and results, or None where not known.
         error: why there are no numbers, or what is wrong with them; None where all is well.
     """
 
-    backend: str
+    system: str
     tokens: int
     weights: str | None = None
     layers: int | None = None
@@ -51,10 +50,10 @@ class Row:
     spread: float | None = None
     tb_s: float | None = None
     tflop_s: float | None = None
-    active_experts: float | None = None
+    active: float | None = None
     floor_us: float | None = None
     over_floor: float | None = None
-    relative_error: float | None = None
+    rel_err: float | None = None
     temporary_bytes: int | None = None
     error: str | None = None
 
@@ -64,9 +63,9 @@ class Row:
             told.insert(
                 0,
                 f"{self.us:.1f} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, {self.over_floor:.2f} x floor, "
-                f"relative error {self.relative_error:.1e}",
+                f"relative error {self.rel_err:.1e}",
             )
-        return f"{self.backend}, {self.tokens} tokens: {'; '.join(told)}"
+        return f"{self.system}, {self.tokens} tokens: {'; '.join(told)}"
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,13 @@ class Report:
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
+        """Plain values, for JSON: the machine's own beside `copy_TBs` (1e12 bytes a second), `dense_TFLOPs` and `rows`.
+
+        Each row says its `shape`, so that rows of several files can lie in one table.
+        """
+        limits = {"copy_TBs": self.limits.copy_rate / 1e12, "dense_TFLOPs": self.limits.dense_rate / 1e12}
+        rows = [{"shape": self.settings["model"]} | dataclasses.asdict(row) for row in self.rows]
+        return {**self.machine, **limits, "settings": self.settings, "rows": rows}
 
     @classmethod
     def load(cls, path: str) -> "Report":
@@ -88,9 +92,11 @@ class Report:
         try:
             with open(path, encoding="utf-8") as file:
                 values = json.load(file)
-            rows = tuple(Row(**row) for row in values["rows"])
-            return cls(values["machine"], Limits(**values["limits"]), values["settings"], rows)
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+            limits = Limits(values.pop("copy_TBs") * 1e12, values.pop("dense_TFLOPs") * 1e12)
+            settings = values.pop("settings")
+            rows = [{name: value for name, value in row.items() if name != "shape"} for row in values.pop("rows")]
+            return cls(values, limits, settings, tuple(Row(**row) for row in rows))
+        except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
             raise ValueError(f"{path} is not a saved report of the benchmark: {e!r}") from None
 
     def save(self, path: str) -> None:
@@ -101,10 +107,10 @@ class Report:
         s, limits = self.settings, self.limits
         title = f"{s['model']}, {s['routing']} routing, one layer on {self.machine['device']}"
         rates = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s, measured"
-        told = [f"{row.backend}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
+        told = [f"{row.system}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
         caption = escape("\n".join([rates, *told]))
         table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-        for name in ("backend", "weights"):
+        for name in ("system", "weights"):
             table.add_column(name)
         for name in ("tokens", "layers", "us", "+-", "TB/s", "TFLOP/s", "experts", "floor us", "x floor", "rel. error"):
             table.add_column(name, justify="right")
@@ -122,45 +128,46 @@ def _cells(row: Row) -> list[str]:
         (row.spread, ".0%"),
         (row.tb_s, ".3g"),
         (row.tflop_s, ".3g"),
-        (row.active_experts, ".1f"),
+        (row.active, ".1f"),
         (row.floor_us, ".1f"),
         (row.over_floor, ".2f"),
-        (row.relative_error, ".1e"),
+        (row.rel_err, ".1e"),
         (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, ".1f"),
     )
-    return [row.backend, row.weights or "none", *("-" if n is None else format(n, spec) for n, spec in numbers)]
+    return [row.system, row.weights or "none", *("-" if n is None else format(n, spec) for n, spec in numbers)]
 
 
 def draw(report: Report, path: str) -> None:
-    """Draws the roofline of a report: flop per byte across, TFLOP/s up, the measured limits as the roof. A PNG.
+    """Draws time over floor against tokens, one line a system, lower is better. A PNG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
     require_matplotlib()
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
-    limits = report.limits
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
-    ridge = limits.dense_rate / limits.copy_rate
-    points = [(row, row.tflop_s / row.tb_s, row.tflop_s) for row in report.rows if row.tflop_s and row.tb_s]
-    intensities = [ridge, *(intensity for _, intensity, _ in points)]
-    across = np.geomspace(min(intensities) / 3, max(intensities) * 3, 200)
-    roof = np.minimum(across * limits.copy_rate, limits.dense_rate) / 1e12
-    label = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s"
-    axes.plot(across, roof, color="black", label=label)
-    for backend in dict.fromkeys(row.backend for row, _, _ in points):
-        line = sorted((row.tokens, x, y) for row, x, y in points if row.backend == backend)
-        axes.plot([x for _, x, _ in line], [y for _, _, y in line], marker="o", label=backend)
-        for tokens, x, y in line:
-            axes.annotate(str(tokens), (x, y), textcoords="offset points", xytext=(4, -10), fontsize=7)
+    points = [(row.system, row.tokens, row.over_floor) for row in report.rows if row.over_floor is not None]
+    limits = f"copy {report.limits.copy_rate / 1e12:.3g} TB/s, dense {report.limits.dense_rate / 1e12:.3g} TFLOP/s"
+    axes.axhline(1, color="black", label=f"floor: {limits}")
+    for system in dict.fromkeys(system for system, _, _ in points):
+        line = sorted((tokens, ratio) for name, tokens, ratio in points if name == system)
+        axes.plot([tokens for tokens, _ in line], [ratio for _, ratio in line], marker="o", label=system)
+    tokens = sorted({tokens for _, tokens, _ in points})
+    axes.set_xticks(tokens, [str(count) for count in tokens])
+    highest = max((ratio for _, _, ratio in points), default=1)
+    ratios = [ratio for ratio in (1, 1.5, 2, 3, 5, 7, 10, 20, 30, 50, 100, 200, 500) if ratio < 1.5 * highest]
+    axes.set_yticks(ratios, [f"{ratio:g}" for ratio in ratios])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
     s = report.settings
-    axes.set_title(f"{s['model']}, {s['routing']} routing, {report.machine['device']} (labels: tokens)", fontsize=10)
-    axes.set_xlabel("flop per byte of active experts")
-    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{s['model']}, {s['routing']} routing, one layer on {report.machine['device']}", fontsize=10)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("time over floor")
     axes.legend(fontsize=8)
-    axes.grid(visible=True, which="both", linewidth=0.3)
+    axes.grid(visible=True, linewidth=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     _write_whole(path, picture.getvalue())
