@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""Brings the systems that `benchmarks/layer.py --peers DIR` times: python benchmarks/peers/fetch.py DIR
+
+Downloads two wheels from the package index and keeps 50 MB of them in DIR: vLLM's triton_kernels and its library of
+MoE operators (which holds Marlin), and Humming. Nothing is installed.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+VERSIONS = {"vllm": "0.33.0", "humming-kernels": "0.1.19"}
+LIBRARY = "vllm/_moe_C_stable_libtorch.abi3.so"
+FOLDERS = ("vllm/third_party/triton_kernels/", "humming/")
+_WHEELS = ["--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_28_x86_64"]
+
+
+def main(directory: str) -> None:
+    """Fills `directory`, which is made where it does not exist."""
+    target = pathlib.Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as downloads:
+        wanted = [f"{name}=={version}" for name, version in VERSIONS.items()]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *_WHEELS, "--dest", downloads]
+        subprocess.run([*command, *wanted], check=True)
+        for wheel in sorted(pathlib.Path(downloads).glob("*.whl")):
+            extract(wheel, target)
+    (target / "versions.json").write_text(json.dumps(VERSIONS))
+    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    print(f"{target}: {size / 1e6:.0f} MB")
+
+
+def extract(wheel: pathlib.Path, target: pathlib.Path) -> None:
+    """Writes what the benchmarks use of a wheel into `target`."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name == LIBRARY:
+                (target / "moe_C.so").write_bytes(archive.read(name))
+            elif name.startswith(FOLDERS) and not name.endswith("/"):
+                file = target / name.removeprefix("vllm/third_party/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(archive.read(name))
+                file.chmod(0o755 if "/_native/" in name else 0o644)  # Humming starts a program of its own
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""Times one system at every token count, in a process of its own; benchmarks/layer.py calls it.
+
+    python -m benchmarks.peers.run marlin --packages DIR --tokens 1,64 --output rows.jsonl \\
+        --shape '{"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880,
+                  "alpha": 1.702, "beta": 1.0, "limit": 7.0, "bias": true}'
+
+The output's first line holds versions; each one after it a row: tokens, layers, active, us, spread and rel_err, or
+an error.
+"""
+# pyright: reportMissingImports=false
+
+import argparse
+import importlib
+import json
+import pathlib
+import statistics
+import sys
+import traceback
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.peers import problem, timing
+
+
+def main() -> None:
+    """Writes a line as soon as it is measured, so that a crash leaves those before it."""
+    arguments = _parse()
+    shape = problem.Shape(**json.loads(arguments.shape))
+    versions = json.loads(pathlib.Path(arguments.packages, "versions.json").read_text())
+    sys.path.insert(0, arguments.packages)
+    peer = importlib.import_module(f"benchmarks.peers.{arguments.system}")
+    if hasattr(peer, "load"):
+        peer.load(arguments.packages)
+    with open(arguments.output, "w", encoding="utf-8") as output:
+        print(json.dumps({"torch": torch.__version__, "triton": triton.__version__} | versions), file=output)
+        first = problem.draw_weights(shape)
+        layers = [peer.prepare(shape, first)]
+        layers += [peer.prepare(shape, problem.draw_weights(shape)) for _ in range(arguments.layers - 1)]
+        for num_tokens in arguments.tokens:
+            try:
+                row = _measure(shape, first, layers, num_tokens, arguments.routing, arguments.repeats)
+            except Exception as e:  # whatever a system dies of is that row's finding, and others still have to run
+                traceback.print_exc()
+                row = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
+            print(json.dumps({"tokens": num_tokens, "layers": arguments.layers} | row), file=output, flush=True)
+            print(arguments.system, num_tokens, row, file=sys.stderr)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", help="a module of benchmarks.peers")
+    parser.add_argument("--packages", required=True, metavar="DIR", help="what fetch.py filled")
+    parser.add_argument("--shape", required=True, help="JSON, the fields of benchmarks.peers.problem.Shape")
+    parser.add_argument("--tokens", required=True, type=lambda text: [int(count) for count in text.split(",")])
+    parser.add_argument("--routing", default="uniform", help="uniform, zipf, half or top1")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", required=True, metavar="FILE")
+    return parser.parse_args()
+
+
+def _measure(
+    shape: problem.Shape, first: problem.Weights, layers: list[Any], num_tokens: int, routing: str, repeats: int
+) -> dict[str, float]:
+    cases = [problem.draw_case(shape, num_tokens, routing) for _ in layers]
+    calls = [bind(case) for bind, case in zip(layers, cases, strict=True)]
+    us, spread, y = timing.replay(calls, repeats)
+    return {
+        "active": statistics.fmean(case.active for case in cases),
+        "us": us,
+        "spread": spread,
+        "rel_err": problem.relative_error(y, shape, first, cases[0]),
+    }
+
+
+if __name__ == "__main__":
+    main()
