@@ -6,13 +6,16 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -22,16 +25,21 @@ import jmx
 import jmx.layer
 from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
 from examples.gpt_oss.attention import QUERIES, attend, rotate, yarn_angles, yarn_frequencies
-from examples.gpt_oss.cache import KeysValues, bucket
+from examples.gpt_oss.cache import bucket, write
+from examples.gpt_oss.flash_decode import flash_decode
+from examples.gpt_oss.flash_prefill import flash_prefill
 from examples.gpt_oss.generate import TINY, main
+from examples.gpt_oss.runner import CHUNK
 from examples.gpt_oss.text import TextStream
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
 from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
+from jmx.selection import Environment
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
 PROMPTS = GOLDEN["input_ids"].tolist()
+ON_HOPPER = Environment.probe().compute_capability == (9, 0)
 WINDOW = 16  # of the tiny checkpoint's sliding layers
 
 
@@ -66,7 +74,7 @@ def whole(model: GptOss, expert_ids: list[jax.Array] | None = None) -> tuple[jax
 def chosen_experts(model: GptOss, records: list[MoERecord]) -> list[jax.Array]:
     """Expert ids (B, T, k) of each layer."""
     return [
-        layer.moe.route(record.input).expert_ids.reshape(*record.input.shape[:2], -1)
+        jmx.route(jmx.Logits(layer.router(record.input), layer.moe.routing)).expert_ids
         for layer, record in zip(model.layers, records, strict=True)
     ]
 
@@ -84,7 +92,8 @@ def test_float32_logits_and_every_layers_experts_are_the_references(runner: Runn
 
 @pytest.mark.parametrize("index", range(4))
 def test_a_layers_experts_give_the_references_output_for_its_input(runner: Runner, index: int) -> None:
-    out = runner.model.layers[index].moe(jnp.asarray(GOLDEN[f"layer{index}.moe_in"]))
+    layer, x = runner.model.layers[index], jnp.asarray(GOLDEN[f"layer{index}.moe_in"])
+    out = layer.moe(x, layer.router(x))
     assert relative_error(out, GOLDEN[f"layer{index}.moe_out"]) <= 1e-4
 
 
@@ -111,11 +120,10 @@ def test_given_expert_ids_are_the_ones_that_run(runner: Runner, rng: np.random.G
         for _ in range(config.num_hidden_layers)
     ]
     _, records = whole(runner.model, ids)
-    layer, record = runner.model.layers[0].moe, records[0]
-    assert layer.router is not None
+    layer, record = runner.model.layers[0], records[0]
     values = jnp.take_along_axis(layer.router(record.input), ids[0], axis=-1)
     routing = jmx.Routing(ids[0], jax.nn.softmax(values, axis=-1))
-    assert relative_error(layer(record.input, routing), np.asarray(record.output)) <= 1e-5
+    assert relative_error(layer.moe(record.input, routing), np.asarray(record.output)) <= 1e-5
 
 
 def test_greedy_tokens_are_the_references_where_the_margin_is_wide(runner: Runner) -> None:
@@ -186,8 +194,8 @@ def test_prefill_and_decode_are_traced_once_a_bucket(small: Runner, monkeypatch:
     traced: list[tuple[int, int]] = []
     call = GptOss.__call__
 
-    def counted(self: GptOss, tokens: jax.Array, starts: jax.Array, caches: list[KeysValues], **rest: Any) -> Any:
-        traced.append((tokens.shape[1], caches[0].keys.shape[2]))
+    def counted(self: GptOss, tokens: jax.Array, starts: Any, caches: list[jax.Array], **rest: Any) -> Any:
+        traced.append((tokens.shape[1], caches[0].shape[3]))
         return call(self, tokens, starts, caches, **rest)
 
     monkeypatch.setattr(GptOss, "__call__", counted)
@@ -199,9 +207,22 @@ def test_prefill_and_decode_are_traced_once_a_bucket(small: Runner, monkeypatch:
     assert sorted(traced) == [(1, 16), (1, 32), (1, 64), (16, 16), (32, 32)]
 
 
+def test_generating_in_chunks_gives_the_tokens_of_single_steps(small: Runner) -> None:
+    prompts, sampler = [PROMPTS[0][:10], PROMPTS[1][:14]], Sampler(1.0, seed=3)
+    logits, cache = small.prefill(prompts)
+    expected = []
+    for step in range(2 * CHUNK + 1):
+        expected.append(np.asarray(sampler(logits, step)))
+        logits, cache = small.decode(jnp.asarray(expected[-1]), cache)
+    for count in (1, 2, CHUNK + 1, 2 * CHUNK + 1):
+        got = list(small.generate(prompts, sampler, count))
+        assert len(got) == count
+        assert (np.array(got) == np.array(expected[:count])).all()
+
+
 def test_old_caches_are_given_up(small: Runner) -> None:
     def is_gone(cache: Cache) -> bool:
-        return all(array.is_deleted() for layer in cache.layers for array in layer)
+        return all(layer.is_deleted() for layer in cache.layers)
 
     empty = Cache.empty(small.model.config, 1, 16, jnp.float32)
     logits, filled = small.prefill([PROMPTS[0][:15]], cache=empty)
@@ -289,6 +310,45 @@ def test_attention_refuses_lengths_between_blocks() -> None:
         attend(odd, jnp.ones((1, 2, 256, 8)), jnp.ones((1, 2, 256, 8)), jnp.ones(2), jnp.zeros(1, jnp.int32), None)
 
 
+def qkv(rng: np.random.Generator, batch: int, length: int, group: int) -> list[jax.Array]:
+    """bfloat16 (B, T, heads, 64): queries, and the keys and values of two heads that groups of them share."""
+    shapes = [(batch, length, heads, 64) for heads in (2 * group, 2, 2)]
+    return [jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [None, 1, 128, 300])
+@pytest.mark.parametrize(("length", "group"), [(128, 1), (384, 8), (2048, 16)])
+def test_the_kernels_attend_as_the_plain_code_does(
+    rng: np.random.Generator, length: int, group: int, window: int | None
+) -> None:
+    query, keys, values = qkv(rng, 2, length, group)
+    sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
+    held = jnp.stack([keys, values]).swapaxes(2, 3)
+    wide = held.astype(jnp.float32)
+    expected = attend(query.astype(jnp.float32), wide[0], wide[1], sinks, jnp.zeros(2, jnp.int32), window)
+    expected = np.asarray(expected)
+    assert relative_error(flash_prefill(query, keys, values, sinks, window), expected) <= 4e-3
+    if group % 8 == 0:
+        at = np.array([length - 1, rng.integers(length)])
+        got = flash_decode(query[np.arange(2), at], held, sinks, jnp.asarray(at), window)
+        assert relative_error(got, expected[np.arange(2), at]) <= 4e-3
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int | None) -> None:
+    shape, dtype, sinks = jax.ShapeDtypeStruct, jnp.bfloat16, jax.ShapeDtypeStruct((64,), jnp.float32)
+    query, keys = shape((1, 8192, 64, 64), dtype), shape((1, 8192, 8, 64), dtype)
+    prefill = aot.compile_for_h200(partial(flash_prefill, window=window), query, keys, keys, sinks)
+    one, cache, position = shape((1, 64, 64), dtype), shape((2, 1, 8, 8192, 64), dtype), shape((1,), jnp.int32)
+    decode = aot.compile_for_h200(partial(flash_decode, window=window), one, cache, sinks, position)
+    for compiled in (prefill, decode):
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < 1e6
+
+
 def test_rotary_scores_depend_on_the_distance_alone(rng: np.random.Generator) -> None:
     config = read_config(TINY)
     query, key = (jnp.asarray(rng.standard_normal((1, 1, 1, config.head_dim)), jnp.float32) for _ in range(2))
@@ -325,15 +385,15 @@ def test_a_cache_grows_with_what_it_holds(rng: np.random.Generator) -> None:
     config = read_config(TINY)
     cache = Cache.empty(config, 2, 16, jnp.float32)
     written = jnp.asarray(rng.standard_normal((2, 3, config.num_key_value_heads, config.head_dim)), jnp.float32)
-    layer = cache.layers[1].write(written, 2 * written, jnp.array([[0, 1, 2], [14, 15, 16]]))
-    held = np.asarray(layer.keys)
+    layer = write(cache.layers[1], written, 2 * written, jnp.array([0, 13]))
+    held = np.asarray(layer[0])
     assert (held[0, :, :3] == np.asarray(written[0]).swapaxes(0, 1)).all()
-    assert (held[1, :, 14:] == np.asarray(written[1, :2]).swapaxes(0, 1)).all()  # position 16 has no room
+    assert (held[1, :, 13:] == np.asarray(written[1]).swapaxes(0, 1)).all()
     grown = Cache([cache.layers[0], layer], cache.lengths, 16).reserve(17)
     assert grown.capacity == 32
-    assert (np.asarray(grown.layers[1].values)[:, :, :16] == 2 * held).all()
+    assert (np.asarray(grown.layers[1][1])[:, :, :16] == 2 * held).all()
     assert grown.reserve(32) is grown
-    assert grown.nbytes == sum(a.on_device_size_in_bytes() for layer in grown.layers for a in layer)
+    assert grown.nbytes == sum(a.on_device_size_in_bytes() for a in grown.layers)
 
 
 @settings(max_examples=20)
@@ -442,13 +502,15 @@ def test_the_command_gives_the_references_tokens_and_logits(tmp_path: Path, caps
     assert main([*arguments, "--max-new-tokens", "32", "--ignore-eos", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    names = {"prompt_ids", "ids", "backend", "prefill_ms", "decode_tokens_per_s", "peak_device_bytes"}
-    assert result.keys() == names
+    numbers = {"prefill_ms", "decode_tokens_per_s", "weight_bytes_a_token", "peak_device_bytes"}
+    assert result.keys() == {"prompt_ids", "ids", "backend"} | numbers
     assert result["prompt_ids"] == PROMPTS[0]
     assert result["ids"] == GOLDEN["greedy"][0].tolist()
     assert result["backend"] == "xla"
     assert result["prefill_ms"] > 0
     assert result["decode_tokens_per_s"] > 0
+    weights = nnx.state(load(TINY, dtype=jnp.float32))
+    assert 0 < result["weight_bytes_a_token"] < sum(array.nbytes for array in jax.tree.leaves(weights))
     assert "chosen" in err  # the explain table
     assert relative_error(np.load(file), GOLDEN["logits"][0]) <= 1e-4
 

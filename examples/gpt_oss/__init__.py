@@ -6,7 +6,8 @@
     logits, cache = runner.prefill([[1, 2, 3]])
     logits, cache = runner.decode(Sampler()(logits, 0), cache)
 
-Files, from the bottom up: `attention.py`, `cache.py`, `model.py`, `load.py`, `sampling.py`, `runner.py`, `generate.py`.
+Files, from the bottom up: `flash_prefill.py`, `flash_decode.py`, `attention.py`, `cache.py`, `model.py`, `sampling.py`,
+`load.py`, `runner.py`, `text.py`, `generate.py`.
 """
 
 from examples.gpt_oss.cache import Cache

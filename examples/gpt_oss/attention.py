@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from examples.gpt_oss import flash_decode, flash_prefill
 from jmx.checkpoint.gpt_oss import Config
+from jmx.selection import Environment
 
 # Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
@@ -89,6 +91,32 @@ def attend(
         return attend_block(0)
     out = lax.map(attend_block, jnp.arange(length // block))
     return out.swapaxes(0, 1).reshape(batch, length, heads, dim)
+
+
+def attend_cache(
+    query: jax.Array, cache: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+) -> jax.Array:
+    """`attend` to a layer's cache (2, B, kv_heads, C, D), by a kernel of its own where there is one for that."""
+    group = query.shape[2] // cache.shape[2]
+    fits = group in range(8, flash_decode.ROWS + 1, 8) and cache.shape[3] % flash_decode.KEYS == 0
+    if query.shape[1] == 1 and fits and _have_kernels(query):
+        return flash_decode.flash_decode(query[:, 0], cache, sinks, starts, window)[:, None]
+    return attend(query, cache[0], cache[1], sinks, starts, window)
+
+
+def attend_prompt(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, window: int | None
+) -> jax.Array:
+    """`attend` of rows that start at position 0 to themselves: keys and values are (B, T, kv_heads, D), as query is."""
+    if query.shape[1] % flash_prefill.BLOCK == 0 and _have_kernels(query):
+        return flash_prefill.flash_prefill(query, keys, values, sinks, window)
+    starts = jnp.zeros(query.shape[0], jnp.int32)
+    return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window)
+
+
+def _have_kernels(query: jax.Array) -> bool:
+    on_hopper = Environment.probe(query).compute_capability == (9, 0)
+    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] % 64 == 0
 
 
 def _attend_block(

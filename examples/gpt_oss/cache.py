@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmx.checkpoint.gpt_oss import Config
 
@@ -17,21 +17,16 @@ def bucket(length: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-class KeysValues(NamedTuple):
-    """One layer's cache: keys (rotated) and values, both (B, kv_heads, C, head_dim), position p at index p."""
+def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array | None) -> jax.Array:
+    """Puts keys and values (B, T, kv_heads, head_dim) into a layer's cache, from positions `starts` (B,), None for 0.
 
-    keys: jax.Array
-    values: jax.Array
-
-    def write(self, keys: jax.Array, values: jax.Array, positions: jax.Array) -> "KeysValues":
-        """Puts keys and values (B, T, kv_heads, head_dim) at positions (B, T); those beyond C are dropped."""
-        rows = jnp.arange(positions.shape[0])[:, None]
-        return KeysValues(
-            *(
-                old.at[rows, :, positions].set(new, mode="drop", unique_indices=True)
-                for old, new in zip(self, (keys, values), strict=True)
-            )
-        )
+    There must be room for them (`Cache.reserve`).
+    """
+    new = jnp.stack([keys, values]).swapaxes(2, 3)
+    if starts is None or new.shape[1] == 1:  # the plain spelling, which XLA compiles to a plain write
+        return lax.dynamic_update_slice(layer, new, (0, 0, 0, 0 if starts is None else starts[0], 0))
+    put = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (0, 0, start, 0)), (1, 1, 0), 1)
+    return put(layer, new, starts)
 
 
 @dataclass(frozen=True)
@@ -39,20 +34,21 @@ class Cache:
     """What `Runner.prefill` and `Runner.decode` hand on; both give up the one they are given.
 
     Args:
-        layers: one `KeysValues` a layer.
+        layers: keys (rotated) and values of each layer, (2, B, kv_heads, C, head_dim), position p at index p of C. They
+            share an array so that a step writes both at once.
         lengths: int32 (B,), tokens of each row so far.
         longest: the largest length, known to the host, so that nothing waits for the device to see if there is room.
     """
 
-    layers: list[KeysValues]
+    layers: list[jax.Array]
     lengths: jax.Array
     longest: int
 
     @classmethod
     def empty(cls, config: Config, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> "Cache":
         """A cache of `batch` rows with room for `capacity` tokens each."""
-        shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        layers = [KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_hidden_layers)]
+        shape = (2, batch, config.num_key_value_heads, capacity, config.head_dim)
+        layers = [jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)]
         return cls(layers, jnp.zeros(batch, jnp.int32), 0)
 
     @property
@@ -61,12 +57,12 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        return self.layers[0].keys.shape[2]
+        return self.layers[0].shape[3]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(array.nbytes for layer in self.layers for array in layer)
+        return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, length: int) -> "Cache":
         """This cache with room for `length` tokens a row, in a bucket; gives up this one if it has to grow.
@@ -75,16 +71,15 @@ class Cache:
         """
         if length <= self.capacity:
             return self
-        grown = [KeysValues(*(_grow(array, bucket(length)) for array in layer)) for layer in self.layers]
-        return Cache(grown, self.lengths, self.longest)
+        return Cache([_grow(layer, bucket(length)) for layer in self.layers], self.lengths, self.longest)
 
 
 @partial(jax.jit, static_argnums=1)
-def _pad(array: jax.Array, capacity: int) -> jax.Array:
-    return jnp.pad(array, ((0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0)))
+def _pad(layer: jax.Array, capacity: int) -> jax.Array:
+    return jnp.pad(layer, ((0, 0), (0, 0), (0, 0), (0, capacity - layer.shape[3]), (0, 0)))
 
 
-def _grow(array: jax.Array, capacity: int) -> jax.Array:
-    grown = _pad(array, capacity)
-    array.delete()  # on the device it lives until the copy is done; a donation could not be used, as sizes differ
+def _grow(layer: jax.Array, capacity: int) -> jax.Array:
+    grown = _pad(layer, capacity)
+    layer.delete()  # on the device it lives until the copy is done; a donation could not be used, as sizes differ
     return grown

@@ -25,6 +25,7 @@ from examples.gpt_oss.sampling import Sampler
 from examples.gpt_oss.text import IdStream, TextStream, read_tokenizer
 from jmx.backends import BACKENDS
 from jmx.checkpoint.gpt_oss import CheckpointError, Config, read_config
+from jmx.explain import Floor
 
 TINY = Path(__file__).resolve().parent / "tiny"
 PROMPT = "Licensed under the Apache License"
@@ -121,6 +122,17 @@ def explain(model: GptOss, tokens: int) -> jmx.Explanation:
     return jmx.explain(model.layers[0].moe, x)
 
 
+def weights_read(model: GptOss) -> float:
+    """Bytes of weights that a step of one token reads: not the embedding table, nor experts that it does not use."""
+    experts = _nbytes([layer.moe.experts for layer in model.layers])
+    unused = 1 - model.config.top_k / model.config.num_experts
+    return _nbytes(nnx.state(model)) - _nbytes(model.embedding[...]) - unused * experts
+
+
+def _nbytes(arrays: Any) -> int:
+    return sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(arrays))
+
+
 def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
     logits, _ = runner.prefill([ids], all_logits=True)
     with file.open("wb") as opened:  # by its name alone, np.save would add a suffix to some
@@ -159,29 +171,37 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "backend": decode.chosen,
         "prefill_ms": 1e3 * (arrivals[0] - started),
         "decode_tokens_per_s": rate,
+        "weight_bytes_a_token": weights_read(model),
         "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
     console.print()
     console.print(decode)
     if (prefill := explain(model, len(ids))).chosen != decode.chosen:
         console.print(prefill)
-    _summarize(result, nnx.state(model), cache_bytes, console)
+    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, decode.floor, console)
     return result
 
 
-def _summarize(result: dict[str, Any], weights: nnx.State, cache_bytes: int, console: Console) -> None:
+def _summarize(
+    result: dict[str, Any], weight_bytes: int, cache_bytes: int, floor: Floor | None, console: Console
+) -> None:
     rate, peak = result["decode_tokens_per_s"], result["peak_device_bytes"]
-    weight_bytes = sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(weights))
+    read = result["weight_bytes_a_token"]
+    share = ""
+    if rate is not None and floor is not None:
+        bandwidth = floor.peak.bandwidth
+        share = f", {rate * read / bandwidth:.0%} of what {bandwidth / 1e12:.1f} TB/s (by data sheet) allow"
     part = "" if peak is None else f" ({peak / (weight_bytes + cache_bytes):.3f} of both)"
     for line in (
         f"prefill: {len(result['prompt_ids'])} tokens in {result['prefill_ms']:.1f} ms",
         f"decode: {len(result['ids'])} tokens, {'-' if rate is None else f'{rate:.1f}'} a second",
+        f"weights read: {_size(read)} a token{share}",
         f"device memory: weights {_size(weight_bytes)}, cache {_size(cache_bytes)}, peak {_size(peak)}{part}",
     ):
         console.print(line, soft_wrap=True)
 
 
-def _size(size: int | None) -> str:
+def _size(size: float | None) -> str:
     if size is None:
         return "not known here"
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -139,7 +139,7 @@ def from_source(source: Source, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, b
     for variable, name in (
         (model.embedding, "embedding"),
         (model.final_norm.scale, "final_norm"),
-        (model.unembedding, "unembedding"),
+        (model.unembedding.weights, "unembedding"),
     ):
         _put(variable, top.pop(name))
     for index, block in enumerate(model.layers):
@@ -148,17 +148,16 @@ def from_source(source: Source, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, b
 
 
 def _put_layer(block: Block, dense: dict[str, jax.Array], experts: Experts) -> None:
-    attention, moe = block.attention, block.moe
+    attention = block.attention
     _put(block.attention_norm.scale, dense["input_norm"])
     _put(block.moe_norm.scale, dense["post_attention_norm"])
     _put(attention.sinks, dense["sinks"])
-    linears = {"q": attention.query, "k": attention.key, "v": attention.value, "o": attention.out, "router": moe.router}
-    for name, linear in linears.items():
-        _put(linear.kernel, dense[f"{name}_weight"].T)
+    for linear, names in ((attention.query_key_value, "qkv"), (attention.out, "o"), (block.router, ["router"])):
+        _put(linear.weights, jnp.concatenate([dense[f"{name}_weight"] for name in names]))
         if linear.bias is not None:
-            _put(linear.bias, dense[f"{name}_bias"])
+            _put(linear.bias, jnp.concatenate([dense[f"{name}_bias"] for name in names]))
     for name, array in experts.arrays().items():
-        _put(getattr(moe, name), array)
+        _put(getattr(block.moe, name), array)
 
 
 def _put(variable: nnx.Variable, array: jax.Array) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jmx.nnx
-from examples.gpt_oss.attention import attend, precision, rotate, yarn_angles
-from examples.gpt_oss.cache import KeysValues
+from examples.gpt_oss.attention import attend_cache, attend_prompt, precision, rotate, yarn_angles
+from examples.gpt_oss.cache import write
 from jmx.activations import SwiGLU
 from jmx.checkpoint.gpt_oss import Config
 
@@ -35,37 +35,53 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...]).astype(x.dtype)
 
 
+class Linear(nnx.Module):
+    """x W^T + b in float32, of weights (out, in) as checkpoints hold them, and a bias unless `bias` is False."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        self.weights = nnx.Param(nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype))
+        self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype)) if bias else None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., in) -> float32 (..., out)."""
+        weights = self.weights[...]
+        if x.size == x.shape[-1]:
+            # One row as a plain sum reads the weights once, at the memory's rate, and fuses with what stands around it.
+            # XLA's GPU compiler would try products out on buffers of its own, three times as large as the weights.
+            out = jnp.sum(weights.astype(jnp.float32) * x.reshape(-1).astype(jnp.float32), axis=-1)
+            out = out.reshape(*x.shape[:-1], -1)
+        else:
+            exact = precision(weights.dtype)
+            out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
+        return out if self.bias is None else out + self.bias[...].astype(jnp.float32)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with biases and sinks; it slides over a window or sees everything, as the config says."""
 
     def __init__(self, config: Config, layer: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        linear = partial(
-            nnx.Linear,
-            use_bias=config.attention_bias,
-            dtype=dtype,
-            param_dtype=dtype,
-            precision=precision(dtype),
-            rngs=rngs,
-        )
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.head_dim = config.head_dim
+        self.cuts = (heads, heads + kv_heads)  # where keys and values begin among the heads of one product
         self.window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-        self.query = linear(config.hidden_size, config.num_attention_heads * config.head_dim)
-        self.key = linear(config.hidden_size, config.num_key_value_heads * config.head_dim)
-        self.value = linear(config.hidden_size, config.num_key_value_heads * config.head_dim)
-        self.out = linear(config.num_attention_heads * config.head_dim, config.hidden_size)
+        self.query_key_value = linear(config.hidden_size, (heads + 2 * kv_heads) * config.head_dim)
+        self.out = linear(heads * config.head_dim, config.hidden_size)
         self.sinks = nnx.Param(jnp.zeros(config.num_attention_heads, jnp.float32))
 
     def __call__(
-        self, x: jax.Array, starts: jax.Array, angles: tuple[jax.Array, jax.Array], cache: KeysValues
-    ) -> tuple[jax.Array, KeysValues]:
+        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """x (B, T, H) of T consecutive tokens a row, the first at `starts` (B,); returns (B, T, H) and the cache."""
-        query, key, value = (
-            projection(x).reshape(*x.shape[:2], -1, self.head_dim) for projection in (self.query, self.key, self.value)
-        )
-        positions = starts[:, None] + jnp.arange(x.shape[1])
-        cache = cache.write(rotate(key, angles), value, positions)
-        out = attend(rotate(query, angles), *cache, self.sinks[...], starts, self.window)
-        return self.out(out.reshape(*x.shape[:2], -1)), cache
+        heads = self.query_key_value(x).astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
+        query, key, value = jnp.split(heads, self.cuts, axis=2)
+        query, key = rotate(query, angles), rotate(key, angles)
+        cache = write(cache, key, value, starts)
+        if starts is None:
+            out = attend_prompt(query, key, value, self.sinks[...], self.window)
+        else:
+            out = attend_cache(query, cache, self.sinks[...], starts, self.window)
+        return self.out(out.reshape(*x.shape[:2], -1)).astype(x.dtype), cache
 
 
 class Block(nnx.Module):
@@ -75,6 +91,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
         self.moe_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.router = Linear(config.hidden_size, config.num_experts, bias=True, dtype=dtype, rngs=rngs)
         self.moe = jmx.nnx.MoE(
             config.hidden_size,
             config.intermediate_size,
@@ -83,6 +100,7 @@ class Block(nnx.Module):
             activation=SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit),
             gate_up_order="interleaved",
             bias=True,
+            router=False,
             param_dtype=dtype,
             backend=backend,
             rngs=rngs,
@@ -91,25 +109,21 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        starts: jax.Array,
+        starts: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
-        cache: KeysValues,
+        cache: jax.Array,
         mask: jax.Array | None,
         expert_ids: jax.Array | None,
-    ) -> tuple[jax.Array, KeysValues, MoERecord]:
+    ) -> tuple[jax.Array, jax.Array, MoERecord]:
         attended, cache = self.attention(self.attention_norm(x), starts, angles, cache)
         x = x + attended
         normed = self.moe_norm(x)
-        logits = None if expert_ids is None else self._only(normed, expert_ids)
+        logits = self.router(normed)
+        if expert_ids is not None:  # leave routing no other choice
+            chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
+            logits = jnp.where(chosen, logits, -jnp.inf)
         out = self.moe(normed, logits, mask=mask)
         return x + out, cache, MoERecord(normed, out)
-
-    def _only(self, x: jax.Array, expert_ids: jax.Array) -> jax.Array:
-        """Router logits (B, T, E) of x that leave routing no other choice than `expert_ids` (B, T, k)."""
-        assert self.moe.router is not None
-        logits = self.moe.router(x)
-        chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
-        return jnp.where(chosen, logits, -jnp.inf)
 
 
 class GptOss(nnx.Module):
@@ -130,31 +144,31 @@ class GptOss(nnx.Module):
     ):
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        vocabulary = (config.vocab_size, config.hidden_size)
-        self.embedding = nnx.Param(nnx.initializers.normal(1.0)(rngs.params(), vocabulary, dtype))
+        self.embedding = nnx.Param(
+            nnx.initializers.normal(1.0)(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
+        )
         self.layers = nnx.List(
             Block(config, layer, dtype=dtype, backend=backend, rngs=rngs) for layer in range(config.num_hidden_layers)
         )
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.unembedding = nnx.Param(
-            nnx.initializers.normal(config.hidden_size**-0.5)(rngs.params(), vocabulary, dtype)
-        )
+        self.unembedding = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
         tokens: jax.Array,
-        starts: jax.Array,
-        caches: Sequence[KeysValues],
+        starts: jax.Array | None,
+        caches: Sequence[jax.Array],
         *,
         mask: jax.Array | None = None,
         expert_ids: Sequence[jax.Array] | None = None,
         records: list[MoERecord] | None = None,
-    ) -> tuple[jax.Array, list[KeysValues]]:
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """Runs T consecutive tokens of each row, after those that the caches hold.
 
         Args:
             tokens: int32 (B, T).
-            starts: int32 (B,), position of each row's first token, that is how many the caches hold of it.
+            starts: int32 (B,), position of each row's first token, that is how many the caches hold of it; None for 0,
+                which is quicker: nothing is read from the caches.
             caches: one a layer, with room for position starts + T - 1.
             mask: bool (B, T) or None; False is padding, which goes to no expert and must come after a row's tokens.
             expert_ids: int32 (B, T, top_k) a layer, in place of the router's choice of experts (not of their weights).
@@ -164,7 +178,8 @@ class GptOss(nnx.Module):
             The last layer's residual stream (B, T, H), for `logits`, and the new caches.
         """
         x = self.embedding[...][tokens]
-        angles = yarn_angles(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
+        positions = jnp.arange(tokens.shape[1])
+        angles = yarn_angles(self.config, positions[None] if starts is None else starts[:, None] + positions)
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             ids = None if expert_ids is None else expert_ids[index]
@@ -176,11 +191,4 @@ class GptOss(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Next-token logits, float32 (..., vocab_size), of the residual stream (..., H)."""
-        x, weights = self.final_norm(x), self.unembedding[...]
-        if x.size == x.shape[-1]:
-            # One row as a plain sum reads the weights once, at the memory's rate. XLA's GPU compiler would try products
-            # out on buffers of its own, three times as large as the weights (3.6 GB for the published vocabulary).
-            logits = jnp.sum(weights.astype(jnp.float32) * x.reshape(-1).astype(jnp.float32), axis=-1)
-            return logits.reshape(*x.shape[:-1], -1)
-        exact = precision(self.dtype)
-        return jnp.einsum("...h,vh->...v", x, weights, precision=exact, preferred_element_type=jnp.float32)
+        return self.unembedding(self.final_norm(x))

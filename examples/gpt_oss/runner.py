@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
-from examples.gpt_oss.cache import Cache, KeysValues, bucket
+from examples.gpt_oss.cache import Cache, bucket
 from examples.gpt_oss.model import GptOss
 from examples.gpt_oss.sampling import Sampler
 from jmx.checkpoint.gpt_oss import Config
+
+# Decoding steps of one program when generating: what a caller may wait for, and what may be computed after an EOS.
+CHUNK = 16
 
 
 class Runner:
@@ -30,24 +34,42 @@ class Runner:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
 
         def prefill(
-            weights: list[Any], layers: list[KeysValues], tokens: jax.Array, lengths: jax.Array, all_logits: bool
-        ) -> tuple[jax.Array, list[KeysValues]]:
+            weights: list[Any], layers: list[jax.Array], tokens: jax.Array, lengths: jax.Array, all_logits: bool
+        ) -> tuple[jax.Array, list[jax.Array]]:
             model = merged(weights)
             mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            x, layers = model(tokens, jnp.zeros_like(lengths), layers, mask=mask)
+            x, layers = model(tokens, None, layers, mask=mask)
             if not all_logits:
                 x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
             return model.logits(x), layers
 
         def decode(
-            weights: list[Any], layers: list[KeysValues], lengths: jax.Array, tokens: jax.Array
-        ) -> tuple[jax.Array, list[KeysValues], jax.Array]:
+            weights: list[Any], layers: list[jax.Array], lengths: jax.Array, tokens: jax.Array
+        ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
             model = merged(weights)
             x, layers = model(tokens[:, None], lengths, layers)
             return model.logits(x[:, 0]), layers, lengths + 1
 
+        def chunk(
+            weights: list[Any],
+            layers: list[jax.Array],
+            lengths: jax.Array,
+            tokens: jax.Array,
+            first: jax.Array,
+            sampler: Sampler,
+        ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+            def step(carry: tuple[Any, ...], number: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
+                layers, lengths, tokens = carry
+                logits, layers, lengths = decode(weights, layers, lengths, tokens)
+                tokens = sampler(logits, number)
+                return (layers, lengths, tokens), tokens
+
+            carry, new = lax.scan(step, (layers, lengths, tokens), first + jnp.arange(CHUNK))
+            return new, *carry[:2]
+
         self._prefill = jax.jit(prefill, static_argnames="all_logits", donate_argnames="layers")
         self._decode = jax.jit(decode, donate_argnames=("layers", "lengths"))
+        self._chunk = jax.jit(chunk, static_argnames="sampler", donate_argnames=("layers", "lengths"))
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, cache: Cache | None = None, all_logits: bool = False
@@ -101,33 +123,39 @@ class Runner:
     def generate(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> Iterator[np.ndarray]:
         """Yields the new tokens of all rows, int32 (B,), `max_new_tokens` times; a caller who sees an EOS stops it.
 
-        The next step is launched before a token is read back, so that the device does not wait for the host.
+        `CHUNK` steps run as one program, and the next one is launched before their tokens are read back, so that the
+        device never waits for the host.
         """
         tokens, cache = self._start(prompts, sampler, max_new_tokens)
-        for step in range(1, max_new_tokens + 1):
-            ready = tokens
+        ready = tokens[None]
+        for step in range(1, max_new_tokens, CHUNK):
             ready.copy_to_host_async()
-            if step < max_new_tokens:
-                logits, cache = self.decode(tokens, cache)
-                tokens = sampler(logits, step)
-            yield np.asarray(ready)
+            new, cache = self._launch(ready[-1], cache, step, sampler)
+            yield from np.asarray(ready)
+            ready = new
+        yield from np.asarray(ready)[: (max_new_tokens - 2) % CHUNK + 1]
 
     def warm_up(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> int:
         """Compiles all that `generate` will need for these arguments. Returns the bytes of its cache."""
         tokens, cache = self._start(prompts, sampler, max_new_tokens)
         if max_new_tokens > 1:
-            logits, cache = self.decode(tokens, cache)
-            tokens = sampler(logits, 1)
+            tokens, cache = self._launch(tokens[None][-1], cache, 1, sampler)
         jax.block_until_ready((tokens, cache.layers))
         return cache.nbytes
+
+    def _launch(self, tokens: jax.Array, cache: Cache, step: int, sampler: Sampler) -> tuple[jax.Array, Cache]:
+        """`CHUNK` steps from `tokens` (B,), drawn before the `step`-th: new tokens (CHUNK, B), and the cache."""
+        new, layers, lengths = self._chunk(self._weights, cache.layers, cache.lengths, tokens, step, sampler)
+        return new, Cache(layers, lengths, cache.longest + CHUNK)
 
     def _start(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int
     ) -> tuple[jax.Array, Cache]:
-        """The first new tokens, and a cache with room for all the others."""
+        """The first new tokens, and a cache with room for all the others, in whole chunks."""
         logits, cache = self.prefill(prompts)
         tokens = sampler(logits, 0)
-        return tokens, cache.reserve(cache.longest + max_new_tokens - 1)
+        chunks = -(-(max_new_tokens - 1) // CHUNK)
+        return tokens, cache.reserve(cache.longest + chunks * CHUNK)
 
 
 def check_prompts(config: Config, prompts: Sequence[Sequence[int]]) -> None:

@@ -33,7 +33,7 @@ class Sampler:
             raise ValueError(f"`top_p` (={self.top_p}) must be above 0 and at most 1")
         check_seed(self.seed)
 
-    def __call__(self, logits: jax.Array, step: int) -> jax.Array:
+    def __call__(self, logits: jax.Array, step: int | jax.Array) -> jax.Array:
         """Logits (B, vocab_size) -> int32 (B,). `step` counts the tokens drawn so far."""
         if self.temperature == 0:
             return _largest(logits)
@@ -53,7 +53,7 @@ def _largest(logits: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames="cut")
 def _draw(
-    logits: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array, step: jax.Array, cut: bool
+    logits: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array, step: int | jax.Array, cut: bool
 ) -> jax.Array:
     logits -= jnp.max(logits, axis=-1, keepdims=True)
     logits = jnp.where(logits == 0, 0, logits / temperature)  # a temperature too small for float32 is 0 here
