@@ -6,9 +6,9 @@ largest finite float32. Slots left over get id `NOWHERE` and weight 0, so weight
 gradients. All is computed in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +22,10 @@ Array = Any  # a jax.Array, a numpy array, or a tracer
 NOWHERE = -1  # the expert id of a slot that routes nowhere
 
 SCORINGS = ("softmax", "sigmoid")
+
+_FEW = 8  # slots that are worth code of their own
+
+_Entry = tuple[Any, Any]  # a key and its index
 
 
 class Routing(NamedTuple):
@@ -292,8 +296,7 @@ def _assign(
     # Without a bias the logits order the experts as the scores do, and still where scores have rounded to equal.
     keys = lax.stop_gradient(logits if correction_bias is None else scores + correction_bias)
     keys = limit(jnp.where(usable & (keys > -jnp.inf), keys, -jnp.inf))
-    keys = jnp.where(keys == 0, 0.0, keys)  # top_k holds -0.0 to be less than 0.0
-    best, ids = lax.top_k(keys, top_k)
+    best, ids = _top_k(keys, top_k)
     chosen = best > -jnp.inf
 
     if renormalize:  # a softmax of log scores divides by their sum, also where all of them underflow
@@ -306,20 +309,76 @@ def _assign(
 
 def _softmax(x: jax.Array, where: jax.Array) -> jax.Array:
     """Softmax of finite `x` over the entries that `where` admits; 0 elsewhere, and all 0 where it admits none."""
-    peak = lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True, where=where, initial=-jnp.inf))
+    peak = lax.stop_gradient(_fold(jnp.maximum, jnp.where(where, x, -jnp.inf)))
     powers = jnp.where(where, jnp.exp(jnp.where(where, x - peak, 0)), 0)
-    total = powers.sum(axis=-1, keepdims=True)
+    total = _fold(jnp.add, powers)
     return powers / jnp.where(total > 0, total, 1)
+
+
+def _fold(ufunc: Any, x: jax.Array) -> jax.Array:
+    """x (..., n) -> (..., 1) by an associative `ufunc`, few entries one by one.
+
+    On a GPU those are part of the kernel that reads the result; a reduction would be a kernel of its own.
+    """
+    if x.shape[-1] > _FEW:
+        return ufunc.reduce(x, axis=-1, keepdims=True)
+    return reduce(ufunc, jnp.split(x, x.shape[-1], axis=-1))
+
+
+def _top_k(keys: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of float32 keys (..., n), which are not NaN, and their indices: both (..., k), largest first.
+
+    Equal keys go to the lower index. A few are found by one reduction that merges lists of the best, which is one
+    kernel on a GPU, where sorting takes several.
+    """
+    if k > _FEW:
+        best, ids = lax.top_k(jnp.where(keys == 0, 0.0, keys), k)  # it holds -0.0 to be less than 0.0
+        return best, ids
+    axis, width = keys.ndim - 1, 1 << (k - 1).bit_length()
+
+    def order(a: _Entry, b: _Entry) -> tuple[_Entry, _Entry]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return (
+            (jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])),
+            (jnp.where(first, b[0], a[0]), jnp.where(first, b[1], a[1])),
+        )
+
+    def merge(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The better half of two ordered lists, ordered (Batcher's bitonic merge); a list is its keys, then indices."""
+        lists = [list(zip(c[:width], c[width:], strict=True)) for c in (a, b)]
+        best = [order(*pair)[0] for pair in zip(lists[0], reversed(lists[1]), strict=True)]
+        for stride in (width >> i for i in range(1, width.bit_length())):
+            for i in range(width):
+                if not i & stride:
+                    best[i], best[i + stride] = order(best[i], best[i + stride])
+        return tuple(entry[0] for entry in best) + tuple(entry[1] for entry in best)
+
+    index = lax.broadcasted_iota(jnp.int32, keys.shape, axis)
+    worst = (np.float32(-np.inf), np.int32(keys.shape[axis]))
+    lists = [
+        [array] + [jnp.full_like(array, none)] * (width - 1) for array, none in zip((keys, index), worst, strict=True)
+    ]
+    columns = lax.reduce((*lists[0], *lists[1]), (worst[0],) * width + (worst[1],) * width, merge, (axis,))
+    return _stack(columns[:k]), _stack(columns[width : width + k])
+
+
+def _stack(columns: Sequence[jax.Array]) -> jax.Array:
+    """`jnp.stack` on the last axis, in a form that XLA fuses with what reads it on a GPU."""
+    out = jnp.broadcast_to(columns[0][..., None], (*columns[0].shape, len(columns)))
+    slot = lax.broadcasted_iota(jnp.int32, out.shape, out.ndim - 1)
+    for i, column in enumerate(columns):
+        out = jnp.where(slot == i, column[..., None], out)
+    return out
 
 
 def _keep_groups(num_groups: int, topk_groups: int, best_of_group: int, keys: jax.Array) -> jax.Array:
     """Keys (T, E) with -inf outside the `topk_groups` groups whose `best_of_group` best keys have the largest sum."""
     num_tokens, num_experts = keys.shape
     grouped = keys.reshape(num_tokens, num_groups, num_experts // num_groups)
-    best, _ = lax.top_k(grouped, min(best_of_group, num_experts // num_groups))
+    best, _ = _top_k(grouped, min(best_of_group, num_experts // num_groups))
     # Experts out of the choice must not drag down a group that has others.
     total = jnp.where(best > -jnp.inf, best, 0).sum(axis=-1)
     total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
-    _, kept = lax.top_k(jnp.where(total == 0, 0.0, total), topk_groups)
+    _, kept = _top_k(total, topk_groups)
     is_kept = (kept[..., None] == jnp.arange(num_groups)).any(axis=1)
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(keys.shape)
