@@ -117,6 +117,14 @@ def test_ties_go_to_the_lower_id(method, num_experts):
     assert_matches_reference(quarters((32, num_experts)), method)
 
 
+@pytest.mark.parametrize("top_k", range(1, 10))
+def test_any_number_of_slots(top_k):
+    """Few slots are found in another way than many."""
+    x = quarters((64, 9))
+    x[::2, np.random.default_rng().permutation(9)[:4]] = -np.inf
+    assert_matches_reference(x, TopKSoftmax(top_k))
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_equal_logits_choose_the_first_experts(method):
     zeros = np.zeros((T, E), np.float32)
