@@ -100,8 +100,8 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
         index = first + jnp.arange(num_blocks)
         inside = (index < blocks.num_blocks)[:, None]
         index = jnp.minimum(index, bound - 1)  # past the end: the last block's expert again, without its rows
-        rows = blocks.starts[index][:, None] + jnp.arange(block_m)
-        inside &= rows < blocks.ends[index][:, None]
+        rows = blocks.x_rows[index][:, None] + jnp.arange(block_m)
+        inside &= jnp.arange(block_m) < blocks.counts[index][:, None]
         assignments = jnp.where(inside, groups.order[jnp.where(inside, rows, 0)], num_assignments)
         return body(_Step(blocks.experts[index], assignments, assignments // top_k), carry)
 

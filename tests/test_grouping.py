@@ -1,4 +1,6 @@
-"""Grouping against numpy's stable sort, and the cutting into blocks as a partition of its rows."""
+"""Grouping against numpy's stable sort, and blocks against what each expert must read and write."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmx.grouping import cut, group, max_blocks
+from jmx.grouping import cut, few, group, many, max_blocks
 
-few = settings(max_examples=15)  # shapes are drawn from few values: each compiles anew
+some = settings(max_examples=15)  # shapes are drawn from few values: each compiles anew
 jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(cut, static_argnums=(1, 2))
+jitted_few = jax.jit(few, static_argnums=1)
+jitted_many = jax.jit(many, static_argnums=(1, 2))
 
-tokens = st.sampled_from([0, 1, 7, 40])
+tokens = st.sampled_from([0, 1, 7, 64, 90])
 slots = st.sampled_from([1, 3])
 experts = st.sampled_from([1, 5, 32])
 seeds = st.integers(0, 2**32 - 1)
@@ -30,7 +34,7 @@ def draw_ids(seed, num_tokens, top_k, num_experts, where):
     return np.random.default_rng(seed).integers(low, high, (num_tokens, top_k)).astype(np.int32)
 
 
-@few
+@some
 @given(seeds, tokens, slots, experts, ranges)
 def test_group_sorts_stably_and_back(seed, num_tokens, top_k, num_experts, where):
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
@@ -44,7 +48,7 @@ def test_group_sorts_stably_and_back(seed, num_tokens, top_k, num_experts, where
         np.testing.assert_array_equal(groups.sizes, np.bincount(flat[inside], minlength=num_experts))
 
 
-@few
+@some
 @given(seeds, tokens.filter(bool), slots, experts, ranges, st.sampled_from([1, 4, 16, 1024]))
 def test_blocks_partition_the_rows(seed, num_tokens, top_k, num_experts, where, block_m):
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
@@ -53,22 +57,92 @@ def test_blocks_partition_the_rows(seed, num_tokens, top_k, num_experts, where, 
     bound = max_blocks(ids.size, num_experts, block_m)
     count = int(blocks.num_blocks)
     assert count == sum(-(-int(size) // block_m) for size in sizes)
-    assert blocks.experts.shape == blocks.starts.shape == blocks.ends.shape == (bound,)
+    assert all(array.shape == (bound,) for array in blocks[:4])
+    assert all(array.dtype == np.int32 for array in blocks)
     assert count <= bound
 
-    lengths = blocks.ends - blocks.starts
-    assert (lengths[:count] >= 1).all()
-    assert (lengths <= block_m).all()
-    assert not lengths[count:].any()
+    assert (blocks.counts[:count] >= 1).all()
+    assert (blocks.counts <= block_m).all()
+    assert not blocks.counts[count:].any()
     owner = np.repeat(np.arange(num_experts), sizes)  # the expert of each sorted row
-    covered = [row for start, end in zip(blocks.starts, blocks.ends, strict=True) for row in range(start, end)]
-    assert covered == list(range(sizes.sum()))
-    for expert, start, end in zip(blocks.experts, blocks.starts, blocks.ends, strict=True):
-        assert (owner[start:end] == expert).all()
+    for starts in (blocks.x_rows, blocks.out_rows):
+        covered = [row for first, n in zip(starts, blocks.counts, strict=True) for row in range(first, first + n)]
+        assert covered == list(range(sizes.sum()))
+    for expert, first, n in zip(blocks.experts, blocks.x_rows, blocks.counts, strict=True):
+        assert (owner[first : first + n] == expert).all()
+    for expert in range(num_experts):  # its blocks are near equal
+        shares = blocks.counts[:count][blocks.experts[:count] == expert]
+        assert shares.size == 0 or np.ptp(shares) <= 1
     # What is read beyond the real blocks is an expert that is read anyway.
     assert ((blocks.experts >= 0) & (blocks.experts < num_experts)).all()
     if count:
         assert (blocks.experts[count:] == blocks.experts[count - 1]).all()
+
+
+def test_blocks_of_one_expert_are_near_equal():
+    blocks = cut(jnp.array([0, 270, 5], jnp.int32), 275, 256)
+    assert int(blocks.num_blocks) == 3
+    assert blocks.experts[:3].tolist() == [1, 1, 2]
+    assert blocks.counts[:3].tolist() == [135, 135, 5]
+
+
+@some
+@given(seeds, tokens.filter(bool), slots, experts, ranges, st.sampled_from([1, 16, 1024]))
+def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, block_m):
+    ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
+    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, block_m))
+    inside = (ids >= 0) & (ids < num_experts)
+    order = np.argsort(np.where(inside, ids, num_experts).reshape(-1), kind="stable")
+    np.testing.assert_array_equal(work.token_of_row, order // top_k)
+    np.testing.assert_array_equal(work.row_of, np.where(inside, np.argsort(order).reshape(ids.shape), -1))
+    assert work.row_of.dtype == work.token_of_row.dtype == np.int32
+    expert_of_row = np.full(ids.size, -1)
+    for expert, row, n in zip(work.blocks.experts, work.blocks.out_rows, work.blocks.counts, strict=True):
+        expert_of_row[row : row + n] = expert
+    np.testing.assert_array_equal(expert_of_row[work.row_of[inside]], ids[inside])
+
+
+def assert_few(work, ids, num_experts):
+    num_tokens = ids.shape[0]
+    stride = -(-num_tokens // 8) * 8
+    used = np.unique(ids[(ids >= 0) & (ids < num_experts)])
+    bound = min(ids.size, num_experts)
+    num_blocks = int(work.blocks.num_blocks)
+    assert num_blocks == len(used) <= bound
+    assert all(array.dtype == np.int32 for array in jax.tree.leaves(work))
+    assert work.token_of_row is None
+    last = used[-1:] if len(used) else [0]
+    assert np.asarray(work.blocks.experts).tolist() == [*used, *np.repeat(last, bound - len(used))]
+    assert np.asarray(work.blocks.x_rows).tolist() == [0] * bound
+    assert np.asarray(work.blocks.out_rows).tolist() == [stride * b for b in range(bound)]
+    assert np.asarray(work.blocks.counts).tolist() == [num_tokens if b < len(used) else 0 for b in range(bound)]
+    block_of = {expert: b for b, expert in enumerate(used)}
+    rows = [[block_of[e] * stride + t if e in block_of else -1 for e in row] for t, row in enumerate(ids)]
+    assert np.asarray(work.row_of).tolist() == rows
+
+
+def test_few_on_every_small_routing():
+    """Every routing of two tokens to two of three experts, ids from one below to one above."""
+    every = np.array(list(itertools.product(range(-1, 4), repeat=4)), np.int32).reshape(-1, 2, 2)
+    work = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda ids: few(ids, 3)))(every))
+    for i, ids in enumerate(every):
+        assert_few(jax.tree.map(lambda array, i=i: array[i], work), ids, 3)
+
+
+@settings(max_examples=40)
+@given(
+    seeds, st.sampled_from([1, 5, 16]), st.sampled_from([1, 4]), st.sampled_from([1, 31, 32, 33, 128, 500, 512]), ranges
+)
+def test_few_gives_every_expert_in_use_a_block(seed, num_tokens, top_k, num_experts, where):
+    ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
+    assert_few(jitted_few(ids, num_experts), ids, num_experts)
+
+
+def test_few_with_the_ends_of_every_word(rng):
+    ends = np.array([0, 31, 32, 63, 64, 95, 96, 127, 128, -1, 2**31 - 1, -(2**31)], np.int32)
+    for _ in range(10):
+        ids = rng.choice(ends, (8, 2))
+        assert_few(jitted_few(ids, 128), ids, 128)
 
 
 @pytest.mark.parametrize(("num_experts", "block_m"), [(1, 8), (4, 1), (4, 8), (64, 8)])
@@ -97,6 +171,7 @@ def test_narrow_and_unsigned_ids(dtype, num_experts, rng):
     sizes = jitted_group(ids, num_experts).sizes
     wide = ids.astype(np.int64)
     np.testing.assert_array_equal(sizes, np.bincount(wide[(wide >= 0) & (wide < num_experts)], minlength=num_experts))
+    assert_few(jitted_few(ids[:9], num_experts), wide[:9], num_experts)
 
 
 def test_sixty_four_bit_ids(rng):
