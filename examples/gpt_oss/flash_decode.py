@@ -36,7 +36,7 @@ def flash_decode(
     batch, heads, dim = query.shape
     _, _, kv_heads, capacity, _ = cache.shape
     group = heads // kv_heads
-    splits = min(SPLITS, capacity // KEYS) if window is None else 1
+    splits = min(SPLITS, capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1)
     to_bits = math.log2(math.e)  # powers of two are what the hardware has
     scale = to_bits * dim**-0.5
 

@@ -30,9 +30,11 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * self.scale[...]).astype(x.dtype)
+        return (x.astype(jnp.float32) * self.scale[...] * self.rate(x)).astype(x.dtype)
+
+    def rate(self, x: jax.Array) -> jax.Array:
+        """1 / sqrt(mean(x^2) + epsilon), float32 (..., 1)."""
+        return jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + self.epsilon)
 
 
 class Linear(nnx.Module):
@@ -42,15 +44,19 @@ class Linear(nnx.Module):
         self.weights = nnx.Param(nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype))
         self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype)) if bias else None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., in) -> float32 (..., out)."""
+    def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+        """(..., in), or a norm's input -> float32 (..., out)."""
         weights = self.weights[...]
         if x.size == x.shape[-1]:
             # One row as a plain sum reads the weights once, at the memory's rate, and fuses with what stands around it.
             # XLA's GPU compiler would try products out on buffers of its own, three times as large as the weights.
-            out = jnp.sum(weights.astype(jnp.float32) * x.reshape(-1).astype(jnp.float32), axis=-1)
-            out = out.reshape(*x.shape[:-1], -1)
+            # A norm's rate multiplies the result: so its sum and the scaled row, computed once, are one kernel.
+            row = x.astype(jnp.float32) * (1 if norm is None else norm.scale[...])
+            row = jax.lax.optimization_barrier(row.reshape(-1))
+            out = jnp.sum(weights.astype(jnp.float32) * row, axis=-1).reshape(*x.shape[:-1], -1)
+            out *= 1 if norm is None else norm.rate(x)
         else:
+            x = x if norm is None else norm(x)
             exact = precision(weights.dtype)
             out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
         return out if self.bias is None else out + self.bias[...].astype(jnp.float32)
@@ -70,10 +76,15 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(config.num_attention_heads, jnp.float32))
 
     def __call__(
-        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: jax.Array
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        starts: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        cache: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """x (B, T, H) of T consecutive tokens a row, the first at `starts` (B,); returns (B, T, H) and the cache."""
-        heads = self.query_key_value(x).astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
+        """x (B, T, H) of T consecutive tokens a row, to be normed, the first at `starts` (B,) -> (B, T, H), cache."""
+        heads = self.query_key_value(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
         query, key, value = jnp.split(heads, self.cuts, axis=2)
         query, key = rotate(query, angles), rotate(key, angles)
         cache = write(cache, key, value, starts)
@@ -115,10 +126,10 @@ class Block(nnx.Module):
         mask: jax.Array | None,
         expert_ids: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, MoERecord]:
-        attended, cache = self.attention(self.attention_norm(x), starts, angles, cache)
+        attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
         x = x + attended
         normed = self.moe_norm(x)
-        logits = self.router(normed)
+        logits = self.router(x, self.moe_norm)
         if expert_ids is not None:  # leave routing no other choice
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)
@@ -191,4 +202,4 @@ class GptOss(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Next-token logits, float32 (..., vocab_size), of the residual stream (..., H)."""
-        return self.unembedding(self.final_norm(x))
+        return self.unembedding(x, self.final_norm)

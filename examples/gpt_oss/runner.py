@@ -57,7 +57,7 @@ class Runner:
             tokens: jax.Array,
             first: jax.Array,
             sampler: Sampler,
-        ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+        ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
             def step(carry: tuple[Any, ...], number: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
                 layers, lengths, tokens = carry
                 logits, layers, lengths = decode(weights, layers, lengths, tokens)
@@ -65,7 +65,7 @@ class Runner:
                 return (layers, lengths, tokens), tokens
 
             carry, new = lax.scan(step, (layers, lengths, tokens), first + jnp.arange(CHUNK))
-            return new, *carry[:2]
+            return new, *carry
 
         self._prefill = jax.jit(prefill, static_argnames="all_logits", donate_argnames="layers")
         self._decode = jax.jit(decode, donate_argnames=("layers", "lengths"))
@@ -130,23 +130,26 @@ class Runner:
         ready = tokens[None]
         for step in range(1, max_new_tokens, CHUNK):
             ready.copy_to_host_async()
-            new, cache = self._launch(ready[-1], cache, step, sampler)
+            new, tokens, cache = self._steps(tokens, cache, step, sampler)
             yield from np.asarray(ready)
             ready = new
-        yield from np.asarray(ready)[: (max_new_tokens - 2) % CHUNK + 1]
+        yield from np.asarray(ready)[: (max_new_tokens - 2) % CHUNK + 1]  # the last chunk may be longer than asked
 
     def warm_up(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> int:
         """Compiles all that `generate` will need for these arguments. Returns the bytes of its cache."""
         tokens, cache = self._start(prompts, sampler, max_new_tokens)
         if max_new_tokens > 1:
-            tokens, cache = self._launch(tokens[None][-1], cache, 1, sampler)
-        jax.block_until_ready((tokens, cache.layers))
+            _, tokens, cache = self._steps(tokens, cache, 1, sampler)
+        jax.block_until_ready((tokens[None], cache.layers))
         return cache.nbytes
 
-    def _launch(self, tokens: jax.Array, cache: Cache, step: int, sampler: Sampler) -> tuple[jax.Array, Cache]:
-        """`CHUNK` steps from `tokens` (B,), drawn before the `step`-th: new tokens (CHUNK, B), and the cache."""
-        new, layers, lengths = self._chunk(self._weights, cache.layers, cache.lengths, tokens, step, sampler)
-        return new, Cache(layers, lengths, cache.longest + CHUNK)
+    def _steps(
+        self, tokens: jax.Array, cache: Cache, step: int, sampler: Sampler
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """`CHUNK` steps from `tokens` (B,), drawn before the `step`-th. Returns all new tokens (CHUNK, B), the last of
+        them, and the cache."""
+        new, layers, lengths, tokens = self._chunk(self._weights, cache.layers, cache.lengths, tokens, step, sampler)
+        return new, tokens, Cache(layers, lengths, cache.longest + CHUNK)
 
     def _start(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int
