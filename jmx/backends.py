@@ -1,10 +1,12 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
 from jmx import layouts
+from jmx.pallas import mosaic_sm90, mosaic_sm90_layout
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-BACKENDS: tuple[Backend, ...] = (Xla(),)
+BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Xla())
+layouts.register(mosaic_sm90_layout.LAYOUT)
 
 
 def resolve_layout(layout: str, environment: Environment) -> str:
@@ -14,7 +16,9 @@ def resolve_layout(layout: str, environment: Environment) -> str:
         ValueError: no layout has that name.
     """
     if layout == "auto":
-        # There is one family, which every environment gets. It likes bytes: in a loop XLA's CPU compiler widens whole
-        # float4 arrays, and its GPU compiler fuses a gather of bytes, but not of float4, into what follows.
+        if environment.compute_capability == (9, 0):
+            return mosaic_sm90_layout.LAYOUT.name
+        # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
+        # a gather of bytes, but not of float4, into what follows.
         return "packed"
     return layouts.get(layout).name

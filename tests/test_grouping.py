@@ -18,7 +18,7 @@ some = settings(max_examples=15)  # shapes are drawn from few values: each compi
 jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(cut, static_argnums=(1, 2))
 jitted_few = jax.jit(few, static_argnums=1)
-jitted_many = jax.jit(many, static_argnums=(1, 2))
+jitted_many = jax.jit(many, static_argnums=(1, 2, 3))
 
 tokens = st.sampled_from([0, 1, 7, 64, 90])
 slots = st.sampled_from([1, 3])
@@ -90,19 +90,28 @@ def test_blocks_of_one_expert_are_near_equal():
 
 
 @some
-@given(seeds, tokens.filter(bool), slots, experts, ranges, st.sampled_from([1, 16, 1024]))
-def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, block_m):
+@given(seeds, tokens.filter(bool), slots, experts, ranges, st.sampled_from([(1, 1), (16, 1), (8, 8), (256, 8)]))
+def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, cut):
+    block_m, align = cut
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
-    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, block_m))
+    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, block_m, align))
     inside = (ids >= 0) & (ids < num_experts)
-    order = np.argsort(np.where(inside, ids, num_experts).reshape(-1), kind="stable")
-    np.testing.assert_array_equal(work.token_of_row, order // top_k)
-    np.testing.assert_array_equal(work.row_of, np.where(inside, np.argsort(order).reshape(ids.shape), -1))
     assert work.row_of.dtype == work.token_of_row.dtype == np.int32
-    expert_of_row = np.full(ids.size, -1)
-    for expert, row, n in zip(work.blocks.experts, work.blocks.out_rows, work.blocks.counts, strict=True):
+    assert (work.row_of[~inside] == -1).all()
+    rows = work.row_of[inside]
+    token = np.broadcast_to(np.arange(num_tokens)[:, None], ids.shape)[inside]
+    np.testing.assert_array_equal(work.token_of_row[rows], token)
+    # Sorted by expert and, within one, by token and slot; nothing is left out or met twice.
+    np.testing.assert_array_equal(np.argsort(rows), np.argsort(ids[inside], kind="stable"))
+    np.testing.assert_array_equal(work.blocks.x_rows, work.blocks.out_rows)
+    real = slice(int(work.blocks.num_blocks))
+    assert (work.blocks.x_rows[real] % align == 0).all()
+    assert (work.blocks.counts <= block_m).all()
+    assert len(np.unique(rows)) == len(rows) == work.blocks.counts.sum()
+    expert_of_row = np.full(work.token_of_row.shape, -1)
+    for expert, row, n in zip(*(array[real] for array in (work.blocks.experts, *work.blocks[2:4])), strict=True):
         expert_of_row[row : row + n] = expert
-    np.testing.assert_array_equal(expert_of_row[work.row_of[inside]], ids[inside])
+    np.testing.assert_array_equal(expert_of_row[rows], ids[inside])
 
 
 def assert_few(work, ids, num_experts):

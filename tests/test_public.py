@@ -23,7 +23,7 @@ ORDER = [
     {"selection"},
     {"tuning"},
     {"xla_dot"},
-    {"xla"},
+    {"xla", "pallas"},
     {"backends"},
     {"autodiff"},
     {"layer"},

@@ -352,7 +352,7 @@ def test_named_devices():
 def test_a_layer_on_a_mesh_of_a_gpu_gets_that_gpus_layout():
     with on_h200():
         shapes = nnx.eval_shape(lambda: jmx.nnx.MoE(64, 96, 8, 2, rngs=nnx.Rngs(0)))
-    assert shapes.experts.layout == resolve_layout("auto", H200) == "packed"
+    assert shapes.experts.layout == resolve_layout("auto", H200) == "mosaic_sm90"
     assert resolve_layout("auto", Environment.named("cpu")) == "packed"
     assert resolve_layout("canonical", H200) == "canonical"
     with pytest.raises(ValueError, match=re.escape("`layout` (='fancy') must be one of")):

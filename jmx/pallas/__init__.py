@@ -1,0 +1,1 @@
+"""Kernels in Pallas. `<engine>.py` says what an engine supports; `<engine>_kernel.py` is its kernel."""

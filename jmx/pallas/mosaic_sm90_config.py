@@ -1,0 +1,146 @@
+"""What can be tuned of the kernel `mosaic_sm90_kernel`, what it costs in shared memory, and what is tried."""
+
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_BYTES
+
+SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
+_BARRIER_BYTES = 1024  # more than barriers and alignment take
+MAX_BLOCK_N = 256  # wgmma's largest N
+FEW_TOKENS = 16  # up to here every active expert sees all tokens, so that nothing is sorted
+_COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one product is cut.
+
+    Args:
+        warpgroups_m: warpgroups next to each other along the weight's rows, 64 each.
+        warpgroups_k: warpgroups that share the columns of the same rows, and add up what they have at the end.
+        k_tiles: tiles of 64 columns that a warpgroup takes from one stage.
+        num_stages: stages of the pipeline from global to shared memory.
+        split_k: parts of the columns that are computed apart and added up in the end; 1 where an activation follows.
+    """
+
+    warpgroups_m: int
+    warpgroups_k: int
+    k_tiles: int
+    num_stages: int
+    split_k: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("warpgroups_m", "warpgroups_k", "k_tiles", "num_stages", "split_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
+        if self.num_warpgroups not in _COMPUTE_REGISTERS:
+            raise ValueError(
+                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(_COMPUTE_REGISTERS)}"
+            )
+        if self.num_stages > 32:
+            raise ValueError(f"`num_stages` (={self.num_stages}) must be at most 32")
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups that compute; one more fetches."""
+        return self.warpgroups_m * self.warpgroups_k
+
+    @property
+    def stage_tiles(self) -> int:
+        """Tiles along the columns in one stage."""
+        return self.warpgroups_k * self.k_tiles
+
+    @property
+    def registers(self) -> int:
+        """Registers of a computing thread."""
+        return _COMPUTE_REGISTERS[self.num_warpgroups]
+
+    def shared_memory(self, block_n: int) -> int:
+        """Bytes of shared memory that the kernel uses."""
+        stage = self.warpgroups_m * (VALUE_BYTES + SCALE_BYTES) + block_n * TILE * 2
+        return self.num_stages * self.stage_tiles * stage + self.partial_sums(block_n) * 4 + _BARRIER_BYTES
+
+    def partial_sums(self, block_n: int) -> int:
+        """Float32 sums that warpgroups along the columns hand over."""
+        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * block_n
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a layer is cut: tokens into blocks of at most `block_n` rows of one expert, and each product into tiles."""
+
+    block_n: int
+    gate_up: Tiles
+    down: Tiles
+
+    def __post_init__(self) -> None:
+        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
+        if self.gate_up.split_k != 1:
+            raise ValueError(f"`gate_up.split_k` (={self.gate_up.split_k}) must be 1: the activation needs whole sums")
+        for name in ("gate_up", "down"):
+            needed = getattr(self, name).shared_memory(self.block_n)
+            if needed > SHARED_MEMORY:
+                raise ValueError(
+                    f"`{name}` (={getattr(self, name)}) with block_n={self.block_n} must fit {SHARED_MEMORY} bytes of "
+                    f"shared memory, and needs {needed}"
+                )
+
+
+def widths(block_n: int) -> tuple[int, ...]:
+    """The numbers of columns that wgmma is compiled for: a block takes the least that holds its rows."""
+    step = 8 if block_n <= 64 else 16
+    return (*range(step, block_n, step), block_n)
+
+
+def _deepest(tiles: Tiles, block_n: int) -> Tiles:
+    """`tiles` with as many stages as fit."""
+    fixed = replace(tiles, num_stages=1).shared_memory(block_n)
+    each = replace(tiles, num_stages=2).shared_memory(block_n) - fixed
+    return replace(tiles, num_stages=max(1, min(32, 1 + (SHARED_MEMORY - fixed) // each)))
+
+
+def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
+    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    assignments = num_tokens * top_k
+    if assignments <= 8:  # so few tiles that warpgroups had better share them
+        tiles = _deepest(Tiles(1, 3, 5, 1), 8)
+        return Config(8, tiles, replace(tiles, split_k=3))
+    rows = max(1.0, assignments / num_experts)
+    most = rows + 3 * sqrt(rows)  # of random routing
+    if most > 96:
+        block_n = 192
+        tiles = _deepest(Tiles(3, 1, 1, 1), block_n)
+    else:
+        block_n = -(-int(most) // 8) * 8
+        if num_tokens <= FEW_TOKENS:
+            block_n = max(block_n, -(-num_tokens // 8) * 8)
+        tiles = _deepest(Tiles(4, 1, 3, 1), block_n)
+    return Config(block_n, tiles, tiles)
+
+
+def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
+    """What is worth a try, the heuristic's own first."""
+    first = heuristic(num_tokens, top_k, num_experts)
+    if num_tokens * top_k <= 8:
+        shapes = [(1, 3, 5), (1, 3, 3), (1, 5, 3), (1, 4, 2), (2, 2, 3), (4, 1, 3)]
+        pairs = [(m, k, n, s) for m, k, n in shapes for s in (1, 2, 3)]
+        cuts = [(8, Tiles(m, k, n, 1), Tiles(m, k, n, 1, s)) for m, k, n, s in pairs]
+    elif first.block_n <= 96:
+        shapes = [(4, 1, 2), (4, 1, 3), (4, 1, 5), (4, 1, 9), (3, 1, 3), (2, 2, 3)]
+        blocks = sorted({first.block_n, min(MAX_BLOCK_N, first.block_n + 8), max(8, first.block_n - 8)})
+        cuts = [(n, Tiles(m, k, t, 1), Tiles(m, k, t, 1)) for n in blocks for m, k, t in shapes]
+    else:
+        shapes = [(3, 1, 1), (2, 1, 1), (4, 1, 1)]
+        cuts = [(n, Tiles(m, k, t, 1), Tiles(m, k, t, 1)) for n in (128, 160, 192, 256) for m, k, t in shapes]
+    found = [first]
+    for block_n, gate_up, down in cuts:
+        gate_up, down = _deepest(gate_up, block_n), _deepest(down, block_n)
+        try:
+            config = Config(block_n, gate_up, down)
+        except ValueError:  # no stage fits
+            continue
+        if config not in found and min(gate_up.num_stages, down.num_stages) > 1:
+            found.append(config)
+    return found

@@ -1,0 +1,288 @@
+"""What one thread of a warpgroup does in the kernel of `mosaic_sm90_kernel`: pieces of code below Pallas' arrays.
+
+Pallas Mosaic GPU moves arrays that a whole warpgroup holds, but cannot say which thread holds what, nor convert e2m1
+and e8m0 on Hopper. These functions can: each is a Pallas operation whose body is written for one thread, in MLIR and
+PTX. `wgmma` leaves a thread of warp `w` and lane `l`, of an accumulator (64, n), row `16 * w + l // 4` and the row 8
+below it, of both the columns `8 * i + 2 * (l % 4) + {0, 1}`. Here these two rows are the thread's *first* and *second*;
+of a gated weight in the layout `mosaic_sm90` they are a gate and its up.
+
+A thread's own elements of one row travel in arrays (32 * n,), whose order means nothing: they only go through
+elementwise operations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, SCALE_BYTES, TILE
+
+WARPGROUP = 128  # threads
+_Fragment = mgpu.FragmentedArray
+_SCALAR = plgpu.Layout.WG_SPLAT
+_utils = mgpu.utils
+_operation: Any = plgpu.inline_mgpu  # what it makes of a function takes arrays and refs, not what the function takes
+_result: Any = plgpu.ShapeDtypeStruct
+
+# Bits of a bfloat16 pair that hold magnitudes and signs once a word has been shifted; see the layout.
+_MAGNITUDES, _SIGNS, _BOTH = "0x01C001C0", "0x80008000", "0x81C081C0"
+_AND_OR = "0xEA"  # lop3's (a & b) | c
+# The pairs 0 to 3 of the word $1, times the multiplier $2.
+_PAIRS = (
+    f"{{ .reg .b32 t; and.b32 t, $1, {_BOTH}; mul.bf16x2 $0, t, $2; }}",
+    f"{{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, {_BOTH}; mul.bf16x2 $0, t, $2; }}",
+    f"{{ .reg .b32 t, u; shl.b32 t, $1, 6; shl.b32 u, $1, 1; and.b32 u, u, {_SIGNS}; "
+    f"lop3.b32 t, t, {_MAGNITUDES}, u, {_AND_OR}; mul.bf16x2 $0, t, $2; }}",
+    f"{{ .reg .b32 t, u; shr.u32 t, $1, 3; shl.b32 u, $1, 2; and.b32 u, u, {_SIGNS}; "
+    f"lop3.b32 t, t, {_MAGNITUDES}, u, {_AND_OR}; mul.bf16x2 $0, t, $2; }}",
+)
+# Byte {byte} of $1, twice, as the exponents of two bfloat16; $2 is added to both.
+_MULTIPLIER = "{{ .reg .b32 t; prmt.b32 t, $1, 0, {select}; mad.lo.u32 $0, t, 0x80, $2; }}"
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
+def _f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def _int(value: int, type_: ir.Type | None = None) -> ir.Value:
+    return _utils.c(value, type_ or _i32())
+
+
+def _wide(value: ir.Value) -> ir.Value:
+    return arith.extsi(_i64(), value)
+
+
+def _less(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+def _thread() -> ir.Value:
+    """The thread's index in its warpgroup."""
+    return arith.remui(_utils.thread_idx(), _int(WARPGROUP))
+
+
+def _address(ref: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+    return _utils.getelementptr(_utils.memref_ptr(ref), [index], element)
+
+
+def _row_array(size: int) -> Any:
+    return _result((size,), jnp.float32, _own(size))
+
+
+def _own(size: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=2)
+
+
+def _of_registers(registers: Any, size: int) -> _Fragment:
+    layout = mgpu.WGStridedFragLayout((size,), 2)
+    registers = np.array(registers, dtype=object).reshape(layout.registers_shape((size,)))
+    return _Fragment(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def row_size(n: int) -> int:
+    """Size of the array of a thread's own elements of one row, where the accumulator has n columns."""
+    return TILE // 2 * n
+
+
+def dequantize(values: Any, scales: Any, exponent: jax.Array) -> jax.Array:
+    """A tile's bytes in shared memory -> the bfloat16 array (64, 64) that wgmma takes as A.
+
+    Args:
+        values, scales: refs of one tile.
+        exponent: int32, from `tile_scalars`.
+    """
+
+    @_operation(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR),
+        return_type=_result((TILE, TILE), jnp.bfloat16, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, values: ir.Value, scales: ir.Value, exponent: _Fragment) -> _Fragment:
+        thread = _thread()
+        words = llvm.load(
+            ir.VectorType.get((4,), _i32()), _address(values, arith.muli(thread, _int(4)), _i32()), alignment=16
+        )
+        codes = llvm.load(_i32(), _address(scales, arith.shrui(thread, _int(2)), _i32()), alignment=4)
+
+        def multiplier(byte: int) -> ir.Value:
+            text = _MULTIPLIER.format(select=f"{0x4040 + 0x101 * byte:#x}")
+            return _utils.inline_ptx(text, codes, exponent.registers.item(), result_types=_i32())
+
+        multipliers = [[multiplier(2 * row + half) for half in range(2)] for row in range(2)]
+        registers = np.empty((TILE // 8, 2), dtype=object)
+        for piece in range(TILE // 16):
+            word = llvm.extractelement(words, _int(piece))
+            for pair, text in enumerate(_PAIRS):
+                eight, row = divmod(pair, 2)
+                two = _utils.inline_ptx(text, word, multipliers[row][piece // 2], result_types=_i32())
+                two = _utils.bitcast(two, ir.VectorType.get((2,), ir.BF16Type.get()))
+                registers[2 * piece + eight, row] = two
+        layout = mgpu.WGMMA_LAYOUT
+        registers = registers.reshape(layout.registers_shape((TILE, TILE)))
+        return _Fragment(_registers=registers, _layout=layout, _is_signed=None)
+
+    return body(values, scales, exponent)
+
+
+def split_rows(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An accumulator (64, n) -> each thread's own elements of its first and its second row."""
+    size = row_size(acc.shape[1])
+
+    @_operation(arg_types=(plgpu.Layout.WGMMA,), return_type=(_row_array(size), _row_array(size)))
+    def body(_: Any, acc: _Fragment) -> tuple[_Fragment, ...]:
+        registers = acc.registers.reshape(-1, 2)
+        return tuple(_of_registers(registers[:, row], size) for row in range(2))
+
+    return body(acc)
+
+
+def load_rows(ref: Any, size: int) -> jax.Array:
+    """What was stored in a ref (size,) of shared memory as an array of a thread's own elements."""
+    return plgpu.load(ref, layout=_own(size), optimized=False)
+
+
+def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of one row of tiles: what `dequantize` wants as `exponent`, and the float32 by which results are raised.
+
+    A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift.
+    """
+    returns = tuple(_result((), dtype, _SCALAR) for dtype in (jnp.int32, jnp.float32))
+
+    @_operation(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=returns)
+    def body(_: Any, scales: ir.Value, expert: _Fragment, tile: _Fragment) -> tuple[_Fragment, ...]:
+        i8 = ir.IntegerType.get_signless(8)
+        _, tiles, chunks, _ = ir.MemRefType(scales.type).shape
+        row = arith.addi(arith.muli(expert.registers.item(), _int(tiles)), tile.registers.item())
+        last = arith.addi(arith.muli(_wide(row), _int(chunks, _i64())), _int(chunks - 1, _i64()))
+        at = _address(scales, arith.muli(last, _int(SCALE_BYTES, _i64())), i8)
+        shift = arith.extui(_i32(), llvm.load(i8, at))
+        exponent = arith.muli(arith.subi(_int(126), shift), _int(0x00800080))
+        raised = llvm.bitcast(_f32(), arith.shli(arith.addi(shift, _int(127)), _int(23)))
+        splat = partial(_Fragment.splat, shape=())
+        return splat(exponent, is_signed=True), splat(raised)
+
+    return body(scales, expert, tile)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a weight a thread's two rows of a tile are.
+
+    Args:
+        num_rows: rows of the weight, without padding.
+        gate_up_order: "interleaved" or "concatenated" where a tile holds gate and up; None where it does not.
+    """
+
+    num_rows: int
+    gate_up_order: str | None
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of what comes out of the epilogue, with padding to whole tiles."""
+        return -(-self._outputs // TILE) * TILE
+
+    @property
+    def _outputs(self) -> int:
+        return self.num_rows if self.gate_up_order is None else self.num_rows // 2
+
+    def output(self, tile: ir.Value) -> ir.Value:
+        """The thread's first row of the output; where there is no gate, its second is 8 below."""
+        warp, lane = arith.divui(_thread(), _int(32)), arith.remui(_thread(), _int(32))
+        tile_rows, warp_rows = (TILE, 16) if self.gate_up_order is None else (GATED_ROWS, 8)
+        row = arith.addi(arith.muli(tile, _int(tile_rows)), arith.muli(warp, _int(warp_rows)))
+        return arith.addi(row, arith.divui(lane, _int(4)))
+
+    def weight(self, tile: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The thread's two rows of the weight; past the end where the tile is padding."""
+        row = self.output(tile)
+        if self.gate_up_order is None:
+            return row, arith.addi(row, _int(8))
+        if self.gate_up_order == "interleaved":
+            return arith.muli(row, _int(2)), arith.addi(arith.muli(row, _int(2)), _int(1))
+        padding = arith.select(_less(row, _int(self._outputs)), _int(0), _int(self.num_rows))
+        return arith.addi(row, padding), arith.addi(row, _int(self._outputs))
+
+
+def load_bias(bias: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """bias (E, N) of the thread's first and second row of a tile, float32 (256,) arrays; 0 in the padding."""
+    size = row_size(8)
+
+    @_operation(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=(_row_array(size), _row_array(size)))
+    def body(_: Any, bias: ir.Value, expert: _Fragment, tile: _Fragment) -> tuple[_Fragment, ...]:
+        element = ir.MemRefType(bias.type).element_type
+        base = arith.muli(expert.registers.item(), _int(rows.num_rows))
+        out = []
+        for row in rows.weight(tile.registers.item()):
+            inside = _less(row, _int(rows.num_rows))
+            row = arith.select(inside, row, _int(0))
+            value = llvm.load(element, _address(bias, _wide(arith.addi(base, row)), element))
+            value = value if element == _f32() else arith.extf(_f32(), value)
+            value = arith.select(inside, value, _utils.c(0.0, _f32()))
+            two = llvm.mlir_undef(ir.VectorType.get((2,), _f32()))
+            for i in range(2):
+                two = llvm.insertelement(two, value, _int(i))
+            out.append(_of_registers([two], size))
+        return tuple(out)
+
+    return body(bias, expert, tile)
+
+
+def repeat(row: jax.Array, n: int) -> jax.Array:
+    """One value a row, as `load_bias` has it, for each of the thread's n / 4 own elements."""
+
+    @_operation(arg_types=(_own(row_size(8)),), return_type=_row_array(row_size(n)))
+    def body(_: Any, row: _Fragment) -> _Fragment:
+        return _of_registers([row.registers.item()] * (n // 8), row_size(n))
+
+    return body(row)
+
+
+def store(
+    out: Any, arrays: Sequence[jax.Array], rows: Rows, tile: jax.Array, first: jax.Array, count: jax.Array
+) -> None:
+    """Writes a tile's outputs, transposed, to out (R, num_outputs) in global memory.
+
+    Args:
+        arrays: own elements of the thread's first row, and of its second where there is no gate; out's dtype.
+        first: the row of `out` that takes the accumulator's first column.
+        count: columns that there are; others are not written.
+    """
+    num_outputs = rows.num_outputs
+    own = [_own(array.shape[0]) for array in arrays]
+
+    @_operation(arg_types=(plgpu.RefType(), *own, *[_SCALAR] * 3))
+    def body(_: Any, out: ir.Value, *args: _Fragment) -> None:
+        tile, first, count = (scalar.registers.item() for scalar in args[-3:])
+        element = ir.MemRefType(out.type).element_type
+        bits = _utils.bitwidth(element)
+        row = rows.output(tile)
+        column = arith.muli(arith.remui(_thread(), _int(4)), _int(2))
+        line = arith.muli(_wide(arith.addi(first, column)), _int(num_outputs, _i64()))
+        address = _address(out, arith.addi(line, _wide(row)), element)
+        for second, array in enumerate(args[:-3]):
+            inside = _less(arith.addi(row, _int(8 * second)), _int(num_outputs))
+            for eight, two in enumerate(array.registers.flat):
+                for i in range(2):
+                    there = arith.andi(inside, _less(arith.addi(column, _int(8 * eight + i)), count))
+                    value = llvm.extractelement(two, _int(i))
+                    value = _utils.bitcast(value, ir.IntegerType.get_signless(bits))
+                    offset = ((8 * eight + i) * num_outputs + 8 * second) * bits // 8
+                    text = f"@$2 st.global.b{bits} [$0 + {offset}], $1;"
+                    _utils.inline_ptx(text, address, value, there, has_side_effects=True)
+
+    body(out, *arrays, tile, first, count)

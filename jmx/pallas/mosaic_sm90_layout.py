@@ -1,0 +1,154 @@
+"""The layout `mosaic_sm90`: MXFP4 weights in the order in which Hopper's tensor cores want them in registers.
+
+A weight (N, K) is cut into tiles of 64 rows by 64 columns: the A operand of four `wgmma.m64nNk16`. One tile's values
+are 2048 bytes, 16 for each of the 128 threads of a warpgroup, so that a thread fetches its share in one load. A thread
+holds, of each slice of 16 columns, 8 codes (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"):
+
+    rows     16 * warp + lane // 4 + {0, 8}
+    columns  16 * slice + 2 * (lane % 4) + {0, 1} + {0, 8}
+
+These 8 codes are one 32-bit word. Two codes of neighbouring columns are a *pair*, which becomes one register of two
+bfloat16: the even column in the low half word, the odd one in the high half word. Within each half word the four
+pairs' bits lie so that a shift and a mask bring a code's magnitude to bits 8:6 and its sign to bit 15, where they are
+a bfloat16 of 2^-126 times the element (see `_MAGNITUDE`, `_SIGN`): half the work of codes in checkpoint order.
+
+Where gate and up stand in one weight, a tile holds 32 of each, row `lane // 4` of a warp's 16 a gate and the row 8
+below it the up that belongs to it: one thread has both, and the activation needs nobody else.
+
+Scales keep their e8m0 codes: 128 bytes a tile, 4 for each lane group of 4: rows {0, 8}, then columns {0..31, 32..63}.
+One more chunk of 128 bytes a row of tiles holds in every byte the *shift*, max(0, largest scale - 128): scales are
+lowered by it on the way to bfloat16, which could not hold them, and results are raised by it.
+
+Rows are padded to whole tiles and columns to 64 with zero values and scales of 1.0.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmx import formats
+from jmx.formats import BlockScaled
+from jmx.layouts import Index, Layout, WeightSpec
+
+TILE = 64  # rows and columns of a tile
+GATED_ROWS = TILE // 2  # of gate, and as many of up
+VALUE_BYTES = TILE * TILE // 2
+SCALE_BYTES = 128
+VALUE_SHAPE = (VALUE_BYTES // 256, 256)  # as a tile's values are shaped: no axis of a TMA box exceeds 256
+
+# Where in its half word a pair has its magnitude's lowest bit and its sign.
+# Pair 2 * h + r: columns + 8 * h, rows + 8 * r. Shifts by 0, 3, 6 and -3 bring the first to bit 6; 0, 3, 1 and 2 the
+# second to bit 15.
+_MAGNITUDE = (6, 3, 0, 9)
+_SIGN = (15, 12, 14, 13)
+_MAX_UNSHIFTED = 128  # the largest scale code whose multiplier, 2^(code - 1), is a bfloat16
+_ONE = 127
+
+
+def num_tiles(spec: WeightSpec) -> tuple[int, int]:
+    """Tiles of a weight along its rows and its columns."""
+    rows, columns = spec.shape
+    halves = 2 if _gated(spec) else 1
+    return halves * -(-rows // halves // TILE), -(-columns // TILE)
+
+
+def _gated(spec: WeightSpec) -> bool:
+    return spec.role == "gate_up" and spec.gate_up_order is not None
+
+
+def _pad(array: jax.Array, axis: int, size: int, fill: int) -> jax.Array:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, size - array.shape[axis])
+    return jnp.pad(array, widths, constant_values=fill)
+
+
+def _tile_rows(array: jax.Array, spec: WeightSpec, fill: int) -> jax.Array:
+    """(N, C) -> (row tiles, 4 warps, 2, 8, C): the rows that the threads of a warp hold."""
+    tiles, _ = num_tiles(spec)
+    if not _gated(spec):
+        return _pad(array, 0, tiles * TILE, fill).reshape(tiles, 4, 2, 8, -1)
+    halves = (-1, 2) if spec.gate_up_order == "interleaved" else (2, -1)
+    array = array.reshape(*halves, array.shape[-1])
+    array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
+    return _pad(array, 0, tiles * GATED_ROWS, fill).reshape(tiles, 4, 8, 2, -1).swapaxes(2, 3)
+
+
+def _untile_rows(array: jax.Array, spec: WeightSpec) -> jax.Array:
+    rows, tiles = spec.shape[0], array.shape[0]
+    if not _gated(spec):
+        return array.reshape(tiles * TILE, -1)[:rows]
+    array = array.swapaxes(2, 3).reshape(tiles * GATED_ROWS, 2, -1)[: rows // 2]
+    array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
+    return array.reshape(rows, -1)
+
+
+def _spread(pairs: jax.Array) -> jax.Array:
+    """Bytes of two codes (..., 4) -> words (...,): see the module."""
+    codes = pairs.astype(jnp.uint32)
+    codes = (codes & 0xF) | (codes >> 4) << 16
+    magnitudes, signs = codes & 0x00070007, codes >> 3 & 0x00010001
+    parts = [magnitudes[..., p] << _MAGNITUDE[p] | signs[..., p] << _SIGN[p] for p in range(4)]
+    return parts[0] | parts[1] | parts[2] | parts[3]
+
+
+def _gather_pairs(words: jax.Array) -> jax.Array:
+    """The inverse of `_spread`."""
+    parts = [words >> _MAGNITUDE[p] & 0x00070007 | (words >> _SIGN[p] & 0x00010001) << 3 for p in range(4)]
+    codes = jnp.stack(parts, axis=-1)
+    return (codes | codes >> 12).astype(jnp.uint8)
+
+
+def _forward_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array]:
+    tiles, columns = num_tiles(spec)
+    values = _tile_rows(_pad(values, 1, columns * TILE // 2, 0), spec, 0)
+    values = values.reshape(tiles, 4, 2, 8, columns, 4, 2, 4)  # tile, warp, r, row, column, slice, h, lane % 4
+    words = _spread(values.transpose(0, 4, 1, 3, 7, 5, 6, 2).reshape(tiles, columns, 512, 4))
+    values = lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, columns * VALUE_SHAPE[0], VALUE_SHAPE[1])
+    scales = _tile_rows(_pad(scales, 1, columns * TILE // spec.format.block_size, _ONE), spec, _ONE)
+    scales = scales.reshape(tiles, 4, 2, 8, columns, -1).transpose(0, 4, 1, 3, 2, 5).reshape(tiles, columns, -1)
+    shift = jnp.maximum(scales.max(axis=(1, 2)), _MAX_UNSHIFTED) - _MAX_UNSHIFTED
+    shift = jnp.broadcast_to(shift[:, None, None], (tiles, 1, SCALE_BYTES))
+    return values, jnp.concatenate([scales, shift], axis=1)
+
+
+def _inverse_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array]:
+    tiles, columns = num_tiles(spec)
+    words = lax.bitcast_convert_type(values.reshape(tiles, columns, 512, 4), jnp.uint32)
+    pairs = _gather_pairs(words).reshape(tiles, columns, 4, 8, 4, 4, 2, 2)
+    values = pairs.transpose(0, 2, 7, 3, 1, 5, 6, 4).reshape(tiles, 4, 2, 8, -1)
+    scales = scales[:, :-1].reshape(tiles, columns, 4, 8, 2, -1).transpose(0, 2, 4, 3, 1, 5).reshape(tiles, 4, 2, 8, -1)
+    k = spec.shape[1]
+    return _untile_rows(values, spec)[:, : k // 2], _untile_rows(scales, spec)[:, : k // spec.format.block_size]
+
+
+def _each(function: Callable[..., Any], q: BlockScaled, lead: tuple[int, ...]) -> BlockScaled:
+    """`function` of each expert, one at a time, so that no more than one is held in between."""
+    flat = [array.reshape(prod(lead), *array.shape[len(lead) :]) for array in q]
+    out = lax.map(lambda one: function(*one), tuple(flat))
+    return BlockScaled(*(array.reshape(*lead, *array.shape[1:]) for array in out))
+
+
+def _forward(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
+    q = formats.pack(q)
+    return _each(partial(_forward_one, spec=spec), q, q.values.shape[:-2])
+
+
+def _inverse_packed(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
+    return _each(partial(_inverse_one, spec=spec), q, q.values.shape[:-3])
+
+
+def _inverse(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
+    return formats.unpack(_inverse_packed(q, spec), spec.format)
+
+
+def _take(q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
+    chosen = BlockScaled(*(array.at[index].get(mode="promise_in_bounds") for array in q))
+    return _inverse_packed(chosen, spec)
+
+
+LAYOUT = Layout("mosaic_sm90", forward=_forward, inverse=_inverse, take=_take)
