@@ -6,7 +6,7 @@ from math import sqrt
 from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_BYTES
 
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
-_BARRIER_BYTES = 1024  # more than barriers and alignment take
+_BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
 MAX_BLOCK_N = 256  # wgmma's largest N
 FEW_TOKENS = 16  # up to here every active expert sees all tokens, so that nothing is sorted
 _COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give

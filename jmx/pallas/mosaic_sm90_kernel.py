@@ -94,24 +94,10 @@ def grouped_product(
     def body(*refs: Any) -> None:
         x_g, values_g, scales_g, *rest = refs
         bias_g = None if bias is None else rest.pop(0)
-        (
-            experts_g,
-            x_rows_g,
-            out_rows_g,
-            counts_g,
-            num_blocks_g,
-            out_g,
-            x_s,
-            values_s,
-            scales_s,
-            sums_s,
-            full,
-            empty,
-            sums_full,
-            sums_empty,
-        ) = refs
+        *work_g, out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
+        work = Blocks(*work_g)
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        num_items = num_blocks_g[0] * (m_steps * tiles.split_k)
+        num_items = work.num_blocks[0] * (m_steps * tiles.split_k)
         num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
 
         def find(turn: Array) -> tuple[Array, Array, Array]:
@@ -129,10 +115,10 @@ def grouped_product(
             def look_up(turn: Array) -> _Item:
                 block, step, part = find(turn)
                 tile = step * tiles.warpgroups_m + wm
-                expert = experts_g[block]
+                expert = work.experts[block]
                 exponent, raised = fragments.tile_scalars(scales_g, expert, jnp.minimum(tile, m_tiles - 1))
                 loaded = None if bias_g is None else fragments.load_bias(bias_g, rows, expert, tile)
-                return _Item(tile, part, out_rows_g[block], counts_g[block], exponent, raised, loaded)
+                return _Item(tile, part, work.out_rows[block], work.counts[block], exponent, raised, loaded)
 
             def compute(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
@@ -216,7 +202,7 @@ def grouped_product(
             @pl.loop(0, num_mine)
             def _(turn: Array) -> None:
                 block, m_step, part = find(turn)
-                expert, first, count = experts_g[block], x_rows_g[block], counts_g[block]
+                expert, first, count = work.experts[block], work.x_rows[block], work.counts[block]
 
                 @pl.loop(0, k_steps)
                 def _(step: Array) -> None:
@@ -256,7 +242,7 @@ def grouped_product(
     swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     stage = (num_stages, tiles.warpgroups_m)
     others = max(1, tiles.warpgroups_k - 1)
-    sums = fragments.row_size(block_n if tiles.warpgroups_k > 1 else 8)
+    sums = (tiles.warpgroups_m, others, 2, fragments.row_size(block_n)) if tiles.warpgroups_k > 1 else (1, 1, 1, 128)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tiles.split_k * num_rows, rows.num_outputs), dtype),
@@ -268,7 +254,7 @@ def grouped_product(
             plgpu.SMEM((num_stages, tiles.stage_tiles, block_n, TILE), x.dtype, transforms=swizzled),
             plgpu.SMEM((*stage, tiles.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
             plgpu.SMEM((*stage, tiles.stage_tiles, SCALE_BYTES), jnp.uint8),
-            plgpu.SMEM((tiles.warpgroups_m, others, 2, sums), fp32),
+            plgpu.SMEM(sums, fp32),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=2 + tiles.stage_tiles),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
             plgpu.Barrier(num_barriers=tiles.warpgroups_m, num_arrivals=others),
