@@ -15,18 +15,22 @@ from backend_cases import (
     NAN,
     NEITHER,
     ONE,
+    TAKES,
+    TOLERANCE,
     Case,
-    assert_close,
+    assert_agrees,
     call,
     draw_routing,
     draw_weights,
     draw_x,
     layer,
-    poison_memory,
     reference,
+    suited,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
@@ -72,17 +76,19 @@ REAL = [
 ]
 
 
-@pytest.fixture(params=[b.name for b in BACKENDS])
+NAMES = [b.name for b in BACKENDS]
+
+
+@pytest.fixture(params=NAMES)
 def backend(request):
     return request.param
 
 
-def check(backend, case, rng, weights=None):
-    weights = draw_weights(rng, case) if weights is None else weights
-    x, routing = draw_x(rng, case), draw_routing(rng, case)
-    poison_memory(x.shape)
+def check(backend, case, rng):
+    case = suited(backend, case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     y = call(backend, case, weights.experts(case), x, routing)
-    assert_close(y, reference(case, weights, x, routing), case.dtype)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize("case", SIZES, ids=str)
@@ -105,6 +111,7 @@ def test_model_shapes(backend, case, rng):
     check(backend, case, rng)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=4)  # each compiles anew
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -118,27 +125,26 @@ def test_model_shapes(backend, case, rng):
     computation=st.sampled_from(COMPUTATIONS),
     top_k=st.integers(1, 5),
 )
-def test_any_case(seed, hidden, intermediate, computation, **sizes):
+def test_any_case(name, seed, hidden, intermediate, computation, **sizes):
     case = dataclasses.replace(computation, hidden=32 * hidden, intermediate=32 * intermediate, **sizes)
-    for backend in BACKENDS:
-        check(backend.name, case, np.random.default_rng(seed))
+    check(name, case, np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_weights_of_zero_and_large_ones(backend, weights_on, rng):
-    case = Case(activation=SiLUAndMul(), weights_on=weights_on, tokens=64)
+    case = suited(backend, Case(activation=SiLUAndMul(), weights_on=weights_on, tokens=64))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     scale = rng.choice([0.0, 1e-6, 1.0, 100.0], routing.weights.shape).astype(np.float32)
     routing = routing._replace(weights=routing.weights * scale)
     y = call(backend, case, weights.experts(case), x, routing)
-    assert_close(y, reference(case, weights, x, routing), case.dtype)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
 @pytest.mark.parametrize("jit", [True, False])
 def test_ids_of_any_integer_dtype(backend, dtype, jit, rng):
     """256 experts: more than a byte counts."""
-    case = Case(tokens=64, top_k=4, num_experts=256, hidden=32, intermediate=32)
+    case = suited(backend, Case(tokens=64, top_k=4, num_experts=256, hidden=32, intermediate=32))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     limits = np.iinfo(dtype)
     ids = (routing.expert_ids % min(case.num_experts, limits.max + 1)).astype(dtype)
@@ -152,21 +158,21 @@ def test_ids_of_any_integer_dtype(backend, dtype, jit, rng):
         return layer(x, routing, experts, None, case.activation, case.weights_on, backend)
 
     y = (jax.jit(run) if jit else run)(x)
-    assert_close(np.asarray(y, np.float64), reference(case, weights, x, routing), case.dtype)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
 def test_traced_ids_of_any_integer_dtype(backend, dtype, rng):
-    case = Case(tokens=64, top_k=4, num_experts=256, hidden=32, intermediate=32)
+    case = suited(backend, Case(tokens=64, top_k=4, num_experts=256, hidden=32, intermediate=32))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     routing = routing._replace(expert_ids=routing.expert_ids.astype(dtype))  # int8 makes half of them negative
     y = call(backend, case, weights.experts(case), x, routing)
-    assert_close(y, reference(case, weights, x, routing), case.dtype)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_masked_tokens_route_nowhere(backend, tokens, rng):
-    case = Case(tokens=tokens, dtype="bfloat16")
+    case = suited(backend, Case(tokens=tokens, dtype="bfloat16"))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     mask = rng.random(tokens) < 0.5
     mask[0] = False
@@ -174,13 +180,13 @@ def test_masked_tokens_route_nowhere(backend, tokens, rng):
     y = call(backend, case, weights.experts(case), x, routing, mask)
     assert not y[~mask].any()
     expected = reference(case, weights, np.where(mask[:, None], x, 0).astype(x.dtype), routing, mask)
-    assert_close(y, expected, case.dtype)
+    assert_agrees(backend, case, y, expected)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("dtype", "tokens"), [("float32", 6), ("float32", 64), ("bfloat16", 64)])
 def test_a_bad_token_keeps_to_itself(backend, bad, dtype, tokens, rng):
-    case = Case(tokens=tokens, top_k=3, dtype=dtype, activation=SiLUAndMul())
+    case = suited(backend, Case(tokens=tokens, top_k=3, dtype=dtype, activation=SiLUAndMul()))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     clean = call(backend, case, experts, x, routing)
@@ -192,7 +198,7 @@ def test_a_bad_token_keeps_to_itself(backend, bad, dtype, tokens, rng):
 
 
 def test_a_bad_routing_weight_keeps_to_its_token(backend, rng):
-    case = Case(tokens=64, top_k=3)
+    case = suited(backend, Case(tokens=64, top_k=3))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     clean = call(backend, case, experts, x, routing)
@@ -206,7 +212,7 @@ def test_a_bad_routing_weight_keeps_to_its_token(backend, rng):
 @pytest.mark.parametrize("tokens", [0, 1, 5, 64])
 @pytest.mark.parametrize("layout", ["packed", "canonical"])
 def test_unused_experts_may_hold_nan(backend, tokens, layout, rng):
-    case = Case(tokens=tokens, ids="every_third", layout=layout)
+    case = suited(backend, Case(tokens=tokens, ids="every_third", layout=layout))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     routing.expert_ids[::4] = -1  # the first token, too, uses none
     unused = np.setdiff1d(np.arange(case.num_experts), routing.expert_ids)
@@ -217,7 +223,7 @@ def test_unused_experts_may_hold_nan(backend, tokens, layout, rng):
         assert bias is not None
         bias[unused] = np.nan
     y = call(backend, case, weights.experts(case), x, routing)
-    assert_close(y, expected, case.dtype)
+    assert_agrees(backend, case, y, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -225,7 +231,7 @@ def test_unused_experts_may_hold_nan(backend, tokens, layout, rng):
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_extreme_scales(backend, tokens, dtype, scale, rng):
     """One block in three has the scale, elements whose product with it is normal, and an x that nearly balances it."""
-    case = Case(tokens=tokens, hidden=96, dtype=dtype, bias=NEITHER, activation=SwiGLU())
+    case = suited(backend, Case(tokens=tokens, hidden=96, dtype=dtype, bias=NEITHER, activation=SwiGLU()))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     codes, scales = weights.gate_up
     scales[..., 1] = scale
@@ -235,12 +241,14 @@ def test_extreme_scales(backend, tokens, dtype, scale, rng):
     magnitudes = rng.uniform(1, 2, (tokens, 32)) * 2.0 ** (-100 if scale > ONE else 110)
     x[:, 32:64] = (magnitudes * rng.choice([-1, 1], magnitudes.shape)).astype(x.dtype)
     y = call(backend, case, weights.experts(case), x, routing)
-    assert_close(y, reference(case, weights, x, routing), dtype)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_a_nan_block_reaches_the_tokens_of_its_expert(backend, tokens, rng):
-    case = Case(tokens=tokens, num_experts=8, top_k=1)
+    if backend == "mosaic":
+        pytest.skip("what it makes of a NaN scale is not promised: checkpoints that hold one are refused")
+    case = suited(backend, Case(tokens=tokens, num_experts=8, top_k=1))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     routing.expert_ids[0], routing.expert_ids[1] = 3, 4
     expected = reference(case, weights, x, routing)
@@ -250,14 +258,14 @@ def test_a_nan_block_reaches_the_tokens_of_its_expert(backend, tokens, rng):
     hit[routing.expert_ids[:, 0] == 3, 7] = True
     assert hit.any()
     assert np.isnan(y[hit]).all()
-    assert_close(np.where(hit, 0, y), np.where(hit, 0, expected), case.dtype)
+    assert_agrees(backend, case, np.where(hit, 0, y), np.where(hit, 0, expected))
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("layout", ["packed", "canonical"])
 @pytest.mark.parametrize("form", ["eager view", "scan over views", "scan over arrays"])
 def test_stacked_layers(backend, tokens, layout, form, rng):
-    case = Case(tokens=tokens, hidden=64, intermediate=32, activation=GPT_OSS)
+    case = suited(backend, Case(tokens=tokens, hidden=64, intermediate=32, activation=GPT_OSS))
     layers = [draw_weights(rng, case) for _ in range(3)]
     x, routing = draw_x(rng, case), draw_routing(rng, case)
     stack = Experts.stack([weights.experts(case) for weights in layers])
@@ -273,21 +281,22 @@ def test_stacked_layers(backend, tokens, layout, form, rng):
     else:
         outs = jax.jit(lambda stack: jax.lax.scan(lambda _, e: (None, run(e)), None, stack))(stack)[1]
     for y, weights in zip(outs, layers, strict=True):
-        assert_close(np.asarray(y, np.float64), reference(case, weights, x, routing), case.dtype)
+        assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 0), (2, 3, 4)], ids=str)
 def test_leading_axes(backend, leading, rng):
-    case = Case(tokens=int(np.prod(leading)), dtype="bfloat16")
+    case = suited(backend, Case(tokens=int(np.prod(leading)), dtype="bfloat16"))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     mask = rng.random(case.tokens) < 0.7
     shaped = jax.tree.map(lambda a: a.reshape((*leading, *a.shape[1:])), (x, routing, mask))
     y = call(backend, case, weights.experts(case), *shaped)
-    assert_close(y.reshape(x.shape), reference(case, weights, x, routing, mask), case.dtype)
+    assert_agrees(backend, case, y.reshape(x.shape), reference(case, weights, x, routing, mask))
 
 
 def test_a_run_repeats_bit_for_bit(backend, rng):
     for case in (Case(tokens=300, top_k=8, dtype="bfloat16"), Case(tokens=1, top_k=8)):
+        case = suited(backend, case)
         weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
         experts = weights.experts(case)
         first = call(backend, case, experts, x, routing)
@@ -298,7 +307,7 @@ def test_a_run_repeats_bit_for_bit(backend, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [2, 40, 300])
 def test_a_token_does_not_depend_on_its_neighbours(backend, tokens, dtype, rng):
-    case = Case(tokens=tokens, top_k=4, dtype=dtype, hidden=160)
+    case = suited(backend, Case(tokens=tokens, top_k=4, dtype=dtype, hidden=160))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     first = call(backend, case, experts, x, routing)
@@ -313,13 +322,40 @@ def test_a_token_does_not_depend_on_its_neighbours(backend, tokens, dtype, rng):
 
 
 def test_large_outputs_overflow_to_infinity_in_float16(backend, rng):
-    case = Case(tokens=5, dtype="float16", activation=ReLU2(), order=None)
+    case = suited(backend, Case(tokens=5, dtype="float16", activation=ReLU2(), order=None))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     weights.gate_up[1][:] += 8
     expected = reference(case, weights, x, routing)
     assert (np.abs(expected) > 70000).any()
     y = call(backend, case, weights.experts(case), x, routing)
-    far = np.abs(expected) > 66000
-    near = np.abs(expected) < 65000
+    margin = 8 * TOLERANCE[TAKES.get(backend, case.dtype)]
+    far = np.abs(expected) > 65520 * (1 + margin)
+    near = np.abs(expected) < 65520 * (1 - margin)
     np.testing.assert_array_equal(y[far], np.sign(expected[far]) * np.inf)
-    assert_close(np.where(near, y, 0), np.where(near, expected, 0), case.dtype)
+    assert_agrees(backend, case, np.where(near, y, 0), np.where(near, expected, 0))
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_x_may_be_donated(backend, tokens, rng):
+    case = suited(backend, Case(tokens=tokens))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts, given = weights.experts(case), jnp.array(x)
+    y = jax.jit(lambda x: layer(x, routing, experts, None, case.activation, "output", backend), donate_argnums=0)(given)
+    assert given.is_deleted()
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_inside_shard_map(backend, tokens, rng):
+    case = suited(backend, Case(tokens=tokens))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(
+        lambda x, routing, experts: layer(x, routing, experts, None, case.activation, "output", backend),
+        mesh=mesh,
+        in_specs=(P("x"), P("x"), P()),
+        out_specs=P("x"),
+        check_vma=False,  # which the layer's inner loops and kernels do not state
+    )
+    y = jax.jit(run)(x, routing, weights.experts(case))
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))

@@ -1,0 +1,213 @@
+"""The backend `mosaic` beyond the battery: what it refuses, and on a Hopper GPU the sizes, scales and ways to cut that
+are its own concern."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backend_cases import (
+    GPT_OSS,
+    NEITHER,
+    ONE,
+    Case,
+    assert_agrees,
+    call,
+    draw_routing,
+    draw_weights,
+    draw_x,
+    reference,
+    suited,
+)
+from test_backends import check
+
+import jmx
+from jmx import GELU, Environment, Reason, ReLU, ReLU2, SiLUAndMul, tuning
+from jmx.pallas.mosaic_sm90 import MosaicSm90
+from jmx.pallas.mosaic_sm90_config import Config, Tiles
+from jmx.pallas.mosaic_sm90_layout import LAYOUT
+
+PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
+HOPPER = Environment.named("h200")
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "told"),
+    [
+        ({"dtype": "float32"}, Reason.DTYPE, "float32"),
+        ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
+        ({"format": "nvfp4"}, Reason.FORMAT, "'nvfp4'"),
+        ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
+        ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
+    ],
+)
+def test_what_it_refuses_of_a_problem(change, reason, told):
+    rejection = MosaicSm90().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
+    assert rejection is not None
+    assert rejection.reason is reason
+    assert told in rejection.detail
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "told"),
+    [
+        ("cpu", Reason.PLATFORM, "'cpu'"),
+        ("a100", Reason.COMPUTE_CAPABILITY, "(8, 0)"),
+        ("b200", Reason.COMPUTE_CAPABILITY, "(10, 0)"),
+    ],
+)
+def test_what_it_refuses_of_a_machine(device, reason, told):
+    rejection = MosaicSm90().supports(PROBLEM, Environment.named(device))
+    assert rejection is not None
+    assert rejection.reason is reason
+    assert told in rejection.detail
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_what_it_runs(device):
+    for dtype in ("bfloat16", "float16"):
+        for tokens in (0, 1, 1 << 20):
+            problem = dataclasses.replace(PROBLEM, dtype=dtype, num_tokens=tokens)
+            assert MosaicSm90().supports(problem, Environment.named(device)) is None
+
+
+# Sizes
+
+
+ODD = Case(hidden=96, intermediate=160, dtype="bfloat16")
+SIZES = [
+    *(dataclasses.replace(ODD, tokens=tokens) for tokens in (1, 2, 7, 8, 9, 16, 17, 64, 300, 2000)),
+    dataclasses.replace(ODD, tokens=2000, top_k=1, ids="one_expert", hidden=160, intermediate=96),
+    dataclasses.replace(ODD, tokens=16, top_k=4, ids="one_expert", num_experts=64),
+    dataclasses.replace(ODD, tokens=300, ids="nowhere"),
+    dataclasses.replace(ODD, tokens=17, ids="anywhere", num_experts=64, weights_on="input"),
+    dataclasses.replace(ODD, tokens=64, dtype="float16", activation=GELU(approximate=False), order=None),
+    dataclasses.replace(ODD, tokens=1, top_k=4, dtype="float16", activation=ReLU2(), order=None, weights_on="input"),
+    Case(tokens=9, hidden=2880, intermediate=2880, num_experts=2, dtype="bfloat16"),
+    Case(tokens=1, hidden=2880, intermediate=2880, num_experts=4, top_k=4, dtype="bfloat16"),
+    Case(tokens=300, hidden=2880, intermediate=32, num_experts=3, dtype="bfloat16", order="concatenated"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_sizes(case, rng):
+    check("mosaic", case, rng)
+
+
+@pytest.mark.gpu
+def test_biases_of_sixteen_bits(rng):
+    case = suited("mosaic", ODD)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        biases = [np.asarray(bias).astype(dtype) for bias in weights[2:]]
+        experts = weights._replace(gate_up_bias=biases[0], down_bias=biases[1]).experts(case)
+        rounded = weights._replace(gate_up_bias=biases[0].astype(float), down_bias=biases[1].astype(float))
+        y = call("mosaic", case, experts, x, routing)
+        assert_agrees("mosaic", case, y, reference(case, rounded, x, routing))
+
+
+# Scales
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0, 1, 250])
+@pytest.mark.parametrize(
+    ("role", "activation", "order"),
+    [("gate_up", GPT_OSS, "interleaved"), ("gate_up", SiLUAndMul(), "concatenated"), ("down", ReLU(), None)],
+)
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_one_extreme_scale_throughout(tokens, role, activation, order, scale, rng):
+    case = suited("mosaic", Case(tokens=tokens, activation=activation, order=order, bias=NEITHER))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    getattr(weights, role)[1][:] = scale
+    magnitudes = rng.uniform(1, 2, x.shape) * 2.0 ** (ONE - scale - 4)
+    x = (magnitudes * rng.choice([-1, 1], x.shape)).astype(x.dtype)
+    y = call("mosaic", case, weights.experts(case), x, routing)
+    assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("low", "high"), [(0, 128), (60, 193), (121, 254)])
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_a_mixture_of_scales_that_bfloat16_holds(tokens, low, high, rng):
+    """The largest is lowered to 128 at most, and then the smallest still leaves every element a bfloat16.
+
+    Each block of x balances the scales that it meets, so that all of them count alike in the result.
+    """
+    case = suited("mosaic", Case(tokens=tokens, hidden=512, activation=ReLU(), order=None, bias=NEITHER))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    scales = weights.gate_up[1]
+    blocks = rng.integers(low, high - 1, scales.shape[-1])
+    blocks[:2] = low, high - 2
+    scales[:] = blocks + rng.integers(0, 3, scales.shape)
+    magnitudes = rng.uniform(1, 2, x.shape) * 2.0 ** np.repeat(ONE + 4 - blocks, 32)
+    x = (magnitudes * rng.choice([-1, 1], x.shape)).astype(x.dtype)
+    y = call("mosaic", case, weights.experts(case), x, routing)
+    assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
+
+
+# Ways to cut
+
+
+def cut(block_n, gate_up, down=None):
+    return Config(block_n, Tiles(*gate_up), Tiles(*(down or gate_up)))
+
+
+CONFIGS = [
+    cut(8, (1, 1, 1, 2)),
+    cut(8, (1, 3, 5, 3), (1, 3, 5, 3, 3)),
+    cut(16, (1, 5, 1, 4), (1, 4, 2, 3, 2)),
+    cut(24, (2, 2, 2, 3), (1, 2, 1, 5, 5)),
+    cut(40, (4, 1, 2, 4)),
+    cut(64, (5, 1, 1, 8), (2, 1, 3, 2)),
+    cut(80, (3, 1, 1, 1), (1, 2, 3, 1)),
+    cut(144, (1, 2, 1, 2), (2, 1, 1, 4)),
+    cut(256, (2, 1, 1, 3), (2, 2, 1, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.block_n}-{config.gate_up.num_warpgroups}")
+def test_every_way_to_cut_gives_the_result(config, rng):
+    for tokens, top_k in ((5, 2), (100, 3)):
+        case = suited("mosaic", Case(tokens=tokens, top_k=top_k, hidden=224, intermediate=160, num_experts=3))
+        weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+        experts = weights.experts(case)
+        with tuning.override("mosaic", config):
+            first = call("mosaic", case, experts, x, routing)
+            np.testing.assert_array_equal(call("mosaic", case, experts, x, routing), first)
+        assert_agrees("mosaic", case, first, reference(case, weights, x, routing))
+
+
+# In a program
+
+
+@pytest.mark.gpu
+def test_the_auto_layout_leads_here_and_nothing_is_rejected(rng):
+    case = suited("mosaic", Case(dtype="bfloat16"))
+    assert jmx.backends.resolve_layout("auto", Environment.probe()) == LAYOUT.name
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+    explained = jmx.explain(x, routing, draw_weights(rng, case).experts(case), activation=case.activation)
+    assert explained.chosen == "mosaic"
+
+
+@pytest.mark.gpu
+def test_another_routing_does_not_retrace(rng):
+    case = suited("mosaic", Case(tokens=64, dtype="bfloat16"))
+    weights, x = draw_weights(rng, case), draw_x(rng, case)
+    experts, traces = weights.experts(case), []
+
+    @jax.jit
+    def run(x, routing, experts):
+        traces.append(x.shape)
+        return jmx.moe(x, routing, experts, activation=case.activation, backend="mosaic")
+
+    for ids in ("distinct", "one_expert", "anywhere", "nowhere"):
+        routing = draw_routing(rng, dataclasses.replace(case, ids=ids))
+        assert_agrees("mosaic", case, run(x, routing, experts), reference(case, weights, x, routing))
+    assert len(traces) == 1
