@@ -5,6 +5,7 @@ the machine), a request, and the list of backends. Nothing here looks at environ
 are a trap, since jit would serve the stale trace.
 """
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,8 +149,11 @@ class Environment:
         default = _default_device()
         if device.device_kind == default.device_kind:
             return cls.of_device(default)
-        known = next((e for e in known_devices().values() if e.device_kind == device.device_kind), None)
-        return known if known is not None else cls(device.platform, device.device_kind, None, device.num_cores)
+        # A compiler's target may say more than the card's own name: "NVIDIA H200 141GB HBM3e".
+        known = next((e for e in known_devices().values() if device.device_kind.startswith(e.device_kind)), None)
+        if known is not None:
+            return dataclasses.replace(known, core_count=device.num_cores)
+        return cls(device.platform, device.device_kind, None, device.num_cores)
 
     @classmethod
     def named(cls, name: str) -> "Environment":

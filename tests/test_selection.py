@@ -282,9 +282,9 @@ def test_committed_arguments_come_before_the_default_device(monkeypatch):
     assert seen == [jax.devices()[3]]
 
 
-def on_h200():
+def on_h200(name="NVIDIA H200", cores=132):
     kind = type(abstract_device())
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=kind("NVIDIA H200", 132, "gpu")))
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=kind(name, cores, "gpu")))
 
 
 def abstract_device():
@@ -307,6 +307,13 @@ def test_the_mesh_comes_first():
         assert Environment.probe(placed) == Environment.of_device(jax.devices()[0])
 
 
+def test_a_longer_name_and_fewer_cores_are_still_that_device():
+    with on_h200("NVIDIA H200 141GB HBM3e"):
+        assert Environment.probe() == H200
+    with on_h200("NVIDIA H200 MIG 1g.18gb", 16):
+        assert Environment.probe() == replace(H200, core_count=16)
+
+
 def test_platforms_that_cannot_meet_are_an_error(monkeypatch):
     here = jax.device_put(jnp.ones(3), jax.devices("cpu")[0])
     message = "committed to cpu devices in a mesh of gpu devices cannot meet in one call: move them to one platform"
@@ -323,9 +330,7 @@ def test_platforms_that_cannot_meet_are_an_error(monkeypatch):
 
 
 def test_a_device_that_is_not_known_is_described_as_far_as_it_is(monkeypatch):
-    kind = type(abstract_device())
-    mesh = AbstractMesh((1,), ("x",), abstract_device=kind("NVIDIA GH200 480GB", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with on_h200("NVIDIA GH200 480GB"):
         assert Environment.probe() == Environment("gpu", "NVIDIA GH200 480GB", None, 132)
 
 
