@@ -26,7 +26,7 @@ from jax import lax
 
 from jmx import _version, activations, formats, layouts
 from jmx.activations import Activation, SiLUAndMul, SwiGLU
-from jmx.backends import BACKENDS, resolve_layout
+from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.explain import flops, weight_bytes
 from jmx.layer import moe
@@ -116,7 +116,7 @@ def run(
         model: a key of `MODELS`.
         tokens: token counts.
         routing: a key of `ROUTINGS`.
-        backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all of them.
+        backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all that run here.
         layers: different layers in one call; fewer where the device's memory holds fewer.
         repeats: samples of which a time is the median.
         seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
@@ -137,7 +137,7 @@ def run(
     layer_keys = jax.random.split(weights_key, layers)
     cases = _cases(shape, tokens, routing, layer_keys, data_key)
     rows = []
-    for name in backends if backends is not None else contestants():
+    for name in backends if backends is not None else _contestants_here(shape, tokens, environment, progress):
         built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
         for case in cases:
             row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
@@ -160,6 +160,25 @@ def routed_shape(model: str, routing: str) -> Shape:
 def contestants() -> list[str]:
     """Names of all that `run` can measure."""
     return [*(backend.name for backend in BACKENDS), RAGGED_DOT]
+
+
+def _contestants_here(
+    shape: Shape, tokens: Sequence[int], environment: Environment, progress: Callable[[str], None]
+) -> list[str]:
+    """Those of `contestants` that run here at one of the token counts at least. `progress` is told of the others."""
+    here = []
+    for name in contestants():
+        refusals = []
+        for count in tokens:
+            try:
+                Contender.of(name, shape, count, environment)
+            except NoBackendError as e:
+                refusals.append(dict(e.trail)[name])
+        if len(refusals) < len(tokens):
+            here.append(name)
+        else:
+            progress(f"{name} does not run here: {refusals[0]}")
+    return here
 
 
 def check_arguments(
@@ -245,7 +264,7 @@ def seconds(call: Callable[[], Any], repeats: int, least: float = 0.05) -> tuple
     return median, (max(samples) - min(samples)) / median
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """What all backends are given at one token count."""
 
     x: Array  # (T, H) bfloat16
@@ -258,20 +277,28 @@ class _Case(NamedTuple):
     def num_tokens(self) -> int:
         return self.x.shape[0]
 
+    @classmethod
+    def draw(cls, shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> "Case":
+        """Random tokens and logits, and what the reference makes of some of them.
 
-def _cases(shape: Shape, tokens: Sequence[int], kind: str, layer_keys: Array, key: Array) -> list[_Case]:
+        Args:
+            kind: a key of `ROUTINGS`.
+            layers: L.
+            first: the first layer's weights, packed.
+        """
+        x_key, logits_key, checked_key = jax.random.split(key, 3)
+        x = jax.random.normal(x_key, (num_tokens, shape.hidden_size), jnp.bfloat16)
+        logits = draw_logits(logits_key, (layers, num_tokens, shape.num_experts), kind)
+        checked = jax.random.permutation(checked_key, num_tokens)[:_CHECKED_TOKENS]
+        xla = jax.jit(partial(_jmx_layer, shape, "xla"))
+        reference = xla(x[checked].astype(jnp.float32), logits[0, checked], first)
+        ids = [np.asarray(route(Logits(layer, shape.method)).expert_ids) for layer in logits]
+        return cls(x, logits, checked, reference, [len(np.unique(layer)) for layer in ids])
+
+
+def _cases(shape: Shape, tokens: Sequence[int], kind: str, layer_keys: Array, key: Array) -> list[Case]:
     first = shape.experts(layer_keys[0])
-    return [_case(shape, count, kind, len(layer_keys), jax.random.fold_in(key, count), first) for count in tokens]
-
-
-def _case(shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> _Case:
-    x_key, logits_key, checked_key = jax.random.split(key, 3)
-    x = jax.random.normal(x_key, (num_tokens, shape.hidden_size), jnp.bfloat16)
-    logits = draw_logits(logits_key, (layers, num_tokens, shape.num_experts), kind)
-    checked = jax.random.permutation(checked_key, num_tokens)[:_CHECKED_TOKENS]
-    reference = jax.jit(partial(_jmx_layer, shape, "xla"))(x[checked].astype(jnp.float32), logits[0, checked], first)
-    ids = [np.asarray(route(Logits(layer, shape.method)).expert_ids) for layer in logits]
-    return _Case(x, logits, checked, reference, [len(np.unique(layer)) for layer in ids])
+    return [Case.draw(shape, count, kind, len(layer_keys), jax.random.fold_in(key, count), first) for count in tokens]
 
 
 def draw_logits(key: Array, shape: tuple[int, int, int], kind: str) -> jax.Array:
@@ -288,19 +315,21 @@ def draw_logits(key: Array, shape: tuple[int, int, int], kind: str) -> jax.Array
     return logits
 
 
-class _Contender(NamedTuple):
+class Contender(NamedTuple):
     """One way to compute the layer."""
 
     weights: str  # how its weights lie
     prepare: Callable[[Experts], Any]  # packed experts -> its own weights
     layer: Callable[[Array, Array, Any], Array]  # x (T, H), logits (T, E), its own weights -> y (T, H)
 
-
-def _contender(name: str, shape: Shape, num_tokens: int, environment: Environment) -> _Contender:
-    if name == RAGGED_DOT:
-        return _Contender("bf16", _expanded, partial(ragged_dot_layer, shape))
-    layout = usable_layout(shape.problem(num_tokens, resolve_layout("auto", environment)), environment, name)
-    return _Contender(layout, lambda experts: experts.prepare(layout, donate=True), partial(_jmx_layer, shape, name))
+    @classmethod
+    def of(cls, name: str, shape: Shape, num_tokens: int, environment: Environment) -> "Contender":
+        """The one that `name`, of `contestants`, stands for. NoBackendError where it does not run."""
+        if name == RAGGED_DOT:
+            return cls("bf16", _expanded, partial(ragged_dot_layer, shape))
+        # Packed first: the reference reads every layout, but undoes the engines' own at each call.
+        layout = usable_layout(shape.problem(num_tokens, "packed"), environment, name)
+        return cls(layout, lambda experts: experts.prepare(layout, donate=True), partial(_jmx_layer, shape, name))
 
 
 def usable_layout(problem: Problem, environment: Environment, backend: str) -> str:
@@ -355,7 +384,7 @@ def ragged_dot_layer(shape: Shape, x: Array, logits: Array, weights: FloatWeight
     return jnp.einsum("tkh,tk->th", y, router_weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _stack(layer: Callable[[Array, Array, Any], Array], x: Array, logits: Array, weights: Sequence[Any]) -> Any:
+def run_layers(layer: Callable[[Array, Array, Any], Array], x: Array, logits: Array, weights: Sequence[Any]) -> Any:
     """The layers one after the other, as residual blocks; also the first one's own result, which is checked."""
     first = None
     for layer_logits, layer_weights in zip(logits, weights, strict=True):
@@ -368,7 +397,7 @@ def _stack(layer: Callable[[Array, Array, Any], Array], x: Array, logits: Array,
 def _measure_row(
     name: str,
     shape: Shape,
-    case: _Case,
+    case: Case,
     built: dict[str, list[Any]],
     layer_keys: Array,
     limits: Limits,
@@ -380,7 +409,7 @@ def _measure_row(
     while True:
         row = Row(name, case.num_tokens, layers=count, active=statistics.fmean(case.active[:count]))
         try:
-            contender = _contender(name, shape, case.num_tokens, environment)
+            contender = Contender.of(name, shape, case.num_tokens, environment)
             row = dataclasses.replace(row, weights=contender.weights)
             time_s, spread, error, temporary = _measure(contender, shape, case, built, layer_keys[:count], repeats)
             row = dataclasses.replace(row, us=1e6 * time_s, spread=spread, rel_err=error, temporary_bytes=temporary)
@@ -412,14 +441,14 @@ def judge(row: Row, problem: Problem, limits: Limits) -> Row:
 
 
 def _measure(
-    contender: _Contender, shape: Shape, case: _Case, built: dict[str, list[Any]], layer_keys: Array, repeats: int
+    contender: Contender, shape: Shape, case: Case, built: dict[str, list[Any]], layer_keys: Array, repeats: int
 ) -> tuple[float, float, float, int | None]:
     """Seconds a layer, their spread, the relative error, and the call's temporary bytes."""
     count = len(layer_keys)
     logits = case.logits[:count]
     abstract = jax.eval_shape(lambda key: contender.prepare(shape.experts(key)), layer_keys[0])
-    compiled = jax.jit(partial(_stack, contender.layer)).lower(case.x, logits, [abstract] * count).compile()
-    temporary = _check_memory(compiled)
+    compiled = jax.jit(partial(run_layers, contender.layer)).lower(case.x, logits, [abstract] * count).compile()
+    temporary = check_memory(compiled)
     if contender.weights not in built:
         built.clear()  # one copy of the weights at a time
     weights = built.setdefault(contender.weights, [])
@@ -440,7 +469,7 @@ def relative_error(result: Array, reference: Array) -> float:
     return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
 
 
-def _check_memory(compiled: Any) -> int | None:
+def check_memory(compiled: Any) -> int | None:
     """The call's temporary bytes. MemoryError before it runs, where a CPU would rather start to swap."""
     needs, has = compiled.memory_analysis(), memory_limit(jax.devices()[0])
     if needs is None:

@@ -354,7 +354,7 @@ def _add_bench(command: _Parser) -> None:
         "--tokens", type=_counts, metavar="N,...", help="token counts (default 1,64,1024,8192; on a CPU 1,16,64)"
     )
     command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
-    command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all)")
+    command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
     command.add_argument("--layers", type=int, default=4, metavar="N", help="different layers in one call (default 4)")
     command.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each median (default 5)")
     command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")

@@ -1,4 +1,4 @@
-"""The trail of a selection, as an object and as a table, with the bytes, flops and time floor of the problem."""
+"""The trail of a selection, as an object and as a table, with configuration, bytes, flops and time floor."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jmx import formats
+from jmx import formats, tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.layer import check_arguments
 from jmx.routing import Logits, Routing
 from jmx.selection import Environment, NoBackendError, Problem, Rejection, select
+from jmx.tuning import Choice, Tunable
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Explanation:
     Args:
         problem, environment: what was asked, and where.
         chosen: name of the backend, or None where none runs it.
+        configuration: with which its kernels run, and where that was found; None where it has nothing to tune.
         trail: each backend's name, summary and rejection (None: it can).
         error: the message of the error that a call would raise, or None.
         active_experts: expected under uniform random routing; None for a symbolic token count, as the next three.
@@ -98,6 +100,7 @@ class Explanation:
     problem: Problem
     environment: Environment
     chosen: str | None
+    configuration: Choice[Any] | None
     trail: tuple[tuple[str, str, Rejection | None], ...]
     error: str | None
     active_experts: float | None
@@ -113,11 +116,16 @@ class Explanation:
             for name, summary, no in self.trail
         ]
         rest = {name: getattr(self, name) for name in ("chosen", "error", "active_experts", "bytes", "flops")}
+        configuration = None
+        if self.configuration is not None:
+            config, source = self.configuration
+            configuration = {"values": dataclasses.asdict(config), "source": source}
         floor = {
             "floor_us": None if self.floor is None else self.floor.us,
             "bound": None if self.floor is None else self.floor.bound,
         }
-        return {"problem": problem, "device": self.environment.device_kind, "backends": backends} | rest | floor
+        head = {"problem": problem, "device": self.environment.device_kind, "backends": backends}
+        return head | {"configuration": configuration} | rest | floor
 
     def __rich__(self) -> Group:
         table = Table()
@@ -127,7 +135,8 @@ class Explanation:
             if no is not None:
                 table.add_row(name, Text("no", "red"), Text(str(no)))
             elif name == self.chosen:
-                table.add_row(Text(name, "bold"), Text("chosen", "bold green"), Text(summary))
+                how = summary if self.configuration is None else f"{summary}\n{tuning.describe(*self.configuration)}"
+                table.add_row(Text(name, "bold"), Text("chosen", "bold green"), Text(how))
             else:
                 table.add_row(name, "can", Text(summary))
         lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table, Text(self._costs())]
@@ -162,23 +171,26 @@ def explain_problem(
 
     Raises:
         ValueError: no backend is called `backend`.
+        TypeError, ValueError: the backend cannot run with the configuration of a `tuning.override` in scope.
     """
     environment = environment if environment is not None else Environment.probe()
-    chosen = error = None
+    chosen = configuration = error = None
     try:
         selection = select(problem, environment, backend, BACKENDS)
         chosen, answers = selection.backend.name, dict(selection.trail)
+        if isinstance(selection.backend, Tunable):
+            configuration = tuning.config(selection.backend, problem, environment)
     except NoBackendError as e:
         error, answers = str(e), dict(e.trail)
     trail = tuple((b.name, b.summary, answers[b.name]) for b in BACKENDS)
     if problem.num_tokens is None:
-        return Explanation(problem, environment, chosen, trail, error, None, None, None, None)
+        return Explanation(problem, environment, chosen, configuration, trail, error, None, None, None, None)
     active, operations = active_experts(problem), flops(problem)
     activations = problem.num_tokens * problem.hidden_size * jnp.dtype(problem.dtype).itemsize
     moved = weight_bytes(problem, active) + 2 * activations
     peak = PEAKS.get(environment.device_kind)
     floor = None if peak is None else Floor.of(moved, operations, peak)
-    return Explanation(problem, environment, chosen, trail, error, active, moved, operations, floor)
+    return Explanation(problem, environment, chosen, configuration, trail, error, active, moved, operations, floor)
 
 
 def explain(subject: Any, *arguments: Any, device: str | None = None, **options: Any) -> Explanation:
@@ -196,7 +208,8 @@ def explain(subject: Any, *arguments: Any, device: str | None = None, **options:
         backend: requested instead of the layer's own. Where it cannot run, the explanation's `error` says so.
 
     Raises:
-        ValueError: `device` or `backend` has no such name, or a call would refuse these arguments.
+        TypeError, ValueError: `device` or `backend` has no such name, a call would refuse these arguments, or the
+            backend cannot run with the configuration of a `tuning.override` in scope.
     """
     environment = None if device is None else Environment.named(device)
     if isinstance(subject, Problem):

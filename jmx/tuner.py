@@ -191,10 +191,10 @@ class _Rig:
         """`keys`: of the layers, and of the tokens. `built`: the layers' weights, from one token count to the next."""
         *layer_keys, data_key = keys
         environment = Environment.probe()
-        contender = bench._contender(engine.name, shape, num_tokens, environment)
+        contender = bench.Contender.of(engine.name, shape, num_tokens, environment)
         first = shape.experts(layer_keys[0])
         data_key = jax.random.fold_in(data_key, num_tokens)
-        self._case = bench._case(shape, num_tokens, "uniform", len(layer_keys), data_key, first)
+        self._case = bench.Case.draw(shape, num_tokens, "uniform", len(layer_keys), data_key, first)
         del first
         if contender.weights not in built:
             built.clear()  # one copy of the weights at a time
@@ -209,8 +209,8 @@ class _Rig:
     def trial(self, config: Any) -> _Trial:
         """Compiles, checks and times. ValueError for a wrong result, besides whatever the candidate itself raises."""
         with tuning.override(self._engine.name, config):
-            compiled = jax.jit(partial(bench._stack, self._layer)).lower(*self._arguments).compile()
-        bench._check_memory(compiled)
+            compiled = jax.jit(partial(bench.run_layers, self._layer)).lower(*self._arguments).compile()
+        bench.check_memory(compiled)
         call = partial(compiled, *self._arguments)
         result = call()
         self._check(result[1])

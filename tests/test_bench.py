@@ -31,7 +31,7 @@ def tiny(monkeypatch):
 
 def test_a_run_has_a_checked_row_for_every_contestant_and_token_count(tiny):
     lines = []
-    report = bench.run("tiny", [1, 40], layers=2, repeats=2, progress=lines.append)
+    report = bench.run("tiny", [1, 40], backends=["xla", RAGGED_DOT], layers=2, repeats=2, progress=lines.append)
     assert [(row.system, row.tokens) for row in report.rows] == [
         ("xla", 1),
         ("xla", 40),
@@ -53,9 +53,29 @@ def test_a_run_has_a_checked_row_for_every_contestant_and_token_count(tiny):
         assert row.temporary_bytes is not None
 
 
+def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
+    def supports(problem, environment):
+        return None if problem.num_tokens == 3 else Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens", "take 3")
+
+    picky, xla = SimpleNamespace(name="picky", supports=supports), bench.BACKENDS[-1]
+    monkeypatch.setattr(bench, "BACKENDS", (picky, xla))
+    monkeypatch.setattr(bench, "_measure_row", lambda name, shape, case, *rest: roofline.Row(name, case.num_tokens))
+    for tokens, names in [([5, 3], ["picky", "xla", RAGGED_DOT]), ([5], ["xla", RAGGED_DOT])]:
+        lines = []
+        report = bench.run("tiny", tokens, layers=1, progress=lines.append)
+        assert list(dict.fromkeys(row.system for row in report.rows)) == names
+        assert ("picky does not run here: shape: 5 tokens; take 3" in lines) == ("picky" not in names)
+
+
+def test_the_reference_is_measured_in_a_layout_that_it_need_not_undo():
+    h200 = Environment.named("h200")
+    assert bench.Contender.of("xla", TINY, 1, h200).weights == "packed"
+    assert bench.Contender.of("mosaic", TINY, 1, h200).weights == "mosaic_sm90"
+
+
 def test_a_seed_draws_the_same_data_again_and_no_seed_new_data(tiny, monkeypatch):
     drawn = []
-    monkeypatch.setattr(bench, "_case", lambda shape, tokens, kind, layers, key, first: drawn.append((key, first)))
+    monkeypatch.setattr(bench.Case, "draw", lambda shape, tokens, kind, layers, key, first: drawn.append((key, first)))
     monkeypatch.setattr(bench, "_measure_row", lambda *arguments: roofline.Row("xla", 1))
     seeds = [bench.run("tiny", [5], backends=["xla"], layers=1, seed=seed).settings["seed"] for seed in (7, 7, None)]
     seeds.append(bench.run("tiny", [5], backends=["xla"], layers=1).settings["seed"])

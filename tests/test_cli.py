@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jmx import bench, cli, doctor, roofline
+from jmx import bench, cli, doctor, roofline, selection
 from jmx._version import __version__
 from jmx.checkpoint import gpt_oss
 from jmx.selection import Reason, Rejection
@@ -132,8 +132,23 @@ def test_explain_of_flags(jmx):
 def test_explain_takes_the_devices_own_layout_and_prints_a_table(jmx):
     code, out, _ = jmx("explain", *SIZES, "--device", "h200", "--activation", "gelu:approximate=true")
     assert code == 0
-    assert "mxfp4 (packed) x bfloat16 on NVIDIA H200" in out
+    assert "mxfp4 (mosaic_sm90) x bfloat16 on NVIDIA H200" in out
     assert "chosen" in out
+    assert "mxfp4 (packed) x bfloat16 on NVIDIA A100" in jmx("explain", *SIZES, "--device", "a100")[1]
+
+
+def test_explain_tells_what_would_run_on_a_hopper_gpu_that_is_not_here(jmx):
+    argv = ["explain", "--model", "gpt-oss-120b", "--device", "h200", "--tokens", "1,64,8192"]
+    code, out, err = jmx(*argv, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [each["problem"]["num_tokens"] for each in found] == [1, 64, 8192]
+    assert {(each["chosen"], each["problem"]["layout"]) for each in found} == {("mosaic", "mosaic_sm90")}
+    blocks = [each["configuration"]["values"]["block_n"] for each in found]
+    assert blocks[0] < blocks[2]  # rows of an expert: one, and some hundred
+    code, out, _ = jmx(*argv)
+    assert code == 0
+    assert all(f"Config(block_n={block}, gate_up=Tiles(" in out for block in blocks)
 
 
 def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):
@@ -168,6 +183,25 @@ def test_doctor_tells_versions_devices_and_backends(jmx):
     code, out, _ = jmx("doctor")
     assert code == 0
     assert all(told in out for told in (jax.__version__, jax.devices()[0].device_kind, "xla"))
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "mosaic"),
+    [
+        ("h200", "mosaic_sm90", {"runs": True, "layout": "mosaic_sm90"}),
+        ("a100", "packed", {"reason": "compute capability", "detail": "(8, 0) is not (9, 0)"}),
+        ("cpu", "packed", {"reason": "platform", "detail": "platform is 'cpu', not 'gpu'"}),
+    ],
+)
+def test_doctor_says_whether_the_hopper_kernels_run_here_and_why_not(device, layout, mosaic, jmx, monkeypatch):
+    environment = selection.Environment.named(device)
+    monkeypatch.setattr(selection.Environment, "probe", classmethod(lambda cls, *arguments: environment))
+    code, out, _ = jmx("doctor", "--json")
+    found = json.loads(out)
+    assert (code, found["layout"]) == (0, layout)
+    told = {backend["name"]: backend for backend in found["backends"]}
+    assert ({"runs": False} | mosaic).items() <= told["mosaic"].items()
+    assert told["xla"]["runs"]
 
 
 def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):

@@ -16,9 +16,11 @@ from jax import export
 import jmx
 import jmx.linen
 import jmx.nnx
-from jmx import Environment, Problem, Reason, Rejection
+from jmx import Environment, Problem, Reason, Rejection, tuning
 from jmx.backends import BACKENDS
 from jmx.explain import PEAKS
+from jmx.pallas.mosaic_sm90 import MosaicSm90
+from jmx.pallas.mosaic_sm90_config import Config, Tiles
 from jmx.selection import known_devices
 
 MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name
@@ -28,6 +30,10 @@ GPT_OSS = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 
 def gpt_oss_120b(tokens):
     return Problem(tokens, 2880, 2880, 128, 4, "bfloat16", "mxfp4", GPT_OSS, "interleaved", True, "canonical")
+
+
+def on_hopper(tokens):
+    return replace(gpt_oss_120b(tokens), layout="mosaic_sm90")
 
 
 def small(**options):
@@ -148,6 +154,47 @@ def test_what_is_missing_or_not_known_is_an_error():
         explain(layer, x, device="h9000")
     with pytest.raises(ValueError, match=re.escape("`backend` (='xlaa') must be one of ['mosaic', 'xla'")):
         explain(layer, x, backend="xlaa")
+
+
+# Configurations
+
+
+def test_a_tunable_backends_configuration_and_its_source_are_told(tmp_path, monkeypatch):
+    engine, h200 = MosaicSm90(), Environment.named("h200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuned, asked = (Config(16, Tiles(2, 1, n, 2), Tiles(2, 1, n, 2)) for n in (1, 2))
+    key = tuning.Key(tuning.shape_class(on_hopper(64)), 64)
+    tuning.save(
+        tuning.cache_file("mosaic", h200.device_kind), engine, h200.device_kind, {key: tuning.Entry(tuned, 1.0, None)}
+    )
+    tuning.reload()
+    try:
+        alone = explain(on_hopper(8192), device="h200")
+        assert (alone.chosen, alone.configuration) == ("mosaic", tuning.config(engine, on_hopper(8192), h200))
+        assert alone.configuration.source != "user"
+        found = explain(on_hopper(64), device="h200")
+        assert found.configuration == (tuned, "user")
+        text = " ".join(re.sub("[│\n ]+", " ", str(found)).split())
+        assert f"{tuned!r}, by this user's cache" in text
+        values = json.loads(json.dumps(found.as_dict()))["configuration"]
+        assert (values["source"], values["values"]["block_n"], values["values"]["down"]["k_tiles"]) == ("user", 16, 1)
+        with tuning.override("mosaic", asked):
+            assert explain(on_hopper(64), device="h200").configuration == (asked, "override")
+    finally:
+        monkeypatch.undo()
+        tuning.reload()
+
+
+def test_a_backend_that_has_nothing_to_tune_has_no_configuration():
+    for found in (
+        explain(on_hopper(64), device="h200", backend="xla"),
+        explain(on_hopper(64), device="cpu"),
+        explain(on_hopper(64), device="cpu", backend="mosaic"),
+    ):
+        assert found.chosen in ("xla", None)
+        assert found.configuration is None
+        assert found.as_dict()["configuration"] is None
+        assert "Config(" not in str(found)
 
 
 # Requests

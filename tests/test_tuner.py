@@ -17,6 +17,8 @@ from rich.console import Console
 from jmx import backends, bench, cli, layer, tuner, tuning, xla
 from jmx.activations import SwiGLU
 from jmx.bench import Shape
+from jmx.pallas import mosaic_sm90_config
+from jmx.pallas.mosaic_sm90 import MosaicSm90
 from jmx.routing import TopKSoftmax
 from jmx.selection import Environment, Problem, Reason, Rejection
 from jmx.tuning import Key
@@ -154,6 +156,39 @@ def test_a_candidate_that_fails_is_told_by_name_and_passed_over(fault, told, reg
     assert failed.startswith(f"{bad!r}: ")
     assert told in failed
     assert f"5 tokens: passed over {bad!r}" in lines
+
+
+def test_the_engine_for_hopper_is_tuned_from_its_layout_to_its_table(registered, tmp_path, monkeypatch):
+    """All but the kernel, which needs a GPU: the reference stands in for it, from the engine's own layout."""
+    h200 = Environment.named("h200")
+    slow, bad, wrong, fast = mosaic_sm90_config.candidates(5, 2, 4)[:4]
+    monkeypatch.setattr(mosaic_sm90_config, "candidates", lambda *sizes: [slow, bad, wrong, fast])
+    monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: h200))
+
+    def apply(self, computation, x, routing, experts):
+        assert experts.layout == "mosaic_sm90"
+        problem = Problem.of(x, routing.expert_ids.shape[-1], experts, computation.activation)
+        config, source = tuning.config(self, problem, h200)
+        assert source == "override"
+        if config == bad:
+            raise NotImplementedError("too many registers")
+        rounds = 300 if config == slow else 0
+        labour = lax.fori_loop(0, rounds, lambda _, a: jnp.tanh(a * 1.5), jnp.ones((64, 64)))
+        y = xla.forward(computation, x, routing, experts) + (0 * labour.min()).astype(x.dtype)
+        return 2 * y if config == wrong else y
+
+    monkeypatch.setattr(MosaicSm90, "apply", apply)
+    engine = registered(MosaicSm90())
+    assert tuner.choose_engine(None, SHAPE, 5, h200) == engine
+    (outcome,), _ = run(engine, tmp_path / "t.json", tokens=[5])
+    assert (entry(outcome).config, outcome.tried, len(outcome.failed)) == (fast, 4, 2)
+    assert outcome.failed[0] == f"{bad!r}: NotImplementedError: too many registers"
+    assert outcome.failed[1].startswith(f"{wrong!r}: ValueError: wrong result")
+    own = tuning.cache_file("mosaic", "NVIDIA H200")
+    own.parent.mkdir(parents=True)
+    (tmp_path / "t.json").rename(own)
+    tuning.reload()
+    assert tuning.config(engine, SHAPE.problem(4, "mosaic_sm90"), h200) == (fast, "user")
 
 
 def test_a_wrong_heuristic_is_found_out_by_the_reference(registered, tmp_path, monkeypatch):
