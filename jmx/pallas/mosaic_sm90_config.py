@@ -89,9 +89,16 @@ class Config:
 
 
 def widths(block_n: int) -> tuple[int, ...]:
-    """The numbers of columns that wgmma is compiled for: a block takes the least that holds its rows."""
-    step = 8 if block_n <= 64 else 16
-    return (*range(step, block_n, step), block_n)
+    """The numbers of columns that wgmma is compiled for: a block takes the least that holds its rows.
+
+    All that wgmma offers, up to 64. Blocks that may be larger are mostly halves and more of `block_n`: an expert's rows
+    are cut into near-equal blocks. So there, what is smaller is stepped over, which saves compilation.
+    """
+    if block_n <= 64:
+        return tuple(range(8, block_n + 1, 8))
+    step = 8 if block_n <= 192 else 16
+    half = block_n // 2 // step * step
+    return (*range(32, half - 8, 32), *range(half, block_n, step), block_n)
 
 
 def _deepest(tiles: Tiles, block_n: int) -> Tiles:

@@ -276,9 +276,10 @@ def store(
         address = _address(out, arith.addi(line, _wide(row)), element)
         for second, array in enumerate(args[:-3]):
             inside = _less(arith.addi(row, _int(8 * second)), _int(num_outputs))
+            left = arith.select(inside, arith.subi(count, column), _int(0))  # of the columns from the thread's first on
             for eight, two in enumerate(array.registers.flat):
                 for i in range(2):
-                    there = arith.andi(inside, _less(arith.addi(column, _int(8 * eight + i)), count))
+                    there = arith.cmpi(arith.CmpIPredicate.slt, _int(8 * eight + i), left)
                     value = llvm.extractelement(two, _int(i))
                     value = _utils.bitcast(value, ir.IntegerType.get_signless(bits))
                     offset = ((8 * eight + i) * num_outputs + 8 * second) * bits // 8
