@@ -26,6 +26,7 @@ from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
+PREFETCH_TOKENS = 1024  # beyond, weights are a small part of the traffic
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,11 @@ class MosaicSm90:
         del config, problem, environment  # a Config that can be made runs every problem
 
     def apply(self, computation: Computation, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
-        from jmx.pallas.mosaic_sm90_kernel import Rows, grouped_product  # Mosaic GPU takes a second to import
+        from jmx.pallas.mosaic_sm90_kernel import (
+            Following,
+            Rows,
+            grouped_product,
+        )  # Mosaic GPU takes a second to import
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
@@ -119,6 +124,7 @@ class MosaicSm90:
             tiles=config.gate_up,
             dtype=jnp.bfloat16,
             activation=in_kernel(computation.activation),
+            following=Following(_flat(experts.down, experts), config.down) if num_tokens <= PREFETCH_TOKENS else None,
         )
         out = product(
             h,

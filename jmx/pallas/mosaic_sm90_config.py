@@ -58,8 +58,11 @@ class Tiles:
 
     def shared_memory(self, block_n: int) -> int:
         """Bytes of shared memory that the kernel uses."""
-        stage = self.warpgroups_m * (VALUE_BYTES + SCALE_BYTES) + block_n * TILE * 2
-        return self.num_stages * self.stage_tiles * stage + self.partial_sums(block_n) * 4 + _BARRIER_BYTES
+        return self.num_stages * self.stage_bytes(block_n) + self.partial_sums(block_n) * 4 + _BARRIER_BYTES
+
+    def stage_bytes(self, block_n: int) -> int:
+        """Bytes of one stage: weights, and `block_n` rows."""
+        return self.stage_tiles * (self.warpgroups_m * (VALUE_BYTES + SCALE_BYTES) + block_n * TILE * 2)
 
     def partial_sums(self, block_n: int) -> int:
         """Float32 sums that warpgroups along the columns hand over."""

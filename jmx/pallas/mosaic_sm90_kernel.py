@@ -14,6 +14,7 @@ See docs/mosaic_sm90.md for a drawing and for what bounds it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,59 @@ from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_SHAPE
 
 Array = Any
 _FETCH_REGISTERS = 40
+PREFETCH_BYTES = 192 * 1024  # a core: together they take about half of an H200's L2
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How the work of one product is cut into items: blocks of rows by steps along the weight's rows by parts of its
+    columns, the last running fastest."""
+
+    tiles: Tiles
+    m_tiles: int
+    k_tiles: int
+
+    @classmethod
+    def of(cls, weight: BlockScaled, tiles: Tiles) -> "_Schedule":
+        return cls(tiles, weight.values.shape[1], weight.scales.shape[2] - 1)
+
+    @property
+    def k_steps(self) -> int:
+        """Stages of an item."""
+        return pl.cdiv(self.k_tiles, self.tiles.stage_tiles * self.tiles.split_k)
+
+    @property
+    def per_block(self) -> int:
+        """Items of a block of rows."""
+        return self._m_steps * self.tiles.split_k
+
+    @property
+    def _m_steps(self) -> int:
+        return pl.cdiv(self.m_tiles, self.tiles.warpgroups_m)
+
+    def place(self, item: Array) -> tuple[Array, Array, Array]:
+        """(block of rows, first tile of the weight's rows, part of its columns) of an item."""
+        part, item = lax.rem(item, self.tiles.split_k), lax.div(item, self.tiles.split_k)
+        return lax.div(item, self._m_steps), lax.rem(item, self._m_steps) * self.tiles.warpgroups_m, part
+
+    def first_tile(self, part: Array, step: Array) -> Array:
+        """The first tile of the columns that a part's `step`th stage holds."""
+        return (part * self.k_steps + step) * self.tiles.stage_tiles
+
+    def stage(self, weight: BlockScaled, expert: Array, tile: Array, k: Array) -> BlockScaled:
+        """What of a weight in global memory one stage takes. Past the weight's end TMA writes zeros."""
+        m = pl.ds(tile, self.tiles.warpgroups_m)
+        values = pl.ds(k * VALUE_SHAPE[0], self.tiles.stage_tiles * VALUE_SHAPE[0])
+        return BlockScaled(
+            weight.values.at[expert, m, values], weight.scales.at[expert, m, pl.ds(k, self.tiles.stage_tiles)]
+        )
+
+
+class Following(NamedTuple):
+    """The weight of the product that comes after, on the same blocks, and its tiles."""
+
+    weight: BlockScaled
+    tiles: Tiles
 
 
 class _Item(NamedTuple):
@@ -59,6 +113,7 @@ def grouped_product(
     dtype: Any,
     activation: Callable[..., Array] | None,
     num_cores: int,
+    following: Following | None = None,
 ) -> jax.Array:
     """x @ weight[expert].T + bias[expert] and the activation, for each block of rows.
 
@@ -73,39 +128,37 @@ def grouped_product(
         dtype: of the result.
         activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
         num_cores: multiprocessors to run on.
+        following: what each core begins to bring into L2 when it has nothing else to fetch, while others still compute
+            and the next kernel starts.
 
     Returns:
         (split_k * R, rows.num_outputs): the parts' sums one below the other.
     """
-    _, m_tiles, _, _ = weight.values.shape
-    k_tiles = weight.scales.shape[2] - 1
-    m_steps = pl.cdiv(m_tiles, tiles.warpgroups_m)
-    k_steps = pl.cdiv(k_tiles, tiles.stage_tiles * tiles.split_k)
-    num_compute, num_stages = tiles.num_warpgroups, tiles.num_stages
-    fp32 = jnp.float32
+    schedule = _Schedule.of(weight, tiles)
+    k_steps, num_compute, num_stages = schedule.k_steps, tiles.num_warpgroups, tiles.num_stages
+    max_items = blocks.experts.shape[0] * schedule.per_block
 
     def for_width(count: Array, function: Callable[[int], None]) -> None:
-        """Calls `function` with the width that holds `count` rows."""
-        below = 0
-        for width in widths(block_n):
-            pl.when((count > below) & (count <= width))(partial(function, width))
-            below = width
+        """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
+        *below, last = widths(block_n)
+        for lower, width in zip([-1, *below], below, strict=False):
+            pl.when((count > lower) & (count <= width))(partial(function, width))
+        pl.when(count > (below[-1] if below else -1))(partial(function, last))
 
     def body(*refs: Any) -> None:
-        x_g, values_g, scales_g, *rest = refs
+        x_g, *rest = refs
+        weight_g, rest = BlockScaled(*rest[:2]), rest[2:]
         bias_g = None if bias is None else rest.pop(0)
+        following_g = None if following is None else BlockScaled(rest.pop(0), rest.pop(0))
         *work_g, out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
         work = Blocks(*work_g)
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        num_items = work.num_blocks[0] * (m_steps * tiles.split_k)
+        num_items = work.num_blocks[0] * schedule.per_block
         num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
 
-        def find(turn: Array) -> tuple[Array, Array, Array]:
-            """(block, step along the weight's rows, part of the columns) of this core's items."""
-            item = jnp.minimum(core + turn * num_cores, jnp.maximum(num_items - 1, 0))
-            part = lax.rem(item, tiles.split_k)
-            item = lax.div(item, tiles.split_k)
-            return lax.div(item, m_steps), lax.rem(item, m_steps), part
+        def place(turn: Array) -> tuple[Array, Array, Array]:
+            """Where this core's items are; so that it can be asked early, past the end it is where something is."""
+            return schedule.place(jnp.minimum(core + turn * num_cores, max_items - 1))
 
         @pl.when(warpgroup < num_compute)
         def _() -> None:
@@ -113,10 +166,10 @@ def grouped_product(
             wm, wk = lax.rem(warpgroup, tiles.warpgroups_m), lax.div(warpgroup, tiles.warpgroups_m)
 
             def look_up(turn: Array) -> _Item:
-                block, step, part = find(turn)
-                tile = step * tiles.warpgroups_m + wm
-                expert = work.experts[block]
-                exponent, raised = fragments.tile_scalars(scales_g, expert, jnp.minimum(tile, m_tiles - 1))
+                block, tile, part = place(turn)
+                expert, tile = work.experts[block], tile + wm
+                inside = jnp.minimum(tile, schedule.m_tiles - 1)
+                exponent, raised = fragments.tile_scalars(weight_g.scales, expert, inside)
                 loaded = None if bias_g is None else fragments.load_bias(bias_g, rows, expert, tile)
                 return _Item(tile, part, work.out_rows[block], work.counts[block], exponent, raised, loaded)
 
@@ -187,7 +240,7 @@ def grouped_product(
             def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
                 outs = [total * item.raised for total in sums]
                 if item.bias is not None:
-                    once = jnp.where(item.part == 0, fp32(1), fp32(0))
+                    once = jnp.where(item.part == 0, jnp.float32(1), jnp.float32(0))
                     outs = [out + fragments.repeat(row, width) * once for out, row in zip(outs, item.bias, strict=True)]
                 if activation is not None:
                     gated = rows.gate_up_order is not None
@@ -201,35 +254,47 @@ def grouped_product(
         def fetch() -> None:
             @pl.loop(0, num_mine)
             def _(turn: Array) -> None:
-                block, m_step, part = find(turn)
+                block, tile, part = place(turn)
                 expert, first, count = work.experts[block], work.x_rows[block], work.counts[block]
 
                 @pl.loop(0, k_steps)
                 def _(step: Array) -> None:
-                    total = turn * k_steps + step
+                    total, k = turn * k_steps + step, schedule.first_tile(part, step)
                     slot = lax.rem(total, num_stages)
 
                     @pl.when(total >= num_stages)
                     def _() -> None:
                         plgpu.barrier_wait(empty.at[slot])
 
-                    # Past the end of the weight TMA writes zeros.
-                    m, k = m_step * tiles.warpgroups_m, (part * k_steps + step) * tiles.stage_tiles
-                    here = values_g.at[
-                        expert,
-                        pl.ds(m, tiles.warpgroups_m),
-                        pl.ds(k * VALUE_SHAPE[0], tiles.stage_tiles * VALUE_SHAPE[0]),
-                    ]
-                    plgpu.copy_gmem_to_smem(here, values_s.at[slot], full.at[slot])
-                    here = scales_g.at[expert, pl.ds(m, tiles.warpgroups_m), pl.ds(k, tiles.stage_tiles)]
-                    plgpu.copy_gmem_to_smem(here, scales_s.at[slot], full.at[slot])
+                    values, scales = schedule.stage(weight_g, expert, tile, k)
+                    plgpu.copy_gmem_to_smem(values, values_s.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
 
                     def fetch_rows(width: int) -> None:
                         for i in range(tiles.stage_tiles):
+                            # TMA takes rows by 8, and wants to see that they are.
                             here = x_g.at[pl.ds(lax.div(first, 8) * 8, width), pl.ds((k + i) * TILE, TILE)]
                             plgpu.copy_gmem_to_smem(here, x_s.at[slot, i, pl.ds(0, width)], full.at[slot])
 
                     for_width(count, fetch_rows)
+
+        def prefetch(following: Following, weight_g: BlockScaled) -> None:
+            after = _Schedule.of(*following)
+            item_bytes = after.k_steps * following.tiles.stage_bytes(0)
+
+            @pl.loop(0, max(1, PREFETCH_BYTES // item_bytes))
+            def _(turn: Array) -> None:
+                item = core + turn * num_cores
+                block, tile, part = after.place(item)
+
+                @pl.when(item < work.num_blocks[0] * after.per_block)
+                def _() -> None:
+                    expert = work.experts[block]
+
+                    @pl.loop(0, after.k_steps)
+                    def _(step: Array) -> None:
+                        for ref in after.stage(weight_g, expert, tile, after.first_tile(part, step)):
+                            plgpu.async_prefetch(ref)
 
         @pl.when(warpgroup == num_compute)
         def _() -> None:
@@ -237,7 +302,11 @@ def grouped_product(
 
             @plgpu.warp_map
             def _(warp: Array) -> None:
-                pl.when(warp == 0)(fetch)
+                @pl.when(warp == 0)
+                def _() -> None:
+                    fetch()
+                    if following is not None and following_g is not None:
+                        prefetch(following, following_g)
 
     swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     stage = (num_stages, tiles.warpgroups_m)
@@ -254,7 +323,7 @@ def grouped_product(
             plgpu.SMEM((num_stages, tiles.stage_tiles, block_n, TILE), x.dtype, transforms=swizzled),
             plgpu.SMEM((*stage, tiles.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
             plgpu.SMEM((*stage, tiles.stage_tiles, SCALE_BYTES), jnp.uint8),
-            plgpu.SMEM(sums, fp32),
+            plgpu.SMEM(sums, jnp.float32),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=2 + tiles.stage_tiles),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
             plgpu.Barrier(num_barriers=tiles.warpgroups_m, num_arrivals=others),
@@ -266,5 +335,5 @@ def grouped_product(
             unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
         ),
     )
-    operands = [x, *weight] + ([] if bias is None else [bias])
+    operands = [x, *weight] + ([] if bias is None else [bias]) + ([] if following is None else [*following.weight])
     return kernel(*operands, *blocks)
