@@ -100,6 +100,29 @@ def row_size(n: int) -> int:
     return TILE // 2 * n
 
 
+def _pairs_of_tile(values: ir.Value, scales: ir.Value, exponent: _Fragment) -> np.ndarray:
+    """The thread's share of a tile as 32-bit registers of two bfloat16: (8 groups of 8 columns, its 2 rows)."""
+    thread = _thread()
+    words = llvm.load(
+        ir.VectorType.get((4,), _i32()), _address(values, arith.muli(thread, _int(4)), _i32()), alignment=16
+    )
+    codes = llvm.load(_i32(), _address(scales, arith.shrui(thread, _int(2)), _i32()), alignment=4)
+
+    def multiplier(byte: int) -> ir.Value:
+        text = _MULTIPLIER.format(select=f"{0x4040 + 0x101 * byte:#x}")
+        return _utils.inline_ptx(text, codes, exponent.registers.item(), result_types=_i32())
+
+    multipliers = [[multiplier(2 * row + half) for half in range(2)] for row in range(2)]
+    registers = np.empty((TILE // 8, 2), dtype=object)
+    for piece in range(TILE // 16):
+        word = llvm.extractelement(words, _int(piece))
+        for pair, text in enumerate(_PAIRS):
+            eight, row = divmod(pair, 2)
+            two = _utils.inline_ptx(text, word, multipliers[row][piece // 2], result_types=_i32())
+            registers[2 * piece + eight, row] = two
+    return registers
+
+
 def dequantize(values: Any, scales: Any, exponent: jax.Array) -> jax.Array:
     """A tile's bytes in shared memory -> the bfloat16 array (64, 64) that wgmma takes as A.
 
@@ -113,30 +136,66 @@ def dequantize(values: Any, scales: Any, exponent: jax.Array) -> jax.Array:
         return_type=_result((TILE, TILE), jnp.bfloat16, plgpu.Layout.WGMMA),
     )
     def body(_: Any, values: ir.Value, scales: ir.Value, exponent: _Fragment) -> _Fragment:
-        thread = _thread()
-        words = llvm.load(
-            ir.VectorType.get((4,), _i32()), _address(values, arith.muli(thread, _int(4)), _i32()), alignment=16
-        )
-        codes = llvm.load(_i32(), _address(scales, arith.shrui(thread, _int(2)), _i32()), alignment=4)
-
-        def multiplier(byte: int) -> ir.Value:
-            text = _MULTIPLIER.format(select=f"{0x4040 + 0x101 * byte:#x}")
-            return _utils.inline_ptx(text, codes, exponent.registers.item(), result_types=_i32())
-
-        multipliers = [[multiplier(2 * row + half) for half in range(2)] for row in range(2)]
-        registers = np.empty((TILE // 8, 2), dtype=object)
-        for piece in range(TILE // 16):
-            word = llvm.extractelement(words, _int(piece))
-            for pair, text in enumerate(_PAIRS):
-                eight, row = divmod(pair, 2)
-                two = _utils.inline_ptx(text, word, multipliers[row][piece // 2], result_types=_i32())
-                two = _utils.bitcast(two, ir.VectorType.get((2,), ir.BF16Type.get()))
-                registers[2 * piece + eight, row] = two
+        two = ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = _pairs_of_tile(values, scales, exponent)
+        registers = np.array([_utils.bitcast(pair, two) for pair in registers.flat], dtype=object)
         layout = mgpu.WGMMA_LAYOUT
         registers = registers.reshape(layout.registers_shape((TILE, TILE)))
         return _Fragment(_registers=registers, _layout=layout, _is_signed=None)
 
     return body(values, scales, exponent)
+
+
+_LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+_MULTIPLY = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+
+
+def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, x: Any) -> jax.Array:
+    """acc (64, n) plus a tile times x.T by `mma.sync`, each warp 16 of the rows.
+
+    wgmma keeps four warps in step, cannot be awaited but as a whole, and at 8 columns takes twice as long.
+
+    Args:
+        acc: float32, n a multiple of 8.
+        values, scales, exponent: as for `dequantize`.
+        x: ref (n, 64) in shared memory, swizzled by 128 bytes.
+    """
+    n = acc.shape[1]
+    swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+
+    @_operation(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(swizzled)),
+        return_type=_result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, acc: _Fragment, values: ir.Value, scales: ir.Value, exponent: _Fragment, x: ir.Value) -> _Fragment:
+        a = _pairs_of_tile(values, scales, exponent)
+        sums = acc.registers.reshape(-1, 2)
+        out = np.empty_like(sums)
+        base = llvm.ptrtoint(_i32(), _utils.memref_ptr(x))
+        lane = arith.remui(_thread(), _int(32))
+        row, chunk = arith.remui(lane, _int(8)), arith.divui(lane, _int(8))
+        for eight in range(n // 8):
+            b = []
+            for half in range(2):  # ldmatrix takes 32 of the 64 columns: 4 chunks of 16 bytes, where swizzling has them
+                at = arith.xori(arith.addi(chunk, _int(4 * half)), row)
+                at = arith.addi(arith.muli(row, _int(2 * TILE)), arith.muli(at, _int(16)))
+                at = arith.addi(base, arith.addi(at, _int(eight * 8 * 2 * TILE)))
+                b += _utils.inline_ptx(_LOAD_MATRICES, at, result_types=[_i32()] * 4, has_side_effects=True)
+            c = [llvm.extractelement(sums[eight, r], _int(i)) for r in range(2) for i in range(2)]
+            for piece in range(TILE // 16):
+                mine = [a[2 * piece + eights, r] for eights in range(2) for r in range(2)]
+                c = _utils.inline_ptx(_MULTIPLY, *mine, *b[2 * piece : 2 * piece + 2], *c, result_types=[_f32()] * 4)
+            for r in range(2):
+                two = llvm.mlir_undef(ir.VectorType.get((2,), _f32()))
+                for i in range(2):
+                    two = llvm.insertelement(two, c[2 * r + i], _int(i))
+                out[eight, r] = two
+        return _Fragment(_registers=out.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
+
+    return body(acc, values, scales, exponent, x)
 
 
 def split_rows(acc: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -33,6 +33,7 @@ from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_SHAPE
 
 Array = Any
 _FETCH_REGISTERS = 40
+FEW_ROWS = 32  # a block; up to here mma.sync, beyond wgmma. Never both in one kernel: they need not round alike
 PREFETCH_BYTES = 192 * 1024  # a core: together they take about half of an H200's L2
 
 
@@ -179,7 +180,11 @@ def grouped_product(
                 return following
 
             def product(turn: Array, item: _Item, width: int) -> None:
-                acc = pl.run_scoped(partial(accumulate, turn, item, width), plgpu.WGMMAAccumulatorRef((TILE, width)))
+                if block_n <= FEW_ROWS:
+                    acc = accumulate_few(turn, item, width)
+                else:
+                    ref = plgpu.WGMMAAccumulatorRef((TILE, width))
+                    acc = pl.run_scoped(partial(accumulate, turn, item, width), ref)
                 sums = fragments.split_rows(acc)
                 if tiles.warpgroups_k == 1:
                     finish(item, width, sums)
@@ -187,22 +192,40 @@ def grouped_product(
                     pl.when(wk > 0)(partial(hand_over, turn, width, sums))
                     pl.when(wk == 0)(lambda: finish(item, width, take_over(width, sums)))
 
-            def accumulate(turn: Array, item: _Item, width: int, acc: Any) -> Array:
-                def slot_of(step: Array) -> Array:
-                    return lax.rem(turn * k_steps + step, num_stages)
+            def slot_of(turn: Array, step: Array) -> Array:
+                return lax.rem(turn * k_steps + step, num_stages)
 
+            def tile_of(slot: Array, i: int) -> tuple[Any, Any, Any]:
+                """Values and scales of the warpgroup's `i`th tile in a stage, and the rows they multiply."""
+                k = wk * tiles.k_tiles + i
+                values = values_s.at[slot, wm, pl.ds(k * VALUE_SHAPE[0], VALUE_SHAPE[0])]
+                return values, scales_s.at[slot, wm, k], x_s.at[slot, k]
+
+            def accumulate_few(turn: Array, item: _Item, width: int) -> Array:
+                def stage(step: Array, acc: Array) -> Array:
+                    slot = slot_of(turn, step)
+                    plgpu.barrier_wait(full.at[slot])
+                    for i in range(tiles.k_tiles):
+                        values, scales, x = tile_of(slot, i)
+                        acc = fragments.multiply_few(acc, values, scales, item.exponent, x.at[pl.ds(0, width)])
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return acc
+
+                zeros = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
+                return lax.fori_loop(0, k_steps, stage, zeros)
+
+            def accumulate(turn: Array, item: _Item, width: int, acc: Any) -> Array:
                 def dequantize(slot: Array, i: int) -> Array:
-                    k = wk * tiles.k_tiles + i
-                    values = values_s.at[slot, wm, pl.ds(k * VALUE_SHAPE[0], VALUE_SHAPE[0])]
-                    return fragments.dequantize(values, scales_s.at[slot, wm, k], item.exponent)
+                    values, scales, _ = tile_of(slot, i)
+                    return fragments.dequantize(values, scales, item.exponent)
 
                 def multiply(step: Array, a: Array) -> Array:
-                    slot, next_slot = slot_of(step), slot_of(step + 1)
+                    slot, next_slot = slot_of(turn, step), slot_of(turn, step + 1)
                     for i in range(tiles.k_tiles):
                         last = i + 1 == tiles.k_tiles
                         if last:
                             pl.when(step + 1 < k_steps)(lambda: plgpu.barrier_wait(full.at[next_slot]))
-                        plgpu.wgmma(acc, a, x_s.at[slot, wk * tiles.k_tiles + i, pl.ds(0, width)].T)
+                        plgpu.wgmma(acc, a, tile_of(slot, i)[2].at[pl.ds(0, width)].T)
                         # From here to the wait no branch: ptxas would forget that wgmma still reads `a`, and give its
                         # registers away. With one tile a step the branch of the loop is there, so the wait comes first.
                         # (After the last step something is dequantised that nobody uses.)
@@ -214,8 +237,9 @@ def grouped_product(
                     plgpu.barrier_arrive(empty.at[slot])
                     return a
 
-                plgpu.barrier_wait(full.at[slot_of(jnp.int32(0))])
-                lax.fori_loop(0, k_steps, multiply, dequantize(slot_of(jnp.int32(0)), 0))
+                begin = slot_of(turn, jnp.int32(0))
+                plgpu.barrier_wait(full.at[begin])
+                lax.fori_loop(0, k_steps, multiply, dequantize(begin, 0))
                 return acc[...]
 
             def hand_over(turn: Array, width: int, sums: tuple[Array, Array]) -> None:
