@@ -1,5 +1,7 @@
 """Derivatives and transformations of the layer, against jax's own on dense float weights and against differences."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,13 @@ from backend_cases import (
     NAN,
     Case,
     activated,
+    assert_agrees,
     assert_close,
     draw_routing,
     draw_weights,
     draw_x,
     reference,
+    suited,
 )
 
 import jmx
@@ -32,9 +36,18 @@ from jmx import (
     activations,
     route,
 )
+from jmx.backends import BACKENDS
 
-# A gradient passes one product more than the result does, and its sums cancel.
+# Backward is the reference's, whatever ran forward. A gradient passes one product more than the result does, and its
+# sums cancel.
 FACTOR = 3
+
+
+@pytest.fixture(params=[b.name for b in BACKENDS])
+def backend(request):
+    """Every layer of the test runs forward on it."""
+    with jmx.use_backend(request.param):
+        yield request.param
 
 
 def moe(case, x, routing, experts, mask=None):
@@ -62,17 +75,18 @@ def dense(case, x, routing, weights, biases):
         return jnp.einsum("tkeh,tke->th", out, on)
 
 
+SMOOTH = SwiGLU(alpha=1.702, beta=1.0)
 CASES = [
     Case(tokens=12, top_k=3, num_experts=4),
-    Case(tokens=12, top_k=3, num_experts=4, weights_on="input"),
+    # Smooth: rounding x times the weight would carry some values over a clamp, where the derivative jumps.
+    Case(tokens=12, top_k=3, num_experts=4, weights_on="input", activation=SMOOTH),
     Case(tokens=12, top_k=2, num_experts=4, activation=SiLUAndMul(), order="concatenated", ids="anywhere"),
     Case(tokens=12, top_k=2, num_experts=4, activation=ReLU2(), order=None, ids="repeated", layout="canonical"),
     Case(tokens=1, top_k=4, num_experts=8, activation=GELUAndMul(approximate=False), weights_on="input"),
     Case(tokens=1, top_k=2, num_experts=8, layout="canonical", bias=(False, True)),
     Case(tokens=40, top_k=2, num_experts=3, bias=(True, False), ids="one_expert"),
     Case(tokens=40, top_k=2, num_experts=8, dtype="bfloat16"),
-    # Smooth: rounding x times the weight would carry some values over a clamp, where the derivative jumps.
-    Case(tokens=40, dtype="bfloat16", weights_on="input", ids="every_third", activation=SwiGLU(alpha=1.702, beta=1.0)),
+    Case(tokens=40, dtype="bfloat16", weights_on="input", ids="every_third", activation=SMOOTH),
     Case(tokens=12, top_k=2, num_experts=4, dtype="float16"),
     Case(tokens=5, ids="nowhere"),
     Case(tokens=0),
@@ -80,7 +94,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_match_dense(case, rng):
+def test_gradients_match_dense(backend, case, rng):
+    case = suited(backend, case)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     x, routing = jnp.asarray(x), jax.tree.map(jnp.asarray, routing)
@@ -101,7 +116,7 @@ def test_gradients_match_dense(case, rng):
     assert got[0].dtype == x.dtype
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
-        assert_close(np.asarray(a, np.float64), np.asarray(b, np.float64), case.dtype, FACTOR)
+        assert_agrees(backend, case, a, b, FACTOR)
 
 
 def test_gradients_match_differences_of_the_float64_reference(rng):
@@ -153,8 +168,8 @@ def test_gradients_reach_the_router(method, rng):
         assert_close(np.asarray(a), np.asarray(b), "float32", 5)
 
 
-def test_masked_and_lost_tokens_have_no_gradient(rng):
-    case = Case(tokens=9, top_k=2, ids="anywhere")
+def test_masked_and_lost_tokens_have_no_gradient(backend, rng):
+    case = suited(backend, Case(tokens=9, top_k=2, ids="anywhere"))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     mask = np.arange(9) % 3 != 0
     x[~mask] = np.nan
@@ -169,8 +184,8 @@ def test_masked_and_lost_tokens_have_no_gradient(rng):
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_unused_experts_that_hold_nan_leave_gradients_alone(tokens, rng):
-    case = Case(tokens=tokens, ids="every_third")
+def test_unused_experts_that_hold_nan_leave_gradients_alone(backend, tokens, rng):
+    case = suited(backend, Case(tokens=tokens, ids="every_third"))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     routing.expert_ids[0] = -1
     unused = np.setdiff1d(np.arange(case.num_experts), routing.expert_ids)
@@ -192,8 +207,8 @@ def test_unused_experts_that_hold_nan_leave_gradients_alone(tokens, rng):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_token_that_is_nan_keeps_its_gradient_to_itself(rng):
-    case = Case(tokens=20, top_k=3, activation=SiLUAndMul())
+def test_a_token_that_is_nan_keeps_its_gradient_to_itself(backend, rng):
+    case = suited(backend, Case(tokens=20, top_k=3, activation=SiLUAndMul()))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     gradients = jax.jit(
@@ -206,8 +221,8 @@ def test_a_token_that_is_nan_keeps_its_gradient_to_itself(rng):
         np.testing.assert_array_equal(np.asarray(a)[others], np.asarray(b)[others])
 
 
-def test_gradients_repeat_and_do_not_depend_on_neighbours(rng):
-    case = Case(tokens=40, top_k=4, dtype="bfloat16")
+def test_gradients_repeat_and_do_not_depend_on_neighbours(backend, rng):
+    case = suited(backend, Case(tokens=40, top_k=4, dtype="bfloat16"))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts, dy = weights.experts(case), draw_x(rng, case)
 
@@ -238,8 +253,8 @@ def draw_batch(rng, case=SMALL):
 
 @pytest.mark.parametrize("over", [(0, 0), (0, None), (None, 0)], ids=["both", "x", "routing"])
 @pytest.mark.parametrize("tokens", [4, 0])
-def test_vmap_over_tokens(over, tokens, rng):
-    case = Case(tokens=tokens, num_experts=4, hidden=32, intermediate=64)
+def test_vmap_over_tokens(backend, over, tokens, rng):
+    case = suited(backend, dataclasses.replace(SMALL, tokens=tokens))
     weights = draw_weights(rng, case)
     xs, routings = draw_batch(rng, case)
     experts = weights.experts(case)
@@ -249,39 +264,41 @@ def test_vmap_over_tokens(over, tokens, rng):
     for i, y in enumerate(ys):
         picked = jax.tree.map(lambda array, i=i: array[i], routings) if over[1] == 0 else routing
         expected = reference(case, weights, xs[i if over[0] == 0 else 0], picked)
-        assert_close(np.asarray(y, np.float64), expected, case.dtype)
+        assert_agrees(backend, case, y, expected)
 
 
-def test_vmap_over_experts_and_nested(rng):
-    layers = [draw_weights(rng, SMALL) for _ in range(BATCH)]
-    stack = Experts.stack([weights.experts(SMALL) for weights in layers])
-    xs, routings = draw_batch(rng)
-    over_all = jax.vmap(lambda x, r, e: moe(SMALL, x, r, e))(xs, routings, stack)
+def test_vmap_over_experts_and_nested(backend, rng):
+    case = suited(backend, SMALL)
+    layers = [draw_weights(rng, case) for _ in range(BATCH)]
+    stack = Experts.stack([weights.experts(case) for weights in layers])
+    xs, routings = draw_batch(rng, case)
+    over_all = jax.vmap(lambda x, r, e: moe(case, x, r, e))(xs, routings, stack)
     nested = jax.jit(
-        jax.vmap(lambda e: jax.vmap(lambda x, r: moe(SMALL, x, r, e))(xs, routings))  # (experts, batch, T, H)
+        jax.vmap(lambda e: jax.vmap(lambda x, r: moe(case, x, r, e))(xs, routings))  # (experts, batch, T, H)
     )(stack)
-    over_views = jax.vmap(lambda i: moe(SMALL, xs[0], jax.tree.map(lambda a: a[0], routings), stack.layer(i)))(
+    over_views = jax.vmap(lambda i: moe(case, xs[0], jax.tree.map(lambda a: a[0], routings), stack.layer(i)))(
         jnp.arange(BATCH)
     )
     for i, weights in enumerate(layers):
         for j in range(BATCH):
-            expected = reference(SMALL, weights, xs[j], jax.tree.map(lambda a, j=j: a[j], routings))
-            assert_close(np.asarray(nested[i, j], np.float64), expected, "float32")
+            expected = reference(case, weights, xs[j], jax.tree.map(lambda a, j=j: a[j], routings))
+            assert_agrees(backend, case, nested[i, j], expected)
             if i == j:
-                assert_close(np.asarray(over_all[i], np.float64), expected, "float32")
+                assert_agrees(backend, case, over_all[i], expected)
             if j == 0:
-                assert_close(np.asarray(over_views[i], np.float64), expected, "float32")
+                assert_agrees(backend, case, over_views[i], expected)
 
 
-def test_grad_and_vmap_commute(rng):
-    weights = draw_weights(rng, SMALL)
-    experts = weights.experts(SMALL)
-    xs, routings = draw_batch(rng)
-    cotangents = np.stack([draw_x(rng, SMALL) for _ in range(BATCH)])
+def test_grad_and_vmap_commute(backend, rng):
+    case = suited(backend, SMALL)
+    weights = draw_weights(rng, case)
+    experts = weights.experts(case)
+    xs, routings = draw_batch(rng, case)
+    cotangents = np.stack([draw_x(rng, case) for _ in range(BATCH)])
 
     def loss(x, w, bias, ids, cotangent):
         given = experts.with_arrays({**experts.arrays(), "down_bias": bias})
-        return (moe(SMALL, x, Routing(ids, w), given) * cotangent).sum()
+        return (moe(case, x, Routing(ids, w), given) * cotangent).sum()
 
     def batched(x, w, bias):
         return jax.vmap(loss, in_axes=(0, 0, None, 0, 0))(x, w, bias, routings.expert_ids, cotangents).sum()
@@ -294,14 +311,14 @@ def test_grad_and_vmap_commute(rng):
         xs, routings.weights, bias, routings.expert_ids, cotangents
     )
     for a, b in zip(vmapped, expected, strict=True):
-        assert_close(np.asarray(a), b, "float32", FACTOR)
+        assert_agrees(backend, case, a, b, FACTOR)
     of_vmap = jax.jit(jax.grad(batched, argnums=(0, 1, 2)))(xs, routings.weights, bias)
     for a, b in zip(of_vmap, (*expected[:2], expected[2].sum(axis=0)), strict=True):
-        assert_close(np.asarray(a), b, "float32", FACTOR)
+        assert_agrees(backend, case, a, b, FACTOR)
 
 
-def test_scan_over_tokens_and_checkpoint(rng):
-    case = Case(tokens=6, num_experts=4, hidden=32, intermediate=64)
+def test_scan_over_tokens_and_checkpoint(backend, rng):
+    case = suited(backend, dataclasses.replace(SMALL, tokens=6))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
     y = reference(case, weights, x, routing)
@@ -313,40 +330,40 @@ def test_scan_over_tokens_and_checkpoint(rng):
     def whole(x):
         return moe(case, x, routing, experts)
 
-    assert_close(np.asarray(scanned(x), np.float64), y, "float32")
+    assert_agrees(backend, case, scanned(x), y)
     expected = jax.grad(lambda x: (whole(x) ** 2).sum())(x)
     for function in (jax.checkpoint(whole), jax.checkpoint(scanned)):
         got = jax.jit(jax.grad(lambda x, f=function: (f(x) ** 2).sum()))(x)
-        assert_close(np.asarray(got), np.asarray(expected), "float32", FACTOR)
+        assert_agrees(backend, case, got, expected, FACTOR)
 
 
 @pytest.mark.parametrize("form", ["views", "arrays"])
-def test_gradients_through_a_scan_over_layers(form, rng):
-    layers = [draw_weights(rng, SMALL) for _ in range(BATCH)]
-    all_experts = [weights.experts(SMALL) for weights in layers]
+def test_gradients_through_a_scan_over_layers(backend, form, rng):
+    case = suited(backend, SMALL)
+    all_experts = [draw_weights(rng, case).experts(case) for _ in range(BATCH)]
     stack = Experts.stack(all_experts)
-    x, routing = jnp.asarray(draw_x(rng, SMALL)), draw_routing(rng, SMALL)
+    x, routing = jnp.asarray(draw_x(rng, case)), draw_routing(rng, case)
     names = ("gate_up_bias", "down_bias")
+
+    def step(x, experts):
+        # Small beside what it is added to: a chain of bare layers would magnify what two programs round differently.
+        return x + moe(case, x, routing, experts) / 16
 
     def scanned(x, biases):
         given = stack.with_arrays({**stack.arrays(), **biases})
         if form == "views":
-            xs, pick = jnp.arange(BATCH), given.layer
-        else:
-            xs, pick = given, lambda experts: experts
-        return jax.lax.scan(lambda x, e: (moe(SMALL, x, routing, pick(e)), None), x, xs)[0].sum()
+            return jax.lax.scan(lambda x, i: (step(x, given.layer(i)), None), x, jnp.arange(BATCH))[0].sum()
+        return jax.lax.scan(lambda x, experts: (step(x, experts), None), x, given)[0].sum()
 
     def unrolled(x, biases):
         for i, experts in enumerate(all_experts):
-            x = moe(SMALL, x, routing, experts.with_arrays({**experts.arrays(), **{n: biases[n][i] for n in names}}))
+            x = step(x, experts.with_arrays({**experts.arrays(), **{n: biases[n][i] for n in names}}))
         return x.sum()
 
     biases = {name: getattr(stack, name) for name in names}
     got, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(x, biases) for f in (scanned, unrolled))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        # Two programs that round differently, and each layer magnifies what the one before it rounded: up to 1e-4 was
-        # seen. A wrong layer, or a bias of another, is off by the whole.
-        assert_close(np.asarray(a), np.asarray(b), "float32", 5000)
+        assert_agrees(backend, case, a, b, 5)
 
 
 @pytest.mark.parametrize("bias", [BOTH, (False, False)], ids=["bias", "no bias"])

@@ -9,6 +9,8 @@ SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
 _BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
 MAX_BLOCK_N = 256  # wgmma's largest N
 FEW_TOKENS = 16  # up to here every active expert sees all tokens, so that nothing is sorted
+_REGISTERS = 64 * 1024  # of a multiprocessor
+_OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
 _COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
 
 
@@ -56,6 +58,12 @@ class Tiles:
         """Registers of a computing thread."""
         return _COMPUTE_REGISTERS[self.num_warpgroups]
 
+    @property
+    def max_block_n(self) -> int:
+        """The most columns of sums for which ptxas finds registers: those that each thread is launched with."""
+        launched = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
+        return min(MAX_BLOCK_N, 2 * (launched - _OTHER_REGISTERS) // 8 * 8)
+
     def shared_memory(self, block_n: int) -> int:
         """Bytes of shared memory that the kernel uses."""
         return self.num_stages * self.stage_bytes(block_n) + self.partial_sums(block_n) * 4 + _BARRIER_BYTES
@@ -83,10 +91,16 @@ class Config:
         if self.gate_up.split_k != 1:
             raise ValueError(f"`gate_up.split_k` (={self.gate_up.split_k}) must be 1: the activation needs whole sums")
         for name in ("gate_up", "down"):
-            needed = getattr(self, name).shared_memory(self.block_n)
+            tiles = getattr(self, name)
+            if self.block_n > tiles.max_block_n:
+                raise ValueError(
+                    f"`block_n` (={self.block_n}) must be at most {tiles.max_block_n}, for which "
+                    f"{tiles.num_warpgroups} warpgroups of `{name}` have registers"
+                )
+            needed = tiles.shared_memory(self.block_n)
             if needed > SHARED_MEMORY:
                 raise ValueError(
-                    f"`{name}` (={getattr(self, name)}) with block_n={self.block_n} must fit {SHARED_MEMORY} bytes of "
+                    f"`{name}` (={tiles}) with block_n={self.block_n} must fit {SHARED_MEMORY} bytes of "
                     f"shared memory, and needs {needed}"
                 )
 
@@ -149,7 +163,7 @@ def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
         gate_up, down = _deepest(gate_up, block_n), _deepest(down, block_n)
         try:
             config = Config(block_n, gate_up, down)
-        except ValueError:  # no stage fits
+        except ValueError:  # registers or shared memory do not hold it
             continue
         if config not in found and min(gate_up.num_stages, down.num_stages) > 1:
             found.append(config)

@@ -1,0 +1,278 @@
+"""The layout `mosaic_sm90`: where each code lies, by its docstring, and what the kernel's own PTX makes of it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from memory import compile_here, temporary_bytes
+
+import jmx
+from jmx import formats
+from jmx.formats import BlockScaled
+from jmx.layouts import WeightSpec
+from jmx.pallas import mosaic_sm90_fragments as fragments
+from jmx.pallas.mosaic_sm90_layout import LAYOUT, SCALE_BYTES, TILE, num_tiles
+
+SPECS = [
+    *(WeightSpec("down", shape, "interleaved", jmx.MXFP4) for shape in [(64, 64), (32, 32), (96, 160), (160, 96)]),
+    *(
+        WeightSpec("gate_up", shape, order, jmx.MXFP4)
+        for order in ("interleaved", "concatenated")
+        for shape in [(64, 64), (64, 32), (192, 96), (320, 160)]
+    ),
+    WeightSpec("gate_up", (160, 96), None, jmx.MXFP4),
+]
+SPEC_IDS = [f"{spec.role}-{spec.shape[0]}x{spec.shape[1]}-{spec.gate_up_order}" for spec in SPECS]
+
+forward = jax.jit(LAYOUT.forward, static_argnums=1)
+inverse = jax.jit(LAYOUT.inverse, static_argnums=1)
+
+
+def packed(codes, scales):
+    codes = codes.astype(np.uint8)
+    return BlockScaled(jnp.asarray(codes[..., ::2] | codes[..., 1::2] << 4), jnp.asarray(scales.astype(np.uint8)))
+
+
+def draw_scales(rng, *shape):
+    return rng.integers(0, 255, shape, np.uint8)
+
+
+def assert_same(a, b):
+    for x, y in zip(formats.pack(a), formats.pack(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def row_of(spec, tile, warp, lane, below):
+    """The weight's row that a thread holds, as the docstring has it; one past the end is padding."""
+    if spec.role == "down" or spec.gate_up_order is None:
+        return 64 * tile + 16 * warp + lane // 4 + 8 * below
+    half = spec.shape[0] // 2
+    nth = 32 * tile + 8 * warp + lane // 4  # gate above, up below
+    if nth >= half:
+        return spec.shape[0]
+    return 2 * nth + below if spec.gate_up_order == "interleaved" else half * below + nth
+
+
+# PTX, run in numpy on uint32: as much of it as the kernel uses to dequantise
+
+
+def run_ptx(text, *operands):
+    """The value of $0. Operands $1, $2, ... are uint32 arrays."""
+    registers = {f"${i}": np.asarray(value, np.uint32) for i, value in enumerate(operands, 1)}
+
+    def value(name):
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for line in text.strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        target, *names = (part.strip() for part in rest.split(","))
+        registers[target] = OPERATIONS[name](*map(value, names)).astype(np.uint32)
+    return registers["$0"]
+
+
+def halves(word):
+    return np.stack([word & 0xFFFF, word >> 16], axis=-1).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def mul_bf16x2(a, b):
+    """Exact products, rounded once to nearest even, subnormals kept."""
+    product = (halves(a) * halves(b)).astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    return product[..., 0] | product[..., 1] << 16
+
+
+def prmt(a, b, selector):
+    pool = [(source >> 8 * i) & 0xFF for source in (a, b) for i in range(4)]
+    return sum(pool[int(selector) >> 4 * i & 7] << 8 * i for i in range(4))
+
+
+def lop3(a, b, c, table):
+    assert int(table) == (0xF0 & 0xCC) | 0xAA
+    return a & b | c
+
+
+OPERATIONS = {
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": lop3,
+    "prmt.b32": prmt,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "mul.bf16x2": mul_bf16x2,
+}
+
+
+def multiplier(codes, byte, shift):
+    """What byte `byte` of the words `codes` becomes, in both halves of a word, where scales are lowered by `shift`."""
+    text = re.sub("{{|}}", "", fragments._MULTIPLIER).format(select=f"{0x4040 + 0x101 * byte:#x}")
+    return run_ptx(text, codes, (126 - np.asarray(shift, np.int64)) * 0x00800080 & 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=SPEC_IDS)
+def test_each_thread_finds_its_codes_and_scales_where_the_docstring_says(spec, rng):
+    """From bytes alone, thread by thread, through the kernel's PTX: every code of the weight, each once."""
+    rows, columns = spec.shape
+    codes, scales = rng.integers(0, 16, (1, rows, columns)), draw_scales(rng, 1, rows, columns // 32)
+    held = forward(packed(codes, scales), spec)
+    row_tiles, column_tiles = num_tiles(spec)
+    words = np.asarray(held.values).reshape(row_tiles, column_tiles, 128, 16).view("<u4")
+    chunks = np.asarray(held.scales)[0]
+    assert chunks.shape == (row_tiles, column_tiles + 1, SCALE_BYTES)
+    # With padding, by row and column; past the end of the weight a row is the last one here.
+    padded_codes = np.zeros((rows + 1, column_tiles * 64), np.uint8)
+    padded_codes[:rows, :columns] = codes[0]
+    padded_scales = np.full((rows + 1, column_tiles * 2), 127)
+    padded_scales[:rows, : columns // 32] = scales[0]
+    elements = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    seen = np.zeros(padded_codes.shape, int)
+    one = np.full(words.shape[:2], 0x3F803F80, np.uint32)
+    for thread, piece, pair in np.ndindex(128, 4, 4):
+        warp, lane = divmod(thread, 32)
+        eight, below = divmod(pair, 2)
+        values = halves(run_ptx(fragments._PAIRS[pair], words[:, :, thread, piece], one)) * 2.0**126
+        row = np.array([min(rows, row_of(spec, i, warp, lane, below)) for i in range(row_tiles)])[:, None, None]
+        column = 64 * np.arange(column_tiles)[:, None] + 16 * piece + 2 * (lane % 4) + 8 * eight + np.arange(2)
+        expected = elements[padded_codes[row, column]]
+        np.testing.assert_array_equal(values, expected)
+        np.testing.assert_array_equal(np.signbit(values), np.signbit(expected))
+        byte = 4 * (thread // 4) + 2 * below + piece // 2
+        np.testing.assert_array_equal(chunks[:, :-1, byte], padded_scales[row, column // 32][:, :, 0])
+        seen[row, column] += 1
+    assert (seen[:rows] == 1).all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=SPEC_IDS)
+def test_every_code_at_every_position_comes_back(spec, rng):
+    position = np.arange(np.prod(spec.shape)).reshape(spec.shape)
+    codes = (position + np.arange(16)[:, None, None]) % 16  # 16 experts: each position has each code once
+    q = packed(codes, draw_scales(rng, 16, spec.shape[0], spec.shape[1] // 32))
+    assert_same(inverse(forward(q, spec), spec), q)
+
+
+def test_every_scale_code_comes_back():
+    scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None], (256, 64, 2))  # NaN's, too
+    q = packed(np.zeros((256, 64, 64)), scales)
+    spec = SPECS[0]
+    held = forward(q, spec)
+    assert_same(inverse(held, spec), q)
+    np.testing.assert_array_equal(held.scales[:, :, -1], np.maximum(scales[:, :1, :1] - np.int32(128), 0) + [0] * 128)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=SPEC_IDS)
+def test_the_shift_is_that_of_the_largest_scale_in_a_row_of_tiles(spec, rng):
+    scales = rng.integers(100, 200, (3, spec.shape[0], spec.shape[1] // 32))
+    scales[0], scales[1, -1, -1] = 128, 254
+    shifts = np.asarray(forward(packed(np.zeros((3, *spec.shape)), scales), spec).scales)[:, :, -1]
+    largest = np.full(shifts.shape[:2], 127)
+    for tile, warp, lane, below in np.ndindex(shifts.shape[1], 4, 32, 2):
+        row = row_of(spec, tile, warp, lane, below)
+        if row < spec.shape[0]:
+            largest[:, tile] = np.maximum(largest[:, tile], scales[:, row].max(axis=-1))
+    np.testing.assert_array_equal(shifts, np.repeat(np.maximum(largest - 128, 0)[..., None], SCALE_BYTES, axis=-1))
+    assert shifts.max() == 126
+
+
+def test_every_code_times_every_scale_at_every_shift_is_exact_or_below_what_bfloat16_holds():
+    """All that a thread may meet: 16 codes by 255 scales by 127 shifts, at each byte and each pair of a word."""
+    scale, shift = (array.reshape(-1) for array in np.mgrid[:255, :127])
+    meets = scale - shift <= 128  # the layout sees to it
+    scale, shift = scale[meets], shift[meets]
+    holds = scale - shift >= -5  # 0.5 times the scale is 2^-133, the least that there is
+    codes = np.arange(16, dtype=np.uint8)
+    elements = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    # A word of 8 codes, as a tile of one slice has them: the code and, in the other halves and pairs, others.
+    spec = SPECS[0]
+    tile = (np.arange(16)[:, None, None] + np.zeros((64, 64), int) + np.arange(64)) % 16
+    words = np.asarray(forward(packed(tile, np.full((16, 64, 2), 127)), spec).values).reshape(16, 128, 16).view("<u4")
+    for byte in range(4):
+        others = np.uint32(0xA5C3F00F) & ~np.uint32(0xFF << 8 * byte)
+        factors = multiplier(others | scale.astype(np.uint32) << 8 * byte, byte, shift)
+        assert (factors & 0xFFFF == factors >> 16).all()
+        for code in codes:
+            for pair in range(4) if byte == 0 else (byte,):
+                word = words[code, 0, 0]
+                got = halves(run_ptx(fragments._PAIRS[pair], np.full(factors.shape, word), factors))
+                for half in range(2):
+                    element = elements[tile[code, 0, half + 8 * (pair // 2)]]
+                    value = element * 2.0 ** (scale - 127 - shift)
+                    error = np.abs(got[..., half] - value)
+                    assert not error[holds].any()
+                    assert (error <= 2.0**-133).all()
+
+
+# As weights of a model
+
+
+def draw_experts(rng, num_experts, hidden, intermediate, order="interleaved"):
+    key = jax.random.key(int(rng.integers(2**31)))
+    return jmx.Experts.random(key, num_experts, hidden, intermediate, gate_up_order=order)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "order"),
+    [(64, 64, "interleaved"), (96, 160, "concatenated"), (160, 32, "interleaved"), (288, 96, None)],
+)
+def test_one_expert_taken_and_all_of_a_stack(hidden, intermediate, order, rng):
+    layers = [draw_experts(rng, 5, hidden, intermediate, order) for _ in range(2)]
+    stack = jmx.Experts.stack([experts.prepare(LAYOUT.name) for experts in layers])
+    again = jmx.Experts.stack(layers).prepare(LAYOUT.name)
+    for a, b in zip(jax.tree.leaves(stack), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for role in ("gate_up", "down"):
+        expected = getattr(layers[1], role)
+        taken = jax.jit(lambda stack, i, role=role: stack.layer(1).take(role, i))(stack, jnp.int32(3))
+        for a, b in zip(taken, expected, strict=True):
+            np.testing.assert_array_equal(a, b[3])
+        assert_same(getattr(stack.canonical(), role), getattr(jmx.Experts.stack(layers), role))
+
+
+def test_preparing_may_donate(rng):
+    experts = draw_experts(rng, 3, 96, 160)
+    expected = jax.tree.map(np.array, experts)
+    moved = experts.prepare(LAYOUT.name, donate=True)
+    assert all(array.is_deleted() for q in (experts.gate_up, experts.down) for array in q)
+    back = moved.prepare("packed", donate=True)
+    assert all(array.is_deleted() for q in (moved.gate_up, moved.down) for array in q)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, back), expected)
+
+
+@pytest.mark.parametrize("target", [LAYOUT.name, "packed"])
+def test_preparing_holds_one_expert_in_between(target):
+    """Beside old and new weights: temporaries of an expert or two, however many there are."""
+    size = 512
+
+    def temporaries(num_experts):
+        key = jax.random.key(0)
+        source = "packed" if target == LAYOUT.name else LAYOUT.name
+        experts = jax.eval_shape(
+            lambda: jmx.Experts.random(key, num_experts, size, size, gate_up_order="interleaved").prepare(source)
+        )
+        return temporary_bytes(compile_here(lambda experts: experts.prepare(target).gate_up, experts))
+
+    few, many = temporaries(8), temporaries(64)
+    assert many - few < 64 * 8  # bytes
+    assert many < 24 * size * size  # an expert's codes, a byte each, are 2 * size * size
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"),
+    [(2880, 2880), (7168, 2048), (4096, 14336), (2048, 768), (96, 160)],
+)
+@pytest.mark.parametrize("order", ["interleaved", None])
+def test_it_takes_the_bytes_of_a_checkpoint_and_its_padding(hidden, intermediate, order):
+    experts = jax.eval_shape(
+        lambda: jmx.Experts.random(jax.random.key(0), 2, hidden, intermediate, gate_up_order=order, bias=False)
+    )
+    moved = jax.eval_shape(lambda experts: experts.prepare(LAYOUT.name), experts)
+    for role in ("gate_up", "down"):
+        row_tiles, column_tiles = num_tiles(experts.spec(role))
+        padded = 2 * jmx.MXFP4.bytes((row_tiles * TILE, column_tiles * TILE))
+        bytes_held = sum(array.size for array in getattr(moved, role))
+        assert padded < bytes_held <= padded + 2 * row_tiles * SCALE_BYTES
+        if hidden >= 1024:
+            checkpoint = sum(array.size for array in getattr(experts, role))
+            assert bytes_held <= 1.01 * checkpoint
