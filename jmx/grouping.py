@@ -68,18 +68,21 @@ def _keys(expert_ids: Array, num_experts: int) -> Array:
 class Blocks(NamedTuple):
     """Pieces of work: B of them, which is all that any routing may need; each is some rows of one expert.
 
-    `experts` (B,) int32: the expert of each block, in ascending order.
-    `x_rows`, `out_rows` (B,) int32: its first row in what it reads and in what it writes.
-    `counts` (B,) int32: how many rows it has.
-    `num_blocks` () int32: how many blocks are real. The rest have no rows, and repeat the last real expert so that
-        reading their weights touches no further expert.
+    `experts` (B,) int32: the expert of each block. Those past the last real one repeat it, so that reading their
+        weights touches no further expert.
+    `x_rows`, `out_rows`: a block's first row in what it reads and in what it writes: (B,) int32, or an int n where
+        block b has row n * b.
+    `counts`: how many rows each has: (B,) int32, 0 past the last real block; or an int, where all have so many.
+    `num_blocks`: how many blocks are real: () int32, or an int.
+
+    Ints are for what is known while tracing: as arrays, XLA would make them by kernels of their own.
     """
 
     experts: Array
-    x_rows: Array
-    out_rows: Array
-    counts: Array
-    num_blocks: Array
+    x_rows: Array | int
+    out_rows: Array | int
+    counts: Array | int
+    num_blocks: Array | int
 
 
 class Work(NamedTuple):
@@ -125,9 +128,19 @@ def few(expert_ids: Array, num_experts: int) -> Work:
 
     stride = -(-num_tokens // 8) * 8
     rows = rank(keys) * stride + jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    counts = jnp.where(index < num_blocks, num_tokens, 0)
-    blocks = Blocks(experts, jnp.asarray(np.zeros_like(index)), jnp.asarray(index * stride), counts, num_blocks)
+    blocks = Blocks(experts, 0, stride, num_tokens, num_blocks)
     return Work(blocks, jnp.where(keys < num_experts, rows, -1), None)
+
+
+def single(expert_ids: Array, num_experts: int) -> Work:
+    """`few` of a single token (1, k): every slot is a block, so that nothing is to be compared.
+
+    A slot outside 0..E-1 is a block of an expert that there is, which nobody reads. An expert named twice is computed
+    twice.
+    """
+    keys = _keys(expert_ids.reshape(-1), num_experts)
+    rows = jnp.where(keys < num_experts, np.arange(keys.size, dtype=np.int32) * 8, -1)
+    return Work(Blocks(jnp.minimum(keys, num_experts - 1), 0, 8, 1, keys.size), rows.reshape(expert_ids.shape), None)
 
 
 def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> Work:

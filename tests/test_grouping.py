@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmx.grouping import cut, few, group, many, max_blocks
+from jmx.grouping import cut, few, group, many, max_blocks, single
 from jmx.routing import Logits, TopKSoftmax, route
 
 some = settings(max_examples=15)  # shapes are drawn from few values: each compiles anew
@@ -121,13 +121,11 @@ def assert_few(work, ids, num_experts):
     bound = min(ids.size, num_experts)
     num_blocks = int(work.blocks.num_blocks)
     assert num_blocks == len(used) <= bound
-    assert all(array.dtype == np.int32 for array in jax.tree.leaves(work))
+    assert all(array.dtype == np.int32 for array in (work.blocks.experts, work.blocks.num_blocks, work.row_of))
     assert work.token_of_row is None
     last = used[-1:] if len(used) else [0]
     assert np.asarray(work.blocks.experts).tolist() == [*used, *np.repeat(last, bound - len(used))]
-    assert np.asarray(work.blocks.x_rows).tolist() == [0] * bound
-    assert np.asarray(work.blocks.out_rows).tolist() == [stride * b for b in range(bound)]
-    assert np.asarray(work.blocks.counts).tolist() == [num_tokens if b < len(used) else 0 for b in range(bound)]
+    assert [int(n) for n in work.blocks[1:4]] == [0, stride, num_tokens]
     block_of = {expert: b for b, expert in enumerate(used)}
     rows = [[block_of[e] * stride + t if e in block_of else -1 for e in row] for t, row in enumerate(ids)]
     assert np.asarray(work.row_of).tolist() == rows
@@ -148,6 +146,19 @@ def test_few_on_every_small_routing():
 def test_few_gives_every_expert_in_use_a_block(seed, num_tokens, top_k, num_experts, where):
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
     assert_few(jitted_few(ids, num_experts), ids, num_experts)
+
+
+@pytest.mark.parametrize("ids", [[3], [0, 2, 1], [2, 2, 5], [-1, 4, 7], [9, -2**31, 2**31 - 1]])
+def test_a_single_token_makes_a_block_of_each_slot(ids):
+    ids = np.array([ids], np.int32)
+    work = single(jnp.array(ids), 5)
+    inside = (ids >= 0) & (ids < 5)
+    assert work.blocks[1:] == (0, 8, 1, ids.size)
+    assert work.token_of_row is None
+    experts = np.asarray(work.blocks.experts)
+    np.testing.assert_array_equal(experts[inside[0]], ids[inside])
+    assert ((experts >= 0) & (experts < 5)).all()
+    np.testing.assert_array_equal(work.row_of, np.where(inside, 8 * np.arange(ids.size), -1))
 
 
 def test_few_with_the_ends_of_every_word(rng):

@@ -101,7 +101,8 @@ class MosaicSm90:
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
-            work = grouping.few(routing.expert_ids, experts.num_experts)
+            grouped = grouping.single if num_tokens == 1 else grouping.few
+            work = grouped(routing.expert_ids, experts.num_experts)
             rows, num_rows = x, work.blocks.experts.shape[0] * -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
@@ -160,7 +161,10 @@ def _flat_bias(bias: jax.Array | None, experts: Experts) -> jax.Array | None:
 def _blocks(blocks: Blocks, experts: Experts) -> Blocks:
     """`blocks` as the kernel takes them: experts of all layers, and no scalar, which would cost a kernel of its own."""
     ids = blocks.experts if experts.index is None else blocks.experts + experts.index * experts.num_experts
-    return blocks._replace(experts=ids, num_blocks=jnp.broadcast_to(blocks.num_blocks, ids.shape))
+    number = blocks.num_blocks
+    return blocks._replace(
+        experts=ids, num_blocks=number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
+    )
 
 
 def _padded(rows: jax.Array, block_n: int) -> jax.Array:

@@ -123,7 +123,7 @@ def grouped_product(
         weight: in the layout `mosaic_sm90`, with one leading axis of experts.
         bias: (E, N) or None.
         blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`,
-            here (B,) the same number throughout, are computed.
+            an int or here (B,), the same number throughout, are computed.
         rows: what the weight's rows are.
         num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
         dtype: of the result.
@@ -151,11 +151,18 @@ def grouped_product(
         weight_g, rest = BlockScaled(*rest[:2]), rest[2:]
         bias_g = None if bias is None else rest.pop(0)
         following_g = None if following is None else BlockScaled(rest.pop(0), rest.pop(0))
-        *work_g, out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
-        work = Blocks(*work_g)
+        work = Blocks(rest.pop(0), *(field if isinstance(field, int) else rest.pop(0) for field in blocks[1:]))
+        out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        num_items = work.num_blocks[0] * schedule.per_block
+        num_blocks = work.num_blocks if isinstance(work.num_blocks, int) else work.num_blocks[0]
+        num_items = num_blocks * schedule.per_block
         num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
+
+        def first_row(rows: Any, block: Array) -> Array:
+            return block * rows if isinstance(rows, int) else rows[block]
+
+        def count_of(block: Array) -> Array:
+            return jnp.int32(work.counts) if isinstance(work.counts, int) else work.counts[block]
 
         def place(turn: Array) -> tuple[Array, Array, Array]:
             """Where this core's items are; so that it can be asked early, past the end it is where something is."""
@@ -172,7 +179,8 @@ def grouped_product(
                 inside = jnp.minimum(tile, schedule.m_tiles - 1)
                 exponent, raised = fragments.tile_scalars(weight_g.scales, expert, inside)
                 loaded = None if bias_g is None else fragments.load_bias(bias_g, rows, expert, tile)
-                return _Item(tile, part, work.out_rows[block], work.counts[block], exponent, raised, loaded)
+                first, count = first_row(work.out_rows, block), count_of(block)
+                return _Item(tile, part, first, count, exponent, raised, loaded)
 
             def compute(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
@@ -279,7 +287,7 @@ def grouped_product(
             @pl.loop(0, num_mine)
             def _(turn: Array) -> None:
                 block, tile, part = place(turn)
-                expert, first, count = work.experts[block], work.x_rows[block], work.counts[block]
+                expert, first, count = work.experts[block], first_row(work.x_rows, block), count_of(block)
 
                 @pl.loop(0, k_steps)
                 def _(step: Array) -> None:
@@ -311,7 +319,7 @@ def grouped_product(
                 item = core + turn * num_cores
                 block, tile, part = after.place(item)
 
-                @pl.when(item < work.num_blocks[0] * after.per_block)
+                @pl.when(item < num_blocks * after.per_block)
                 def _() -> None:
                     expert = work.experts[block]
 
@@ -360,4 +368,4 @@ def grouped_product(
         ),
     )
     operands = [x, *weight] + ([] if bias is None else [bias]) + ([] if following is None else [*following.weight])
-    return kernel(*operands, *blocks)
+    return kernel(*operands, *(field for field in blocks if not isinstance(field, int)))
