@@ -88,7 +88,8 @@ def test_the_backend_that_the_docs_build_works(tmp_path):
         else:
             assert not file.exists()
             file.write_text(block.text)
-    chosen = ["tests/test_dense.py", "tests/test_layouts.py", "-k", "dense or swapped"]
+    battery = [f"tests/test_backends.py::{name}" for name in ("test_sizes_and_dtypes", "test_routings")]
+    chosen = ["tests/test_dense.py", "tests/test_layouts.py", *battery, "-k", "dense or swapped"]
     out = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, here=tmp_path)
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None, out
