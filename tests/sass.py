@@ -1,0 +1,145 @@
+"""Reading SASS, a GPU's machine code, as nvdisasm prints it: are registers left alone that tensor cores still use?
+
+`wgmma`, HGMMA in SASS, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it. Meanwhile the registers of
+its A operand must not be written, and those of its accumulator not be touched but by other HGMMA. That is ptxas' own
+concern; but where a branch stood in between it has been seen to forget, and to say nothing.
+"""
+
+import re
+from typing import NamedTuple
+
+_LABEL = re.compile(r"\s*\.(L_\w+):")
+_LINE = re.compile(r".*/\*([0-9a-f]+)\*/\s+(@\S+\s+)?([A-Z][\w.]*)\s*([^;]*)")
+_TARGET = re.compile(r"`\(\.(L_\w+)\)")
+_PREDICATE = re.compile(r"!?U?P[0-9T]")
+# Those whose first operand, predicates apart, is a register that they read.
+_READERS = re.compile(r"\w*SETP\b|FCHK|BAR\b|NANOSLEEP|WARPSYNC")
+_OTHER_JUMPS = ("BRX", "JMP", "JMX", "CALL", "RET", "BREAK")
+_MANY_GROUPS = 8  # more than a wait lets run on
+
+
+class Instruction(NamedTuple):
+    """One instruction, and the numbers of those that may run next."""
+
+    text: str
+    opcode: str
+    operands: tuple[str, ...]
+    following: tuple[int, ...]
+
+
+def parse(text: str) -> list[Instruction]:
+    """One kernel. ValueError where it jumps in a way that is not followed here."""
+    labels: dict[str, int] = {}
+    meetings: dict[str, list[str]] = {}  # where BSYNC goes: to the label that a BSSY of its barrier has named
+    lines: list[tuple[str, str, str, tuple[str, ...]]] = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(lines)
+        elif found := _LINE.match(line):
+            address, guard, opcode, rest = found.groups(default="")
+            lines.append((address, guard, opcode, tuple(rest.strip().split(", "))))
+            if opcode == "BSSY":
+                meetings.setdefault(lines[-1][3][0], []).extend(_TARGET.findall(rest))
+    program = []
+    for number, (address, guard, opcode, operands) in enumerate(lines):
+        said = f"{address}: {guard}{opcode} {', '.join(operands)}"
+        targets = _TARGET.findall(said)
+        if opcode == "BSYNC":
+            targets = meetings[operands[0]]
+        elif opcode == "BSSY":
+            targets = []
+        elif opcode.startswith(_OTHER_JUMPS) or (targets and not opcode.startswith("BRA")):
+            raise ValueError(f"{said!r}: this jump is not followed")
+        goes_on = guard or opcode not in ("BRA", "EXIT", "BSYNC") or (opcode == "BRA" and len(operands) > 1)
+        following = [number + 1] if goes_on and number + 1 < len(lines) else []
+        program.append(Instruction(said, opcode, operands, (*following, *(labels[target] for target in targets))))
+    return program
+
+
+def is_wgmma(instruction: Instruction) -> bool:
+    return instruction.opcode.startswith("HGMMA")
+
+
+def hazards(program: list[Instruction]) -> list[str]:
+    """Whatever may touch, on some path, registers that an HGMMA still uses: both instructions' texts."""
+    found = []
+    for number, wgmma in enumerate(program):
+        if is_wgmma(wgmma):
+            found += [f"{wgmma.text} | {program[other].text}" for other in sorted(_clashes(program, number))]
+    return found
+
+
+def _clashes(program: list[Instruction], start: int) -> set[int]:
+    a, sums = _a(program[start]), _written(program[start])
+    clashes, seen = set(), set()
+    closed = int(_closes_group(program[start]))  # groups since, with its own: a wait says how many may run on
+    todo = [(next_, closed) for next_ in program[start].following]
+    while todo:
+        number, closed = here = todo.pop()
+        instruction = program[number]
+        if here in seen:
+            continue
+        seen.add(here)
+        if instruction.opcode.startswith("WARPGROUP.DEPBAR") and closed > int(instruction.operands[-1], 16):
+            continue
+        if _written(instruction) & a or (not is_wgmma(instruction) and _named(instruction) & sums):
+            clashes.add(number)
+        closed = min(closed + _closes_group(instruction), _MANY_GROUPS)
+        todo += [(next_, closed) for next_ in instruction.following]
+    return clashes
+
+
+def register_limits(program: list[Instruction]) -> list[tuple[int, int]]:
+    """Of each `setmaxnreg`: the registers that a thread has from there on, and those that it uses."""
+    return [(int(i.operands[-1], 16), _most(program, n)) for n, i in enumerate(program) if _sets_limit(i)]
+
+
+def _most(program: list[Instruction], start: int) -> int:
+    seen, todo = set(), [*program[start].following]
+    while todo:
+        number = todo.pop()
+        if number not in seen and not _sets_limit(program[number]):
+            seen.add(number)
+            todo += program[number].following
+    return 1 + max((register for number in seen for register in _named(program[number])), default=-1)
+
+
+def _sets_limit(instruction: Instruction) -> bool:
+    return instruction.opcode.startswith("USETMAXREG")
+
+
+def _closes_group(instruction: Instruction) -> bool:
+    return is_wgmma(instruction) and instruction.operands[-1] == "gsb0"
+
+
+def _a(wgmma: Instruction) -> set[int]:
+    """Registers of the A operand, 64 rows of 32 bytes by 128 threads; none where it lies in shared memory."""
+    return _registers(wgmma.operands[1], 4)
+
+
+def _written(instruction: Instruction) -> set[int]:
+    opcode, operands = instruction.opcode, instruction.operands
+    if is_wgmma(instruction):
+        n, kind = re.findall(r"\.64x(\d+)x\d+\.(F32|F16)", opcode)[0]
+        return _registers(operands[0], int(n) // (2 if kind == "F32" else 4))
+    if _READERS.match(opcode):
+        return set()
+    first = next((operand for operand in operands if not _PREDICATE.fullmatch(operand)), "")
+    matrices = re.fullmatch(r"LDSM\.16\.\w+\.([24])", opcode)
+    if matrices:
+        width = int(matrices[1])
+    elif ".128" in opcode or opcode.startswith("HMMA.16816.F32"):
+        width = 4
+    else:
+        width = 2 if re.search(r"\.(64|WIDE)\b|^CS2R$", opcode) else 1
+    return _registers(first, width)
+
+
+def _named(instruction: Instruction) -> set[int]:
+    named = {int(n) for operand in instruction.operands for n in re.findall(r"\bR(\d+)\b", operand)}
+    return named | _written(instruction) | (_a(instruction) if is_wgmma(instruction) else set())
+
+
+def _registers(operand: str, width: int) -> set[int]:
+    register = re.fullmatch(r"R(\d+)(\.\w+)*", operand)
+    return set(range(int(register[1]), int(register[1]) + width)) if register else set()

@@ -1,0 +1,109 @@
+"""The reader of SASS, on a few lines by hand: a warpgroup's product loop, whose A operand is dequantised anew."""
+
+import pytest
+from sass import hazards, is_wgmma, parse, register_limits
+
+LOOP = """
+        .global         kernel
+.text.kernel:
+        /*0000*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0x68 ;
+        /*0010*/                   ISETP.LT.AND P1, PT, R2, R40, PT ;
+.L_x_0:
+        /*0020*/                   HGMMA.64x16x16.F32.BF16 R24, R40, gdesc[UR4], R24 ;
+        /*0030*/                   HGMMA.64x16x16.F32.BF16 R24, R44, gdesc[UR8], R24, gsb0 ;
+        /*0040*/                   LDS.128 R48, [R9+0x10] ;
+        /*0050*/              @!P2 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/                   LOP3.LUT R40, R48, 0x81c081c0, RZ, 0xc0, !PT ;
+        /*0080*/               @P1 BRA `(.L_x_0) ;
+        /*0090*/                   STG.E desc[UR6][R4.64], R24 ;
+        /*00a0*/                   EXIT ;
+.L_x_1:
+        /*00b0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [R60+URZ], R61 ;
+        /*00c0*/                   BRA `(.L_x_2) ;
+"""
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def test_registers_that_are_free_again_may_be_written():
+    program = parse(LOOP)
+    assert [instruction.text.split()[1] for instruction in program if is_wgmma(instruction)] == [
+        "HGMMA.64x16x16.F32.BF16"
+    ] * 2
+    assert hazards(program) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "clashes"),
+    [
+        ("LDS.128 R48, [R9+0x10]", "LDS.128 R44, [R9+0x10]", [("0030", "0040")]),  # next to it
+        ("LDS.128 R48, [R9+0x10]", "@P4 IMAD.WIDE.U32 R42, P3, R1, R2, R4", [("0020", "0040")]),  # R43 by R42's side
+        ("LDS.128 R48, [R9+0x10]", "CS2R R46, SRZ", [("0030", "0040")]),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [R60+URZ], R61", "MOV R47, R61", [("0030", "00b0")]),  # past a branch
+        ("LDS.128 R48, [R9+0x10]", "FADD R3, R25, R3", [("0020", "0040"), ("0030", "0040")]),  # half a sum is read
+        ("LDS.128 R48, [R9+0x10]", "MOV R31, R3", [("0020", "0040"), ("0030", "0040")]),  # a sum's last is lost
+        (WAIT, "NOP", [("0020", "0070"), ("0020", "0090"), ("0030", "0090")]),  # never waited for
+        (WAIT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", [("0020", "0070"), ("0020", "0090"), ("0030", "0090")]),
+        (", gsb0", "", [("0020", "0070"), ("0020", "0090"), ("0030", "0090")]),  # of no group: no wait reaches it
+    ],
+)
+def test_a_register_in_use_is_told_on_every_path(before, after, clashes):
+    assert LOOP.count(before) == 1
+    found = [each.split(" | ") for each in hazards(parse(LOOP.replace(before, after)))]
+    assert [(wgmma[:4], other[:4]) for wgmma, other in found] == clashes
+
+
+def lines(*instructions: str) -> str:
+    """Instructions and labels, at addresses that count the lines."""
+    return "".join(
+        f"{line}\n" if line.startswith(".") else f"/*{number:04x}*/ {line} ;\n"
+        for number, line in enumerate(instructions)
+    )
+
+
+def test_a_loop_is_followed_back_to_its_start():
+    wgmma = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0"
+    for first, clashes in (("MOV R43, R2", ["0001"]), ("MOV R44, R2", [])):
+        program = parse(lines(".L_x_0:", first, WAIT, wgmma, "@P1 BRA `(.L_x_0)", WAIT, "STG.E [R4], R24", "EXIT"))
+        assert [each.split(" | ")[1][:4] for each in hazards(program)] == clashes
+
+
+def test_threads_that_part_meet_again_where_they_were_told():
+    wgmma = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0"
+    parted = ["BSSY B0, `(.L_x_1)", "@P1 BRA `(.L_x_0)", "BSYNC B0", "MOV R42, R1", ".L_x_0:", "BSYNC B0", ".L_x_1:"]
+    assert hazards(parse(lines(wgmma, *parted, WAIT, "MOV R42, R1", "EXIT"))) == []
+    assert len(hazards(parse(lines(wgmma, *parted, "MOV R42, R1", WAIT, "EXIT")))) == 1
+
+
+def test_a_wait_may_let_the_latest_groups_run_on():
+    text = lines(
+        "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0",
+        "HGMMA.64x8x16.F32.BF16 R28, R44, gdesc[UR4], R28, gsb0",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+        "MOV R40, R1",
+        "MOV R44, R1",
+        WAIT,
+        "MOV R44, R1",
+        "EXIT",
+    )
+    assert [each.split(" | ")[1] for each in hazards(parse(text))] == ["0004: MOV R44, R1"]
+
+
+def test_operands_in_shared_memory_hold_no_registers():
+    wgmma = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0"
+    found = {
+        register: hazards(parse(lines(wgmma, f"MOV {register}, R1", "EXIT"))) for register in ("R23", "R87", "R88")
+    }
+    assert {register for register, clashes in found.items() if clashes} == {"R87"}
+
+
+def test_registers_are_counted_from_where_their_number_is_set():
+    assert register_limits(parse(LOOP)) == [(0x68, 62)]
+    handed_back = LOOP.replace("SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [R60+URZ], R61", "USETMAXREG.DEALLOC.CTAPOOL 0x28")
+    assert register_limits(parse(handed_back)) == [(0x68, 52), (0x28, 52)]
+
+
+def test_a_jump_that_cannot_be_followed_is_refused():
+    with pytest.raises(ValueError, match="0001: BRX R4"):
+        parse(lines("MOV R1, R2", "BRX R4 -0x40"))
