@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python 3.12 or newer (with venv) and nothing else: everything goes into .venv.
 #   make test ARGS="tests/test_formats.py -x"    one file
 #   make test EXTRA=cuda13                       with one more extra of pyproject.toml: jax for NVIDIA GPUs
+#   make test-aot ARGS="-m aot -n auto"          all configurations, for minutes
 #   make demo PYTHON=/opt/python3.13/bin/python  name the interpreter
 
 VENV ?= .venv
@@ -15,11 +16,12 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-aot lint format bench clean
 
 help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
 	@echo "make test     run the tests"
+	@echo "make test-aot compile kernels for a GPU that is not there, and read what the compiler reports"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    time one layer against the machine's own limits"
@@ -30,6 +32,10 @@ demo: $(VENV)/installed-hf$(extra)
 
 test: $(VENV)/installed-test$(extra)
 	$(bin)/python -m pytest $(or $(ARGS),-n auto)
+
+# In an environment of its own: with jax's CUDA plugin in it, every program looks for a GPU, and complains without one.
+test-aot:
+	@PYTEST_ADDOPTS='-m "aot and not slow"' $(MAKE) --no-print-directory test VENV=$(VENV)-aot EXTRA=aot
 
 lint: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check .

@@ -1,11 +1,15 @@
-"""Compiling for an H200 on a machine that has none, with the CUDA plugin of jax."""
+"""Compiling for an H200 on a machine that has none, with the CUDA plugin of jax, and what its compilers report."""
 
+import os
 import pathlib
+import re
+import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -25,3 +29,41 @@ def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> jax.stage
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(*placed).compile()
+
+
+class Kernel(NamedTuple):
+    """What became of one Mosaic GPU kernel: bytes of shared memory, ptxas' report, and the machine code as text."""
+
+    shared_memory: int
+    report: str
+    sass: str
+
+
+def kernels_for_h200(
+    capfd: pytest.CaptureFixture[str], function: Callable[..., Any], *arguments: Any
+) -> tuple[jax.stages.Compiled, list[Kernel]]:
+    """As `compile_for_h200`, with its Mosaic GPU kernels in the order in which they run.
+
+    One process compiles a kernel once: again it is not reported.
+    """
+    capfd.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("RESOURCES", "PTXAS", "SASS"):
+            patch.setenv(f"MOSAIC_GPU_DUMP_{kind}", "1")
+        compiled = compile_for_h200(function, *arguments)
+    tools = pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"], "bin")  # which Mosaic GPU says once it is imported
+    if shutil.which("nvdisasm", path=tools) is None:
+        pytest.skip(f"needs nvdisasm in {tools}, which the `aot` extra installs")
+    told = capfd.readouterr().out
+    memory = [_shared_memory(line) for line in re.findall(r"^Resources\(.*", told, re.MULTILINE)]
+    parts = re.split(r"^(?=ptxas info +: \d+ bytes gmem)", told, flags=re.MULTILINE)[1:]
+    halves = [part.split(".target", maxsplit=1) for part in parts]
+    return compiled, [Kernel(bytes_, *half) for bytes_, half in zip(memory, halves, strict=True)]
+
+
+def _shared_memory(resources: str) -> int:
+    """Arrays and barriers, of 8 bytes each."""
+    arrays = int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0])
+    return arrays + 8 * sum(
+        int(n) * int(times) for n, times in re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources)
+    )

@@ -1,0 +1,122 @@
+"""The Hopper engine compiled for an H200 that is not here: what its kernels cost, by the report of their compiler."""
+
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from memory import abstract_step, temporary_bytes
+from sass import hazards, parse, register_limits
+
+import jmx
+from jmx import Environment, Experts, Routing, tuning
+from jmx.bench import MODELS, Shape
+from jmx.pallas.mosaic_sm90 import MosaicSm90
+from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY, Config, Tiles
+from jmx.pallas.mosaic_sm90_layout import LAYOUT
+
+ENGINE, H200 = MosaicSm90(), Environment.named("h200")
+TABLES = sorted((pathlib.Path(jmx.__file__).parent / "tuned").glob(f"{ENGINE.name}-*.json"))
+SHAPES = ("gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)
+ALWAYS = (  # few that differ most; the others take minutes: see the marker `slow`
+    ("gpt-oss-120b", 1),
+    ("gpt-oss-120b", 16),
+    ("gpt-oss-120b", 1024),
+    ("gpt-oss-120b", 8192),
+    ("gpt-oss-20b", 256),
+    ("deepseek-v3", 64),
+)
+WARPGROUP = 128  # threads
+
+
+class Call(NamedTuple):
+    """A model's layer, tokens, a configuration with which such a call may run, and who says so."""
+
+    model: str
+    tokens: int
+    config: Config
+    source: str
+
+
+def calls() -> Iterator[Call]:
+    """All that the tables that ship and the heuristics give."""
+    names = {tuning.shape_class(shape.problem(1, LAYOUT.name)): name for name, shape in MODELS.items()}
+    for table in TABLES:
+        device = json.loads(table.read_text())["device"]
+        for key, entry in tuning.load(table, ENGINE, device).items():
+            yield Call(names[key.shape], key.tokens, entry.config, table.stem)
+    for model in SHAPES:
+        for tokens in TOKENS:
+            config = ENGINE.heuristic(MODELS[model].problem(tokens, LAYOUT.name), H200)
+            yield Call(model, tokens, config, "heuristic")
+
+
+def parameters() -> Iterator[Any]:
+    always = {*ALWAYS}
+    for call in {call[:3]: call for call in reversed([*calls()])}.values():
+        marks = [] if call[:2] in always else [pytest.mark.slow]
+        yield pytest.param(call, id=f"{call.model}-{call.tokens}-{call.source}", marks=marks)
+        always.discard(call[:2])
+
+
+def layer(shape: Shape, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
+    return jmx.moe(x, Routing(ids, weights), experts, activation=shape.activation)
+
+
+def abstract_arguments(shape: Shape, tokens: int) -> tuple[Any, ...]:
+    rows = (tokens, shape.method.top_k)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    return (
+        jax.ShapeDtypeStruct((tokens, shape.hidden_size), jnp.bfloat16),
+        jax.ShapeDtypeStruct(rows, jnp.int32),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+        jax.eval_shape(lambda key: shape.experts(key).prepare(LAYOUT.name), key),
+    )
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("call", [*parameters()])
+def test_every_configuration_compiles_into_sound_kernels(call, capfd):
+    shape = MODELS[call.model]
+    with tuning.override(ENGINE.name, call.config):
+        compiled, kernels = aot.kernels_for_h200(capfd, partial(layer, shape), *abstract_arguments(shape, call.tokens))
+    products = (call.config.gate_up, call.config.down)
+    for tiles, kernel in zip(products, kernels, strict=True):
+        assert_sound(kernel, tiles, call.config.block_n)
+    # Rows twice, what is between the products, and what is to be added up; of no expert's weights a copy.
+    assignments = call.tokens * shape.method.top_k
+    rows = assignments + 16 * min(assignments, shape.num_experts) + call.config.block_n
+    bytes_ = 2 * 2 * shape.hidden_size + 2 * shape.intermediate_size + 4 * call.config.down.split_k * shape.hidden_size
+    assert temporary_bytes(compiled) < rows * bytes_
+
+
+def assert_sound(kernel: aot.Kernel, tiles: Tiles, block_n: int) -> None:
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
+    assert "wgmma" not in kernel.report, kernel.report  # C7510 and the like: products that were serialised
+    assert kernel.shared_memory <= tiles.shared_memory(block_n) <= SHARED_MEMORY
+    program = parse(kernel.sass)
+    assert sum(instruction.opcode.startswith(("HGMMA", "HMMA")) for instruction in program) >= 4 * tiles.k_tiles
+    assert hazards(program) == []
+    limits = register_limits(program)
+    assert all(used <= limit for limit, used in limits), limits
+    (compute, _), (fetch, _) = sorted(limits, reverse=True)
+    assert compute == tiles.registers
+    # A thread block has what it was launched with. A warpgroup that asks for more waits for ever.
+    launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (tiles.num_warpgroups + 1)
+    assert tiles.num_warpgroups * compute + fetch <= launched
+    assert launched * WARPGROUP <= 65536
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("form", ["forward", "views"])
+def test_one_token_takes_memory_that_does_not_grow_with_experts(form):
+    few, many = (abstract_step(1, num_experts, 256, LAYOUT.name, form) for num_experts in (8, 128))
+    few, many = (temporary_bytes(aot.compile_for_h200(step, *arguments)) for step, arguments in (few, many))
+    assert many - few < 1024  # bits for experts
