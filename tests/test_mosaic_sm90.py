@@ -23,11 +23,14 @@ from backend_cases import (
 from test_backends import check
 
 import jmx
-from jmx import GELU, Environment, Reason, ReLU, ReLU2, SiLUAndMul, tuning
+from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul, tuning
 from jmx.backends import resolve_layout
+from jmx.layouts import WeightSpec
+from jmx.pallas import mosaic_sm90_kernel
 from jmx.pallas.mosaic_sm90 import MosaicSm90
 from jmx.pallas.mosaic_sm90_config import Config, Tiles
 from jmx.pallas.mosaic_sm90_layout import LAYOUT
+from jmx.selection import Computation
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")
@@ -74,6 +77,83 @@ def test_what_it_runs(device):
         for tokens in (0, 1, 1 << 20):
             problem = dataclasses.replace(PROBLEM, dtype=dtype, num_tokens=tokens)
             assert MosaicSm90().supports(problem, Environment.named(device)) is None
+
+
+# Around the kernel, on any machine: the kernel's contract in numpy in its place
+
+
+def grouped_product(
+    x, weight, bias, blocks, *, rows, tiles, block_n, num_rows, dtype, activation, num_cores, following=None
+):
+    """As `mosaic_sm90_kernel.grouped_product` says; rows that no block names are NaN."""
+    order = rows.gate_up_order
+    columns = 64 * (weight.scales.shape[2] - 1)
+    spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, jmx.MXFP4)
+    floats = np.asarray(jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32))
+    x, out = np.asarray(x, np.float32), np.full((tiles.split_k, num_rows, rows.num_outputs), np.nan, np.float32)
+    assert x.shape[1] == columns
+    assert following is None or following.weight.values.shape[0] == weight.values.shape[0]
+    experts = np.asarray(blocks.experts)
+    assert ((experts >= 0) & (experts < floats.shape[0])).all()
+    steps = np.arange(experts.size)
+    x_rows, out_rows = (n * steps if isinstance(n, int) else np.asarray(n) for n in (blocks.x_rows, blocks.out_rows))
+    counts = np.broadcast_to(blocks.counts, experts.shape)
+    written = np.zeros(num_rows, bool)
+    for b in range(np.ravel(blocks.num_blocks)[0]):
+        assert 0 < counts[b] <= block_n
+        assert x_rows[b] % 8 == 0
+        here = slice(out_rows[b], out_rows[b] + counts[b])
+        assert here.stop <= num_rows
+        assert not written[here].any()
+        written[here] = True
+        given = x[x_rows[b] : x_rows[b] + counts[b]]
+        assert len(given) == counts[b]
+        for part, chosen in enumerate(np.array_split(np.arange(columns), tiles.split_k)):
+            h = given[:, chosen] @ floats[experts[b]][:, chosen].T
+            if bias is not None and part == 0:
+                h += np.asarray(bias[experts[b]], np.float32)
+            if order is not None:
+                gate, up = (h[:, ::2], h[:, 1::2]) if order == "interleaved" else np.split(h, 2, axis=1)
+                h = np.asarray(activation(gate, up))
+            elif activation is not None:
+                h = np.asarray(activation(h))
+            out[part, here] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
+    return jnp.asarray(out.reshape(-1, rows.num_outputs), dtype)
+
+
+AROUND = [
+    *(Case(tokens=tokens, dtype="bfloat16") for tokens in (1, 2, 9, 16, 17, 64)),
+    *(Case(tokens=tokens, ids="anywhere", top_k=4) for tokens in (1, 5, 64)),
+    *(Case(tokens=tokens, ids="nowhere") for tokens in (1, 9, 17)),
+    Case(tokens=400, ids="one_expert", top_k=1, hidden=32, intermediate=32),
+    Case(tokens=16, ids="one_expert", top_k=4, num_experts=64, dtype="float16"),
+    Case(tokens=300, ids="every_third", hidden=96, intermediate=160, bias=NEITHER, order="concatenated"),
+    Case(tokens=1, ids="repeated", num_experts=2, top_k=6, bias=(True, False)),
+    Case(tokens=3, weights_on="input", dtype="float16", ids="anywhere"),
+    Case(tokens=40, weights_on="input", bias=(False, True), hidden=160),
+    Case(tokens=7, activation=GELU(approximate=False), order=None),
+    Case(tokens=7, activation=GELUAndMul(approximate=False)),
+    Case(tokens=7, activation=ReLU2(), order=None),
+    Case(tokens=7, activation=ReLU(), order=None),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "layers"), [*((case, None) for case in AROUND), (Case(tokens=5), 3), (AROUND[5], 3)], ids=str
+)
+def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
+    monkeypatch.setattr(mosaic_sm90_kernel, "grouped_product", grouped_product)
+    dtype = "bfloat16" if case.dtype == "float32" else case.dtype
+    case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+    if layers is not None:
+        others = [draw_weights(rng, case).experts(case) for _ in range(layers - 1)]
+        experts = jmx.Experts.stack([*others, experts]).layer(layers - 1)
+    computation = Computation(case.activation, case.weights_on)
+    y = MosaicSm90().apply(computation, jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts)
+    assert (y.dtype, y.shape) == (x.dtype, x.shape)
+    assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
 
 
 # Sizes
