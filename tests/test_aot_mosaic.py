@@ -59,8 +59,10 @@ def calls() -> Iterator[Call]:
 
 
 def parameters() -> Iterator[Any]:
-    always = {*ALWAYS}
-    for call in {call[:3]: call for call in reversed([*calls()])}.values():
+    always, different = {*ALWAYS}, {}
+    for call in calls():
+        different.setdefault(call[:3], call)  # where table and heuristic agree, the table's
+    for call in different.values():
         marks = [] if call[:2] in always else [pytest.mark.slow]
         yield pytest.param(call, id=f"{call.model}-{call.tokens}-{call.source}", marks=marks)
         always.discard(call[:2])
