@@ -112,7 +112,7 @@ def grouped_product(
             h = given[:, chosen] @ floats[experts[b]][:, chosen].T
             if bias is not None and part == 0:
                 h += np.asarray(bias[experts[b]], np.float32)
-            if order is not None:
+            if order is not None and activation is not None:
                 gate, up = (h[:, ::2], h[:, 1::2]) if order == "interleaved" else np.split(h, 2, axis=1)
                 h = np.asarray(activation(gate, up))
             elif activation is not None:
@@ -151,7 +151,8 @@ def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
         others = [draw_weights(rng, case).experts(case) for _ in range(layers - 1)]
         experts = jmx.Experts.stack([*others, experts]).layer(layers - 1)
     computation = Computation(case.activation, case.weights_on)
-    y = MosaicSm90().apply(computation, jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts)
+    h200 = jmx.Environment.named("h200")
+    y = MosaicSm90().apply(computation, jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts, h200)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
 
