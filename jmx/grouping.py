@@ -9,7 +9,7 @@ On a GPU a kernel takes about 2 us whatever it does, so what is small is written
 """
 
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +79,10 @@ class Blocks(NamedTuple):
     """
 
     experts: Array
-    x_rows: Array | int
-    out_rows: Array | int
-    counts: Array | int
-    num_blocks: Array | int
+    x_rows: Any
+    out_rows: Any
+    counts: Any
+    num_blocks: Any
 
 
 class Work(NamedTuple):

@@ -70,7 +70,7 @@ def _run(
         top_k = routing.expert_ids.shape[-1]
         problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
         selection = select(problem, environment, backend, BACKENDS)
-        return selection.backend.apply(computation, x, routing, experts)
+        return selection.backend.apply(computation, x, routing, experts, environment)
 
     return autodiff.differentiable(run, computation)(x, routing, experts)
 

@@ -258,8 +258,15 @@ class Backend(Protocol):
         """None for yes, else the reason why not. Pure and cheap."""
         ...
 
-    def apply(self, computation: Computation, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
-        """x (T, H), routing of (T, k) -> y (T, H) of x's dtype. Traceable."""
+    def apply(
+        self,
+        computation: Computation,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> jax.Array:
+        """x (T, H), routing of (T, k) -> y (T, H) of x's dtype, on a machine that it supports. Traceable."""
         ...
 
 

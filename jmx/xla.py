@@ -55,7 +55,9 @@ class Xla:
             return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", "leave inputs in x's dtype")
         return None
 
-    def apply(self, computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
+    def apply(
+        self, computation: Computation, x: Array, routing: Routing, experts: Experts, environment: Environment
+    ) -> Array:
         return forward(computation, x, routing, experts)
 
 

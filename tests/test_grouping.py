@@ -148,7 +148,7 @@ def test_few_gives_every_expert_in_use_a_block(seed, num_tokens, top_k, num_expe
     assert_few(jitted_few(ids, num_experts), ids, num_experts)
 
 
-@pytest.mark.parametrize("ids", [[3], [0, 2, 1], [2, 2, 5], [-1, 4, 7], [9, -2**31, 2**31 - 1]])
+@pytest.mark.parametrize("ids", [[3], [0, 2, 1], [2, 2, 5], [-1, 4, 7], [9, -(2**31), 2**31 - 1]])
 def test_a_single_token_makes_a_block_of_each_slot(ids):
     ids = np.array([ids], np.int32)
     work = single(jnp.array(ids), 5)

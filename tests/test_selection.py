@@ -40,7 +40,7 @@ class Fake:
             return Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens, of {self.least} at least", "send more tokens")
         return None
 
-    def apply(self, computation, x, routing, experts):
+    def apply(self, computation, x, routing, experts, environment):
         return jnp.full_like(x, len(self.name))
 
 

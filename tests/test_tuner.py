@@ -62,7 +62,7 @@ class Fake:
     def check(self, config, problem, environment):
         pass
 
-    def apply(self, computation, x, routing, experts):
+    def apply(self, computation, x, routing, experts, environment):
         problem = Problem.of(x, routing.expert_ids.shape[-1], experts, computation.activation)
         config, _ = tuning.config(self, problem, Environment.probe())
         if config.fault == "compile":
@@ -165,7 +165,7 @@ def test_the_engine_for_hopper_is_tuned_from_its_layout_to_its_table(registered,
     monkeypatch.setattr(mosaic_sm90_config, "candidates", lambda *sizes: [slow, bad, wrong, fast])
     monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: h200))
 
-    def apply(self, computation, x, routing, experts):
+    def apply(self, computation, x, routing, experts, environment):
         assert experts.layout == "mosaic_sm90"
         problem = Problem.of(x, routing.expert_ids.shape[-1], experts, computation.activation)
         config, source = tuning.config(self, problem, h200)
@@ -254,9 +254,9 @@ def test_a_device_that_died_ends_the_run_and_keeps_what_was_found(registered, tm
         def candidates(self, problem, environment):
             return (FAST,) if problem.num_tokens == 2 else (bad,)
 
-        def apply(self, computation, x, routing, experts):
+        def apply(self, computation, x, routing, experts, environment):
             try:
-                return super().apply(computation, x, routing, experts)
+                return super().apply(computation, x, routing, experts, environment)
             except NotImplementedError:
                 dead.append(True)
                 raise

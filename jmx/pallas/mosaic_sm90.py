@@ -86,7 +86,14 @@ class MosaicSm90:
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del config, problem, environment  # a Config that can be made runs every problem
 
-    def apply(self, computation: Computation, x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
+    def apply(
+        self,
+        computation: Computation,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> jax.Array:
         from jmx.pallas.mosaic_sm90_kernel import (
             Following,
             Rows,
@@ -96,7 +103,6 @@ class MosaicSm90:
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
             return jnp.zeros_like(x)
-        environment = Environment.probe()
         problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"

@@ -1,7 +1,8 @@
 """Grouped product of rows with MXFP4 weights on Hopper, in Pallas Mosaic GPU: one kernel from 1 row to many thousands.
 
-The result is computed transposed: tiles of weight rows are wgmma's A, dequantised into registers on the way, and a
-block of at most 256 rows of one expert is its B. So ragged groups meet the axis that wgmma cuts by 8.
+The result is computed transposed: tiles of weight rows are the tensor cores' A, dequantised into registers on the way,
+and a block of at most 256 rows of one expert is their B. So ragged groups meet the axis that is cut by 8. Blocks of up
+to 32 rows are multiplied by mma.sync, larger ones by wgmma.
 
 Every multiprocessor runs one block of threads for good, which takes every so manieth item of work: a block of rows by
 `warpgroups_m` tiles of weight rows. One warp fetches (TMA) weights and rows into a ring of stages, across items; the

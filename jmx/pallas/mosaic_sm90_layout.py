@@ -1,6 +1,7 @@
 """The layout `mosaic_sm90`: MXFP4 weights in the order in which Hopper's tensor cores want them in registers.
 
-A weight (N, K) is cut into tiles of 64 rows by 64 columns: the A operand of four `wgmma.m64nNk16`. One tile's values
+A weight (N, K) is cut into tiles of 64 rows by 64 columns: the A operand of four `wgmma.m64nNk16`, or in each of four
+warps of four `mma.m16n8k16`, which want it alike. One tile's values
 are 2048 bytes, 16 for each of the 128 threads of a warpgroup, so that a thread fetches its share in one load. A thread
 holds, of each slice of 16 columns, 8 codes (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"):
 
@@ -10,7 +11,8 @@ holds, of each slice of 16 columns, 8 codes (PTX ISA, "Register fragments for wg
 These 8 codes are one 32-bit word. Two codes of neighbouring columns are a *pair*, which becomes one register of two
 bfloat16: the even column in the low half word, the odd one in the high half word. Within each half word the four
 pairs' bits lie so that a shift and a mask bring a code's magnitude to bits 8:6 and its sign to bit 15, where they are
-a bfloat16 of 2^-126 times the element (see `_MAGNITUDE`, `_SIGN`): half the work of codes in checkpoint order.
+a bfloat16 of 2^-126 times the element (see `_MAGNITUDE`, `_SIGN`): three quarters of the work of codes in checkpoint
+order.
 
 Where gate and up stand in one weight, a tile holds 32 of each, row `lane // 4` of a warp's 16 a gate and the row 8
 below it the up that belongs to it: one thread has both, and the activation needs nobody else.
