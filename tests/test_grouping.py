@@ -175,7 +175,8 @@ def test_few_tokens_are_routed_and_grouped_by_few_kernels_on_an_h200(num_tokens,
 
     def prepare(logits):
         routing = route(Logits(logits, TopKSoftmax(4)))
-        return routing.weights, few(routing.expert_ids, 128)
+        work = few(routing.expert_ids, 128)
+        return routing.weights, work.row_of, work.blocks.experts, work.blocks.num_blocks  # the rest are ints
 
     text = aot.compile_for_h200(prepare, jax.ShapeDtypeStruct((num_tokens, 128), jnp.float32)).as_text()
     assert text is not None

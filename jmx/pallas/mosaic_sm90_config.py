@@ -106,10 +106,10 @@ class Config:
 
 
 def widths(block_n: int) -> tuple[int, ...]:
-    """The numbers of columns that wgmma is compiled for: a block takes the least that holds its rows.
+    """The numbers of columns that the kernel is compiled for: a block takes the least that holds its rows.
 
-    All that wgmma offers, up to 64. Blocks that may be larger are mostly halves and more of `block_n`: an expert's rows
-    are cut into near-equal blocks. So there, what is smaller is stepped over, which saves compilation.
+    All that tensor cores offer, up to 64. Blocks that may be larger are mostly halves and more of `block_n`, since an
+    expert's rows are cut into near-equal blocks. So there, what is smaller is stepped over, which saves compilation.
     """
     if block_n <= 64:
         return tuple(range(8, block_n + 1, 8))
@@ -128,9 +128,9 @@ def _deepest(tiles: Tiles, block_n: int) -> Tiles:
 def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     assignments = num_tokens * top_k
-    if assignments <= 8:  # so few tiles that warpgroups had better share them
+    if assignments <= 24:  # so few tiles that warpgroups had better share them
         tiles = _deepest(Tiles(1, 3, 5, 1), 8)
-        return Config(8, tiles, replace(tiles, split_k=3))
+        return Config(8, tiles, replace(tiles, split_k=3 if assignments <= 8 else 1))
     rows = max(1.0, assignments / num_experts)
     most = rows + 3 * sqrt(rows)  # of random routing
     if most > 96:
@@ -140,19 +140,19 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
         block_n = -(-int(most) // 8) * 8
         if num_tokens <= FEW_TOKENS:
             block_n = max(block_n, -(-num_tokens // 8) * 8)
-        tiles = _deepest(Tiles(4, 1, 3, 1), block_n)
+        tiles = _deepest(Tiles(5, 1, 3, 1), block_n)
     return Config(block_n, tiles, tiles)
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
     """What is worth a try, the heuristic's own first."""
     first = heuristic(num_tokens, top_k, num_experts)
-    if num_tokens * top_k <= 8:
-        shapes = [(1, 3, 5), (1, 3, 3), (1, 5, 3), (1, 4, 2), (2, 2, 3), (4, 1, 3)]
+    if num_tokens * top_k <= 24:
+        shapes = [(1, 3, 5), (1, 3, 3), (1, 5, 3), (1, 4, 2), (2, 2, 3), (5, 1, 3)]
         pairs = [(m, k, n, s) for m, k, n in shapes for s in (1, 2, 3)]
         cuts = [(8, Tiles(m, k, n, 1), Tiles(m, k, n, 1, s)) for m, k, n, s in pairs]
     elif first.block_n <= 96:
-        shapes = [(4, 1, 2), (4, 1, 3), (4, 1, 5), (4, 1, 9), (3, 1, 3), (2, 2, 3)]
+        shapes = [(5, 1, 2), (5, 1, 3), (5, 1, 5), (4, 1, 3), (4, 1, 5), (3, 1, 3)]
         blocks = sorted({first.block_n, min(MAX_BLOCK_N, first.block_n + 8), max(8, first.block_n - 8)})
         cuts = [(n, Tiles(m, k, t, 1), Tiles(m, k, t, 1)) for n in blocks for m, k, t in shapes]
     else:

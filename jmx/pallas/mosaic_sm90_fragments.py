@@ -218,7 +218,8 @@ def load_rows(ref: Any, size: int) -> jax.Array:
 def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of one row of tiles: what `dequantize` wants as `exponent`, and the float32 by which results are raised.
 
-    A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift.
+    A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift. A shift of 127
+    tells of a code 255, NaN, which no multiplier is: results are then raised by NaN.
     """
     returns = tuple(_result((), dtype, _SCALAR) for dtype in (jnp.int32, jnp.float32))
 
@@ -232,6 +233,7 @@ def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.A
         shift = arith.extui(_i32(), llvm.load(i8, at))
         exponent = arith.muli(arith.subi(_int(126), shift), _int(0x00800080))
         raised = llvm.bitcast(_f32(), arith.shli(arith.addi(shift, _int(127)), _int(23)))
+        raised = arith.select(_less(shift, _int(127)), raised, _utils.c(float("nan"), _f32()))
         splat = partial(_Fragment.splat, shape=())
         return splat(exponent, is_signed=True), splat(raised)
 
