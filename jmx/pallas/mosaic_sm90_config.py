@@ -145,26 +145,23 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
-    """What is worth a try, the heuristic's own first."""
+    """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
     first = heuristic(num_tokens, top_k, num_experts)
+    n = first.block_n
     if num_tokens * top_k <= 24:
-        shapes = [(1, 3, 5), (1, 3, 3), (1, 5, 3), (1, 4, 2), (2, 2, 3), (5, 1, 3)]
-        pairs = [(m, k, n, s) for m, k, n in shapes for s in (1, 2, 3)]
-        cuts = [(8, Tiles(m, k, n, 1), Tiles(m, k, n, 1, s)) for m, k, n, s in pairs]
-    elif first.block_n <= 96:
-        shapes = [(5, 1, 2), (5, 1, 3), (5, 1, 5), (4, 1, 3), (4, 1, 5), (3, 1, 3)]
-        blocks = sorted({first.block_n, min(MAX_BLOCK_N, first.block_n + 8), max(8, first.block_n - 8)})
-        cuts = [(n, Tiles(m, k, t, 1), Tiles(m, k, t, 1)) for n in blocks for m, k, t in shapes]
+        shapes = [(n, m, k, t, split) for m, k, t in [(1, 3, 5), (1, 3, 3), (1, 5, 3), (5, 1, 3)] for split in (1, 3)]
+    elif n <= 96:
+        shapes = [(n, m, 1, t, 1) for m, t in [(5, 3), (5, 2), (5, 5), (4, 3), (3, 5)]]
+        shapes += [(near, 5, 1, 3, 1) for near in (n + 8, n - 8) if near >= 8]
     else:
-        shapes = [(3, 1, 1), (2, 1, 1), (4, 1, 1)]
-        cuts = [(n, Tiles(m, k, t, 1), Tiles(m, k, t, 1)) for n in (128, 160, 192, 256) for m, k, t in shapes]
+        shapes = [(128, 3, 1, 1, 1), (160, 3, 1, 1, 1), (192, 3, 1, 1, 1), (192, 2, 1, 1, 1), (256, 2, 1, 1, 1)]
     found = [first]
-    for block_n, gate_up, down in cuts:
-        gate_up, down = _deepest(gate_up, block_n), _deepest(down, block_n)
+    for block_n, m, k, k_tiles, split in shapes:
+        tiles = _deepest(Tiles(m, k, k_tiles, 1), block_n)
         try:
-            config = Config(block_n, gate_up, down)
+            config = Config(block_n, tiles, replace(tiles, split_k=split))
         except ValueError:  # registers or shared memory do not hold it
             continue
-        if config not in found and min(gate_up.num_stages, down.num_stages) > 1:
+        if config not in found and tiles.num_stages > 1:
             found.append(config)
     return found

@@ -161,7 +161,7 @@ def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, 
     Args:
         acc: float32, n a multiple of 8.
         values, scales, exponent: as for `dequantize`.
-        x: ref (n, 64) in shared memory, swizzled by 128 bytes.
+        x: ref (n, 64) in shared memory, in tiles of 8 rows swizzled by 128 bytes.
     """
     n = acc.shape[1]
     swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
@@ -175,6 +175,7 @@ def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, 
         sums = acc.registers.reshape(-1, 2)
         out = np.empty_like(sums)
         base = llvm.ptrtoint(_i32(), _utils.memref_ptr(x))
+        (eight_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
         lane = arith.remui(_thread(), _int(32))
         row, chunk = arith.remui(lane, _int(8)), arith.divui(lane, _int(8))
         for eight in range(n // 8):
@@ -182,7 +183,7 @@ def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, 
             for half in range(2):  # ldmatrix takes 32 of the 64 columns: 4 chunks of 16 bytes, where swizzling has them
                 at = arith.xori(arith.addi(chunk, _int(4 * half)), row)
                 at = arith.addi(arith.muli(row, _int(2 * TILE)), arith.muli(at, _int(16)))
-                at = arith.addi(base, arith.addi(at, _int(eight * 8 * 2 * TILE)))
+                at = arith.addi(base, arith.addi(at, _int(eight * 2 * eight_stride)))
                 b += _utils.inline_ptx(_LOAD_MATRICES, at, result_types=[_i32()] * 4, has_side_effects=True)
             c = [llvm.extractelement(sums[eight, r], _int(i)) for r in range(2) for i in range(2)]
             for piece in range(TILE // 16):

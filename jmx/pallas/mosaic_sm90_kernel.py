@@ -208,7 +208,7 @@ def grouped_product(
                 """Values and scales of the warpgroup's `i`th tile in a stage, and the rows they multiply."""
                 k = wk * tiles.k_tiles + i
                 values = values_s.at[slot, wm, pl.ds(k * VALUE_SHAPE[0], VALUE_SHAPE[0])]
-                return values, scales_s.at[slot, wm, k], x_s.at[slot, k]
+                return values, scales_s.at[slot, wm, k], x_s.at[slot, :, pl.ds(k * TILE, TILE)]
 
             def accumulate_few(turn: Array, item: _Item, width: int) -> Array:
                 def stage(step: Array, acc: Array) -> Array:
@@ -304,10 +304,9 @@ def grouped_product(
                     plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
 
                     def fetch_rows(width: int) -> None:
-                        for i in range(tiles.stage_tiles):
-                            # TMA takes rows by 8, and wants to see that they are.
-                            here = x_g.at[pl.ds(lax.div(first, 8) * 8, width), pl.ds((k + i) * TILE, TILE)]
-                            plgpu.copy_gmem_to_smem(here, x_s.at[slot, i, pl.ds(0, width)], full.at[slot])
+                        columns = pl.ds(k * TILE, tiles.stage_tiles * TILE)
+                        here = x_g.at[pl.ds(lax.div(first, 8) * 8, width), columns]  # rows by 8, for TMA to see
+                        plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
 
                     for_width(count, fetch_rows)
 
@@ -353,11 +352,11 @@ def grouped_product(
         num_threads=num_compute + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((num_stages, tiles.stage_tiles, block_n, TILE), x.dtype, transforms=swizzled),
+            plgpu.SMEM((num_stages, block_n, tiles.stage_tiles * TILE), x.dtype, transforms=swizzled),
             plgpu.SMEM((*stage, tiles.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
             plgpu.SMEM((*stage, tiles.stage_tiles, SCALE_BYTES), jnp.uint8),
             plgpu.SMEM(sums, jnp.float32),
-            plgpu.Barrier(num_barriers=num_stages, num_arrivals=2 + tiles.stage_tiles),
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=3),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
             plgpu.Barrier(num_barriers=tiles.warpgroups_m, num_arrivals=others),
             plgpu.Barrier(num_barriers=tiles.warpgroups_m),
