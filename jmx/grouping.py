@@ -20,6 +20,7 @@ Array = jax.Array
 
 _CHUNK = 64  # assignments; 128 to 512 took up to twice the time on an H200
 _WORD = 32  # bits
+_COMPARED = 64  # chunks up to which sums over all pairs of them are cheaper than the kernels of cumsum
 
 
 class Groups(NamedTuple):
@@ -42,19 +43,40 @@ def group(expert_ids: Array, num_experts: int) -> Groups:
     before it in its own chunk. From 1024 tokens on, an H200 needs a quarter to a half of the time of XLA's sort.
     """
     keys = _keys(expert_ids.reshape(-1), num_experts)  # flat first: XLA's faster reductions see through no reshape
+    rank, sizes = _rank(keys, num_experts)
+    starts = _sums_below(sizes)
+    inverse = starts.at[keys].get(mode="promise_in_bounds") + rank
+    index = jnp.arange(keys.size, dtype=jnp.int32)
+    order = jnp.zeros_like(index).at[inverse].set(index, unique_indices=True, mode="promise_in_bounds")
+    return Groups(order, inverse, sizes[:num_experts])
+
+
+def _rank(keys: Array, num_experts: int) -> tuple[Array, Array]:
+    """How many assignments before each one have its key, of 0..E, and how many there are of each key (E + 1,)."""
     num_chunks = max(1, -(-keys.size // _CHUNK))
     padding = num_chunks * _CHUNK - keys.size
     chunks = jnp.pad(keys, (0, padding), constant_values=num_experts + 1).reshape(num_chunks, _CHUNK)
     counts = (chunks[:, :, None] == jnp.arange(num_experts + 1)).sum(axis=1, dtype=jnp.int32)
-    so_far = jnp.cumsum(counts, axis=0)
-    sizes = so_far[-1]
-    first = so_far - counts + (jnp.cumsum(sizes) - sizes)
+    before = _prefix(counts)
     earlier = jnp.arange(_CHUNK) < jnp.arange(_CHUNK)[:, None]
     nth = ((chunks[:, :, None] == chunks[:, None, :]) & earlier).sum(axis=2, dtype=jnp.int32)
-    inverse = (jnp.take_along_axis(first, chunks, axis=1, mode="clip") + nth).reshape(-1)[: keys.size]
-    index = jnp.arange(keys.size, dtype=jnp.int32)
-    order = jnp.zeros_like(index).at[inverse].set(index, unique_indices=True, mode="promise_in_bounds")
-    return Groups(order, inverse, sizes[:num_experts])
+    rank = jnp.take_along_axis(before[:-1], chunks, axis=1, mode="clip") + nth
+    return rank.reshape(-1)[: keys.size], before[-1]
+
+
+def _prefix(counts: Array) -> Array:
+    """(C, n) -> (C + 1, n): sums of the rows above each."""
+    num_rows = counts.shape[0]
+    if num_rows > _COMPARED:
+        return jnp.pad(jnp.cumsum(counts, axis=0), ((1, 0), (0, 0)))
+    above = jnp.arange(num_rows) < jnp.arange(num_rows + 1)[:, None]
+    return jnp.where(above[:, :, None], counts, 0).sum(axis=1, dtype=jnp.int32)
+
+
+def _sums_below(values: Array) -> Array:
+    """(n,) -> (n,): the sum of all before each, by a reduction of all pairs, which costs fewer kernels than cumsum."""
+    index = jnp.arange(values.size)
+    return jnp.where(index < index[:, None], values, 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _keys(expert_ids: Array, num_experts: int) -> Array:
@@ -148,23 +170,26 @@ def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> W
 
     Blocks read and write the same rows: those of the sorted order, where each expert's rows begin at a multiple of
     `align`. What is left between experts reads token 0. An expert's blocks differ by `align` rows at most; `block_m`
-    is a multiple of `align`.
+    is a multiple of `align`, a power of two.
     """
-    num_tokens, top_k = expert_ids.shape
-    groups = group(expert_ids, num_experts)
+    top_k = expert_ids.shape[1]
     keys = _keys(expert_ids.reshape(-1), num_experts)
-    sizes = groups.sizes
-    aligned = -(-sizes // align) * align
-    gaps = jnp.cumsum(aligned - sizes) - (aligned - sizes)
-    rows = groups.inverse + gaps.at[keys].get(mode="fill", fill_value=0)
-    rows = jnp.where(keys < num_experts, rows, -1)
-    num_rows = max_rows(num_tokens * top_k, num_experts, align)
+    rank, sizes = _rank(keys, num_experts)
+    inside = keys < num_experts
+    starts = _sums_below(_aligned(sizes, align))
+    rows = jnp.where(inside, starts.at[keys].get(mode="promise_in_bounds") + rank, -1)
+    num_rows = max_rows(keys.size, num_experts, align)
     token_of_row = jnp.zeros(num_rows, jnp.int32)
-    token_of_row = token_of_row.at[jnp.where(rows < 0, num_rows, rows)].set(
-        jnp.arange(rows.size, dtype=jnp.int32) // top_k, mode="drop"
+    token_of_row = token_of_row.at[jnp.where(inside, rows, num_rows)].set(
+        jnp.arange(keys.size, dtype=jnp.int32) // top_k, mode="drop"
     )
-    blocks = cut(sizes, expert_ids.size, block_m, align)
+    blocks = _cut(sizes[:num_experts], starts[:num_experts], keys.size, block_m, align)
     return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
+
+
+def _aligned(sizes: Array, align: int) -> Array:
+    """Sizes rounded up to a multiple of `align`, a power of two: bits, which XLA computes again rather than store."""
+    return (sizes + (align - 1)) & -align
 
 
 def max_rows(num_assignments: int, num_experts: int, align: int) -> int:
@@ -179,21 +204,27 @@ def max_blocks(num_assignments: int, num_experts: int, block_m: int) -> int:
     return min(num_assignments, num_experts + whole)
 
 
-def cut(sizes: Array, num_assignments: int, block_m: int, align: int = 1) -> Blocks:
-    """Cuts groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks` and `many`."""
+def cut(sizes: Array, num_assignments: int, block_m: int) -> Blocks:
+    """Cuts groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks`."""
+    return _cut(sizes, _sums_below(sizes), num_assignments, block_m, 1)
+
+
+def _cut(sizes: Array, starts: Array, num_assignments: int, block_m: int, align: int) -> Blocks:
+    """`cut` of groups that start at given rows, into blocks of multiples of `align` rows but for a group's last one."""
     (num_experts,) = sizes.shape
     per_expert = -(-sizes // block_m)
-    aligned = -(-sizes // align)  # in units of `align` rows
-    row_ends, block_ends = jnp.cumsum(aligned), jnp.cumsum(per_expert)
+    block_ends = _sums_below(per_expert) + per_expert
     num_blocks = block_ends[-1]
     index = jnp.arange(max_blocks(num_assignments, num_experts, block_m), dtype=jnp.int32)
     real = jnp.minimum(index, num_blocks - 1)
     experts = jnp.minimum((block_ends <= real[:, None]).sum(axis=1, dtype=jnp.int32), num_experts - 1)
-    nth = index - (block_ends - per_expert)[experts]
-    size, shares = aligned[experts], jnp.maximum(per_expert[experts], 1)
+    size, shares = sizes[experts], per_expert[experts]
+    nth = index - (block_ends[experts] - shares)
+    shares = jnp.maximum(shares, 1)
+    units = _aligned(size, align) // align
     # The first blocks of an expert have `align` rows more than its others where they do not divide.
-    before = nth * (size // shares) + jnp.minimum(nth, size % shares)
-    here = size // shares + (nth < size % shares)
-    rows = ((row_ends - aligned)[experts] + before) * align
-    counts = jnp.minimum(here * align, sizes[experts] - before * align)
-    return Blocks(experts, rows, rows, jnp.where(index < num_blocks, counts, 0), num_blocks)
+    before = (nth * (units // shares) + jnp.minimum(nth, units % shares)) * align
+    here = (units // shares + (nth < units % shares)) * align
+    rows = starts[experts] + before
+    counts = jnp.where(index < num_blocks, jnp.minimum(here, size - before), 0)
+    return Blocks(experts, rows, rows, counts, num_blocks)
