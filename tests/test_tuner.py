@@ -65,7 +65,6 @@ class Fake:
     def apply(self, computation, x, routing, experts, environment):
         problem = Problem.of(x, routing.expert_ids.shape[-1], experts, computation.activation)
         config, _ = tuning.config(self, problem, Environment.probe())
-        _traced.append(config.work)
         if config.fault == "compile":
             raise NotImplementedError("no such\nblock")
         y = xla.forward(computation, x, routing, experts)
@@ -83,19 +82,6 @@ class Fake:
         return y
 
 
-_traced: list[int] = []  # the work of each configuration of `Fake` that was traced, the last one last
-
-
-def _seconds(measure, known, call, repeats):
-    """What `Fake` says that its work takes, so that a busy machine changes no outcome; other engines are timed."""
-    if call.func not in known:
-        known[call.func] = _traced.pop() if _traced else None
-    if known[call.func] is None:
-        return measure(call, repeats, least=2e-3)
-    jax.block_until_ready(call())
-    return 1e-6 * (1 + known[call.func]), 0.0
-
-
 def _is_later():
     return np.float32(next(_unsteady_runs) > 0)
 
@@ -104,14 +90,30 @@ def _fail(y):
     raise RuntimeError("an illegal address")
 
 
+def _take_fakes_at_their_word(monkeypatch):
+    """A `Config` takes as long as it says, so that a busy machine changes no outcome; other engines' are timed."""
+    trial, time, configs = tuner._Rig.trial, tuner._Rig.time, {}
+
+    def told(rig, call, repeats):
+        us, config = time(rig, call, repeats), configs.setdefault(call.func, rig.trying)
+        return 1 + config.work + 1e-6 * us if isinstance(config, Config) else us
+
+    def trying(rig, config):
+        rig.trying = config
+        return trial(rig, config)
+
+    monkeypatch.setattr(tuner._Rig, "trial", trying)
+    monkeypatch.setattr(tuner._Rig, "time", told)
+
+
 @pytest.fixture(autouse=True)
 def registered(tmp_path, monkeypatch):
     """Puts an engine before the others; gives the function that does it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(bench.MODELS, "tiny", SHAPE)
-    monkeypatch.setattr(bench, "seconds", partial(_seconds, bench.seconds, {}))
+    monkeypatch.setattr(bench, "seconds", partial(bench.seconds, least=2e-3))
+    _take_fakes_at_their_word(monkeypatch)
     tuning._tables.cache_clear()
-    _traced.clear()
 
     def register(*engines):
         for module in (backends, bench, layer, tuner):
