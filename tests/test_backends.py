@@ -328,11 +328,14 @@ def test_large_outputs_overflow_to_infinity_in_float16(backend, rng):
     expected = reference(case, weights, x, routing)
     assert (np.abs(expected) > 70000).any()
     y = call(backend, case, weights.experts(case), x, routing)
-    margin = 8 * TOLERANCE[TAKES.get(backend, case.dtype)]
-    far = np.abs(expected) > 65520 * (1 + margin)
-    near = np.abs(expected) < 65520 * (1 - margin)
+    # Sums cancel, so errors go by the size of all elements, not of their own.
+    tolerance = TOLERANCE[TAKES.get(backend, case.dtype)]
+    margin = 8 * tolerance * np.sqrt(np.square(expected).mean())
+    far, near = np.abs(expected) > 65520 + margin, np.abs(expected) < 65520 - margin
+    assert far.any()
+    assert near.any()
     np.testing.assert_array_equal(y[far], np.sign(expected[far]) * np.inf)
-    assert_agrees(backend, case, np.where(near, y, 0), np.where(near, expected, 0))
+    assert np.linalg.norm(y[near] - expected[near]) <= 2 * tolerance * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])

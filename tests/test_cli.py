@@ -148,7 +148,7 @@ def test_explain_tells_what_would_run_on_a_hopper_gpu_that_is_not_here(jmx):
     assert blocks[0] < blocks[2]  # rows of an expert: one, and some hundred
     code, out, _ = jmx(*argv)
     assert code == 0
-    assert all(f"Config(block_n={block}, gate_up=Tiles(" in out for block in blocks)
+    assert all(f"Config(block_n={block}, warpgroups_m=" in out for block in blocks)
 
 
 def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):

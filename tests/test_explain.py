@@ -20,7 +20,7 @@ from jmx import Environment, Problem, Reason, Rejection, tuning
 from jmx.backends import BACKENDS
 from jmx.explain import PEAKS
 from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_config import Config, Tiles
+from jmx.pallas.mosaic_sm90_config import Config
 from jmx.selection import known_devices
 
 MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name
@@ -162,7 +162,7 @@ def test_what_is_missing_or_not_known_is_an_error():
 def test_a_tunable_backends_configuration_and_its_source_are_told(tmp_path, monkeypatch):
     engine, h200 = MosaicSm90(), Environment.named("h200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuned, asked = (Config(16, Tiles(2, 1, n, 2), Tiles(2, 1, n, 2)) for n in (1, 2))
+    tuned, asked = (Config(16, 2, 1, n, 2) for n in (1, 2))
     key = tuning.Key(tuning.shape_class(on_hopper(64)), 64)
     tuning.save(
         tuning.cache_file("mosaic", h200.device_kind), engine, h200.device_kind, {key: tuning.Entry(tuned, 1.0, None)}

@@ -2,17 +2,23 @@
 
 import itertools
 import re
-from dataclasses import replace
 
 import pytest
 
 import jmx
 from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY, Config, Tiles, candidates, heuristic, widths
+from jmx.pallas.mosaic_sm90_config import (
+    MAX_STAGES,
+    SHARED_MEMORY,
+    Config,
+    candidates,
+    deepest,
+    heuristic,
+    widths,
+)
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
 EXPERTS = (1, 8, 32, 128, 256, 512)
-SMALL = Tiles(1, 1, 1, 2)
 
 
 @pytest.mark.parametrize("num_experts", EXPERTS)
@@ -20,11 +26,7 @@ SMALL = Tiles(1, 1, 1, 2)
 def test_the_heuristic_is_valid_at_every_size(top_k, num_experts):
     for tokens in TOKENS:
         config = heuristic(tokens, min(top_k, num_experts), num_experts)  # a Config refuses what cannot run
-        for tiles in (config.gate_up, config.down):
-            assert tiles.num_stages >= 2  # else nothing is fetched while something is computed
-            assert tiles.shared_memory(config.block_n) <= SHARED_MEMORY
-            more = replace(tiles, num_stages=min(32, tiles.num_stages + 1))
-            assert tiles.num_stages == 32 or more.shared_memory(config.block_n) > SHARED_MEMORY
+        assert config.num_stages >= 2  # else nothing is fetched while something is computed
 
 
 def test_the_heuristics_blocks_grow_with_an_experts_rows():
@@ -49,18 +51,25 @@ def test_candidates_are_distinct_and_begin_with_the_heuristics_own(tokens, num_e
         found = candidates(tokens, top_k, num_experts)
         assert found[0] == heuristic(tokens, top_k, num_experts)
         assert len(found) == len(set(found)) > 4
-        assert all(tiles.num_stages >= 2 for config in found for tiles in (config.gate_up, config.down))
+        assert all(config.num_stages >= 2 for config in found)
 
 
 def test_shared_memory_counts_what_a_block_holds():
-    tiles, block_n = Tiles(1, 3, 5, 4), 24
+    config = Config(24, 1, 3, 5, 3)
     values_and_scales = 64 * 64 // 2 + 64 * 64 // 32
-    stage = 15 * (values_and_scales + block_n * 64 * 2)
-    sums = 2 * 64 * block_n * 4
-    assert 0 <= tiles.shared_memory(block_n) - 4 * stage - sums <= 4096  # barriers, and what alignment costs
-    assert tiles.partial_sums(block_n) == sums // 4
-    assert Tiles(4, 1, 3, 2).partial_sums(64) == 0
+    stage = 15 * (values_and_scales + 24 * 64 * 2)
+    sums = 2 * 64 * 24 * 4
+    assert 0 <= config.shared_memory - 3 * stage - sums <= 4096  # barriers, and what alignment costs
+    assert config.partial_sums == sums // 4
+    assert Config(64, 4, 1, 3, 2).partial_sums == 0
     assert SHARED_MEMORY == 227 * 1024
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (8, 1, 3, 5, 3), (40, 5, 1, 3), (192, 3, 1, 2), (256, 2, 1, 1)])
+def test_deepest_leaves_no_room_for_another_stage(shape):
+    config = deepest(*shape)
+    assert (config.block_n, config.warpgroups_m, config.warpgroups_k, config.k_tiles) == shape[:4]
+    assert config.num_stages == MAX_STAGES or config.shared_memory + config.stage_bytes > SHARED_MEMORY
 
 
 @pytest.mark.parametrize("block_n", range(8, 257, 8))
@@ -79,21 +88,30 @@ def test_widths_hold_every_count_of_rows(block_n):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Tiles(0, 1, 1, 1), "`warpgroups_m` (=0) must be 1 or more"),
-        (lambda: Tiles(1, -1, 1, 1), "`warpgroups_k` (=-1) must be 1 or more"),
-        (lambda: Tiles(1, 1, 0, 1), "`k_tiles` (=0) must be 1 or more"),
-        (lambda: Tiles(1, 1, 1, 0), "`num_stages` (=0) must be 1 or more"),
-        (lambda: Tiles(1, 1, 1, 33), "`num_stages` (=33) must be at most 32"),
-        (lambda: Tiles(1, 1, 1, 1, 0), "`split_k` (=0) must be 1 or more"),
-        (lambda: Tiles(3, 2, 1, 1), "`warpgroups_m * warpgroups_k` (=6) must be at most 5"),
-        (lambda: Config(0, SMALL, SMALL), "`block_n` (=0) must be a multiple of 8 in 8..256"),
-        (lambda: Config(12, SMALL, SMALL), "`block_n` (=12) must be a multiple of 8 in 8..256"),
-        (lambda: Config(264, SMALL, SMALL), "`block_n` (=264) must be a multiple of 8 in 8..256"),
-        (lambda: Config(8, replace(SMALL, split_k=2), SMALL), "`gate_up.split_k` (=2) must be 1"),
-        (lambda: Config(256, SMALL, Tiles(3, 1, 1, 2)), "`block_n` (=256) must be at most 192, for which 3 warpgroups"),
-        (lambda: Config(136, Tiles(2, 2, 1, 2), SMALL), "`block_n` (=136) must be at most 128, for which 4 warpgroups"),
-        (lambda: Config(104, SMALL, Tiles(5, 1, 1, 2)), "`block_n` (=104) must be at most 96, for which 5 warpgroups"),
-        (lambda: Config(256, SMALL, Tiles(1, 1, 4, 2)), "`down` (=Tiles(warpgroups_m=1"),
+        (lambda: Config(8, 0, 1, 1, 1), "`warpgroups_m` (=0) must be 1 or more"),
+        (lambda: Config(8, 1, -1, 1, 1), "`warpgroups_k` (=-1) must be 1 or more"),
+        (lambda: Config(8, 1, 1, 0, 1), "`k_tiles` (=0) must be 1 or more"),
+        (lambda: Config(8, 1, 1, 1, 0), "`num_stages` (=0) must be 1 or more"),
+        (lambda: Config(8, 1, 1, 1, 33), "`num_stages` (=33) must be at most 32"),
+        (lambda: Config(8, 1, 1, 1, 1, 0), "`split_k` (=0) must be 1 or more"),
+        (lambda: Config(8, 3, 2, 1, 1), "`warpgroups_m * warpgroups_k` (=6) must be at most 5"),
+        (lambda: Config(0, 1, 1, 1, 2), "`block_n` (=0) must be a multiple of 8 in 8..256"),
+        (lambda: Config(12, 1, 1, 1, 2), "`block_n` (=12) must be a multiple of 8 in 8..256"),
+        (lambda: Config(264, 1, 1, 1, 2), "`block_n` (=264) must be a multiple of 8 in 8..256"),
+        (
+            lambda: Config(256, 3, 1, 1, 2),
+            "`block_n` (=256) must be at most 192, for which 3 warpgroups have registers",
+        ),
+        (
+            lambda: Config(136, 2, 2, 1, 2),
+            "`block_n` (=136) must be at most 128, for which 4 warpgroups have registers",
+        ),
+        (lambda: Config(104, 5, 1, 1, 2), "`block_n` (=104) must be at most 96, for which 5 warpgroups have registers"),
+        (
+            lambda: Config(256, 1, 1, 4, 2),
+            "`num_stages` (=2) must be such that 232448 bytes of shared memory hold them",
+        ),
+        (lambda: deepest(256, 1, 1, 8), "`num_stages` (=1) must be such that 232448 bytes"),
     ],
 )
 def test_a_refusal_names_the_field_its_value_and_the_rule(make, message):
@@ -103,14 +121,7 @@ def test_a_refusal_names_the_field_its_value_and_the_rule(make, message):
 
 def test_sums_and_what_else_there_is_fit_the_registers_of_a_launch():
     for num_warpgroups in range(1, 6):
-        tiles = Tiles(num_warpgroups, 1, 1, 2)
+        config = Config(8, num_warpgroups, 1, 1, 2)
         threads = 128 * (num_warpgroups + 1)
-        assert threads * (tiles.max_block_n // 2 + 30) <= 65536
-        assert 128 * (num_warpgroups * tiles.registers + 40) <= 65536  # as they are dealt out after the launch
-
-
-def test_too_much_shared_memory_says_how_much():
-    tiles = Tiles(1, 1, 4, 2)
-    needed = tiles.shared_memory(256)
-    with pytest.raises(ValueError, match=rf"with block_n=256 must fit 232448 bytes .* and needs {needed}"):
-        Config(256, tiles, SMALL)
+        assert threads * (config.max_block_n // 2 + 30) <= 65536
+        assert 128 * (num_warpgroups * config.registers + 40) <= 65536  # as they are dealt out after the launch

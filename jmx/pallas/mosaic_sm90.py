@@ -8,7 +8,6 @@ range float16 does not exceed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
-PREFETCH_TOKENS = 1024  # beyond, weights are a small part of the traffic
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,7 @@ class MosaicSm90:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90_kernel import (
-            Following,
-            Rows,
-            grouped_product,
-        )  # Mosaic GPU takes a second to import
+        from jmx.pallas.mosaic_sm90_kernel import Product, Rows, expert_products  # takes a second to import
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
@@ -117,33 +111,28 @@ class MosaicSm90:
             num_rows = rows.shape[0]
             if on_input:
                 rows = (rows * _by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
-        num_rows = max(num_rows, config.block_n)
-        blocks = _blocks(work.blocks, experts)
-        product = partial(
-            grouped_product, block_n=config.block_n, num_rows=num_rows, num_cores=environment.core_count or 1
+        out = expert_products(
+            jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),
+            Product(
+                _flat(experts.gate_up, experts),
+                _flat_bias(experts.gate_up_bias, experts),
+                Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
+                jnp.bfloat16,
+                in_kernel(computation.activation),
+            ),
+            Product(
+                _flat(experts.down, experts),
+                _flat_bias(experts.down_bias, experts),
+                Rows(experts.hidden_size, None),
+                jnp.float32,
+                split_k=config.split_k,
+            ),
+            _blocks(work.blocks, experts),
+            config=config,
+            num_rows=num_rows,
+            num_cores=environment.core_count or 1,
         )
-        h = product(
-            _padded(rows.astype(jnp.bfloat16), config.block_n),
-            _flat(experts.gate_up, experts),
-            _flat_bias(experts.gate_up_bias, experts),
-            blocks,
-            rows=Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
-            tiles=config.gate_up,
-            dtype=jnp.bfloat16,
-            activation=in_kernel(computation.activation),
-            following=Following(_flat(experts.down, experts), config.down) if num_tokens <= PREFETCH_TOKENS else None,
-        )
-        out = product(
-            h,
-            _flat(experts.down, experts),
-            _flat_bias(experts.down_bias, experts),
-            blocks._replace(x_rows=blocks.out_rows),
-            rows=Rows(experts.hidden_size, None),
-            tiles=config.down,
-            dtype=jnp.float32,
-            activation=None,
-        )
-        out = out.reshape(config.down.split_k, num_rows, -1)[..., : x.shape[-1]]
+        out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
         return _combine(out, routing, work, on_input).astype(x.dtype)
 
 
@@ -171,13 +160,6 @@ def _blocks(blocks: Blocks, experts: Experts) -> Blocks:
     return blocks._replace(
         experts=ids, num_blocks=number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
     )
-
-
-def _padded(rows: jax.Array, block_n: int) -> jax.Array:
-    """Rows as the kernel reads them: of whole tiles, and a block at least."""
-    num_rows, columns = rows.shape
-    widths = ((0, max(0, block_n - num_rows)), (0, -columns % TILE))
-    return jnp.pad(rows, widths)
 
 
 def _by_row(weights: jax.Array, work: Work, num_rows: int) -> jax.Array:

@@ -8,24 +8,27 @@ from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_BYTES
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
 _BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
 MAX_BLOCK_N = 256  # wgmma's largest N
-FEW_TOKENS = 16  # up to here every active expert sees all tokens, so that nothing is sorted
+FEW_TOKENS = 8  # up to here every active expert sees all tokens, so that nothing is sorted
+MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
 _COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """How one product is cut.
+class Config:
+    """How a layer is cut: tokens into blocks of rows of one expert, and both products into tiles.
 
     Args:
+        block_n: rows of a block, at most.
         warpgroups_m: warpgroups next to each other along the weight's rows, 64 each.
         warpgroups_k: warpgroups that share the columns of the same rows, and add up what they have at the end.
         k_tiles: tiles of 64 columns that a warpgroup takes from one stage.
         num_stages: stages of the pipeline from global to shared memory.
-        split_k: parts of the columns that are computed apart and added up in the end; 1 where an activation follows.
+        split_k: parts of `down`'s columns that are computed apart and added up in the end.
     """
 
+    block_n: int
     warpgroups_m: int
     warpgroups_k: int
     k_tiles: int
@@ -33,6 +36,8 @@ class Tiles:
     split_k: int = 1
 
     def __post_init__(self) -> None:
+        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
         for name in ("warpgroups_m", "warpgroups_k", "k_tiles", "num_stages", "split_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
@@ -40,8 +45,18 @@ class Tiles:
             raise ValueError(
                 f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(_COMPUTE_REGISTERS)}"
             )
-        if self.num_stages > 32:
-            raise ValueError(f"`num_stages` (={self.num_stages}) must be at most 32")
+        if self.num_stages > MAX_STAGES:
+            raise ValueError(f"`num_stages` (={self.num_stages}) must be at most {MAX_STAGES}")
+        if self.block_n > self.max_block_n:
+            raise ValueError(
+                f"`block_n` (={self.block_n}) must be at most {self.max_block_n}, for which "
+                f"{self.num_warpgroups} warpgroups have registers"
+            )
+        if self.shared_memory > SHARED_MEMORY:
+            raise ValueError(
+                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
+                f"them, and {self!r} needs {self.shared_memory}"
+            )
 
     @property
     def num_warpgroups(self) -> int:
@@ -64,45 +79,27 @@ class Tiles:
         launched = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
         return min(MAX_BLOCK_N, 2 * (launched - _OTHER_REGISTERS) // 8 * 8)
 
-    def shared_memory(self, block_n: int) -> int:
+    @property
+    def shared_memory(self) -> int:
         """Bytes of shared memory that the kernel uses."""
-        return self.num_stages * self.stage_bytes(block_n) + self.partial_sums(block_n) * 4 + _BARRIER_BYTES
+        return self.num_stages * self.stage_bytes + self.partial_sums * 4 + _BARRIER_BYTES
 
-    def stage_bytes(self, block_n: int) -> int:
+    @property
+    def stage_bytes(self) -> int:
         """Bytes of one stage: weights, and `block_n` rows."""
-        return self.stage_tiles * (self.warpgroups_m * (VALUE_BYTES + SCALE_BYTES) + block_n * TILE * 2)
+        return self.stage_tiles * (self.warpgroups_m * (VALUE_BYTES + SCALE_BYTES) + self.block_n * TILE * 2)
 
-    def partial_sums(self, block_n: int) -> int:
+    @property
+    def partial_sums(self) -> int:
         """Float32 sums that warpgroups along the columns hand over."""
-        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * block_n
+        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
 
 
-@dataclass(frozen=True)
-class Config:
-    """How a layer is cut: tokens into blocks of at most `block_n` rows of one expert, and each product into tiles."""
-
-    block_n: int
-    gate_up: Tiles
-    down: Tiles
-
-    def __post_init__(self) -> None:
-        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
-            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
-        if self.gate_up.split_k != 1:
-            raise ValueError(f"`gate_up.split_k` (={self.gate_up.split_k}) must be 1: the activation needs whole sums")
-        for name in ("gate_up", "down"):
-            tiles = getattr(self, name)
-            if self.block_n > tiles.max_block_n:
-                raise ValueError(
-                    f"`block_n` (={self.block_n}) must be at most {tiles.max_block_n}, for which "
-                    f"{tiles.num_warpgroups} warpgroups of `{name}` have registers"
-                )
-            needed = tiles.shared_memory(self.block_n)
-            if needed > SHARED_MEMORY:
-                raise ValueError(
-                    f"`{name}` (={tiles}) with block_n={self.block_n} must fit {SHARED_MEMORY} bytes of "
-                    f"shared memory, and needs {needed}"
-                )
+def deepest(block_n: int, warpgroups_m: int, warpgroups_k: int, k_tiles: int, split_k: int = 1) -> Config:
+    """The configuration with as many stages as fit. ValueError where not even one does, or registers do not suffice."""
+    one = Config(block_n, warpgroups_m, warpgroups_k, k_tiles, 1, split_k)
+    more = (SHARED_MEMORY - one.shared_memory) // one.stage_bytes
+    return replace(one, num_stages=min(MAX_STAGES, 1 + more))
 
 
 def widths(block_n: int) -> tuple[int, ...]:
@@ -118,30 +115,18 @@ def widths(block_n: int) -> tuple[int, ...]:
     return (*range(32, half - 8, 32), *range(half, block_n, step), block_n)
 
 
-def _deepest(tiles: Tiles, block_n: int) -> Tiles:
-    """`tiles` with as many stages as fit."""
-    fixed = replace(tiles, num_stages=1).shared_memory(block_n)
-    each = replace(tiles, num_stages=2).shared_memory(block_n) - fixed
-    return replace(tiles, num_stages=max(1, min(32, 1 + (SHARED_MEMORY - fixed) // each)))
-
-
 def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     assignments = num_tokens * top_k
-    if assignments <= 24:  # so few tiles that warpgroups had better share them
-        tiles = _deepest(Tiles(1, 3, 5, 1), 8)
-        return Config(8, tiles, replace(tiles, split_k=3 if assignments <= 8 else 1))
+    if assignments <= 8:  # so few tiles that warpgroups had better share them
+        return deepest(8, 1, 3, 5, split_k=3)
+    if assignments <= 24:
+        return deepest(8, 1, 5, 3)
     rows = max(1.0, assignments / num_experts)
     most = rows + 3 * sqrt(rows)  # of random routing
     if most > 96:
-        block_n = 192
-        tiles = _deepest(Tiles(3, 1, 1, 1), block_n)
-    else:
-        block_n = -(-int(most) // 8) * 8
-        if num_tokens <= FEW_TOKENS:
-            block_n = max(block_n, -(-num_tokens // 8) * 8)
-        tiles = _deepest(Tiles(5, 1, 3, 1), block_n)
-    return Config(block_n, tiles, tiles)
+        return deepest(192, 3, 1, 2)
+    return deepest(-(-int(most) // 8) * 8, 5, 1, 3)
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
@@ -151,17 +136,16 @@ def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
     if num_tokens * top_k <= 24:
         shapes = [(n, m, k, t, split) for m, k, t in [(1, 3, 5), (1, 3, 3), (1, 5, 3), (5, 1, 3)] for split in (1, 3)]
     elif n <= 96:
-        shapes = [(n, m, 1, t, 1) for m, t in [(5, 3), (5, 2), (5, 5), (4, 3), (3, 5)]]
-        shapes += [(near, 5, 1, 3, 1) for near in (n + 8, n - 8) if near >= 8]
+        shapes = [(n, m, 1, t) for m, t in [(5, 3), (5, 2), (5, 5), (4, 3), (3, 5)]]
+        shapes += [(near, 5, 1, 3) for near in (n + 8, n - 8) if near >= 8]
     else:
-        shapes = [(128, 3, 1, 1, 1), (160, 3, 1, 1, 1), (192, 3, 1, 1, 1), (192, 2, 1, 1, 1), (256, 2, 1, 1, 1)]
+        shapes = [(n, 3, 1, 2) for n in (128, 144, 160, 176)] + [(192, 3, 1, 1), (256, 2, 1, 1)]
     found = [first]
-    for block_n, m, k, k_tiles, split in shapes:
-        tiles = _deepest(Tiles(m, k, k_tiles, 1), block_n)
+    for shape in shapes:
         try:
-            config = Config(block_n, tiles, replace(tiles, split_k=split))
+            config = deepest(*shape)
         except ValueError:  # registers or shared memory do not hold it
             continue
-        if config not in found and tiles.num_stages > 1:
+        if config not in found and config.num_stages > 1:
             found.append(config)
     return found

@@ -34,6 +34,7 @@ _result: Any = plgpu.ShapeDtypeStruct
 
 # Bits of a bfloat16 pair that hold magnitudes and signs once a word has been shifted; see the layout.
 _MAGNITUDES, _SIGNS, _BOTH = "0x01C001C0", "0x80008000", "0x81C081C0"
+_ORDER_COPIES = "fence.proxy.async.global;"
 _AND_OR = "0xEA"  # lop3's (a & b) | c
 # The pairs 0 to 3 of the word $1, times the multiplier $2.
 _PAIRS = (
@@ -197,6 +198,35 @@ def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, 
         return _Fragment(_registers=out.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
 
     return body(acc, values, scales, exponent, x)
+
+
+def signal(counters: Any, index: jax.Array) -> None:
+    """Adds 1 to counters[index], int32 in global memory, once all that the warpgroup has written there is seen by all.
+
+    By copies by TMA, too, for which such writes are of another kind (PTX: the generic and the asynchronous proxy).
+    """
+
+    @_operation(arg_types=(plgpu.RefType(), _SCALAR))
+    def body(_: Any, counters: ir.Value, index: _Fragment) -> None:
+        _utils.inline_ptx(_ORDER_COPIES, has_side_effects=True)
+        _utils.warpgroup_barrier()
+        address = _address(counters, index.registers.item(), _i32())
+        _utils.SemaphoreRef(address).signal(1, memory_scope="gpu")
+
+    body(counters, index)
+
+
+def wait(counters: Any, index: jax.Array, value: int) -> None:
+    """A warp waits until counters[index] is `value` or more; then its copies by TMA see what was signalled."""
+
+    @_operation(arg_types=(plgpu.RefType(), _SCALAR))
+    def body(_: Any, counters: ir.Value, index: _Fragment) -> None:
+        address = _address(counters, index.registers.item(), _i32())
+        semaphore = _utils.SemaphoreRef(address)
+        semaphore.wait(value, decrement=False, scope=_utils.ThreadSubset.WARP, memory_scope="gpu")
+        _utils.inline_ptx(_ORDER_COPIES, has_side_effects=True)
+
+    body(counters, index)
 
 
 def split_rows(acc: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,20 +1,25 @@
-"""Grouped product of rows with MXFP4 weights on Hopper, in Pallas Mosaic GPU: one kernel from 1 row to many thousands.
+"""The experts' two products on Hopper, in one Pallas Mosaic GPU kernel: from 1 row to many thousands.
 
-The result is computed transposed: tiles of weight rows are the tensor cores' A, dequantised into registers on the way,
-and a block of at most 256 rows of one expert is their B. So ragged groups meet the axis that is cut by 8. Blocks of up
-to 32 rows are multiplied by mma.sync, larger ones by wgmma.
+For each block of rows of one expert it computes h = activation(gate_up @ x + bias) and then down @ h + bias. Results
+are computed transposed: tiles of weight rows are the tensor cores' A, dequantised into registers on the way, and a
+block of at most 256 rows is their B. So ragged groups meet the axis that is cut by 8. Blocks of up to 32 rows are
+multiplied by mma.sync, larger ones by wgmma.
 
 Every multiprocessor runs one block of threads for good, which takes every so manieth item of work: a block of rows by
-`warpgroups_m` tiles of weight rows. One warp fetches (TMA) weights and rows into a ring of stages, across items; the
-warpgroups that compute wait for a stage, dequantise, multiply, and give it back once the next one's product has begun.
+`warpgroups_m` tiles of weight rows. One warp fetches (TMA) weights and another one rows into a ring of stages, across
+items; the warpgroups that compute wait for a stage, dequantise, multiply, and give it back.
 
-    fetch     | W0 X0 | W1 X1 | W2 X2 | ...                    full[slot] -->
+    weights   | W0 | W1 | W2 | ...                             full[slot] -->
+    rows      | X0 | X1 | X2 | ...                             full[slot] -->
     compute   | wait 0 | dequantise 0 | wgmma 0 | wait 1 | dequantise 1 (under wgmma 0) | wgmma 1 | ...  --> empty[slot]
+
+The second product of a block needs all of the first one's rows of h. A counter a block tells when these are written:
+only the warp that fetches rows waits for that, while the ring fills with weights. So memory is never idle in between.
 
 See docs/mosaic_sm90.md for a drawing and for what bounds it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,14 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.formats import BlockScaled
 from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_fragments as fragments
-from jmx.pallas.mosaic_sm90_config import Tiles, widths
+from jmx.pallas.mosaic_sm90_config import Config, widths
 from jmx.pallas.mosaic_sm90_fragments import Rows
 from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_SHAPE
 
 Array = Any
 _FETCH_REGISTERS = 40
 FEW_ROWS = 32  # a block; up to here mma.sync, beyond wgmma. Never both in one kernel: they need not round alike
-PREFETCH_BYTES = 192 * 1024  # a core: together they take about half of an H200's L2
 
 
 @dataclass(frozen=True)
@@ -43,56 +47,81 @@ class _Schedule:
     """How the work of one product is cut into items: blocks of rows by steps along the weight's rows by parts of its
     columns, the last running fastest."""
 
-    tiles: Tiles
+    config: Config
     m_tiles: int
     k_tiles: int
+    split_k: int
 
     @classmethod
-    def of(cls, weight: BlockScaled, tiles: Tiles) -> "_Schedule":
-        return cls(tiles, weight.values.shape[1], weight.scales.shape[2] - 1)
+    def of(cls, config: Config, weight: BlockScaled, split_k: int) -> "_Schedule":
+        return cls(config, weight.values.shape[1], weight.scales.shape[2] - 1, split_k)
 
     @property
     def k_steps(self) -> int:
         """Stages of an item."""
-        return pl.cdiv(self.k_tiles, self.tiles.stage_tiles * self.tiles.split_k)
+        return pl.cdiv(self.k_tiles, self.config.stage_tiles * self.split_k)
 
     @property
     def per_block(self) -> int:
         """Items of a block of rows."""
-        return self._m_steps * self.tiles.split_k
+        return self._m_steps * self.split_k
 
     @property
     def _m_steps(self) -> int:
-        return pl.cdiv(self.m_tiles, self.tiles.warpgroups_m)
+        return pl.cdiv(self.m_tiles, self.config.warpgroups_m)
 
     def place(self, item: Array) -> tuple[Array, Array, Array]:
         """(block of rows, first tile of the weight's rows, part of its columns) of an item."""
-        part, item = lax.rem(item, self.tiles.split_k), lax.div(item, self.tiles.split_k)
-        return lax.div(item, self._m_steps), lax.rem(item, self._m_steps) * self.tiles.warpgroups_m, part
+        part, item = lax.rem(item, self.split_k), lax.div(item, self.split_k)
+        return lax.div(item, self._m_steps), lax.rem(item, self._m_steps) * self.config.warpgroups_m, part
 
     def first_tile(self, part: Array, step: Array) -> Array:
         """The first tile of the columns that a part's `step`th stage holds."""
-        return (part * self.k_steps + step) * self.tiles.stage_tiles
-
-    def stage(self, weight: BlockScaled, expert: Array, tile: Array, k: Array) -> BlockScaled:
-        """What of a weight in global memory one stage takes. Past the weight's end TMA writes zeros."""
-        m = pl.ds(tile, self.tiles.warpgroups_m)
-        values = pl.ds(k * VALUE_SHAPE[0], self.tiles.stage_tiles * VALUE_SHAPE[0])
-        return BlockScaled(
-            weight.values.at[expert, m, values], weight.scales.at[expert, m, pl.ds(k, self.tiles.stage_tiles)]
-        )
+        return (part * self.k_steps + step) * self.config.stage_tiles
 
 
-class Following(NamedTuple):
-    """The weight of the product that comes after, on the same blocks, and its tiles."""
+class Product(NamedTuple):
+    """One of the two products: rows @ weight[expert].T + bias[expert], and what becomes of it.
+
+    Args:
+        weight: in the layout `mosaic_sm90`, with one leading axis of experts.
+        bias: (E, N) or None.
+        rows: what the weight's rows are.
+        dtype: of the result.
+        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
+        split_k: parts of the columns that are summed apart; 1 where there is an activation.
+    """
 
     weight: BlockScaled
-    tiles: Tiles
+    bias: Array | None
+    rows: Rows
+    dtype: Any
+    activation: Callable[..., Array] | None = None
+    split_k: int = 1
+
+
+class _Phase(NamedTuple):
+    """A product as the threads of one multiprocessor see it: its refs in global memory, and this core's share."""
+
+    product: Product
+    schedule: _Schedule
+    x: Any
+    weight: BlockScaled
+    bias: Any
+    out: Any
+    x_rows: Any
+    follows: int | None  # how often others count a block of `x` up until it is there; None: it is there
+    first_item: Array  # of this core, which then takes every `num_cores`th
+    num_mine: Array
+    max_items: int
+    stages_before: Array  # that this core has gone through in the products before
+    items_before: Array
 
 
 class _Item(NamedTuple):
     """One piece of work as a computing warpgroup sees it: known before the item before it is done."""
 
+    block: Array
     tile: Array
     part: Array  # of the columns, where these are split
     first: Array
@@ -102,43 +131,36 @@ class _Item(NamedTuple):
     bias: tuple[Array, Array] | None
 
 
-def grouped_product(
+def expert_products(
     x: Array,
-    weight: BlockScaled,
-    bias: Array | None,
+    gate_up: Product,
+    down: Product,
     blocks: Blocks,
     *,
-    rows: Rows,
-    tiles: Tiles,
-    block_n: int,
+    config: Config,
     num_rows: int,
-    dtype: Any,
-    activation: Callable[..., Array] | None,
     num_cores: int,
-    following: Following | None = None,
 ) -> jax.Array:
-    """x @ weight[expert].T + bias[expert] and the activation, for each block of rows.
+    """Both products of each block of rows.
 
     Args:
-        x: bfloat16 (X, K), K the weight's columns and a multiple of 64; blocks may read past its end.
-        weight: in the layout `mosaic_sm90`, with one leading axis of experts.
-        bias: (E, N) or None.
+        x: bfloat16 (X, K), K the columns of `gate_up` and a multiple of 64; blocks may read past its end.
+        gate_up, down: see `Product`. What the first one gives has as many columns as the second one's weight.
         blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`,
             an int or here (B,), the same number throughout, are computed.
-        rows: what the weight's rows are.
         num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
-        dtype: of the result.
-        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
-        num_cores: multiprocessors to run on.
-        following: what each core begins to bring into L2 when it has nothing else to fetch, while others still compute
-            and the next kernel starts.
+        num_cores: multiprocessors to run on, all of them at once: the second product waits for all of the first.
 
     Returns:
-        (split_k * R, rows.num_outputs): the parts' sums one below the other.
+        (down.split_k * R, down.rows.num_outputs): the parts' sums one below the other.
     """
-    schedule = _Schedule.of(weight, tiles)
-    k_steps, num_compute, num_stages = schedule.k_steps, tiles.num_warpgroups, tiles.num_stages
-    max_items = blocks.experts.shape[0] * schedule.per_block
+    products = (gate_up, down)
+    num_compute, num_stages, block_n = config.num_warpgroups, config.num_stages, config.block_n
+    few = block_n <= FEW_ROWS
+    outputs = [
+        jax.ShapeDtypeStruct((product.split_k * num_rows, product.rows.num_outputs), product.dtype)
+        for product in products
+    ]
 
     def for_width(count: Array, function: Callable[[int], None]) -> None:
         """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
@@ -148,16 +170,30 @@ def grouped_product(
         pl.when(count > (below[-1] if below else -1))(partial(function, last))
 
     def body(*refs: Any) -> None:
-        x_g, *rest = refs
-        weight_g, rest = BlockScaled(*rest[:2]), rest[2:]
-        bias_g = None if bias is None else rest.pop(0)
-        following_g = None if following is None else BlockScaled(rest.pop(0), rest.pop(0))
+        rest = [*refs]
+        x_g = rest.pop(0)
+        weights_g = [BlockScaled(rest.pop(0), rest.pop(0)) for _ in products]
+        biases_g = [None if product.bias is None else rest.pop(0) for product in products]
         work = Blocks(rest.pop(0), *(field if isinstance(field, int) else rest.pop(0) for field in blocks[1:]))
-        out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
+        written, h_g, out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_blocks = work.num_blocks if isinstance(work.num_blocks, int) else work.num_blocks[0]
-        num_items = num_blocks * schedule.per_block
-        num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
+
+        def phases() -> Iterator[_Phase]:
+            """The first product's items go round the cores, and the second one's go on from where those ended."""
+            first_item, stages, items, follows = core, jnp.int32(0), jnp.int32(0), None
+            for product, weight, bias, x, out, x_rows in zip(
+                products, weights_g, biases_g, (x_g, h_g), (h_g, out_g), (work.x_rows, work.out_rows), strict=True
+            ):
+                schedule = _Schedule.of(config, product.weight, product.split_k)
+                num_items = num_blocks * schedule.per_block
+                num_mine = lax.div(num_items - first_item + (num_cores - 1), num_cores)
+                max_items = blocks.experts.shape[0] * schedule.per_block
+                share = (first_item, num_mine, max_items, stages, items)
+                yield _Phase(product, schedule, x, weight, bias, out, x_rows, follows, *share)
+                first_item += num_mine * num_cores - num_items
+                stages, items = stages + num_mine * schedule.k_steps, items + num_mine
+                follows = schedule.per_block * config.warpgroups_m
 
         def first_row(rows: Any, block: Array) -> Array:
             return block * rows if isinstance(rows, int) else rows[block]
@@ -165,56 +201,56 @@ def grouped_product(
         def count_of(block: Array) -> Array:
             return jnp.int32(work.counts) if isinstance(work.counts, int) else work.counts[block]
 
-        def place(turn: Array) -> tuple[Array, Array, Array]:
+        def place(phase: _Phase, turn: Array) -> tuple[Array, Array, Array]:
             """Where this core's items are; so that it can be asked early, past the end it is where something is."""
-            return schedule.place(jnp.minimum(core + turn * num_cores, max_items - 1))
+            return phase.schedule.place(jnp.minimum(phase.first_item + turn * num_cores, phase.max_items - 1))
 
-        @pl.when(warpgroup < num_compute)
-        def _() -> None:
-            plgpu.set_max_registers(tiles.registers, action="increase")
-            wm, wk = lax.rem(warpgroup, tiles.warpgroups_m), lax.div(warpgroup, tiles.warpgroups_m)
+        def slot_of(phase: _Phase, turn: Array, step: Array) -> Array:
+            return lax.rem(phase.stages_before + turn * phase.schedule.k_steps + step, num_stages)
+
+        def compute(phase: _Phase) -> None:
+            product, schedule = phase.product, phase.schedule
+            k_steps, rows, activation = schedule.k_steps, product.rows, product.activation
+            wm, wk = lax.rem(warpgroup, config.warpgroups_m), lax.div(warpgroup, config.warpgroups_m)
 
             def look_up(turn: Array) -> _Item:
-                block, tile, part = place(turn)
+                block, tile, part = place(phase, turn)
                 expert, tile = work.experts[block], tile + wm
                 inside = jnp.minimum(tile, schedule.m_tiles - 1)
-                exponent, raised = fragments.tile_scalars(weight_g.scales, expert, inside)
-                loaded = None if bias_g is None else fragments.load_bias(bias_g, rows, expert, tile)
+                exponent, raised = fragments.tile_scalars(phase.weight.scales, expert, inside)
+                loaded = None if phase.bias is None else fragments.load_bias(phase.bias, rows, expert, tile)
                 first, count = first_row(work.out_rows, block), count_of(block)
-                return _Item(tile, part, first, count, exponent, raised, loaded)
+                return _Item(block, tile, part, first, count, exponent, raised, loaded)
 
-            def compute(turn: Array, item: _Item) -> _Item:
+            def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
-                for_width(item.count, partial(product, turn, item))
+                for_width(item.count, partial(multiply, turn, item))
                 return following
 
-            def product(turn: Array, item: _Item, width: int) -> None:
-                if block_n <= FEW_ROWS:
+            def multiply(turn: Array, item: _Item, width: int) -> None:
+                if few:
                     acc = accumulate_few(turn, item, width)
                 else:
                     ref = plgpu.WGMMAAccumulatorRef((TILE, width))
                     acc = pl.run_scoped(partial(accumulate, turn, item, width), ref)
                 sums = fragments.split_rows(acc)
-                if tiles.warpgroups_k == 1:
+                if config.warpgroups_k == 1:
                     finish(item, width, sums)
                 else:
                     pl.when(wk > 0)(partial(hand_over, turn, width, sums))
                     pl.when(wk == 0)(lambda: finish(item, width, take_over(width, sums)))
 
-            def slot_of(turn: Array, step: Array) -> Array:
-                return lax.rem(turn * k_steps + step, num_stages)
-
             def tile_of(slot: Array, i: int) -> tuple[Any, Any, Any]:
                 """Values and scales of the warpgroup's `i`th tile in a stage, and the rows they multiply."""
-                k = wk * tiles.k_tiles + i
+                k = wk * config.k_tiles + i
                 values = values_s.at[slot, wm, pl.ds(k * VALUE_SHAPE[0], VALUE_SHAPE[0])]
                 return values, scales_s.at[slot, wm, k], x_s.at[slot, :, pl.ds(k * TILE, TILE)]
 
             def accumulate_few(turn: Array, item: _Item, width: int) -> Array:
                 def stage(step: Array, acc: Array) -> Array:
-                    slot = slot_of(turn, step)
+                    slot = slot_of(phase, turn, step)
                     plgpu.barrier_wait(full.at[slot])
-                    for i in range(tiles.k_tiles):
+                    for i in range(config.k_tiles):
                         values, scales, x = tile_of(slot, i)
                         acc = fragments.multiply_few(acc, values, scales, item.exponent, x.at[pl.ds(0, width)])
                     plgpu.barrier_arrive(empty.at[slot])
@@ -229,30 +265,30 @@ def grouped_product(
                     return fragments.dequantize(values, scales, item.exponent)
 
                 def multiply(step: Array, a: Array) -> Array:
-                    slot, next_slot = slot_of(turn, step), slot_of(turn, step + 1)
-                    for i in range(tiles.k_tiles):
-                        last = i + 1 == tiles.k_tiles
+                    slot, next_slot = slot_of(phase, turn, step), slot_of(phase, turn, step + 1)
+                    for i in range(config.k_tiles):
+                        last = i + 1 == config.k_tiles
                         if last:
                             pl.when(step + 1 < k_steps)(lambda: plgpu.barrier_wait(full.at[next_slot]))
                         plgpu.wgmma(acc, a, tile_of(slot, i)[2].at[pl.ds(0, width)].T)
                         # From here to the wait no branch: ptxas would forget that wgmma still reads `a`, and give its
                         # registers away. With one tile a step the branch of the loop is there, so the wait comes first.
                         # (After the last step something is dequantised that nobody uses.)
-                        if tiles.k_tiles == 1:
+                        if config.k_tiles == 1:
                             plgpu.wgmma_wait(0)
                         a = dequantize(next_slot, 0) if last else dequantize(slot, i + 1)
-                        if tiles.k_tiles > 1:
+                        if config.k_tiles > 1:
                             plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
                     return a
 
-                begin = slot_of(turn, jnp.int32(0))
+                begin = slot_of(phase, turn, jnp.int32(0))
                 plgpu.barrier_wait(full.at[begin])
                 lax.fori_loop(0, k_steps, multiply, dequantize(begin, 0))
                 return acc[...]
 
             def hand_over(turn: Array, width: int, sums: tuple[Array, Array]) -> None:
-                @pl.when(turn > 0)
+                @pl.when(phase.items_before + turn > 0)
                 def _() -> None:
                     plgpu.barrier_wait(sums_empty.at[wm])
 
@@ -264,7 +300,7 @@ def grouped_product(
                 plgpu.barrier_wait(sums_full.at[wm])
                 size = fragments.row_size(width)
                 totals = list(sums)
-                for other in range(tiles.warpgroups_k - 1):
+                for other in range(config.warpgroups_k - 1):
                     for row in range(2):
                         totals[row] += fragments.load_rows(sums_s.at[wm, other, row, pl.ds(0, size)], size)
                 plgpu.barrier_arrive(sums_empty.at[wm])
@@ -279,54 +315,73 @@ def grouped_product(
                     gated = rows.gate_up_order is not None
                     outs = [activation(*outs)] if gated else [activation(out) for out in outs]
                 first = item.part * num_rows + item.first
-                outs = [out.astype(dtype) for out in outs]
-                fragments.store(out_g, outs, rows, item.tile, first, item.count)
+                outs = [out.astype(product.dtype) for out in outs]
+                fragments.store(phase.out, outs, rows, item.tile, first, item.count)
+                if phase.follows is None:
+                    fragments.signal(written, item.block)
 
-            lax.fori_loop(0, num_mine, compute, look_up(jnp.int32(0)))
+            lax.fori_loop(0, phase.num_mine, compute_item, look_up(jnp.int32(0)))
 
-        def fetch() -> None:
-            @pl.loop(0, num_mine)
+        def each_stage(phase: _Phase, item: Callable[..., Callable[[Array, Array], None]]) -> None:
+            """For each of this core's items what `item(block, tile, part)` returns, for each step and its slot."""
+
+            @pl.loop(0, phase.num_mine)
             def _(turn: Array) -> None:
-                block, tile, part = place(turn)
-                expert, first, count = work.experts[block], first_row(work.x_rows, block), count_of(block)
+                fill = item(*place(phase, turn))
 
-                @pl.loop(0, k_steps)
+                @pl.loop(0, phase.schedule.k_steps)
                 def _(step: Array) -> None:
-                    total, k = turn * k_steps + step, schedule.first_tile(part, step)
-                    slot = lax.rem(total, num_stages)
+                    slot = slot_of(phase, turn, step)
 
-                    @pl.when(total >= num_stages)
+                    @pl.when(phase.stages_before + turn * phase.schedule.k_steps + step >= num_stages)
                     def _() -> None:
                         plgpu.barrier_wait(empty.at[slot])
 
-                    values, scales = schedule.stage(weight_g, expert, tile, k)
+                    fill(step, slot)
+
+        def fetch_weights(phase: _Phase) -> None:
+            """Past the weight's end TMA writes zeros."""
+
+            def item(block: Array, tile: Array, part: Array) -> Callable[[Array, Array], None]:
+                expert, m = work.experts[block], pl.ds(tile, config.warpgroups_m)
+
+                def fill(step: Array, slot: Array) -> None:
+                    k = phase.schedule.first_tile(part, step)
+                    values = pl.ds(k * VALUE_SHAPE[0], config.stage_tiles * VALUE_SHAPE[0])
+                    values = phase.weight.values.at[expert, m, values]
+                    scales = phase.weight.scales.at[expert, m, pl.ds(k, config.stage_tiles)]
                     plgpu.copy_gmem_to_smem(values, values_s.at[slot], full.at[slot])
                     plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
 
-                    def fetch_rows(width: int) -> None:
-                        columns = pl.ds(k * TILE, tiles.stage_tiles * TILE)
-                        here = x_g.at[pl.ds(lax.div(first, 8) * 8, width), columns]  # rows by 8, for TMA to see
+                return fill
+
+            each_stage(phase, item)
+
+        def fetch_rows(phase: _Phase) -> None:
+            def item(block: Array, tile: Array, part: Array) -> Callable[[Array, Array], None]:
+                del tile
+                first, count = first_row(phase.x_rows, block), count_of(block)
+                if phase.follows is not None:
+                    fragments.wait(written, block, phase.follows)
+
+                def fill(step: Array, slot: Array) -> None:
+                    columns = pl.ds(phase.schedule.first_tile(part, step) * TILE, config.stage_tiles * TILE)
+
+                    def copy(width: int) -> None:
+                        here = phase.x.at[pl.ds(lax.div(first, 8) * 8, width), columns]  # rows by 8, for TMA to see
                         plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
 
-                    for_width(count, fetch_rows)
+                    for_width(count, copy)
 
-        def prefetch(following: Following, weight_g: BlockScaled) -> None:
-            after = _Schedule.of(*following)
-            item_bytes = after.k_steps * following.tiles.stage_bytes(0)
+                return fill
 
-            @pl.loop(0, max(1, PREFETCH_BYTES // item_bytes))
-            def _(turn: Array) -> None:
-                item = core + turn * num_cores
-                block, tile, part = after.place(item)
+            each_stage(phase, item)
 
-                @pl.when(item < num_blocks * after.per_block)
-                def _() -> None:
-                    expert = work.experts[block]
-
-                    @pl.loop(0, after.k_steps)
-                    def _(step: Array) -> None:
-                        for ref in after.stage(weight_g, expert, tile, after.first_tile(part, step)):
-                            plgpu.async_prefetch(ref)
+        @pl.when(warpgroup < num_compute)
+        def _() -> None:
+            plgpu.set_max_registers(config.registers, action="increase")
+            for phase in phases():
+                compute(phase)
 
         @pl.when(warpgroup == num_compute)
         def _() -> None:
@@ -336,30 +391,35 @@ def grouped_product(
             def _(warp: Array) -> None:
                 @pl.when(warp == 0)
                 def _() -> None:
-                    fetch()
-                    if following is not None and following_g is not None:
-                        prefetch(following, following_g)
+                    for phase in phases():
+                        fetch_weights(phase)
+
+                @pl.when(warp == 1)
+                def _() -> None:
+                    for phase in phases():
+                        fetch_rows(phase)
 
     swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-    stage = (num_stages, tiles.warpgroups_m)
-    others = max(1, tiles.warpgroups_k - 1)
-    sums = (tiles.warpgroups_m, others, 2, fragments.row_size(block_n)) if tiles.warpgroups_k > 1 else (1, 1, 1, 128)
+    stage = (num_stages, config.warpgroups_m)
+    others = max(1, config.warpgroups_k - 1)
+    shared = config.warpgroups_k > 1
+    sums = (config.warpgroups_m, others, 2, fragments.row_size(block_n)) if shared else (1, 1, 1, 128)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((tiles.split_k * num_rows, rows.num_outputs), dtype),
+        out_type=outputs,
         grid=(num_cores,),
         grid_names=("core",),
         num_threads=num_compute + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((num_stages, block_n, tiles.stage_tiles * TILE), x.dtype, transforms=swizzled),
-            plgpu.SMEM((*stage, tiles.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
-            plgpu.SMEM((*stage, tiles.stage_tiles, SCALE_BYTES), jnp.uint8),
+            plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=swizzled),
+            plgpu.SMEM((*stage, config.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
+            plgpu.SMEM((*stage, config.stage_tiles, SCALE_BYTES), jnp.uint8),
             plgpu.SMEM(sums, jnp.float32),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=3),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
-            plgpu.Barrier(num_barriers=tiles.warpgroups_m, num_arrivals=others),
-            plgpu.Barrier(num_barriers=tiles.warpgroups_m),
+            plgpu.Barrier(num_barriers=config.warpgroups_m, num_arrivals=others),
+            plgpu.Barrier(num_barriers=config.warpgroups_m),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -367,5 +427,7 @@ def grouped_product(
             unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
         ),
     )
-    operands = [x, *weight] + ([] if bias is None else [bias]) + ([] if following is None else [*following.weight])
-    return kernel(*operands, *(field for field in blocks if not isinstance(field, int)))
+    operands = [x, *gate_up.weight, *down.weight]
+    operands += [product.bias for product in products if product.bias is not None]
+    written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
+    return kernel(*operands, *(field for field in blocks if not isinstance(field, int)), written)[1]
