@@ -1,14 +1,19 @@
 """Finds the configurations that tuning.py looks up, by measuring them: the core of `jmx tune`.
 
 Each candidate is compiled into the jitted stack of different layers that `jmx bench` times, with routing from logits
-inside. One that fails to compile or run, gives another result than the reference, or not the same bits twice, is told
-and passed over. The fastest few are timed once more, longer: the least of many short times is partly luck.
+inside. All those of a token count are compiled side by side, and only then measured, one at a time. One that fails to
+compile or run, gives another result than the reference, or not the same bits twice, is told and passed over. The
+fastest few are timed once more, longer: the least of many short times is partly luck.
 """
 
+import os
 import pathlib
 import secrets
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +35,7 @@ Array = Any
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)  # no gap wider than the reach of an entry, `tuning.REACH`
 _REPEATS, _FINAL_REPEATS = 3, 7
 _FINALISTS = 3
+_MOST_COMPILERS = 8  # each takes host memory, and the main thread traces for all of them
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,8 @@ def run(
         file: made where it does not exist.
         strict: whether a file that is no such table is an error, rather than replaced with a warning.
         again: whether to measure token counts that the file has already.
-        seconds: begin no further candidate of a token count after so many; None: measure them all.
+        seconds: begin to trace and compile no further candidate of a token count after so many. Those begun by then
+            are measured, at least the heuristic's own. None: all of them.
         layers: different layers in one call.
         console: takes the progress bar and the lines about candidates that failed; default: stderr.
 
@@ -153,15 +160,11 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> Outcome:
     trials: list[_Trial] = []
     failed = []
-    tried = 0
-    start = time.monotonic()
-    task = progress.add_task(f"{key.tokens} tokens", total=len(rig.configs))
-    for config in rig.configs:
-        if trials and seconds is not None and time.monotonic() - start > seconds:
-            break
-        tried += 1
+    task = progress.add_task(f"{key.tokens} tokens, compiling", total=2 * len(rig.configs))
+    begun, programs = _compile(rig, seconds, lambda: progress.advance(task))
+    for config in begun:
         try:
-            trials.append(rig.trial(config))
+            trials.append(rig.trial(config, programs.popleft().result()))
         except Exception as e:  # whatever a candidate dies of is its own affair; others still have their turn
             failed.append(f"{config!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
             progress.console.print(f"{key.tokens} tokens: passed over {failed[-1]}", markup=False, soft_wrap=True)
@@ -172,10 +175,47 @@ def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> O
         best = f", {trials[0].us:.1f} us" if trials else ""
         progress.update(task, advance=1, description=f"{key.tokens} tokens{best}")
     if not trials:
-        return Outcome(key, None, tried, tuple(failed))
+        return Outcome(key, None, len(begun), tuple(failed))
     times = {trial.config: rig.time(trial.call, _FINAL_REPEATS) for trial in trials}
     chosen = min(times, key=lambda config: times[config])
-    return Outcome(key, Entry(chosen, times[chosen], times.get(rig.heuristic)), tried, tuple(failed))
+    return Outcome(key, Entry(chosen, times[chosen], times.get(rig.heuristic)), len(begun), tuple(failed))
+
+
+def _compile(
+    rig: "_Rig", seconds: float | None, advance: Callable[[], None]
+) -> tuple[list[Any], deque[Future[jax.stages.Compiled]]]:
+    """The candidates that were begun in time, the heuristic's own first, and what became of each; all are done.
+
+    One is begun when a compiler is free to take it, so that an interrupted run has few to wait for.
+    """
+    start = time.monotonic()
+    begun, programs = [], deque()
+    num_compilers = min(len(rig.configs), _num_cpus(), _MOST_COMPILERS)
+    free = threading.Semaphore(num_compilers)
+
+    def done(_: Future[jax.stages.Compiled]) -> None:
+        free.release()
+        advance()
+
+    with ThreadPoolExecutor(num_compilers) as compilers:
+        for config in rig.configs:
+            free.acquire()
+            if begun and seconds is not None and time.monotonic() - start > seconds:
+                break
+            try:
+                program = compilers.submit(rig.lower(config).compile)
+            except Exception as e:  # told when its turn to be measured has come
+                program = Future()
+                program.set_exception(e)
+            program.add_done_callback(done)
+            begun.append(config)
+            programs.append(program)
+    return begun, programs
+
+
+def _num_cpus() -> int:
+    """Those that this process may use, where the platform tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Trial(NamedTuple):
@@ -206,10 +246,13 @@ class _Rig:
         self.configs = [*dict.fromkeys([self.heuristic, *engine.candidates(problem, environment)])]
         self._expected: Array | None = None
 
-    def trial(self, config: Any) -> _Trial:
-        """Compiles, checks and times. ValueError for a wrong result, besides whatever the candidate itself raises."""
+    def lower(self, config: Any) -> jax.stages.Lowered:
+        """Traces the call. An override holds for the thread that opens it, and so for this alone."""
         with tuning.override(self._engine.name, config):
-            compiled = jax.jit(partial(bench.run_layers, self._layer)).lower(*self._arguments).compile()
+            return jax.jit(partial(bench.run_layers, self._layer)).lower(*self._arguments)
+
+    def trial(self, config: Any, compiled: jax.stages.Compiled) -> _Trial:
+        """Checks and times. ValueError for a wrong result, besides whatever the candidate itself raises."""
         bench.check_memory(compiled)
         call = partial(compiled, *self._arguments)
         result = call()

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,9 +66,11 @@ class Fake:
     def apply(self, computation, x, routing, experts, environment):
         problem = Problem.of(x, routing.expert_ids.shape[-1], experts, computation.activation)
         config, _ = tuning.config(self, problem, Environment.probe())
-        if config.fault == "compile":
+        if config.fault == "trace":
             raise NotImplementedError("no such\nblock")
         y = xla.forward(computation, x, routing, experts)
+        if config.fault == "compile":
+            return jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct(y.shape, y.dtype))(y)
         if config.fault == "scale":
             return y * jnp.bfloat16(1.1)
         if config.fault == "nan":
@@ -98,9 +101,9 @@ def _take_fakes_at_their_word(monkeypatch):
         us, config = time(rig, call, repeats), configs.setdefault(call.func, rig.trying)
         return 1 + config.work + 1e-6 * us if isinstance(config, Config) else us
 
-    def trying(rig, config):
+    def trying(rig, config, compiled):
         rig.trying = config
-        return trial(rig, config)
+        return trial(rig, config, compiled)
 
     monkeypatch.setattr(tuner._Rig, "trial", trying)
     monkeypatch.setattr(tuner._Rig, "time", told)
@@ -155,7 +158,8 @@ def test_the_fastest_is_kept_and_used_from_then_on(registered, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("compile", "NotImplementedError: no such block"),
+        ("trace", "NotImplementedError: no such block"),
+        ("compile", "JaxRuntimeError: NOT_FOUND: No FFI handler registered for no_such_kernel"),
         ("run", "JaxRuntimeError: INTERNAL"),
         ("scale", "ValueError: wrong result: relative error 1.0e-01 is above 3e-02"),
         ("nan", "ValueError: wrong result: relative error nan"),
@@ -255,6 +259,26 @@ def test_only_the_finalists_and_the_heuristic_are_timed_again(registered, tmp_pa
     assert repeats == 7 * [tuner._REPEATS] + (tuner._FINALISTS + 1) * [tuner._FINAL_REPEATS]
 
 
+def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(registered, tmp_path, monkeypatch):
+    compile_, seconds, done = jax.stages.Lowered.compile, bench.seconds, []
+    two = threading.Barrier(2, timeout=60)  # for two compilations under way at once; one alone fails
+
+    def compile_beside_another(lowered):
+        assert threading.current_thread() is not threading.main_thread()
+        two.wait()
+        compiled = compile_(lowered)
+        done.append("compiled")
+        return compiled
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside_another)
+    monkeypatch.setattr(bench, "seconds", lambda call, count: (done.append("timed"), seconds(call, count))[1])
+    monkeypatch.setattr(tuner, "_num_cpus", lambda: 2)
+    (outcome,), told = run(registered(Fake((FAST, MIDDLING, Config(200)))), tmp_path / "t.json")
+    assert told == ""
+    assert (outcome.tried, outcome.failed) == (4, ())
+    assert done == 4 * ["compiled"] + 8 * ["timed"]
+
+
 def test_token_counts_that_the_engine_refuses_are_told_and_others_measured(registered, tmp_path):
     (none, two), _ = run(registered(Fake((FAST,))), tmp_path / "t.json", tokens=[13, 2])
     assert (none.entry, none.tried) == (None, 0)
@@ -263,28 +287,26 @@ def test_token_counts_that_the_engine_refuses_are_told_and_others_measured(regis
 
 
 def test_a_device_that_died_ends_the_run_and_keeps_what_was_found(registered, tmp_path, monkeypatch):
-    bad, file, dead = Config(0, "compile"), tmp_path / "t.json", []
+    bad, file, dead = Config(0, "run"), tmp_path / "t.json", []
     block = jax.block_until_ready
 
     class Deadly(Fake):
         def candidates(self, problem, environment):
             return (FAST,) if problem.num_tokens == 2 else (bad,)
 
-        def apply(self, computation, x, routing, experts, environment):
-            try:
-                return super().apply(computation, x, routing, experts, environment)
-            except NotImplementedError:
-                dead.append(True)
-                raise
+    def die(y):
+        dead.append(True)
+        raise RuntimeError("an illegal address")
 
     def answer(arrays):
         if dead:
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
         return block(arrays)
 
+    monkeypatch.setitem(globals(), "_fail", die)
     monkeypatch.setattr(jax, "block_until_ready", answer)
     engine = registered(Deadly())
-    with pytest.raises(RuntimeError, match=r"the device answers no more since Config\(.*compile.*ILLEGAL_ADDRESS"):
+    with pytest.raises(RuntimeError, match=r"the device answers no more since Config\(.*run.*ILLEGAL_ADDRESS"):
         run(engine, file, tokens=[2, 3, 4])
     kept = tuning.load(file, engine, jax.devices()[0].device_kind)
     assert kept.keys() == {Key(NAME, 2)}
@@ -301,11 +323,11 @@ def test_a_file_that_is_no_table_is_an_error_or_replaced(registered, tmp_path):
     assert tuning.load(file, engine, jax.devices()[0].device_kind)
 
 
-def test_a_terminal_shows_a_bar_that_counts_candidates(registered, tmp_path):
+def test_a_terminal_shows_a_bar_that_counts_what_is_compiled_and_what_is_measured(registered, tmp_path):
     engine, screen = registered(Fake((FAST,))), Console(width=200, force_terminal=True)
     with screen.capture() as capture:
         tuner.run(engine, SHAPE, [2], tmp_path / "t.json", layers=1, console=screen)
-    assert re.search(r"2 tokens, \d+\.\d us .*2/2", capture.get())
+    assert re.search(r"2 tokens, \d+\.\d us .*4/4", capture.get())
 
 
 def test_the_engine_is_the_first_that_can_be_tuned_and_runs(registered):
@@ -323,7 +345,7 @@ def test_the_engine_is_the_first_that_can_be_tuned_and_runs(registered):
 
 
 def test_the_command_prints_what_it_chose_and_exits_with_1_where_a_count_has_nothing(registered, tmp_path, capsys):
-    registered(Fake((FAST, Config(0, "compile"))))
+    registered(Fake((FAST, Config(0, "trace"))))
     file = tmp_path / "out.json"
     argv = ["tune", "--shape", "tiny", "--output", str(file), "--tokens"]
     assert cli.main([*argv, "2"]) == 0
