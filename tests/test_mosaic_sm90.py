@@ -86,19 +86,19 @@ def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores):
     """As `mosaic_sm90_kernel.expert_products` says; rows that no block names are NaN."""
     assert num_cores == HOPPER.core_count
     assert all(np.asarray(rows).max(initial=0) % 8 == 0 for rows in (blocks.x_rows, blocks.out_rows))
-    h = product(np.asarray(x, np.float32), gate_up, blocks, blocks.x_rows, config.block_n, num_rows)
+    h = product(np.asarray(x, np.float32), gate_up, blocks, blocks.x_rows, config.block_n, num_rows, 1)
     (h,) = h.astype(gate_up.dtype).astype(np.float32)
-    out = product(h, down, blocks, blocks.out_rows, config.block_n, num_rows)
+    out = product(h, down, blocks, blocks.out_rows, config.block_n, num_rows, config.split_k)
     return jnp.asarray(out.reshape(-1, down.rows.num_outputs), down.dtype)
 
 
-def product(x, one, blocks, x_rows, block_n, num_rows):
+def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
     """One of the two: (split_k, R, its outputs), float32."""
     rows, order, weight = one.rows, one.rows.gate_up_order, one.weight
     columns = 64 * (weight.scales.shape[2] - 1)
     spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, jmx.MXFP4)
     floats = np.asarray(jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32))
-    out = np.full((one.split_k, num_rows, rows.num_outputs), np.nan, np.float32)
+    out = np.full((split_k, num_rows, rows.num_outputs), np.nan, np.float32)
     assert x.shape[1] == columns
     experts = np.asarray(blocks.experts)
     assert ((experts >= 0) & (experts < floats.shape[0])).all()
@@ -114,7 +114,7 @@ def product(x, one, blocks, x_rows, block_n, num_rows):
         written[here] = True
         given = x[x_rows[b] : x_rows[b] + counts[b]]
         assert len(given) == counts[b]
-        for part, chosen in enumerate(np.array_split(np.arange(columns), one.split_k)):
+        for part, chosen in enumerate(np.array_split(np.arange(columns), split_k)):
             h = given[:, chosen] @ floats[experts[b]][:, chosen].T
             if one.bias is not None and part == 0:
                 h += np.asarray(one.bias[experts[b]], np.float32)
@@ -300,3 +300,24 @@ def test_another_routing_does_not_retrace(rng):
         routing = draw_routing(rng, dataclasses.replace(case, ids=ids))
         assert_agrees("mosaic", case, run(x, routing, experts), reference(case, weights, x, routing))
     assert len(traces) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_layers_that_do_not_wait_for_each_other(tokens, rng):
+    """Each wants every multiprocessor at once; XLA may launch them side by side."""
+    case = suited("mosaic", Case(tokens=tokens, dtype="bfloat16"))
+    weights = [draw_weights(rng, case) for _ in range(4)]
+    xs, routings = [draw_x(rng, case) for _ in weights], [draw_routing(rng, case) for _ in weights]
+    experts = [one.experts(case) for one in weights]
+
+    @jax.jit
+    def run(xs, routings, experts):
+        return [
+            jmx.moe(*arguments, activation=case.activation, backend="mosaic")
+            for arguments in zip(xs, routings, experts, strict=True)
+        ]
+
+    ys = [run(xs, routings, experts) for _ in range(20)][-1]
+    for y, one, x, routing in zip(ys, weights, xs, routings, strict=True):
+        assert_agrees("mosaic", case, y, reference(case, one, x, routing))

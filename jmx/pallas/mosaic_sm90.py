@@ -125,7 +125,6 @@ class MosaicSm90:
                 _flat_bias(experts.down_bias, experts),
                 Rows(experts.hidden_size, None),
                 jnp.float32,
-                split_k=config.split_k,
             ),
             _blocks(work.blocks, experts),
             config=config,

@@ -216,17 +216,17 @@ def signal(counters: Any, index: jax.Array) -> None:
     body(counters, index)
 
 
-def wait(counters: Any, index: jax.Array, value: int) -> None:
+def wait(counters: Any, index: jax.Array, value: jax.Array) -> None:
     """A warp waits until counters[index] is `value` or more; then its copies by TMA see what was signalled."""
 
-    @_operation(arg_types=(plgpu.RefType(), _SCALAR))
-    def body(_: Any, counters: ir.Value, index: _Fragment) -> None:
-        address = _address(counters, index.registers.item(), _i32())
-        semaphore = _utils.SemaphoreRef(address)
-        semaphore.wait(value, decrement=False, scope=_utils.ThreadSubset.WARP, memory_scope="gpu")
+    @_operation(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+    def body(_: Any, counters: ir.Value, index: _Fragment, value: _Fragment) -> None:
+        semaphore = _utils.SemaphoreRef(_address(counters, index.registers.item(), _i32()))
+        scope: Any = {"scope": _utils.ThreadSubset.WARP, "memory_scope": "gpu"}
+        semaphore.wait(value.registers.item(), decrement=False, **scope)
         _utils.inline_ptx(_ORDER_COPIES, has_side_effects=True)
 
-    body(counters, index)
+    body(counters, index, value)
 
 
 def split_rows(acc: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,6 @@ See docs/mosaic_sm90.md for a drawing and for what bounds it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,49 +34,12 @@ from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_fragments as fragments
 from jmx.pallas.mosaic_sm90_config import Config, widths
 from jmx.pallas.mosaic_sm90_fragments import Rows
-from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_SHAPE
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, SCALE_BYTES, TILE, VALUE_SHAPE
+from jmx.pallas.mosaic_sm90_schedule import Place, Schedule, schedules
 
 Array = Any
 _FETCH_REGISTERS = 40
 FEW_ROWS = 32  # a block; up to here mma.sync, beyond wgmma. Never both in one kernel: they need not round alike
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """How the work of one product is cut into items: blocks of rows by steps along the weight's rows by parts of its
-    columns, the last running fastest."""
-
-    config: Config
-    m_tiles: int
-    k_tiles: int
-    split_k: int
-
-    @classmethod
-    def of(cls, config: Config, weight: BlockScaled, split_k: int) -> "_Schedule":
-        return cls(config, weight.values.shape[1], weight.scales.shape[2] - 1, split_k)
-
-    @property
-    def k_steps(self) -> int:
-        """Stages of an item."""
-        return pl.cdiv(self.k_tiles, self.config.stage_tiles * self.split_k)
-
-    @property
-    def per_block(self) -> int:
-        """Items of a block of rows."""
-        return self._m_steps * self.split_k
-
-    @property
-    def _m_steps(self) -> int:
-        return pl.cdiv(self.m_tiles, self.config.warpgroups_m)
-
-    def place(self, item: Array) -> tuple[Array, Array, Array]:
-        """(block of rows, first tile of the weight's rows, part of its columns) of an item."""
-        part, item = lax.rem(item, self.split_k), lax.div(item, self.split_k)
-        return lax.div(item, self._m_steps), lax.rem(item, self._m_steps) * self.config.warpgroups_m, part
-
-    def first_tile(self, part: Array, step: Array) -> Array:
-        """The first tile of the columns that a part's `step`th stage holds."""
-        return (part * self.k_steps + step) * self.config.stage_tiles
 
 
 class Product(NamedTuple):
@@ -89,7 +51,6 @@ class Product(NamedTuple):
         rows: what the weight's rows are.
         dtype: of the result.
         activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
-        split_k: parts of the columns that are summed apart; 1 where there is an activation.
     """
 
     weight: BlockScaled
@@ -97,23 +58,21 @@ class Product(NamedTuple):
     rows: Rows
     dtype: Any
     activation: Callable[..., Array] | None = None
-    split_k: int = 1
 
 
 class _Phase(NamedTuple):
     """A product as the threads of one multiprocessor see it: its refs in global memory, and this core's share."""
 
     product: Product
-    schedule: _Schedule
+    schedule: Schedule
     x: Any
     weight: BlockScaled
     bias: Any
     out: Any
     x_rows: Any
-    follows: int | None  # how often others count a block of `x` up until it is there; None: it is there
+    before: Schedule | None  # of the product that gives `x`
     first_item: Array  # of this core, which then takes every `num_cores`th
     num_mine: Array
-    max_items: int
     stages_before: Array  # that this core has gone through in the products before
     items_before: Array
 
@@ -121,9 +80,7 @@ class _Phase(NamedTuple):
 class _Item(NamedTuple):
     """One piece of work as a computing warpgroup sees it: known before the item before it is done."""
 
-    block: Array
-    tile: Array
-    part: Array  # of the columns, where these are split
+    place: Place  # whose tile is this warpgroup's own
     first: Array
     count: Array
     exponent: Array
@@ -152,14 +109,17 @@ def expert_products(
         num_cores: multiprocessors to run on, all of them at once: the second product waits for all of the first.
 
     Returns:
-        (down.split_k * R, down.rows.num_outputs): the parts' sums one below the other.
+        (config.split_k * R, down.rows.num_outputs): the parts' sums one below the other.
     """
     products = (gate_up, down)
+    tiles = [(product.weight.values.shape[1], product.weight.scales.shape[2] - 1) for product in products]
+    tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
+    both = schedules(config, tiles[0], tiles[1], tile_columns, blocks.experts.size)
     num_compute, num_stages, block_n = config.num_warpgroups, config.num_stages, config.block_n
     few = block_n <= FEW_ROWS
     outputs = [
-        jax.ShapeDtypeStruct((product.split_k * num_rows, product.rows.num_outputs), product.dtype)
-        for product in products
+        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.rows.num_outputs), product.dtype)
+        for product, schedule in zip(products, both, strict=True)
     ]
 
     def for_width(count: Array, function: Callable[[int], None]) -> None:
@@ -181,19 +141,17 @@ def expert_products(
 
         def phases() -> Iterator[_Phase]:
             """The first product's items go round the cores, and the second one's go on from where those ended."""
-            first_item, stages, items, follows = core, jnp.int32(0), jnp.int32(0), None
-            for product, weight, bias, x, out, x_rows in zip(
-                products, weights_g, biases_g, (x_g, h_g), (h_g, out_g), (work.x_rows, work.out_rows), strict=True
+            first_item, stages, items, before = core, jnp.int32(0), jnp.int32(0), None
+            for product, schedule, weight, bias, x, out, x_rows in zip(
+                products, both, weights_g, biases_g, (x_g, h_g), (h_g, out_g), (work.x_rows, work.out_rows), strict=True
             ):
-                schedule = _Schedule.of(config, product.weight, product.split_k)
-                num_items = num_blocks * schedule.per_block
+                num_items = schedule.num_items(num_blocks)
                 num_mine = lax.div(num_items - first_item + (num_cores - 1), num_cores)
-                max_items = blocks.experts.shape[0] * schedule.per_block
-                share = (first_item, num_mine, max_items, stages, items)
-                yield _Phase(product, schedule, x, weight, bias, out, x_rows, follows, *share)
+                share = (first_item, num_mine, stages, items)
+                yield _Phase(product, schedule, x, weight, bias, out, x_rows, before, *share)
                 first_item += num_mine * num_cores - num_items
                 stages, items = stages + num_mine * schedule.k_steps, items + num_mine
-                follows = schedule.per_block * config.warpgroups_m
+                before = schedule
 
         def first_row(rows: Any, block: Array) -> Array:
             return block * rows if isinstance(rows, int) else rows[block]
@@ -201,9 +159,9 @@ def expert_products(
         def count_of(block: Array) -> Array:
             return jnp.int32(work.counts) if isinstance(work.counts, int) else work.counts[block]
 
-        def place(phase: _Phase, turn: Array) -> tuple[Array, Array, Array]:
-            """Where this core's items are; so that it can be asked early, past the end it is where something is."""
-            return phase.schedule.place(jnp.minimum(phase.first_item + turn * num_cores, phase.max_items - 1))
+        def place(phase: _Phase, turn: Array) -> Place:
+            """Where this core's items are."""
+            return phase.schedule.place(phase.first_item + turn * num_cores, num_blocks)
 
         def slot_of(phase: _Phase, turn: Array, step: Array) -> Array:
             return lax.rem(phase.stages_before + turn * phase.schedule.k_steps + step, num_stages)
@@ -214,13 +172,14 @@ def expert_products(
             wm, wk = lax.rem(warpgroup, config.warpgroups_m), lax.div(warpgroup, config.warpgroups_m)
 
             def look_up(turn: Array) -> _Item:
-                block, tile, part = place(phase, turn)
-                expert, tile = work.experts[block], tile + wm
-                inside = jnp.minimum(tile, schedule.m_tiles - 1)
+                at = place(phase, turn)
+                at = at._replace(tile=at.tile + wm)
+                expert = work.experts[at.block]
+                inside = jnp.minimum(at.tile, schedule.m_tiles - 1)
                 exponent, raised = fragments.tile_scalars(phase.weight.scales, expert, inside)
-                loaded = None if phase.bias is None else fragments.load_bias(phase.bias, rows, expert, tile)
-                first, count = first_row(work.out_rows, block), count_of(block)
-                return _Item(block, tile, part, first, count, exponent, raised, loaded)
+                loaded = None if phase.bias is None else fragments.load_bias(phase.bias, rows, expert, at.tile)
+                first, count = first_row(work.out_rows, at.block), count_of(at.block)
+                return _Item(at, first, count, exponent, raised, loaded)
 
             def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
@@ -309,25 +268,25 @@ def expert_products(
             def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
                 outs = [total * item.raised for total in sums]
                 if item.bias is not None:
-                    once = jnp.where(item.part == 0, jnp.float32(1), jnp.float32(0))
+                    once = jnp.where(item.place.part == 0, jnp.float32(1), jnp.float32(0))
                     outs = [out + fragments.repeat(row, width) * once for out, row in zip(outs, item.bias, strict=True)]
                 if activation is not None:
                     gated = rows.gate_up_order is not None
                     outs = [activation(*outs)] if gated else [activation(out) for out in outs]
-                first = item.part * num_rows + item.first
+                first = item.place.part * num_rows + item.first
                 outs = [out.astype(product.dtype) for out in outs]
-                fragments.store(phase.out, outs, rows, item.tile, first, item.count)
-                if phase.follows is None:
-                    fragments.signal(written, item.block)
+                fragments.store(phase.out, outs, rows, item.place.tile, first, item.count)
+                if phase.before is None:
+                    fragments.signal(written, schedule.counter(item.place))
 
             lax.fori_loop(0, phase.num_mine, compute_item, look_up(jnp.int32(0)))
 
-        def each_stage(phase: _Phase, item: Callable[..., Callable[[Array, Array], None]]) -> None:
-            """For each of this core's items what `item(block, tile, part)` returns, for each step and its slot."""
+        def each_stage(phase: _Phase, item: Callable[[Place], Callable[[Array, Array], None]]) -> None:
+            """For each of this core's items what `item` returns of its place, for each step and its slot."""
 
             @pl.loop(0, phase.num_mine)
             def _(turn: Array) -> None:
-                fill = item(*place(phase, turn))
+                fill = item(place(phase, turn))
 
                 @pl.loop(0, phase.schedule.k_steps)
                 def _(step: Array) -> None:
@@ -342,11 +301,11 @@ def expert_products(
         def fetch_weights(phase: _Phase) -> None:
             """Past the weight's end TMA writes zeros."""
 
-            def item(block: Array, tile: Array, part: Array) -> Callable[[Array, Array], None]:
-                expert, m = work.experts[block], pl.ds(tile, config.warpgroups_m)
+            def item(at: Place) -> Callable[[Array, Array], None]:
+                expert, m = work.experts[at.block], pl.ds(at.tile, config.warpgroups_m)
 
                 def fill(step: Array, slot: Array) -> None:
-                    k = phase.schedule.first_tile(part, step)
+                    k = phase.schedule.first_tile(at.part, step)
                     values = pl.ds(k * VALUE_SHAPE[0], config.stage_tiles * VALUE_SHAPE[0])
                     values = phase.weight.values.at[expert, m, values]
                     scales = phase.weight.scales.at[expert, m, pl.ds(k, config.stage_tiles)]
@@ -358,14 +317,13 @@ def expert_products(
             each_stage(phase, item)
 
         def fetch_rows(phase: _Phase) -> None:
-            def item(block: Array, tile: Array, part: Array) -> Callable[[Array, Array], None]:
-                del tile
-                first, count = first_row(phase.x_rows, block), count_of(block)
-                if phase.follows is not None:
-                    fragments.wait(written, block, phase.follows)
+            def item(at: Place) -> Callable[[Array, Array], None]:
+                first, count = first_row(phase.x_rows, at.block), count_of(at.block)
+                if phase.before is not None:
+                    fragments.wait(written, *phase.before.needed(at, num_blocks))
 
                 def fill(step: Array, slot: Array) -> None:
-                    columns = pl.ds(phase.schedule.first_tile(part, step) * TILE, config.stage_tiles * TILE)
+                    columns = pl.ds(phase.schedule.first_tile(at.part, step) * TILE, config.stage_tiles * TILE)
 
                     def copy(width: int) -> None:
                         here = phase.x.at[pl.ds(lax.div(first, 8) * 8, width), columns]  # rows by 8, for TMA to see

@@ -1,0 +1,93 @@
+"""The schedule of the Hopper kernel by brute force: every piece of work once, and nothing read that is not written."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jmx.pallas.mosaic_sm90_config import Config
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90_schedule import schedules
+
+CONFIGS = [
+    Config(8, 1, 3, 5, 2, split_k=3),
+    Config(8, 1, 2, 1, 2, split_k=2),
+    Config(8, 2, 1, 1, 2, split_k=3),  # ungated, a step gives columns of two parts at times
+    Config(8, 2, 2, 1, 2, split_k=2),
+    Config(8, 3, 1, 2, 2, split_k=7),  # more parts than columns
+    Config(40, 5, 1, 3, 2),
+]
+SIZES = [(1, 1), (2, 3), (5, 2), (7, 9), (45, 45)]  # tiles of 64 along the intermediate and the hidden size
+CORES = [1, 3, 132]
+
+
+def work_of(schedule, num_blocks):
+    """Every (block, step along the rows, part)."""
+    return itertools.product(range(num_blocks), range(schedule.m_steps), range(schedule.num_parts))
+
+
+def make(config, intermediate, hidden, gated, max_blocks):
+    gate_up = (-(-intermediate * TILE // (GATED_ROWS if gated else TILE)), hidden)
+    return schedules(config, gate_up, (hidden, intermediate), GATED_ROWS if gated else TILE, max_blocks)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_piece_of_work_is_one_item(config, sizes, gated):
+    for num_blocks in (1, 2, 4):
+        for schedule in make(config, *sizes, gated, max_blocks=4):
+            items = np.arange(schedule.num_items(num_blocks), dtype=np.int32)
+            at = [np.broadcast_to(np.asarray(field), items.shape) for field in schedule.place(items, num_blocks)]
+            block, tile, part, section = at
+            found = Counter(zip(block.tolist(), (tile // config.warpgroups_m).tolist(), part.tolist(), strict=True))
+            assert found == Counter(work_of(schedule, num_blocks))
+            assert (tile % config.warpgroups_m == 0).all()
+            assert (np.diff(section) >= 0).all()
+            assert section.max() < schedule.num_sections
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("max_blocks", [1, 4])
+def test_an_item_waits_for_all_the_columns_it_reads_and_for_no_more_than_there_are(config, sizes, gated, max_blocks):
+    intermediate, _ = sizes
+    columns_of_tile = GATED_ROWS if gated else TILE
+    first, second = make(config, *sizes, gated, max_blocks)
+    num_blocks = max_blocks
+    counted, writers = Counter(), {}
+    for item in range(first.num_items(num_blocks)):
+        at = first.place(np.int32(item), num_blocks)
+        counter = int(first.counter(at))
+        assert 0 <= counter < max_blocks
+        counted[counter] += config.warpgroups_m
+        for tile in range(int(at.tile), int(at.tile) + config.warpgroups_m):
+            for column in range(tile * columns_of_tile, (tile + 1) * columns_of_tile, 32):
+                writers[int(at.block), column] = counter
+    for item in range(second.num_items(num_blocks)):
+        at = second.place(np.int32(item), num_blocks)
+        counter, value = (int(number) for number in first.needed(at, num_blocks))
+        assert value == counted[counter]
+        tiles = int(second.first_tile(at.part, 0)), int(second.first_tile(at.part, second.k_steps))
+        for column in range(tiles[0] * TILE, min(tiles[1], intermediate) * TILE, 32):
+            assert writers[int(at.block), column] == counter
+
+
+@pytest.mark.parametrize("num_cores", CORES)
+def test_past_the_end_there_is_some_item(num_cores):
+    for schedule in make(CONFIGS[0], 45, 45, True, 4):
+        for num_blocks in (0, 1, 4):
+            end = schedule.num_items(num_blocks)
+            for item in (end, end + num_cores, end + 1000):
+                at = schedule.place(np.int32(item), num_blocks)
+                assert 0 <= at.block < max(num_blocks, 1)
+                assert 0 <= at.tile < schedule.m_tiles
+                assert 0 <= at.part < schedule.num_parts
+
+
+def test_sections_are_parts_where_steps_along_the_rows_meet_their_ends():
+    for config, sections in zip(CONFIGS, (3, 2, 3, 2, 1, 1), strict=True):
+        first, second = make(config, 45, 45, True, 4)
+        assert (first.num_sections, second.num_sections) == (sections, config.split_k)
