@@ -81,8 +81,10 @@ def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
     settings, machine = report.settings, dict(report.machine)
     shape = bench.routed_shape(settings["model"], settings["routing"])
     rows = list(report.rows)
+    # As many as ours: fewer than asked for where memory held fewer.
+    layers = [max(row.layers or 1 for row in rows if row.tokens == tokens) for tokens in settings["tokens"]]
     for system in which:
-        versions, measured, failure = measure(system, packages, peer_shape(shape), settings)
+        versions, measured, failure = measure(system, packages, peer_shape(shape), {**settings, "layers": layers})
         machine["versions"] = machine["versions"] | versions
         for tokens in settings["tokens"]:
             found = measured.get(tokens, {"error": failure})
@@ -108,15 +110,20 @@ def peer_shape(shape: Any) -> dict[str, Any]:
 def measure(
     system: str, packages: pathlib.Path, shape: dict[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[int, dict[str, Any]], str]:
-    """Versions, a dict of a row's fields by number of tokens, and why one that is not there is missing."""
+    """Versions, a dict of a row's fields by number of tokens, and why one that is not there is missing.
+
+    Args:
+        settings: a report's, of which `layers` is a list: those in one call, at each of `tokens`.
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory, "rows.jsonl")
         options = {
             "packages": packages,
             "shape": json.dumps(shape),
-            "tokens": ",".join(str(count) for count in settings["tokens"]),
             "output": file,
-        } | {name: settings[name] for name in ("routing", "layers", "repeats")}
+        }
+        options |= {name: ",".join(str(count) for count in settings[name]) for name in ("tokens", "layers")}
+        options |= {name: settings[name] for name in ("routing", "repeats")}
         flags = [f"--{name}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", "benchmarks.peers.run", system, *flags]
         try:

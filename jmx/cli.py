@@ -355,7 +355,9 @@ def _add_bench(command: _Parser) -> None:
     )
     command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
     command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
-    command.add_argument("--layers", type=int, default=4, metavar="N", help="different layers in one call (default 4)")
+    command.add_argument(
+        "--layers", type=int, metavar="N", help="different layers in one call (default 16 up to 16 tokens, 4 beyond)"
+    )
     command.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each median (default 5)")
     command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
     command.add_argument("--from", dest="saved", metavar="FILE", help="measure nothing: show a saved JSON file")

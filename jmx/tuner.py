@@ -89,7 +89,7 @@ def run(
     strict: bool = False,
     again: bool = False,
     seconds: float | None = None,
-    layers: int = 4,
+    layers: int | None = None,
     console: Console | None = None,
 ) -> list[Outcome]:
     """Measures `engine`'s candidates at every token count, and adds each count's best to the table in `file` at once.
@@ -104,7 +104,7 @@ def run(
         again: whether to measure token counts that the file has already.
         seconds: begin to trace and compile no further candidate of a token count after so many. Those begun by then
             are measured, at least the heuristic's own. None: all of them.
-        layers: different layers in one call.
+        layers: as in `jmx.bench.run`.
         console: takes the progress bar and the lines about candidates that failed; default: stderr.
 
     Raises:
@@ -114,7 +114,8 @@ def run(
     environment = Environment.probe()
     known = (tuning.load if strict else tuning.read)(file, engine, environment.device_kind)
     file.parent.mkdir(parents=True, exist_ok=True)
-    keys = jax.random.split(jax.random.key(secrets.randbits(32)), layers + 1)
+    weights_key, data_key = jax.random.split(jax.random.key(secrets.randbits(32)))
+    layer_keys = jax.random.split(weights_key, bench.layers_of_call(1, layers))  # no call has more
     built: dict[str, list[Any]] = {}
     outcomes = []
     console = console or Console(stderr=True, highlight=False)
@@ -126,7 +127,10 @@ def run(
                 outcomes.append(Outcome(key, known[key]))
                 continue
             try:
-                rig = _Rig(engine, shape, count, keys, built)
+                rig = _rig_that_fits(
+                    partial(_Rig, engine, shape, count, data_key, built),
+                    layer_keys[: bench.layers_of_call(count, layers)],
+                )
             except NoBackendError as e:
                 told = f"{engine.name!r} does not run: {dict(e.trail)[engine.name]}"
                 progress.console.print(f"{count} tokens: {told}", markup=False, soft_wrap=True)
@@ -227,19 +231,24 @@ class _Trial(NamedTuple):
 class _Rig:
     """The call at one token count, on which configurations are tried."""
 
-    def __init__(self, engine: Tunable[Any], shape: Shape, num_tokens: int, keys: Array, built: dict[str, list[Any]]):
-        """`keys`: of the layers, and of the tokens. `built`: the layers' weights, from one token count to the next."""
-        *layer_keys, data_key = keys
+    def __init__(
+        self,
+        engine: Tunable[Any],
+        shape: Shape,
+        num_tokens: int,
+        data_key: Array,
+        built: dict[str, list[Any]],
+        layer_keys: Array,
+    ):
+        """`built`: the layers' weights, from one token count to the next."""
         environment = Environment.probe()
         contender = bench.Contender.of(engine.name, shape, num_tokens, environment)
-        first = shape.experts(layer_keys[0])
+        weights = contender.build(shape, layer_keys, built)
         data_key = jax.random.fold_in(data_key, num_tokens)
+        first = shape.experts(layer_keys[0])
         self._case = bench.Case.draw(shape, num_tokens, "uniform", len(layer_keys), data_key, first)
         del first
-        if contender.weights not in built:
-            built.clear()  # one copy of the weights at a time
-            built[contender.weights] = [contender.prepare(shape.experts(key)) for key in layer_keys]
-        self._arguments = self._case.x, self._case.logits, built[contender.weights]
+        self._arguments = self._case.x, self._case.logits, weights
         self._engine, self._layer = engine, contender.layer
         problem = shape.problem(num_tokens, contender.weights)
         self.heuristic = engine.heuristic(problem, environment)
@@ -283,6 +292,17 @@ class _Rig:
             jax.block_until_ready(self._case.x + 1)
         except Exception as e:
             raise RuntimeError(f"the device answers no more since {config!r}: {e}") from e
+
+
+def _rig_that_fits(rig: Callable[[Array], _Rig], layer_keys: Array) -> _Rig:
+    """`rig(layer_keys)`, or of half the layers, and half of those, where the device's memory holds fewer."""
+    while True:
+        try:
+            return rig(layer_keys)
+        except Exception as e:
+            if len(layer_keys) == 1 or not bench.out_of_memory(e):
+                raise
+            layer_keys = layer_keys[: len(layer_keys) // 2]
 
 
 @jax.jit

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 from jmx import bench, formats, roofline
 from jmx.activations import SwiGLU
@@ -71,6 +72,37 @@ def test_the_reference_is_measured_in_a_layout_that_it_need_not_undo():
     h200 = Environment.named("h200")
     assert bench.Contender.of("xla", TINY, 1, h200).weights == "packed"
     assert bench.Contender.of("mosaic", TINY, 1, h200).weights == "mosaic_sm90"
+
+
+def test_few_tokens_run_through_more_layers_whose_weights_are_built_once(tiny, monkeypatch):
+    assert [bench.layers_of_call(count, None) for count in (1, 16, 17, 8192)] == [16, 16, 4, 4]
+    assert [bench.layers_of_call(count, 3) for count in (1, 8192)] == [3, 3]
+    monkeypatch.setattr(bench, "_LAYERS_OF_FEW_TOKENS", 4)
+    monkeypatch.setattr(bench, "_LAYERS", 2)
+    built = []
+    expanded = bench._expanded
+
+    def expand(experts):
+        if not isinstance(experts.down.values, Tracer):
+            built.append(experts)
+        return expanded(experts)
+
+    monkeypatch.setattr(bench, "_expanded", expand)
+    report = bench.run("tiny", [1, 16, 17], backends=[RAGGED_DOT], repeats=1)
+    assert [(row.layers, row.error) for row in report.rows] == [(4, None), (4, None), (2, None)]
+    assert len(built) == 4
+    assert report.settings["layers"] is None
+
+
+def test_weights_are_kept_for_as_many_layers_as_the_last_call_had():
+    contender, built = bench.Contender("packed", lambda experts: experts, print), {}
+    keys = jax.random.split(jax.random.key(0), 3)
+    one, two, _ = contender.build(TINY, keys, built)
+    weights = contender.build(TINY, keys[:2], built)
+    assert weights is built["packed"]
+    assert [id(layer) for layer in weights] == [id(one), id(two)]
+    (other,) = contender._replace(weights="other").build(TINY, keys[:1], built)
+    assert built == {"other": [other]}
 
 
 def test_a_seed_draws_the_same_data_again_and_no_seed_new_data(tiny, monkeypatch):

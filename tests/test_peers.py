@@ -25,8 +25,12 @@ SETTINGS = {"model": "gpt-oss-120b", "tokens": [1, 64], "routing": "uniform", "l
 def saved(tmp_path):
     """A report of ours, as `jmx bench --json` leaves it."""
     file = tmp_path / "report.json"
-    ours = roofline.Row("mosaic", 1, "tiles", 3, 20.0, 0.01, 1.0, 1.0, 4.0, 12.4, 1.6, 2e-3, 0)
-    roofline.Report({"device": "a card", "versions": {"jmx": "0"}}, LIMITS, SETTINGS, (ours,)).save(str(file))
+    ours = (
+        roofline.Row("mosaic", 1, "tiles", 3, 20.0, 0.01, 1.0, 1.0, 4.0, 12.4, 1.6, 2e-3, 0),
+        roofline.Row("mosaic", 64, "tiles", 2, error="ValueError: no"),
+        roofline.Row("ragged_dot", 64, "bf16", 1, error="MemoryError: too much"),
+    )
+    roofline.Report({"device": "a card", "versions": {"jmx": "0"}}, LIMITS, SETTINGS, ours).save(str(file))
     return file
 
 
@@ -36,11 +40,14 @@ def test_peers_stand_beside_ours_against_the_same_floor(saved, monkeypatch):
         "marlin": ({"torch": "2"}, {1: right, 64: right | {"active": 112.0, "us": 700.0, "rel_err": 0.5}}, ""),
         "humming": ({"humming": "1"}, {1: {"error": "ValueError: no"}}, "humming's process ended with exit code -11"),
     }
-    monkeypatch.setattr(layer, "measure", lambda system, *arguments: answers[system])
+    asked = []
+    monkeypatch.setattr(layer, "measure", lambda system, *arguments: (asked.append(arguments), answers[system])[1])
     layer.with_peers(str(saved), saved.parent, ["marlin", "humming"])
     report = roofline.Report.load(str(saved))
     assert report.machine["versions"] == {"jmx": "0", "torch": "2", "humming": "1"}
-    ours, one, wrong, refused, missing = report.rows
+    assert [settings["layers"] for *_, settings in asked] == 2 * [[3, 2]]  # as ours had
+    assert report.settings == SETTINGS
+    ours, *_, one, wrong, refused, missing = report.rows
     assert ours.system == "mosaic"
     least_bytes = 4 * 3 * 2880 * 2880 * 17 / 32
     assert one.floor_us == pytest.approx(least_bytes / 4e12 * 1e6)
@@ -64,14 +71,15 @@ def test_a_peer_that_ends_early_leaves_what_it_has_measured(tmp_path, monkeypatc
 
     monkeypatch.setattr(layer.subprocess, "run", run)
     shape = layer.peer_shape(bench.MODELS["gpt-oss-120b"])
-    versions, rows, failure = layer.measure("marlin", tmp_path, shape, SETTINGS)
+    versions, rows, failure = layer.measure("marlin", tmp_path, shape, SETTINGS | {"layers": [16, 4]})
     assert versions == {"torch": "2"}
     assert rows == {1: {"layers": 3, "us": 5.0}}
     assert "marlin's process ended with exit code -6" in failure
-    ((*_, module, system, packages, given, tokens, _, routing, layers, repeats),) = started
+    ((*_, module, system, packages, given, _, tokens, layers, routing, repeats),) = started
     assert (module, system, packages) == ("benchmarks.peers.run", "marlin", f"--packages={tmp_path}")
     assert json.loads(given.removeprefix("--shape="))["limit"] == 7.0
-    assert (tokens, routing, layers, repeats) == ("--tokens=1,64", "--routing=uniform", "--layers=3", "--repeats=2")
+    assert (tokens, layers) == ("--tokens=1,64", "--layers=16,4")
+    assert (routing, repeats) == ("--routing=uniform", "--repeats=2")
 
 
 @pytest.mark.parametrize("flags", [["--peers", "nowhere"], ["--peers", "filled", "--which", "marlin,cutlas"]])

@@ -130,7 +130,7 @@ def registered(tmp_path, monkeypatch):
 def run(engine, file, tokens=(2,), **options):
     lines = Console(width=1000)
     with lines.capture() as capture:
-        outcomes = tuner.run(engine, SHAPE, tokens, file, layers=1, console=lines, **options)
+        outcomes = tuner.run(engine, SHAPE, tokens, file, **{"layers": 1, "console": lines} | options)
     return outcomes, capture.get()
 
 
@@ -277,6 +277,27 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
     assert told == ""
     assert (outcome.tried, outcome.failed) == (4, ())
     assert done == 4 * ["compiled"] + 8 * ["timed"]
+
+
+def test_the_layers_are_those_of_the_benchmark_or_as_many_as_memory_holds(registered, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_LAYERS_OF_FEW_TOKENS", 4)
+    monkeypatch.setattr(bench, "_LAYERS", 2)
+    build, layers, most = bench.Contender.build, [], 4
+
+    def hold(contender, shape, keys, built):
+        if len(keys) > most:
+            raise MemoryError
+        layers.append(len(keys))
+        return build(contender, shape, keys, built)
+
+    monkeypatch.setattr(bench.Contender, "build", hold)
+    engine = registered(Fake((FAST,)))
+    run(engine, tmp_path / "t.json", tokens=[16, 17], layers=None)
+    assert layers == [4, 2]
+    most = 3
+    (outcome,), _ = run(engine, tmp_path / "t.json", tokens=[1], layers=None)
+    assert layers == [4, 2, 2]
+    assert entry(outcome).config == FAST
 
 
 def test_token_counts_that_the_engine_refuses_are_told_and_others_measured(registered, tmp_path):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times one system at every token count, in a process of its own; benchmarks/layer.py calls it.
 
-    python -m benchmarks.peers.run marlin --packages DIR --tokens 1,64 --output rows.jsonl \\
+    python -m benchmarks.peers.run marlin --packages DIR --tokens 1,64 --layers 16,4 --output rows.jsonl \\
         --shape '{"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880,
                   "alpha": 1.702, "beta": 1.0, "limit": 7.0, "bias": true}'
 
@@ -37,15 +37,17 @@ def main() -> None:
     with open(arguments.output, "w", encoding="utf-8") as output:
         print(json.dumps({"torch": torch.__version__, "triton": triton.__version__} | versions), file=output)
         first = problem.draw_weights(shape)
-        layers = [peer.prepare(shape, first)]
-        layers += [peer.prepare(shape, problem.draw_weights(shape)) for _ in range(arguments.layers - 1)]
-        for num_tokens in arguments.tokens:
+        layers = []
+        for num_tokens, count in zip(arguments.tokens, arguments.layers, strict=True):
             try:
+                del layers[count:]
+                while len(layers) < count:
+                    layers.append(peer.prepare(shape, problem.draw_weights(shape) if layers else first))
                 row = _measure(shape, first, layers, num_tokens, arguments.routing, arguments.repeats)
             except Exception as e:  # whatever a system dies of is that row's finding, and others still have to run
                 traceback.print_exc()
                 row = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
-            print(json.dumps({"tokens": num_tokens, "layers": arguments.layers} | row), file=output, flush=True)
+            print(json.dumps({"tokens": num_tokens, "layers": count} | row), file=output, flush=True)
             print(arguments.system, num_tokens, row, file=sys.stderr)
 
 
@@ -54,12 +56,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("system", help="a module of benchmarks.peers")
     parser.add_argument("--packages", required=True, metavar="DIR", help="what fetch.py filled")
     parser.add_argument("--shape", required=True, help="JSON, the fields of benchmarks.peers.problem.Shape")
-    parser.add_argument("--tokens", required=True, type=lambda text: [int(count) for count in text.split(",")])
+    parser.add_argument("--tokens", required=True, type=_counts, metavar="N,...")
+    parser.add_argument("--layers", required=True, type=_counts, metavar="N,...", help="at each of these token counts")
     parser.add_argument("--routing", default="uniform", help="uniform, zipf, half or top1")
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", required=True, metavar="FILE")
     return parser.parse_args()
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
 
 
 def _measure(
