@@ -91,19 +91,32 @@ def prmt(a, b, selector):
 
 
 def lop3(a, b, c, table):
-    assert int(table) == (0xF0 & 0xCC) | 0xAA
-    return a & b | c
+    assert int(table) == (0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF)
+    return a & c | b & ~c
+
+
+def shf(low, high, left):
+    """A funnel shift, here always of a word and itself."""
+    assert (low == high).all()
+    return low << left | low >> (32 - left)
 
 
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
-    "shr.u32": lambda a, b: a >> b,
+    "shf.l.wrap.b32": shf,
     "lop3.b32": lop3,
     "prmt.b32": prmt,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "mul.bf16x2": mul_bf16x2,
 }
+
+
+def dequantized(words, pair, factors):
+    """Pair 0 to 7 of two words, (..., 2) in uint32, as the kernel makes it of them."""
+    first, second = words[..., 0], words[..., 1]
+    source = (first, second, run_ptx(fragments._MIX, first, second), run_ptx(fragments._MIX, second, first))[pair // 2]
+    return halves(run_ptx(fragments._PAIRS[pair], source, factors))
 
 
 def multiplier(codes, byte, shift):
@@ -133,7 +146,8 @@ def test_each_thread_finds_its_codes_and_scales_where_the_docstring_says(spec, r
     for thread, piece, pair in np.ndindex(128, 4, 4):
         warp, lane = divmod(thread, 32)
         eight, below = divmod(pair, 2)
-        values = halves(run_ptx(fragments._PAIRS[pair], words[:, :, thread, piece], one)) * 2.0**126
+        two = words[:, :, thread, piece // 2 * 2 : piece // 2 * 2 + 2]
+        values = dequantized(two, piece % 2 * 4 + pair, one) * 2.0**126
         row = np.array([min(rows, row_of(spec, i, warp, lane, below)) for i in range(row_tiles)])[:, None, None]
         column = 64 * np.arange(column_tiles)[:, None] + 16 * piece + 2 * (lane % 4) + 8 * eight + np.arange(2)
         expected = elements[padded_codes[row, column]]
@@ -177,14 +191,14 @@ def test_the_shift_is_that_of_the_largest_scale_in_a_row_of_tiles(spec, rng):
 
 
 def test_every_code_times_every_scale_at_every_shift_is_exact_or_below_what_bfloat16_holds():
-    """All that a thread may meet: 16 codes by 255 scales by 127 shifts, at each byte and each pair of a word."""
+    """All that a thread may meet: 16 codes by 255 scales by 127 shifts, at each byte and each pair of two words."""
     scale, shift = (array.reshape(-1) for array in np.mgrid[:255, :127])
     meets = scale - shift <= 128  # the layout sees to it
     scale, shift = scale[meets], shift[meets]
     holds = scale - shift >= -5  # 0.5 times the scale is 2^-133, the least that there is
     codes = np.arange(16, dtype=np.uint8)
     elements = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    # A word of 8 codes, as a tile of one slice has them: the code and, in the other halves and pairs, others.
+    # Two words of 16 codes, as a tile of two slices has them: the code and, in the other halves and pairs, others.
     spec = SPECS[0]
     tile = (np.arange(16)[:, None, None] + np.zeros((64, 64), int) + np.arange(64)) % 16
     words = np.asarray(forward(packed(tile, np.full((16, 64, 2), 127)), spec).values).reshape(16, 128, 16).view("<u4")
@@ -193,11 +207,11 @@ def test_every_code_times_every_scale_at_every_shift_is_exact_or_below_what_bflo
         factors = multiplier(others | scale.astype(np.uint32) << 8 * byte, byte, shift)
         assert (factors & 0xFFFF == factors >> 16).all()
         for code in codes:
-            for pair in range(4) if byte == 0 else (byte,):
-                word = words[code, 0, 0]
-                got = halves(run_ptx(fragments._PAIRS[pair], np.full(factors.shape, word), factors))
+            for pair in range(8) if byte == 0 else (byte,):
+                two = np.broadcast_to(words[code, 0, :2], (*factors.shape, 2))
+                got = dequantized(two, pair, factors)
                 for half in range(2):
-                    element = elements[tile[code, 0, half + 8 * (pair // 2)]]
+                    element = elements[tile[code, 0, half + 8 * (pair // 2 % 2) + 16 * (pair // 4)]]
                     value = element * 2.0 ** (scale - 127 - shift)
                     error = np.abs(got[..., half] - value)
                     assert not error[holds].any()

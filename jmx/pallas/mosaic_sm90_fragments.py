@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, SCALE_BYTES, TILE
+from jmx.pallas.mosaic_sm90_layout import EVEN, GATED_ROWS, PLACE, ROTATIONS, SCALE_BYTES, TILE
 
 WARPGROUP = 128  # threads
 _Fragment = mgpu.FragmentedArray
@@ -32,19 +32,13 @@ _utils = mgpu.utils
 _operation: Any = plgpu.inline_mgpu  # what it makes of a function takes arrays and refs, not what the function takes
 _result: Any = plgpu.ShapeDtypeStruct
 
-# Bits of a bfloat16 pair that hold magnitudes and signs once a word has been shifted; see the layout.
-_MAGNITUDES, _SIGNS, _BOTH = "0x01C001C0", "0x80008000", "0x81C081C0"
 _ORDER_COPIES = "fence.proxy.async.global;"
-_AND_OR = "0xEA"  # lop3's (a & b) | c
-# The pairs 0 to 3 of the word $1, times the multiplier $2.
-_PAIRS = (
-    f"{{ .reg .b32 t; and.b32 t, $1, {_BOTH}; mul.bf16x2 $0, t, $2; }}",
-    f"{{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, {_BOTH}; mul.bf16x2 $0, t, $2; }}",
-    f"{{ .reg .b32 t, u; shl.b32 t, $1, 6; shl.b32 u, $1, 1; and.b32 u, u, {_SIGNS}; "
-    f"lop3.b32 t, t, {_MAGNITUDES}, u, {_AND_OR}; mul.bf16x2 $0, t, $2; }}",
-    f"{{ .reg .b32 t, u; shr.u32 t, $1, 3; shl.b32 u, $1, 2; and.b32 u, u, {_SIGNS}; "
-    f"lop3.b32 t, t, {_MAGNITUDES}, u, {_AND_OR}; mul.bf16x2 $0, t, $2; }}",
-)
+# Even bits of $1, odd bits of $2. lop3's table is that of (a & c) | (b & ~c).
+_MIX = f"lop3.b32 $0, $1, $2, {EVEN:#x}, 0xE4;"
+# A pair of the word $1, rotated, masked, and times the multiplier $2. Up to 6 nothing wraps around: a shift will do.
+_PAIR = "{{ .reg .b32 t; {turn} and.b32 t, t, {place:#x}; mul.bf16x2 $0, t, $2; }}"
+_TURNS = tuple(f"shl.b32 t, $1, {left};" if left <= 6 else f"shf.l.wrap.b32 t, $1, $1, {left};" for left in ROTATIONS)
+_PAIRS = tuple(_PAIR.format(turn=turn, place=PLACE) for turn in _TURNS)
 # Byte {byte} of $1, twice, as the exponents of two bfloat16; $2 is added to both.
 _MULTIPLIER = "{{ .reg .b32 t; prmt.b32 t, $1, 0, {select}; mad.lo.u32 $0, t, 0x80, $2; }}"
 
@@ -115,12 +109,14 @@ def _pairs_of_tile(values: ir.Value, scales: ir.Value, exponent: _Fragment) -> n
 
     multipliers = [[multiplier(2 * row + half) for half in range(2)] for row in range(2)]
     registers = np.empty((TILE // 8, 2), dtype=object)
-    for piece in range(TILE // 16):
-        word = llvm.extractelement(words, _int(piece))
+    for two in range(TILE // 32):
+        first, second = (llvm.extractelement(words, _int(2 * two + i)) for i in range(2))
+        mixed = [_utils.inline_ptx(_MIX, *of, result_types=_i32()) for of in ((first, second), (second, first))]
         for pair, text in enumerate(_PAIRS):
             eight, row = divmod(pair, 2)
-            two = _utils.inline_ptx(text, word, multipliers[row][piece // 2], result_types=_i32())
-            registers[2 * piece + eight, row] = two
+            source = (first, second, *mixed)[pair // 2]
+            placed = _utils.inline_ptx(text, source, multipliers[row][two], result_types=_i32())
+            registers[4 * two + eight, row] = placed
     return registers
 
 
