@@ -163,8 +163,11 @@ def expert_products(
             """Where this core's items are."""
             return phase.schedule.place(phase.first_item + turn * num_cores, num_blocks)
 
-        def slot_of(phase: _Phase, turn: Array, step: Array) -> Array:
-            return lax.rem(phase.stages_before + turn * phase.schedule.k_steps + step, num_stages)
+        def first_slot(phase: _Phase, turn: Array) -> Array:
+            return lax.rem(phase.stages_before + turn * phase.schedule.k_steps, num_stages)
+
+        def after(slot: Array) -> Array:
+            return jnp.where(slot + 1 == num_stages, 0, slot + 1)
 
         def compute(phase: _Phase) -> None:
             product, schedule = phase.product, phase.schedule
@@ -206,25 +209,26 @@ def expert_products(
                 return values, scales_s.at[slot, wm, k], x_s.at[slot, :, pl.ds(k * TILE, TILE)]
 
             def accumulate_few(turn: Array, item: _Item, width: int) -> Array:
-                def stage(step: Array, acc: Array) -> Array:
-                    slot = slot_of(phase, turn, step)
+                def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                    acc, slot = carry
                     plgpu.barrier_wait(full.at[slot])
                     for i in range(config.k_tiles):
                         values, scales, x = tile_of(slot, i)
                         acc = fragments.multiply_few(acc, values, scales, item.exponent, x.at[pl.ds(0, width)])
                     plgpu.barrier_arrive(empty.at[slot])
-                    return acc
+                    return acc, after(slot)
 
                 zeros = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
-                return lax.fori_loop(0, k_steps, stage, zeros)
+                return lax.fori_loop(0, k_steps, stage, (zeros, first_slot(phase, turn)))[0]
 
             def accumulate(turn: Array, item: _Item, width: int, acc: Any) -> Array:
                 def dequantize(slot: Array, i: int) -> Array:
                     values, scales, _ = tile_of(slot, i)
                     return fragments.dequantize(values, scales, item.exponent)
 
-                def multiply(step: Array, a: Array) -> Array:
-                    slot, next_slot = slot_of(phase, turn, step), slot_of(phase, turn, step + 1)
+                def multiply(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                    a, slot = carry
+                    next_slot = after(slot)
                     for i in range(config.k_tiles):
                         last = i + 1 == config.k_tiles
                         if last:
@@ -239,11 +243,11 @@ def expert_products(
                         if config.k_tiles > 1:
                             plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
-                    return a
+                    return a, next_slot
 
-                begin = slot_of(phase, turn, jnp.int32(0))
+                begin = first_slot(phase, turn)
                 plgpu.barrier_wait(full.at[begin])
-                lax.fori_loop(0, k_steps, multiply, dequantize(begin, 0))
+                lax.fori_loop(0, k_steps, multiply, (dequantize(begin, 0), begin))
                 return acc[...]
 
             def hand_over(turn: Array, width: int, sums: tuple[Array, Array]) -> None:
@@ -287,16 +291,17 @@ def expert_products(
             @pl.loop(0, phase.num_mine)
             def _(turn: Array) -> None:
                 fill = item(place(phase, turn))
+                before = phase.stages_before + turn * phase.schedule.k_steps
 
-                @pl.loop(0, phase.schedule.k_steps)
-                def _(step: Array) -> None:
-                    slot = slot_of(phase, turn, step)
-
-                    @pl.when(phase.stages_before + turn * phase.schedule.k_steps + step >= num_stages)
+                def stage(step: Array, slot: Array) -> Array:
+                    @pl.when(before + step >= num_stages)
                     def _() -> None:
                         plgpu.barrier_wait(empty.at[slot])
 
                     fill(step, slot)
+                    return after(slot)
+
+                lax.fori_loop(0, phase.schedule.k_steps, stage, first_slot(phase, turn))
 
         def fetch_weights(phase: _Phase) -> None:
             """Past the weight's end TMA writes zeros."""
