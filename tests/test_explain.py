@@ -177,7 +177,7 @@ def test_a_tunable_backends_configuration_and_its_source_are_told(tmp_path, monk
         text = " ".join(re.sub("[│\n ]+", " ", str(found)).split())
         assert f"{tuned!r}, by this user's cache" in text
         values = json.loads(json.dumps(found.as_dict()))["configuration"]
-        assert (values["source"], values["values"]["block_n"], values["values"]["down"]["k_tiles"]) == ("user", 16, 1)
+        assert (values["source"], values["values"]["block_n"], values["values"]["k_tiles"]) == ("user", 16, 1)
         with tuning.override("mosaic", asked):
             assert explain(on_hopper(64), device="h200").configuration == (asked, "override")
     finally:
