@@ -27,7 +27,8 @@ def work_of(schedule, num_blocks):
     return itertools.product(range(num_blocks), range(schedule.m_steps), range(schedule.num_parts))
 
 
-def make(config, intermediate, hidden, gated, max_blocks):
+def make(config, sizes, gated, max_blocks):
+    intermediate, hidden = sizes
     gate_up = (-(-intermediate * TILE // (GATED_ROWS if gated else TILE)), hidden)
     return schedules(config, gate_up, (hidden, intermediate), GATED_ROWS if gated else TILE, max_blocks)
 
@@ -37,7 +38,7 @@ def make(config, intermediate, hidden, gated, max_blocks):
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_piece_of_work_is_one_item(config, sizes, gated):
     for num_blocks in (1, 2, 4):
-        for schedule in make(config, *sizes, gated, max_blocks=4):
+        for schedule in make(config, sizes, gated, max_blocks=4):
             items = np.arange(schedule.num_items(num_blocks), dtype=np.int32)
             at = [np.broadcast_to(np.asarray(field), items.shape) for field in schedule.place(items, num_blocks)]
             block, tile, part, section = at
@@ -55,7 +56,7 @@ def test_every_piece_of_work_is_one_item(config, sizes, gated):
 def test_an_item_waits_for_all_the_columns_it_reads_and_for_no_more_than_there_are(config, sizes, gated, max_blocks):
     intermediate, _ = sizes
     columns_of_tile = GATED_ROWS if gated else TILE
-    first, second = make(config, *sizes, gated, max_blocks)
+    first, second = make(config, sizes, gated, max_blocks)
     num_blocks = max_blocks
     counted, writers = Counter(), {}
     for item in range(first.num_items(num_blocks)):
@@ -77,7 +78,7 @@ def test_an_item_waits_for_all_the_columns_it_reads_and_for_no_more_than_there_a
 
 @pytest.mark.parametrize("num_cores", CORES)
 def test_past_the_end_there_is_some_item(num_cores):
-    for schedule in make(CONFIGS[0], 45, 45, True, 4):
+    for schedule in make(CONFIGS[0], (45, 45), True, 4):
         for num_blocks in (0, 1, 4):
             end = schedule.num_items(num_blocks)
             for item in (end, end + num_cores, end + 1000):
@@ -89,5 +90,5 @@ def test_past_the_end_there_is_some_item(num_cores):
 
 def test_sections_are_parts_where_steps_along_the_rows_meet_their_ends():
     for config, sections in zip(CONFIGS, (3, 2, 3, 2, 1, 1), strict=True):
-        first, second = make(config, 45, 45, True, 4)
+        first, second = make(config, (45, 45), True, 4)
         assert (first.num_sections, second.num_sections) == (sections, config.split_k)
