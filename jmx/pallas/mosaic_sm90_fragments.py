@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90_layout import EVEN, GATED_ROWS, PLACE, ROTATIONS, SCALE_BYTES, TILE
+from jmx.pallas.mosaic_sm90_layout import EVEN, GATED_ROWS, PLACE, ROTATIONS, SCALE_BYTES, TILE, VALUE_BYTES
 
 WARPGROUP = 128  # threads
 _Fragment = mgpu.FragmentedArray
@@ -95,13 +95,13 @@ def row_size(n: int) -> int:
     return TILE // 2 * n
 
 
-def _pairs_of_tile(values: ir.Value, scales: ir.Value, exponent: _Fragment) -> np.ndarray:
+def _pairs_of_tile(values: ir.Value, scales: ir.Value, exponent: _Fragment, tile: int) -> np.ndarray:
     """The thread's share of a tile as 32-bit registers of two bfloat16: (8 groups of 8 columns, its 2 rows)."""
     thread = _thread()
-    words = llvm.load(
-        ir.VectorType.get((4,), _i32()), _address(values, arith.muli(thread, _int(4)), _i32()), alignment=16
-    )
-    codes = llvm.load(_i32(), _address(scales, arith.shrui(thread, _int(2)), _i32()), alignment=4)
+    mine = arith.addi(arith.muli(thread, _int(4)), _int(tile * VALUE_BYTES // 4))
+    words = llvm.load(ir.VectorType.get((4,), _i32()), _address(values, mine, _i32()), alignment=16)
+    mine = arith.addi(arith.shrui(thread, _int(2)), _int(tile * SCALE_BYTES // 4))
+    codes = llvm.load(_i32(), _address(scales, mine, _i32()), alignment=4)
 
     def multiplier(byte: int) -> ir.Value:
         text = _MULTIPLIER.format(select=f"{0x4040 + 0x101 * byte:#x}")
@@ -120,12 +120,13 @@ def _pairs_of_tile(values: ir.Value, scales: ir.Value, exponent: _Fragment) -> n
     return registers
 
 
-def dequantize(values: Any, scales: Any, exponent: jax.Array) -> jax.Array:
+def dequantize(values: Any, scales: Any, exponent: jax.Array, tile: int) -> jax.Array:
     """A tile's bytes in shared memory -> the bfloat16 array (64, 64) that wgmma takes as A.
 
     Args:
-        values, scales: refs of one tile.
+        values, scales: refs of tiles along the columns.
         exponent: int32, from `tile_scalars`.
+        tile: which of them. That it is static makes it a part of the instructions, here and below.
     """
 
     @_operation(
@@ -134,13 +135,96 @@ def dequantize(values: Any, scales: Any, exponent: jax.Array) -> jax.Array:
     )
     def body(_: Any, values: ir.Value, scales: ir.Value, exponent: _Fragment) -> _Fragment:
         two = ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = _pairs_of_tile(values, scales, exponent)
+        registers = _pairs_of_tile(values, scales, exponent, tile)
         registers = np.array([_utils.bitcast(pair, two) for pair in registers.flat], dtype=object)
         layout = mgpu.WGMMA_LAYOUT
         registers = registers.reshape(layout.registers_shape((TILE, TILE)))
         return _Fragment(_registers=registers, _layout=layout, _is_signed=None)
 
     return body(values, scales, exponent)
+
+
+def _sums(acc: _Fragment) -> list[ir.Value]:
+    """The thread's elements of an accumulator, in the order of the instructions that add to it."""
+    return [llvm.extractelement(two, _int(i)) for two in acc.registers.flat for i in range(2)]
+
+
+def _accumulator(acc: _Fragment, sums: Sequence[ir.Value]) -> _Fragment:
+    """`acc` with other elements, in the order of `_sums`."""
+    registers = np.empty(len(sums) // 2, dtype=object)
+    for i in range(len(registers)):
+        two = llvm.mlir_undef(ir.VectorType.get((2,), _f32()))
+        for j in range(2):
+            two = llvm.insertelement(two, sums[2 * i + j], _int(j))
+        registers[i] = two
+    return _Fragment(_registers=registers.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
+
+
+_SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
+
+
+def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int) -> jax.Array:
+    """acc (64, n) plus a (64, 64) times 64 columns of x, transposed, by `wgmma`; `wait_for_product` before it is used.
+
+    `plgpu.wgmma` does the same with 5 instructions more a tile: its descriptors of x are sums of 64 bits each, where
+    here all of a stage are one and a constant.
+
+    Args:
+        acc: float32, n a multiple of 8.
+        a: bfloat16, from `dequantize`.
+        x: ref (n, columns) in shared memory, in tiles of 8 rows by 64 columns swizzled by 128 bytes.
+        tile: which 64 columns.
+    """
+    n = acc.shape[1]
+    size = n // 2
+    operands = [f"${i}" for i in range(2 * size, 2 * size + 5)]  # behind the sums, which are outputs and inputs
+    sums = ", ".join(f"${i}" for i in range(size))
+    constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["r"] * 4 + ["l"])
+
+    @_operation(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.RefType(_SWIZZLED)),
+        return_type=_result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, acc: _Fragment, a: _Fragment, x: ir.Value) -> _Fragment:
+        (eight_stride, tile_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
+        upper = _SWIZZLE_128_BYTES | 2 * eight_stride >> 4
+        lower = arith.shrui(llvm.ptrtoint(_i32(), _utils.memref_ptr(x)), _int(4))
+        descriptor = _utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=_i64())
+        pieces = np.array([_utils.bitcast(two, _i32()) for two in a.registers.flat], dtype=object).reshape(-1, 4)
+        values = _sums(acc)
+        out = llvm.StructType.get_literal([_f32()] * size)
+        _utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
+        for piece, mine in enumerate(pieces):
+            offset = 2 * (tile * tile_stride + piece * 16) >> 4
+            text = (
+                f"{{ .reg .b64 d; add.s64 d, {operands[4]}, {offset}; "
+                f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, "
+                f"{{{', '.join(operands[:4])}}}, d, 1, 1, 1, 0; }}"
+            )
+            made = llvm.inline_asm(
+                out, [*values, *mine, descriptor], text, constraints, has_side_effects=True, asm_dialect=0
+            )
+            values = [llvm.extractvalue(_f32(), made, [i]) for i in range(size)]
+        _utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
+        return _accumulator(acc, values)
+
+    return body(acc, a, x)
+
+
+def wait_for_product(acc: jax.Array) -> jax.Array:
+    """What `multiply` returned, once it is there."""
+
+    @_operation(arg_types=(plgpu.Layout.WGMMA,), return_type=_result(acc.shape, jnp.float32, plgpu.Layout.WGMMA))
+    def body(_: Any, acc: _Fragment) -> _Fragment:
+        values = _sums(acc)
+        tied = ",".join(["=f"] * len(values) + [str(i) for i in range(len(values))])
+        out = llvm.StructType.get_literal([_f32()] * len(values))
+        text = "wgmma.wait_group.sync.aligned 0;"
+        made = llvm.inline_asm(out, values, text, tied, has_side_effects=True, asm_dialect=0)
+        return _accumulator(acc, [llvm.extractvalue(_f32(), made, [i]) for i in range(len(values))])
+
+    return body(acc)
 
 
 _LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
@@ -150,29 +234,27 @@ _MULTIPLY = (
 )
 
 
-def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, x: Any) -> jax.Array:
-    """acc (64, n) plus a tile times x.T by `mma.sync`, each warp 16 of the rows.
+def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, x: Any, tile: int) -> jax.Array:
+    """acc (64, n) plus a tile times 64 columns of x, transposed, by `mma.sync`, each warp 16 of the rows.
 
     wgmma keeps four warps in step, cannot be awaited but as a whole, and at 8 columns takes twice as long.
 
     Args:
         acc: float32, n a multiple of 8.
-        values, scales, exponent: as for `dequantize`.
-        x: ref (n, 64) in shared memory, in tiles of 8 rows swizzled by 128 bytes.
+        values, scales, exponent, tile: as for `dequantize`.
+        x: as for `multiply`.
     """
     n = acc.shape[1]
-    swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
     @_operation(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(swizzled)),
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(_SWIZZLED)),
         return_type=_result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
     )
     def body(_: Any, acc: _Fragment, values: ir.Value, scales: ir.Value, exponent: _Fragment, x: ir.Value) -> _Fragment:
-        a = _pairs_of_tile(values, scales, exponent)
-        sums = acc.registers.reshape(-1, 2)
-        out = np.empty_like(sums)
+        a = _pairs_of_tile(values, scales, exponent, tile)
+        sums, out = _sums(acc), []
+        (eight_stride, tile_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
         base = llvm.ptrtoint(_i32(), _utils.memref_ptr(x))
-        (eight_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
         lane = arith.remui(_thread(), _int(32))
         row, chunk = arith.remui(lane, _int(8)), arith.divui(lane, _int(8))
         for eight in range(n // 8):
@@ -180,18 +262,14 @@ def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, 
             for half in range(2):  # ldmatrix takes 32 of the 64 columns: 4 chunks of 16 bytes, where swizzling has them
                 at = arith.xori(arith.addi(chunk, _int(4 * half)), row)
                 at = arith.addi(arith.muli(row, _int(2 * TILE)), arith.muli(at, _int(16)))
-                at = arith.addi(base, arith.addi(at, _int(eight * 2 * eight_stride)))
+                at = arith.addi(base, arith.addi(at, _int(2 * (eight * eight_stride + tile * tile_stride))))
                 b += _utils.inline_ptx(_LOAD_MATRICES, at, result_types=[_i32()] * 4, has_side_effects=True)
-            c = [llvm.extractelement(sums[eight, r], _int(i)) for r in range(2) for i in range(2)]
+            c = sums[4 * eight : 4 * eight + 4]
             for piece in range(TILE // 16):
                 mine = [a[2 * piece + eights, r] for eights in range(2) for r in range(2)]
                 c = _utils.inline_ptx(_MULTIPLY, *mine, *b[2 * piece : 2 * piece + 2], *c, result_types=[_f32()] * 4)
-            for r in range(2):
-                two = llvm.mlir_undef(ir.VectorType.get((2,), _f32()))
-                for i in range(2):
-                    two = llvm.insertelement(two, c[2 * r + i], _int(i))
-                out[eight, r] = two
-        return _Fragment(_registers=out.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
+            out += c
+        return _accumulator(acc, out)
 
     return body(acc, values, scales, exponent, x)
 

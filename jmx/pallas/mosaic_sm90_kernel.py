@@ -190,11 +190,8 @@ def expert_products(
                 return following
 
             def multiply(turn: Array, item: _Item, width: int) -> None:
-                if few:
-                    acc = accumulate_few(turn, item, width)
-                else:
-                    ref = plgpu.WGMMAAccumulatorRef((TILE, width))
-                    acc = pl.run_scoped(partial(accumulate, turn, item, width), ref)
+                acc = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
+                acc = (accumulate_few if few else accumulate)(turn, item, width, acc)
                 sums = fragments.split_rows(acc)
                 if config.warpgroups_k == 1:
                     finish(item, width, sums)
@@ -202,53 +199,53 @@ def expert_products(
                     pl.when(wk > 0)(partial(hand_over, turn, width, sums))
                     pl.when(wk == 0)(lambda: finish(item, width, take_over(width, sums)))
 
-            def tile_of(slot: Array, i: int) -> tuple[Any, Any, Any]:
-                """Values and scales of the warpgroup's `i`th tile in a stage, and the rows they multiply."""
-                k = wk * config.k_tiles + i
-                values = values_s.at[slot, wm, pl.ds(k * VALUE_SHAPE[0], VALUE_SHAPE[0])]
-                return values, scales_s.at[slot, wm, k], x_s.at[slot, :, pl.ds(k * TILE, TILE)]
+            def share(slot: Array, width: int) -> tuple[Any, Any, Any]:
+                """Values and scales of the warpgroup's tiles in a stage, and the rows that they multiply."""
+                first = wk * config.k_tiles
+                values = values_s.at[slot, wm, pl.ds(first * VALUE_SHAPE[0], config.k_tiles * VALUE_SHAPE[0])]
+                columns = pl.ds(first * TILE, config.k_tiles * TILE)
+                scales = scales_s.at[slot, wm, pl.ds(first, config.k_tiles)]
+                return values, scales, x_s.at[slot, pl.ds(0, width), columns]
 
-            def accumulate_few(turn: Array, item: _Item, width: int) -> Array:
+            def accumulate_few(turn: Array, item: _Item, width: int, acc: Array) -> Array:
                 def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                     acc, slot = carry
                     plgpu.barrier_wait(full.at[slot])
+                    values, scales, x = share(slot, width)
                     for i in range(config.k_tiles):
-                        values, scales, x = tile_of(slot, i)
-                        acc = fragments.multiply_few(acc, values, scales, item.exponent, x.at[pl.ds(0, width)])
+                        acc = fragments.multiply_few(acc, values, scales, item.exponent, x, i)
                     plgpu.barrier_arrive(empty.at[slot])
                     return acc, after(slot)
 
-                zeros = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
-                return lax.fori_loop(0, k_steps, stage, (zeros, first_slot(phase, turn)))[0]
+                return lax.fori_loop(0, k_steps, stage, (acc, first_slot(phase, turn)))[0]
 
-            def accumulate(turn: Array, item: _Item, width: int, acc: Any) -> Array:
+            def accumulate(turn: Array, item: _Item, width: int, acc: Array) -> Array:
                 def dequantize(slot: Array, i: int) -> Array:
-                    values, scales, _ = tile_of(slot, i)
-                    return fragments.dequantize(values, scales, item.exponent)
+                    values, scales, _ = share(slot, width)
+                    return fragments.dequantize(values, scales, item.exponent, i)
 
-                def multiply(step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                    a, slot = carry
+                def stage(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                    acc, a, slot = carry
                     next_slot = after(slot)
                     for i in range(config.k_tiles):
                         last = i + 1 == config.k_tiles
                         if last:
                             pl.when(step + 1 < k_steps)(lambda: plgpu.barrier_wait(full.at[next_slot]))
-                        plgpu.wgmma(acc, a, tile_of(slot, i)[2].at[pl.ds(0, width)].T)
+                        acc = fragments.multiply(acc, a, share(slot, width)[2], i)
                         # From here to the wait no branch: ptxas would forget that wgmma still reads `a`, and give its
                         # registers away. With one tile a step the branch of the loop is there, so the wait comes first.
                         # (After the last step something is dequantised that nobody uses.)
                         if config.k_tiles == 1:
-                            plgpu.wgmma_wait(0)
+                            acc = fragments.wait_for_product(acc)
                         a = dequantize(next_slot, 0) if last else dequantize(slot, i + 1)
                         if config.k_tiles > 1:
-                            plgpu.wgmma_wait(0)
+                            acc = fragments.wait_for_product(acc)
                     plgpu.barrier_arrive(empty.at[slot])
-                    return a, next_slot
+                    return acc, a, next_slot
 
                 begin = first_slot(phase, turn)
                 plgpu.barrier_wait(full.at[begin])
-                lax.fori_loop(0, k_steps, multiply, (dequantize(begin, 0), begin))
-                return acc[...]
+                return lax.fori_loop(0, k_steps, stage, (acc, dequantize(begin, 0), begin))[0]
 
             def hand_over(turn: Array, width: int, sums: tuple[Array, Array]) -> None:
                 @pl.when(phase.items_before + turn > 0)
