@@ -15,7 +15,7 @@ import pytest
 
 import jmx
 from examples.gpt_oss import generate
-from jmx import cli
+from jmx import cli, ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -70,6 +70,8 @@ def test_the_readme_is_one_page_and_its_example_short():
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page)])
 def test_python_runs_as_printed(page):
     out = run("-c", python(page))
+    if ffi.library().fault is not None:
+        pytest.skip("what is printed there is what jmx with its kernels in C++ says")
     for expected in (block.text for block in blocks(page) if (block.language, block.file) == ("text", "output")):
         assert expected.strip() in out
 
