@@ -49,7 +49,9 @@ test-sanitized: $(VENV)/installed-test$(extra)
 	cmake --build $(sanitized)/address --target jmx_cpu
 	rm -rf $(sanitized)/tree && mkdir $(sanitized)/tree && cp -r jmx tests pyproject.toml $(sanitized)/tree
 	cp $(sanitized)/address/libjmx_cpu.so $(sanitized)/tree/jmx/ffi/
-	cd $(sanitized)/tree && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
+	    > $(sanitized)/tree/sitecustomize.py  # or else the installed jmx is found first
+	cd $(sanitized)/tree && PYTHONPATH=. LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 	    $(abspath $(bin)/python) -m pytest tests/test_cpu.py tests/test_backends.py -k cpu $(ARGS)
 
 lint: $(VENV)/installed-dev$(extra)
