@@ -16,12 +16,13 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-aot lint format bench clean
+.PHONY: help demo test test-aot test-sanitized lint format bench clean
 
 help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
 	@echo "make test     run the tests"
 	@echo "make test-aot compile kernels for a GPU that is not there, and read what the compiler reports"
+	@echo "make test-sanitized  the kernels in C++ under ASan, UBSan and TSan"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    time one layer against the machine's own limits"
@@ -37,6 +38,22 @@ test: $(VENV)/installed-test$(extra)
 test-aot:
 	@PYTEST_ADDOPTS='-m "aot and not slow"' $(MAKE) --no-print-directory test VENV=$(VENV)-aot EXTRA=aot
 
+# The tests of the kernels in C++, on kernels built to find reads and writes out of bounds, undefined behaviour and races.
+# Python itself is not built so: the sanitizer's library has to be loaded before it, and its own leaks do not count.
+sanitized := build/sanitized
+test-sanitized: $(VENV)/installed-test$(extra)
+	cmake -S cmake -B $(sanitized)/thread -DJMX_SANITIZE=thread -DPython_EXECUTABLE=$(abspath $(bin)/python)
+	cmake --build $(sanitized)/thread --target check_threads
+	$(sanitized)/thread/check_threads
+	cmake -S cmake -B $(sanitized)/address -DJMX_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(bin)/python)
+	cmake --build $(sanitized)/address --target jmx_cpu
+	rm -rf $(sanitized)/tree && mkdir $(sanitized)/tree && cp -r jmx tests pyproject.toml $(sanitized)/tree
+	cp $(sanitized)/address/libjmx_cpu.so $(sanitized)/tree/jmx/ffi/
+	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
+	    > $(sanitized)/tree/sitecustomize.py  # or else the installed jmx is found first
+	cd $(sanitized)/tree && PYTHONPATH=. LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	    $(abspath $(bin)/python) -m pytest tests/test_cpu.py tests/test_backends.py -k cpu $(ARGS)
+
 lint: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
@@ -50,11 +67,12 @@ bench: $(VENV)/installed-bench$(extra)
 	$(bin)/python benchmarks/layer.py $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis jmx/ffi/*.so
+	find cmake -mindepth 1 -not -name CMakeLists.txt -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
 
-# One stamp for each set of extras; the dashes between them become pip's commas.
-$(VENV)/installed-%: pyproject.toml | $(bin)/python
+# One stamp for each set of extras; the dashes between them become pip's commas. Installing builds what is in C++.
+$(VENV)/installed-%: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/src/*) | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
 	@echo "installing jmx[$(subst -,$(comma),$*)] into $(VENV)"
 	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(subst -,$(comma),$*)]'

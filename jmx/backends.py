@@ -1,11 +1,12 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
 from jmx import layouts
+from jmx.ffi.cpu import Cpu
 from jmx.pallas import mosaic_sm90, mosaic_sm90_layout
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Xla())
+BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), Xla())
 layouts.register(mosaic_sm90_layout.LAYOUT)
 
 

@@ -23,7 +23,7 @@ ORDER = [
     {"selection"},
     {"tuning"},
     {"xla_dot"},
-    {"xla", "pallas"},
+    {"xla", "pallas", "ffi"},
     {"backends"},
     {"autodiff"},
     {"layer"},

@@ -15,7 +15,7 @@ import pytest
 
 import jmx
 from examples.gpt_oss import generate
-from jmx import cli
+from jmx import cli, ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -28,6 +28,11 @@ class Block(NamedTuple):
     file: str
     text: str
 
+
+# An editable install finds jmx before PYTHONPATH does.
+WITHOUT_THE_INSTALLED = """import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildInplaceFinder"]
+"""
 
 FENCED = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    .*$", re.MULTILINE)
@@ -70,6 +75,8 @@ def test_the_readme_is_one_page_and_its_example_short():
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page)])
 def test_python_runs_as_printed(page):
     out = run("-c", python(page))
+    if ffi.library().fault is not None:
+        pytest.skip("what is printed there is what jmx with its kernels in C++ says")
     for expected in (block.text for block in blocks(page) if (block.language, block.file) == ("text", "output")):
         assert expected.strip() in out
 
@@ -78,6 +85,7 @@ def test_the_backend_that_the_docs_build_works(tmp_path):
     shutil.copytree(ROOT / "jmx", tmp_path / "jmx", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_THE_INSTALLED)
     for block in blocks("adding_a_backend.md"):
         file = tmp_path / block.file
         if block.language == "diff":
@@ -103,7 +111,7 @@ def commands(start: str) -> list[list[str]]:
 
 
 def test_commands_are_ones_that_exist():
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test"} <= {target for target, *_ in commands("make")} <= {*targets}
     for arguments in (mine := commands("jmx")):
         cli._parser().parse_args(arguments)

@@ -1,0 +1,157 @@
+// The XLA FFI handler of the grouped product: checks its arguments, cuts them into pieces and hands these to threads.
+#include <algorithm>
+#include <cstdint>
+#include <new>
+#include <string>
+#include <string_view>
+
+#include "product.h"
+#include "threads.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jmx {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kPanelBytes = 256 << 10;  // of decoded weights: a part of the second-level cache
+constexpr int64_t kMaxColumns = 64;         // a piece is no larger, so that threads end together
+constexpr int64_t kWorkOfAThread = 1 << 18;  // products below which another thread is not worth its start
+
+const Kernel* Find(std::string_view name) {
+  const Kernel* best = nullptr;
+  for (const Kernel* kernel : {JMX_KERNELS}) {
+    if (!kernel->runs_here()) continue;
+    if (name == kernel->name) return kernel;
+    if (name == "best") best = kernel;
+  }
+  return best;
+}
+
+// Memory of this thread's own, which it keeps.
+char* Scratch(size_t bytes) {
+  struct Buffer {
+    char* data = nullptr;
+    size_t size = 0;
+    ~Buffer() { Free(); }
+    void Free() {
+      if (data != nullptr) ::operator delete(data, std::align_val_t(64));
+    }
+  };
+  static thread_local Buffer buffer;
+  if (buffer.size < bytes) {
+    buffer.Free();
+    buffer.size = 0;
+    buffer.data = static_cast<char*>(::operator new(bytes, std::align_val_t(64)));
+    buffer.size = bytes;
+  }
+  return buffer.data;
+}
+
+ffi::Error Wrong(const std::string& what) { return ffi::Error::InvalidArgument("jmx_cpu_grouped_product: " + what); }
+
+// For each block b and each m below counts[b], with e = experts[b]:
+//   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantised(weight[e]).T + bias[b]
+// Rows of `out` that no block names are left as they are.
+ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> values,
+                          ffi::Buffer<ffi::U8> scales, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> experts,
+                          ffi::Buffer<ffi::S32> x_rows, ffi::Buffer<ffi::S32> out_rows, ffi::Buffer<ffi::S32> counts,
+                          ffi::Result<ffi::Buffer<ffi::F32>> out, std::string_view instructions) {
+  const Kernel* kernel = Find(instructions);
+  if (kernel == nullptr) return Wrong("`instructions` (=" + std::string(instructions) + ") are not this machine's");
+  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) return Wrong("`x` must be float32 or bfloat16");
+  const Input input = x.element_type() == ffi::F32 ? kFloat32 : kBfloat16;
+
+  const auto weight = values.dimensions();
+  if (x.dimensions().size() != 2 || weight.size() != 3 || scales.dimensions().size() != 3 ||
+      out->dimensions().size() != 2 || experts.dimensions().size() != 1)
+    return Wrong("`x`, `out` must have two axes, `values`, `scales` three, `experts` one");
+  const int64_t num_experts = weight[0], columns = weight[1], k = 2 * weight[2], blocks = experts.dimensions()[0];
+  if (k % kBlock != 0 || columns % kStep != 0) return Wrong("sizes of the weight must be multiples of the block");
+  if (scales.dimensions()[0] != num_experts || scales.dimensions()[1] != columns ||
+      scales.dimensions()[2] * kBlock != k || x.dimensions()[1] != k || out->dimensions()[1] != columns)
+    return Wrong("`scales`, `x` and `out` must fit `values`");
+  for (const auto& rows : {x_rows, out_rows, counts})
+    if (rows.element_count() != static_cast<size_t>(blocks)) return Wrong("every block must have its rows");
+  const bool biased = bias.element_count() != 0;
+  if (biased && bias.element_count() != static_cast<size_t>(blocks * columns)) return Wrong("`bias` must fit `out`");
+
+  int64_t rows = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t count = counts.typed_data()[b];
+    if (count <= 0) continue;
+    const int64_t expert = experts.typed_data()[b], from = x_rows.typed_data()[b], to = out_rows.typed_data()[b];
+    if (expert < 0 || expert >= num_experts || from < 0 || from + count > x.dimensions()[0] || to < 0 ||
+        to + count > out->dimensions()[0])
+      return Wrong("block " + std::to_string(b) + " lies outside of the arrays");
+    rows += count;
+  }
+  if (rows == 0 || columns == 0 || k == 0) return ffi::Error::Success();
+
+  const int64_t fit = kPanelBytes / (k * kernel->weight_bytes[input]) / kStep * kStep;
+  const int64_t width = std::min(std::clamp<int64_t>(fit, kStep, kMaxColumns), columns);
+  const int64_t panel_bytes = width * k * kernel->weight_bytes[input];
+  const int64_t row_bytes = k * (input == kFloat32 ? 4 : 2);
+  const int64_t pieces = (columns + width - 1) / width;
+  const auto work = [&](int64_t i) {
+    const int64_t b = i / pieces, column = i % pieces * width, count = counts.typed_data()[b];
+    if (count <= 0) return;
+    const int64_t row = experts.typed_data()[b] * columns + column;  // among the weight rows of all experts
+    Piece piece;
+    piece.x = static_cast<const char*>(x.untyped_data()) + x_rows.typed_data()[b] * row_bytes;
+    piece.values = values.typed_data() + row * (k / 2);
+    piece.scales = scales.typed_data() + row * (k / kBlock);
+    piece.bias = biased ? bias.typed_data() + b * columns + column : nullptr;
+    piece.out = out->typed_data() + out_rows.typed_data()[b] * columns + column;
+    piece.rows = count;
+    piece.columns = std::min(width, columns - column);
+    piece.k = k;
+    piece.out_stride = columns;
+    piece.panel = Scratch(panel_bytes);
+    kernel->run[input](piece);
+  };
+  const int64_t worth = rows * columns * k / kWorkOfAThread;
+  const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
+  Share(pool, helpers, blocks * pieces, work);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jmx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<std::string_view>("instructions"));
+
+// Names of the kernels that this machine runs, the best one last: "portable avx2 ".
+extern "C" const char* jmx_cpu_kernels() {
+  static const std::string names = [] {
+    using namespace jmx;
+    std::string all;
+    for (const Kernel* kernel : {JMX_KERNELS})
+      if (kernel->runs_here()) all.append(kernel->name).append(" ");
+    return all;
+  }();
+  return names.c_str();
+}
+
+// One piece on this thread, without XLA: what tests hold to its memory and to its bits. 0, or 1 for a name not known.
+extern "C" int jmx_cpu_product(const char* instructions, int input, const char* x, const uint8_t* values,
+                               const uint8_t* scales, const float* bias, float* out, int64_t rows, int64_t columns,
+                               int64_t k) {
+  const jmx::Kernel* kernel = jmx::Find(instructions);
+  if (kernel == nullptr) return 1;
+  char* panel = jmx::Scratch(columns * k * kernel->weight_bytes[input]);
+  kernel->run[input]({x, values, scales, bias, out, rows, columns, k, columns, panel});
+  return 0;
+}

@@ -1,0 +1,48 @@
+// Work shared between the thread that XLA calls us on and its own pool, which has a thread a core that it may use.
+#pragma once
+
+#include <atomic>
+#include <cfenv>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+namespace jmx {
+
+// Floating point as the language has it: XLA's threads may have been told to read subnormal numbers as zero, or not to.
+class PlainFloats {
+ public:
+  PlainFloats() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~PlainFloats() { std::fesetenv(&saved_); }
+  PlainFloats(const PlainFloats&) = delete;
+  PlainFloats& operator=(const PlainFloats&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+// Calls work(i) for each i below `count`, on this thread and at most `helpers` of the pool's.
+//
+// Whoever is free takes the next. The caller takes part, and waits only for what another thread has begun: a pool that
+// has no thread free, or is this very thread's, delays nothing. One that comes late finds nothing left and goes.
+template <typename Pool, typename Work>
+void Share(Pool& pool, int64_t helpers, int64_t count, const Work& work) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const auto state = std::make_shared<State>();
+  const auto take_part = [state, count, &work] {
+    const PlainFloats plain;
+    int64_t mine = 0;
+    for (int64_t i; (i = state->next.fetch_add(1)) < count; ++mine) work(i);
+    if (mine > 0 && state->done.fetch_add(mine) + mine == count) state->done.notify_all();
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(take_part)>(take_part));
+  take_part();
+  for (int64_t done; (done = state->done.load()) < count;) state->done.wait(done);
+}
+
+}  // namespace jmx

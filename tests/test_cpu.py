@@ -1,0 +1,357 @@
+"""What the backend `cpu` promises beyond its results: every instruction set, its memory, its threads, its refusals."""
+
+import ctypes
+import dataclasses
+import hashlib
+import mmap
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from backend_cases import BLOCK, Case, assert_agrees, decoded, draw_routing, draw_weights, draw_x, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
+
+import jmx
+from jmx import Environment, Experts, Reason, ffi
+from jmx.ffi.cpu import Cpu
+from jmx.selection import Computation
+
+FOUND = ffi.library()
+KERNELS = FOUND.kernels
+built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))
+HERE = Environment.named("cpu")
+
+
+def apply(case, x, routing, experts, instructions="best"):
+    def run(x, routing, experts):
+        return Cpu(instructions).apply(Computation(case.activation, case.weights_on), x, routing, experts, HERE)
+
+    return np.asarray(jax.jit(run)(x, routing, experts))
+
+
+def draw(rng, case):
+    return draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+
+
+# Instruction sets
+
+
+@built
+@pytest.mark.parametrize("instructions", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_every_instruction_set_computes_the_layer(instructions, dtype, tokens, rng):
+    case = Case(tokens=tokens, hidden=160, intermediate=96, dtype=dtype, ids="anywhere", top_k=3)
+    weights, x, routing = draw(rng, case)
+    y = apply(case, x, routing, weights.experts(case), instructions)
+    assert_agrees("cpu", case, y, reference(case, weights, x, routing))
+
+
+@built
+def test_an_element_has_the_same_bits_in_any_piece():
+    """Few rows and many go different ways through the weights, and rows stand in tiles of different sizes."""
+    rng = np.random.default_rng(0)
+    for instructions in KERNELS:
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            x, codes, scales, bias = draw_product(rng, rows=19, columns=12, k=224, dtype=dtype)
+            whole = product(instructions, x, codes, scales, bias)
+            for rows in (1, 2, 3, 4, 5, 6, 7, 12):
+                for columns in (4, 8):
+                    part = product(instructions, x[-rows:], codes[:columns], scales[:columns], bias[:columns])
+                    np.testing.assert_array_equal(part, whole[-rows:, :columns])
+
+
+# One piece, without XLA
+
+
+def draw_product(rng, rows, columns, k, dtype, low=110, high=134):
+    x = rng.standard_normal((rows, k)).astype(dtype)
+    codes = rng.integers(0, 16, (columns, k), dtype=np.uint8)
+    scales = rng.integers(low, high, (columns, k // BLOCK)).astype(np.uint8)
+    return x, codes, scales, rng.standard_normal(columns).astype(np.float32)
+
+
+class Guarded:
+    """Memory that ends where a page begins that may not be touched."""
+
+    def __init__(self, array, before=0):
+        """`before`: bytes between the array's end and that page."""
+        size = -(-(array.nbytes + before) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.map = mmap.mmap(-1, size + mmap.PAGESIZE)
+        whole = np.frombuffer(self.map, np.uint8)
+        assert protect(whole.ctypes.data + size, mmap.PAGESIZE, 0) == 0
+        start = size - array.nbytes - before
+        self.array = whole[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        self.array[...] = array
+
+
+def protect(address, size, protection):
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection)
+
+
+def product(instructions, x, codes, scales, bias, before=0):
+    """x (M, K) times weights (N, K) by one kernel, every argument at the end of memory; `before` shifts what may be."""
+    library = ctypes.CDLL(str(ffi._PATH))
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    held = [Guarded(np.ascontiguousarray(a), n) for a, n in [
+        (x, before * x.itemsize), (packed, before), (scales, before), (bias, 4 * before),
+        (np.full((x.shape[0], len(codes)), np.nan, np.float32), 4 * before),
+    ]]  # fmt: skip
+    addresses = [ctypes.c_void_p(g.array.ctypes.data) for g in held]
+    sizes = [ctypes.c_int64(n) for n in (x.shape[0], *codes.shape)]
+    assert library.jmx_cpu_product(instructions.encode(), int(x.itemsize == 2), *addresses, *sizes) == 0
+    return held[-1].array.copy()
+
+
+@built
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 9),
+    blocks=st.integers(1, 40),
+    bfloat16=st.booleans(),
+    before=st.integers(0, 63),
+)
+def test_any_sizes_at_any_address(seed, rows, columns, blocks, bfloat16, before):
+    rng = np.random.default_rng(seed)
+    dtype = ml_dtypes.bfloat16 if bfloat16 else np.float32
+    x, codes, scales, bias = draw_product(rng, rows, 4 * columns, BLOCK * blocks, dtype)
+    weights, x64 = decoded(codes, scales), x.astype(np.float64)
+    expected = x64 @ weights.T + bias
+    bound = np.abs(x64) @ np.abs(weights).T + np.abs(bias)
+    for instructions in KERNELS:
+        y = product(instructions, x, codes, scales, bias, before)
+        assert (np.abs(y - expected) <= 1e-6 * bound).all(), instructions
+
+
+@built
+@pytest.mark.parametrize("instructions", KERNELS)
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("scale", [0, 1, 2, 253, 254, 255])
+def test_every_code_is_decoded_at_the_ends_of_the_range(instructions, rows, scale):
+    """A one in x picks one weight: products are exact, and nothing is added to them but zeros."""
+    codes = np.zeros((16, BLOCK), np.uint8)
+    codes[:, 5] = np.arange(16)
+    x = np.zeros((rows, BLOCK), np.float32)
+    x[:, 5] = 1
+    scales = np.full((16, 1), scale, np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = decoded(codes, scales)[:, 5].astype(np.float32)
+        y = product(instructions, x, codes, scales, np.zeros(16, np.float32))
+    np.testing.assert_array_equal(y, np.broadcast_to(expected, y.shape))
+
+
+# Threads
+
+BITS = """
+import sys; sys.path.insert(0, "tests")
+import test_cpu; print(test_cpu.digest())
+"""
+
+
+def digest():
+    """Of results on seeded inputs large enough to be shared between threads."""
+    rng, bits = np.random.default_rng(1), hashlib.sha256()
+    for tokens, dtype in ((1, "bfloat16"), (300, "float32")):
+        case = Case(tokens=tokens, hidden=512, intermediate=512, dtype=dtype, top_k=4)
+        weights, x, routing = draw(rng, case)
+        bits.update(apply(case, x, routing, weights.experts(case)).tobytes())
+    return bits.hexdigest()
+
+
+@built
+@pytest.mark.parametrize("limit", ["one thread", "one core"])
+def test_bits_do_not_depend_on_the_number_of_threads(limit, request):
+    if limit == "one core" and not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system gives a process no cores of its own")
+    flags = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"} if limit == "one thread" else {}
+    code = (
+        BITS if limit == "one thread" else "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" + BITS
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=request.config.rootpath,
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == digest(), done.stderr
+
+
+@built
+def test_calls_from_many_threads_do_not_meet(rng):
+    case = Case(tokens=40, hidden=256, intermediate=256, top_k=4)
+    weights, _, routing = draw(rng, case)
+    experts = weights.experts(case)
+    xs = [draw_x(rng, case) for _ in range(8)]
+    run = jax.jit(
+        lambda x: Cpu().apply(Computation(case.activation), x, jax.tree.map(jnp.asarray, routing), experts, HERE)
+    )
+    expected = [np.asarray(run(x)) for x in xs]
+    found = [[] for _ in xs]
+    threads = [
+        threading.Thread(target=lambda x, out: out.extend(np.asarray(run(x)) for _ in range(10)), args=pair)
+        for pair in zip(xs, found, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outs, y in zip(found, expected, strict=True):
+        assert len(outs) == 10
+        for out in outs:
+            np.testing.assert_array_equal(out, y)
+
+
+# Memory
+
+TOUCHED = """
+import sys; sys.path.insert(0, "tests")
+import test_cpu; test_cpu.run_on_unreadable_experts()
+"""
+
+
+def run_on_unreadable_experts():
+    """Experts fill whole pages, of which those of the experts not used may not be read: a fault ends the process."""
+    case = Case(tokens=3, hidden=128, intermediate=64, num_experts=8, top_k=2)
+    weights, x, routing = draw(np.random.default_rng(2), case)
+    used = np.array([1, 2, 6])
+    routing.expert_ids[...] = used[routing.expert_ids % 3]
+    routing.expert_ids[0] = 1, -1
+    experts = weights.experts(case)
+    for tokens in (1, 3):
+        some = x[:tokens], jmx.Routing(routing.expert_ids[:tokens], routing.weights[:tokens])
+        expected = apply(case, *some, experts)
+        held, maps = [], []
+        for role in (experts.gate_up, experts.down):
+            values = np.asarray(role.values)
+            maps.append(mmap.mmap(-1, values.nbytes))
+            array = np.frombuffer(maps[-1], np.uint8).reshape(values.shape)
+            array[...] = values
+            size = values.nbytes // 8
+            assert size % mmap.PAGESIZE == 0
+            held.append(role._replace(values=jax.dlpack.from_dlpack(array)))
+            assert held[-1].values.unsafe_buffer_pointer() == array.ctypes.data  # not a copy
+            for expert in set(range(8)) - set(used[: 1 if tokens == 1 else 3]):
+                assert protect(array.ctypes.data + expert * size, size, 0) == 0
+        there = dataclasses.replace(experts, gate_up=held[0], down=held[1])
+        y = apply(case, *some, there)
+        np.testing.assert_array_equal(y, expected)
+    print("read no other")
+
+
+@built
+def test_weights_of_experts_not_used_are_never_read(request):
+    done = subprocess.run(
+        [sys.executable, "-c", TOUCHED], cwd=request.config.rootpath, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "read no other", (done.returncode, done.stderr)
+
+
+@built
+@pytest.mark.parametrize(("form", "tokens"), [(f, t) for f in ("forward", "views") for t in (1, 64, 4096)])
+def test_memory_does_not_grow_with_experts(form, tokens):
+    size = 512
+    few, many = (
+        temporary_bytes(compile_here(step, *arguments))
+        for step, arguments in (abstract_step(tokens, n, size, "packed", form) for n in (8, 128))
+    )
+    biases = 128 * 3 * size * 4  # float32, one row a block
+    assert many - few < expert_bytes(size) + 2 * biases
+    # Rows by expert, both products' results in float32 and the activation between them.
+    assert many < 4 * tokens * size * 2 * (1 + 2 * 2 + 1 + 2) * 1.5 + 2 * expert_bytes(size) + 2 * biases
+
+
+# What it is asked
+
+
+@built
+def test_it_is_the_default_where_it_runs():
+    experts = Experts.random(jax.random.key(0), 8, 64, 96, gate_up_order="interleaved")
+    x = jax.ShapeDtypeStruct((5, 64), jnp.bfloat16)
+    problem = jmx.Problem.of(x, 2, experts, jmx.SwiGLU())
+    assert jmx.explain(problem, device="cpu").chosen == "cpu"
+
+
+CASE = Case().problem()
+
+
+@pytest.mark.parametrize(
+    ("changed", "device", "reason"),
+    [
+        ({}, "h200", Reason.PLATFORM),
+        ({"num_tokens": None}, "cpu", Reason.SYMBOLIC_TOKENS),
+        ({"format": "nvfp4"}, "cpu", Reason.FORMAT),
+        ({"input_format": "mxfp8"}, "cpu", Reason.INPUT_FORMAT),
+        ({"dtype": "float8_e5m2"}, "cpu", Reason.DTYPE),
+        ({"layout": "canonical"}, "cpu", Reason.LAYOUT),
+    ],
+)
+def test_what_it_refuses(changed, device, reason):
+    rejection = Cpu().supports(dataclasses.replace(CASE, **changed), Environment.named(device))
+    assert rejection is not None
+    assert rejection.reason is reason
+
+
+@built
+def test_instructions_that_are_not_here_are_refused():
+    rejection = Cpu("sse9").supports(CASE, HERE)
+    assert rejection is not None
+    assert rejection.reason is Reason.LIBRARY
+    assert "`instructions` (='sse9')" in rejection.detail
+
+
+@pytest.mark.parametrize("file", ["missing", "broken"])
+def test_without_its_library_it_says_how_to_get_it(file, tmp_path, monkeypatch):
+    path = tmp_path / "libjmx_cpu.so"
+    if file == "broken":
+        path.write_text("not a library")
+    monkeypatch.setattr(ffi, "_PATH", path)
+    monkeypatch.setattr(ffi, "library", ffi.library.__wrapped__)
+    found = jmx.explain(CASE, device="cpu")
+    assert found.chosen == "xla"
+    (rejection,) = [no for name, _, no in found.trail if name == "cpu"]
+    assert rejection is not None
+    assert rejection.reason is Reason.NOT_BUILT
+    assert "pip install" in rejection.remedy
+    assert ("without its kernels" if file == "missing" else "does not load") in rejection.detail
+
+
+@built
+@pytest.mark.parametrize(("argument", "value"), [("experts", 2), ("experts", -1), ("x_rows", 3), ("out_rows", -1)])
+def test_blocks_outside_of_the_arrays_are_errors(argument, value):
+    rows = {"experts": 1, "x_rows": 1, "out_rows": 0, "counts": 2} | {argument: value}
+    blocks = [jnp.array([n], jnp.int32) for n in rows.values()]
+    values, scales = jnp.zeros((2, 32, 16), jnp.uint8), jnp.zeros((2, 32, 1), jnp.uint8)
+    call = jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct((4, 32), jnp.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="block 0 lies outside of the arrays"):
+        jax.block_until_ready(call(jnp.ones((4, 32)), values, scales, jnp.zeros((0, 0)), *blocks, instructions="best"))
+
+
+@built
+def test_it_can_be_exported_by_the_name_of_its_call(rng):
+    case = Case(tokens=5)
+    weights, x, routing = draw(rng, case)
+    experts = weights.experts(case)
+    arguments = jnp.asarray(x), jnp.asarray(routing.expert_ids), jnp.asarray(routing.weights), experts.arrays()
+
+    @jax.jit
+    def run(x, ids, weights, arrays):
+        held = experts.with_arrays(arrays)
+        return jmx.moe(x, jmx.Routing(ids, weights), held, activation=case.activation, backend="cpu")
+
+    exported = export.export(run, disabled_checks=[export.DisabledSafetyCheck.custom_call(ffi.TARGET)])(*arguments)
+    y = export.deserialize(exported.serialize()).call(*arguments)
+    assert_agrees("cpu", case, y, reference(case, weights, x, routing))
