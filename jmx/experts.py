@@ -279,6 +279,18 @@ class Experts:
             raise ValueError(f"`index` (={index}) must be in 0..{lead[0] - 1}, the layers of this stack")
         return dataclasses.replace(self, index=jnp.asarray(index, jnp.int32))
 
+    def merged(self) -> "Experts":
+        """All layers' experts in one axis, so that no layer is cut out of a stack; see `first_expert`."""
+        if self.index is None:
+            return self
+        arrays = {name: array.reshape(-1, *array.shape[2:]) for name, array in self.arrays().items()}
+        return dataclasses.replace(self.with_arrays(arrays), index=None)
+
+    @property
+    def first_expert(self) -> Array | int:
+        """Where this layer's experts begin among those of `merged`."""
+        return 0 if self.index is None else self.index * self.num_experts
+
     def take(self, role: str, experts: Array) -> BlockScaled:
         """Packed bytes of the chosen experts' "gate_up" or "down" weights, inside a trace, out of any layout.
 

@@ -106,6 +106,13 @@ class Blocks(NamedTuple):
     counts: Any
     num_blocks: Any
 
+    def as_arrays(self) -> "Blocks":
+        """The same with every int written out, for kernels that take arrays alone."""
+        index = np.arange(self.experts.size, dtype=np.int32)
+        rows = (index * rows if isinstance(rows, int) else rows for rows in (self.x_rows, self.out_rows))
+        counts = np.full_like(index, self.counts) if isinstance(self.counts, int) else self.counts
+        return Blocks(self.experts, *map(jnp.asarray, (*rows, counts, self.num_blocks)))
+
 
 class Work(NamedTuple):
     """Blocks, and the way of tokens into them and back.
@@ -119,10 +126,10 @@ class Work(NamedTuple):
     token_of_row: Array | None
 
 
-def few(expert_ids: Array, num_experts: int) -> Work:
+def few(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     """A block for every expert that any of `expert_ids` (T, k), of any integer dtype, names: it reads all T tokens.
 
-    Block b writes T rows from row b * T' on, where T' is T rounded up to a multiple of 8.
+    Block b writes T rows from row b * T' on, where T' is T rounded up to a multiple of `align`, a power of two.
     """
     num_tokens, top_k = expert_ids.shape
     keys = _keys(expert_ids, num_experts)
@@ -148,21 +155,22 @@ def few(expert_ids: Array, num_experts: int) -> Work:
     for step in (1 << i for i in reversed(range(num_experts.bit_length()))):  # the last id of rank `nth`, by bisection
         experts = jnp.where(rank(experts + step) <= nth, experts + step, experts)
 
-    stride = -(-num_tokens // 8) * 8
+    stride = _aligned(num_tokens, align)
     rows = rank(keys) * stride + jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     blocks = Blocks(experts, 0, stride, num_tokens, num_blocks)
     return Work(blocks, jnp.where(keys < num_experts, rows, -1), None)
 
 
-def single(expert_ids: Array, num_experts: int) -> Work:
+def single(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     """`few` of a single token (1, k): every slot is a block, so that nothing is to be compared.
 
     A slot outside 0..E-1 is a block of an expert that there is, which nobody reads. An expert named twice is computed
     twice.
     """
     keys = _keys(expert_ids.reshape(-1), num_experts)
-    rows = jnp.where(keys < num_experts, np.arange(keys.size, dtype=np.int32) * 8, -1)
-    return Work(Blocks(jnp.minimum(keys, num_experts - 1), 0, 8, 1, keys.size), rows.reshape(expert_ids.shape), None)
+    rows = jnp.where(keys < num_experts, np.arange(keys.size, dtype=np.int32) * align, -1)
+    blocks = Blocks(jnp.minimum(keys, num_experts - 1), 0, align, 1, keys.size)
+    return Work(blocks, rows.reshape(expert_ids.shape), None)
 
 
 def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> Work:
@@ -187,7 +195,7 @@ def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> W
     return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
 
 
-def _aligned(sizes: Array, align: int) -> Array:
+def _aligned(sizes: Any, align: int) -> Any:
     """Sizes rounded up to a multiple of `align`, a power of two: bits, which XLA computes again rather than store."""
     return (sizes + (align - 1)) & -align
 
@@ -202,6 +210,31 @@ def max_blocks(num_assignments: int, num_experts: int, block_m: int) -> int:
     """The most blocks that any routing can need: a bound known while tracing."""
     whole = max(0, num_assignments - num_experts) // block_m  # each expert has one block that may not be full
     return min(num_assignments, num_experts + whole)
+
+
+def by_row(weights: Array, work: Work, num_rows: int) -> Array:
+    """Routing weights (T, k) -> float32 (num_rows,), in the order of rows; 0 for rows that are no assignment's."""
+    rows = jnp.where(work.row_of < 0, num_rows, work.row_of).reshape(-1)
+    zeros = jnp.zeros(num_rows, jnp.float32)
+    return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
+
+
+def combine(parts: Array, work: Work, weights: Array | None) -> Array:
+    """Rows of results -> each token's sum (T, H), float32, always in the order of its slots.
+
+    Args:
+        parts: float32 (P, R, H), whose sum over P are the rows; what no assignment names may be anything.
+        weights: (T, k), or None where rows are weighted already.
+    """
+    total = jnp.zeros((work.row_of.shape[0], parts.shape[-1]), jnp.float32)
+    for slot in range(work.row_of.shape[1]):
+        row = work.row_of[:, slot]
+        found = [part.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds") for part in parts]
+        term = sum(found[1:], found[0])
+        if weights is not None:
+            term *= weights[:, slot, None].astype(jnp.float32)
+        total += jnp.where(row[:, None] >= 0, term, 0)
+    return total
 
 
 def cut(sizes: Array, num_assignments: int, block_m: int) -> Blocks:

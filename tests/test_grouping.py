@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import partial
 
 import aot
 import jax
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jmx import grouping
 from jmx.grouping import cut, few, group, many, max_blocks, single
 from jmx.routing import Logits, TopKSoftmax, route
 
 some = settings(max_examples=15)  # shapes are drawn from few values: each compiles anew
 jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(cut, static_argnums=(1, 2))
-jitted_few = jax.jit(few, static_argnums=1)
+jitted_few = jax.jit(partial(few, align=8), static_argnums=1)
 jitted_many = jax.jit(many, static_argnums=(1, 2, 3))
 
 tokens = st.sampled_from([0, 1, 7, 64, 90])
@@ -134,7 +136,7 @@ def assert_few(work, ids, num_experts):
 def test_few_on_every_small_routing():
     """Every routing of two tokens to two of three experts, ids from one below to one above."""
     every = np.array(list(itertools.product(range(-1, 4), repeat=4)), np.int32).reshape(-1, 2, 2)
-    work = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda ids: few(ids, 3)))(every))
+    work = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda ids: few(ids, 3, 8)))(every))
     for i, ids in enumerate(every):
         assert_few(jax.tree.map(lambda array, i=i: array[i], work), ids, 3)
 
@@ -151,7 +153,7 @@ def test_few_gives_every_expert_in_use_a_block(seed, num_tokens, top_k, num_expe
 @pytest.mark.parametrize("ids", [[3], [0, 2, 1], [2, 2, 5], [-1, 4, 7], [9, -(2**31), 2**31 - 1]])
 def test_a_single_token_makes_a_block_of_each_slot(ids):
     ids = np.array([ids], np.int32)
-    work = single(jnp.array(ids), 5)
+    work = single(jnp.array(ids), 5, 8)
     inside = (ids >= 0) & (ids < 5)
     assert work.blocks[1:] == (0, 8, 1, ids.size)
     assert work.token_of_row is None
@@ -175,7 +177,7 @@ def test_few_tokens_are_routed_and_grouped_by_few_kernels_on_an_h200(num_tokens,
 
     def prepare(logits):
         routing = route(Logits(logits, TopKSoftmax(4)))
-        work = few(routing.expert_ids, 128)
+        work = few(routing.expert_ids, 128, 8)
         return routing.weights, work.row_of, work.blocks.experts, work.blocks.num_blocks  # the rest are ints
 
     text = aot.compile_for_h200(prepare, jax.ShapeDtypeStruct((num_tokens, 128), jnp.float32)).as_text()
@@ -220,3 +222,26 @@ def test_sixty_four_bit_ids(rng):
         groups = group(ids, 8)
     assert all(array.dtype == jnp.int32 for array in groups)
     np.testing.assert_array_equal(groups.sizes, np.bincount(np.asarray(ids)[np.isin(ids, [0, 3])], minlength=8))
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_rows_of_results_are_combined_into_tokens(rng, weighted, num_parts):
+    """Each token's slots, and nothing of the rows that no assignment names, which hold NaN here."""
+    ids = np.array([[0, 4], [-1, 4], [2, 0], [7, 5]])  # 5 and 7 are no experts
+    work = many(jnp.array(ids), 5, 16, 8)
+    num_rows = work.token_of_row.size
+    parts = rng.normal(size=(num_parts, num_rows, 6)).astype(np.float32)
+    named = np.isin(np.arange(num_rows), work.row_of)
+    parts[:, ~named] = np.nan
+    weights = rng.normal(size=ids.shape).astype(np.float32)
+    factors = weights if weighted else np.ones_like(weights)
+    by_row = np.zeros(num_rows, np.float32)
+    expected = np.zeros((len(ids), 6))
+    for token, slot in np.ndindex(ids.shape):
+        if (row := work.row_of[token, slot]) >= 0:
+            by_row[row] = weights[token, slot]
+            expected[token] += factors[token, slot] * parts[:, row].sum(axis=0)
+    np.testing.assert_array_equal(grouping.by_row(jnp.array(weights), work, num_rows), by_row)
+    combined = grouping.combine(jnp.array(parts), work, jnp.array(weights) if weighted else None)
+    np.testing.assert_allclose(combined, expected, rtol=1e-5, atol=1e-5)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmx import activations, ffi, formats, grouping
 from jmx.experts import Experts
-from jmx.grouping import Blocks, Work
+from jmx.grouping import Blocks
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
@@ -92,7 +91,9 @@ class Cpu:
             return jnp.zeros_like(x)
         on_input = computation.weights_on == "input"
         if num_tokens == 1 and not on_input:
-            work = _single(routing.expert_ids, experts.num_experts)
+            work = grouping.single(routing.expert_ids, experts.num_experts)
+            named = (work.row_of[0] >= 0).astype(jnp.int32)  # no weights are read for an id that is no expert's
+            work = work._replace(blocks=work.blocks._replace(counts=named))
             rows, num_rows = x, top_k
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, _BLOCK_M)
@@ -100,53 +101,23 @@ class Cpu:
             rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
             num_rows = rows.shape[0]
             if on_input:
-                rows = (rows * _by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+                rows = (rows * grouping.by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
         between = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-        h = self._product("gate_up", rows.astype(between), experts, work.blocks, num_rows)
+        blocks = work.blocks.as_arrays()
+        h = self._product("gate_up", rows.astype(between), experts, blocks, num_rows)
         a = activations.apply(computation.activation, h, experts.gate_up_order).astype(between)
-        blocks = work.blocks._replace(x_rows=work.blocks.out_rows)
-        out = self._product("down", a, experts, blocks, num_rows)
-        return _combine(out, routing, work, on_input).astype(x.dtype)
+        out = self._product("down", a, experts, blocks._replace(x_rows=blocks.out_rows), num_rows)
+        return grouping.combine(out[None], work, None if on_input else routing.weights).astype(x.dtype)
 
     def _product(self, role: str, rows: jax.Array, experts: Experts, blocks: Blocks, num_rows: int) -> jax.Array:
         """Rows of each block times its expert's weight, plus its bias -> float32 (num_rows, N)."""
-        values, scales = (array.reshape(-1, *array.shape[-2:]) for array in getattr(experts, role))
-        ids = blocks.experts if experts.index is None else blocks.experts + experts.index * experts.num_experts
+        values, scales = getattr(experts.merged(), role)
         bias = experts.take_bias(role, blocks.experts)
         bias = jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
         out = jax.ShapeDtypeStruct((num_rows, values.shape[1]), jnp.float32)
         call = jax.ffi.ffi_call(ffi.TARGET, out)
         return call(
-            rows, values, scales, bias, ids, blocks.x_rows, blocks.out_rows, blocks.counts,
+            *(rows, values, scales, bias),
+            *(blocks.experts + experts.first_expert, blocks.x_rows, blocks.out_rows, blocks.counts),
             instructions=self.instructions,
-        )  # fmt: skip
-
-
-def _single(expert_ids: jax.Array, num_experts: int) -> Work:
-    """Blocks of a single token's slots (1, k), of one row each: none where the id is outside 0..E-1."""
-    ids = expert_ids.reshape(-1)
-    inside = (ids >= 0) & (ids < num_experts)
-    rows = np.arange(ids.size, dtype=np.int32)
-    blocks = Blocks(
-        jnp.where(inside, ids, 0).astype(jnp.int32), jnp.zeros_like(rows), rows, inside.astype(jnp.int32), ids.size
-    )
-    return Work(blocks, jnp.where(inside, rows, -1).reshape(expert_ids.shape), None)
-
-
-def _by_row(weights: jax.Array, work: Work, num_rows: int) -> jax.Array:
-    """Routing weights (T, k) in the order of rows; 0 for rows that are no assignment's."""
-    rows = jnp.where(work.row_of < 0, num_rows, work.row_of).reshape(-1)
-    zeros = jnp.zeros(num_rows, jnp.float32)
-    return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
-
-
-def _combine(out: jax.Array, routing: Routing, work: Work, weighted: bool) -> jax.Array:
-    """Rows of results (R, H) -> each token's sum (T, H), float32, in the order of its slots."""
-    total = jnp.zeros((work.row_of.shape[0], out.shape[-1]), jnp.float32)
-    for slot in range(work.row_of.shape[1]):
-        row = work.row_of[:, slot, None]
-        term = out.at[jnp.maximum(row[:, 0], 0)].get(mode="promise_in_bounds")
-        if not weighted:
-            term *= routing.weights[:, slot, None].astype(jnp.float32)
-        total += jnp.where(row >= 0, term, 0)
-    return total
+        )

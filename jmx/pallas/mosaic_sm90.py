@@ -15,8 +15,7 @@ from jax import lax
 
 from jmx import grouping, tuning
 from jmx.experts import Experts
-from jmx.formats import BlockScaled
-from jmx.grouping import Blocks, Work
+from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.mosaic_sm90_activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
@@ -102,7 +101,7 @@ class MosaicSm90:
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
             grouped = grouping.single if num_tokens == 1 else grouping.few
-            work = grouped(routing.expert_ids, experts.num_experts)
+            work = grouped(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
             rows, num_rows = x, work.blocks.experts.shape[0] * -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
@@ -110,29 +109,25 @@ class MosaicSm90:
             rows = _gather(x, work.token_of_row)
             num_rows = rows.shape[0]
             if on_input:
-                rows = (rows * _by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+                rows = (rows * grouping.by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+        every = experts.merged()
         out = expert_products(
             jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),
             Product(
-                _flat(experts.gate_up, experts),
-                _flat_bias(experts.gate_up_bias, experts),
+                every.gate_up,
+                every.gate_up_bias,
                 Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
                 jnp.bfloat16,
                 in_kernel(computation.activation),
             ),
-            Product(
-                _flat(experts.down, experts),
-                _flat_bias(experts.down_bias, experts),
-                Rows(experts.hidden_size, None),
-                jnp.float32,
-            ),
-            _blocks(work.blocks, experts),
+            Product(every.down, every.down_bias, Rows(experts.hidden_size, None), jnp.float32),
+            _blocks(work.blocks, experts.first_expert),
             config=config,
             num_rows=num_rows,
             num_cores=environment.core_count or 1,
         )
         out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
-        return _combine(out, routing, work, on_input).astype(x.dtype)
+        return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -142,40 +137,9 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
     return rows.reshape(index.size, x.shape[1])
 
 
-def _flat(weight: BlockScaled, experts: Experts) -> BlockScaled:
-    """All layers' experts in one axis, so that no layer is cut out of a stack."""
-    lead = 1 if experts.index is None else 2
-    return BlockScaled(*(array.reshape(-1, *array.shape[lead:]) for array in weight))
-
-
-def _flat_bias(bias: jax.Array | None, experts: Experts) -> jax.Array | None:
-    return bias if bias is None or experts.index is None else bias.reshape(-1, bias.shape[-1])
-
-
-def _blocks(blocks: Blocks, experts: Experts) -> Blocks:
+def _blocks(blocks: Blocks, first_expert: jax.Array | int) -> Blocks:
     """`blocks` as the kernel takes them: experts of all layers, and no scalar, which would cost a kernel of its own."""
-    ids = blocks.experts if experts.index is None else blocks.experts + experts.index * experts.num_experts
-    number = blocks.num_blocks
+    ids, number = blocks.experts + first_expert, blocks.num_blocks
     return blocks._replace(
         experts=ids, num_blocks=number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
     )
-
-
-def _by_row(weights: jax.Array, work: Work, num_rows: int) -> jax.Array:
-    """Routing weights (T, k) in the order of rows; 0 for rows that are padding."""
-    rows = jnp.where(work.row_of < 0, num_rows, work.row_of).reshape(-1)
-    zeros = jnp.zeros(num_rows, jnp.float32)
-    return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
-
-
-def _combine(out: jax.Array, routing: Routing, work: Work, weighted: bool) -> jax.Array:
-    """Parts of rows (split_k, R, H) -> each token's sum (T, H), float32, always in the same order."""
-    total = jnp.zeros((work.row_of.shape[0], out.shape[-1]), jnp.float32)
-    for slot in range(work.row_of.shape[1]):
-        row = work.row_of[:, slot]
-        parts = [part.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds") for part in out]
-        term = sum(parts[1:], parts[0])
-        if not weighted:
-            term *= routing.weights[:, slot, None].astype(jnp.float32)
-        total += jnp.where(row[:, None] >= 0, term, 0)
-    return total

@@ -160,7 +160,8 @@ def _accumulator(acc: _Fragment, sums: Sequence[ir.Value]) -> _Fragment:
     return _Fragment(_registers=registers.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
 
 
-_SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+# How rows lie in shared memory: tiles of 8 rows by 64 columns, as wgmma and ldmatrix read them without conflicts.
+SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
 
 
@@ -183,7 +184,7 @@ def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int) -> jax.Array:
     constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["r"] * 4 + ["l"])
 
     @_operation(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.RefType(_SWIZZLED)),
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED)),
         return_type=_result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
     )
     def body(_: Any, acc: _Fragment, a: _Fragment, x: ir.Value) -> _Fragment:
@@ -247,7 +248,7 @@ def multiply_few(acc: jax.Array, values: Any, scales: Any, exponent: jax.Array, 
     n = acc.shape[1]
 
     @_operation(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(_SWIZZLED)),
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(SWIZZLED)),
         return_type=_result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
     )
     def body(_: Any, acc: _Fragment, values: ir.Value, scales: ir.Value, exponent: _Fragment, x: ir.Value) -> _Fragment:

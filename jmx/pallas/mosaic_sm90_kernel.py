@@ -106,7 +106,7 @@ def expert_products(
         blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`,
             an int or here (B,), the same number throughout, are computed.
         num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
-        num_cores: multiprocessors to run on, all of them at once: the second product waits for all of the first.
+        num_cores: multiprocessors to run on, all of them at once: cores wait for what others have written of h.
 
     Returns:
         (config.split_k * R, down.rows.num_outputs): the parts' sums one below the other.
@@ -359,7 +359,6 @@ def expert_products(
                     for phase in phases():
                         fetch_rows(phase)
 
-    swizzled: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     stage = (num_stages, config.warpgroups_m)
     others = max(1, config.warpgroups_k - 1)
     shared = config.warpgroups_k > 1
@@ -372,7 +371,7 @@ def expert_products(
         num_threads=num_compute + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=swizzled),
+            plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=fragments.SWIZZLED),
             plgpu.SMEM((*stage, config.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
             plgpu.SMEM((*stage, config.stage_tiles, SCALE_BYTES), jnp.uint8),
             plgpu.SMEM(sums, jnp.float32),
