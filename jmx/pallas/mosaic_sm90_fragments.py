@@ -120,8 +120,8 @@ def _pairs_of_tile(values: ir.Value, scales: ir.Value, exponent: _Fragment, tile
     return registers
 
 
-def dequantize(values: Any, scales: Any, exponent: jax.Array, tile: int) -> jax.Array:
-    """A tile's bytes in shared memory -> the bfloat16 array (64, 64) that wgmma takes as A.
+def dequantize(values: Any, scales: Any, exponent: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """A tile's bytes in shared memory -> its two halves, bfloat16 (64, 32), as wgmma takes A.
 
     Args:
         values, scales: refs of tiles along the columns.
@@ -129,17 +129,23 @@ def dequantize(values: Any, scales: Any, exponent: jax.Array, tile: int) -> jax.
         tile: which of them. That it is static makes it a part of the instructions, here and below.
     """
 
-    @_operation(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR),
-        return_type=_result((TILE, TILE), jnp.bfloat16, plgpu.Layout.WGMMA),
-    )
-    def body(_: Any, values: ir.Value, scales: ir.Value, exponent: _Fragment) -> _Fragment:
+    half = _result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
+
+    @_operation(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR), return_type=(half, half))
+    def body(_: Any, values: ir.Value, scales: ir.Value, exponent: _Fragment) -> tuple[_Fragment, ...]:
         two = ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = _pairs_of_tile(values, scales, exponent, tile)
-        registers = np.array([_utils.bitcast(pair, two) for pair in registers.flat], dtype=object)
         layout = mgpu.WGMMA_LAYOUT
-        registers = registers.reshape(layout.registers_shape((TILE, TILE)))
-        return _Fragment(_registers=registers, _layout=layout, _is_signed=None)
+        halves = np.split(_pairs_of_tile(values, scales, exponent, tile), 2)
+        return tuple(
+            _Fragment(
+                _registers=np.array([_utils.bitcast(pair, two) for pair in registers.flat], dtype=object).reshape(
+                    layout.registers_shape((TILE, TILE // 2))
+                ),
+                _layout=layout,
+                _is_signed=None,
+            )
+            for registers in halves
+        )
 
     return body(values, scales, exponent)
 
@@ -165,8 +171,8 @@ SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128)) 
 _SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
 
 
-def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int) -> jax.Array:
-    """acc (64, n) plus a (64, 64) times 64 columns of x, transposed, by `wgmma`; `wait_for_product` before it is used.
+def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int, half: int) -> jax.Array:
+    """acc (64, n) plus a (64, 32) times 32 columns of x, transposed, by `wgmma`; `wait_for_product` before it is used.
 
     `plgpu.wgmma` does the same with 5 instructions more a tile: its descriptors of x are sums of 64 bits each, where
     here all of a stage are one and a constant.
@@ -175,7 +181,7 @@ def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int) -> jax.Array:
         acc: float32, n a multiple of 8.
         a: bfloat16, from `dequantize`.
         x: ref (n, columns) in shared memory, in tiles of 8 rows by 64 columns swizzled by 128 bytes.
-        tile: which 64 columns.
+        tile, half: which columns.
     """
     n = acc.shape[1]
     size = n // 2
@@ -197,7 +203,7 @@ def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int) -> jax.Array:
         out = llvm.StructType.get_literal([_f32()] * size)
         _utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
         for piece, mine in enumerate(pieces):
-            offset = 2 * (tile * tile_stride + piece * 16) >> 4
+            offset = 2 * (tile * tile_stride + half * TILE // 2 + piece * 16) >> 4
             text = (
                 f"{{ .reg .b64 d; add.s64 d, {operands[4]}, {offset}; "
                 f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, "
@@ -226,6 +232,16 @@ def wait_for_product(acc: jax.Array) -> jax.Array:
         return _accumulator(acc, [llvm.extractvalue(_f32(), made, [i]) for i in range(len(values))])
 
     return body(acc)
+
+
+def wait_for_earlier_products() -> None:
+    """Until all but the last `multiply` is done, so that their `a` are free."""
+
+    @_operation()
+    def body(_: Any) -> None:
+        _utils.inline_ptx("wgmma.wait_group.sync.aligned 1;", has_side_effects=True)
+
+    body()
 
 
 _LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"

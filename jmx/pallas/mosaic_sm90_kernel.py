@@ -220,32 +220,19 @@ def expert_products(
                 return lax.fori_loop(0, k_steps, stage, (acc, first_slot(phase, turn)))[0]
 
             def accumulate(turn: Array, item: _Item, width: int, acc: Array) -> Array:
-                def dequantize(slot: Array, i: int) -> Array:
-                    values, scales, _ = share(slot, width)
-                    return fragments.dequantize(values, scales, item.exponent, i)
-
-                def stage(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                    acc, a, slot = carry
-                    next_slot = after(slot)
+                def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                    acc, slot = carry
+                    plgpu.barrier_wait(full.at[slot])
+                    values, scales, x = share(slot, width)
                     for i in range(config.k_tiles):
-                        last = i + 1 == config.k_tiles
-                        if last:
-                            pl.when(step + 1 < k_steps)(lambda: plgpu.barrier_wait(full.at[next_slot]))
-                        acc = fragments.multiply(acc, a, share(slot, width)[2], i)
-                        # From here to the wait no branch: ptxas would forget that wgmma still reads `a`, and give its
-                        # registers away. With one tile a step the branch of the loop is there, so the wait comes first.
-                        # (After the last step something is dequantised that nobody uses.)
-                        if config.k_tiles == 1:
-                            acc = fragments.wait_for_product(acc)
-                        a = dequantize(next_slot, 0) if last else dequantize(slot, i + 1)
-                        if config.k_tiles > 1:
-                            acc = fragments.wait_for_product(acc)
+                        for half, a in enumerate(fragments.dequantize(values, scales, item.exponent, i)):
+                            acc = fragments.multiply(acc, a, x, i, half)
+                            fragments.wait_for_earlier_products()
+                    acc = fragments.wait_for_product(acc)
                     plgpu.barrier_arrive(empty.at[slot])
-                    return acc, a, next_slot
+                    return acc, after(slot)
 
-                begin = first_slot(phase, turn)
-                plgpu.barrier_wait(full.at[begin])
-                return lax.fori_loop(0, k_steps, stage, (acc, dequantize(begin, 0), begin))[0]
+                return lax.fori_loop(0, k_steps, stage, (acc, first_slot(phase, turn)))[0]
 
             def hand_over(turn: Array, width: int, sums: tuple[Array, Array]) -> None:
                 @pl.when(phase.items_before + turn > 0)
