@@ -22,13 +22,28 @@ def h200_mesh() -> Mesh:
     return Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
 
 
-def compile_for_h200(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
-    """`function` compiled for an H200, its abstract arguments placed there."""
+def compile_for_h200(function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
+    """`function` compiled for an H200, its abstract arguments placed there. `options` are the compiler's."""
     mesh = h200_mesh()
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).lower(*placed).compile()
+        return jax.jit(function).lower(*placed).compile(compiler_options=options)
+
+
+def launches_on_h200(directory: pathlib.Path, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
+    """What the host launches one after the other in a call of `function`: of each the kinds of XLA's *thunks* in it.
+
+    A thunk alone is a list of itself; a CUDA graph begins with "kCommandBuffer".
+    """
+    compile_for_h200(function, *arguments, xla_dump_to=str(directory))
+    (file,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
+    launches: list[list[str]] = []
+    for indent, kind in re.findall(r"^( *)\d+: (k\w+)", file.read_text(), re.MULTILINE):
+        if not indent:
+            launches.append([])
+        launches[-1].append(kind)
+    return launches
 
 
 class Kernel(NamedTuple):

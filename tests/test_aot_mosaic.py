@@ -121,3 +121,20 @@ def test_one_token_takes_memory_that_does_not_grow_with_experts(form):
     few, many = (abstract_step(1, num_experts, 256, LAYOUT.name, form) for num_experts in (8, 128))
     few, many = (temporary_bytes(aot.compile_for_h200(step, *arguments)) for step, arguments in (few, many))
     assert many - few < 1024  # bits for experts
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_layers_are_launched_as_one_cuda_graph(num_tokens, tmp_path):
+    """The kernels are in it, too, so that a step costs the host one launch."""
+    shape = MODELS["gpt-oss-20b"]
+    x, ids, weights, experts = abstract_arguments(shape, num_tokens)
+
+    def layers(x, ids, weights, many):
+        for experts in many:
+            x += layer(shape, x, ids, weights, experts)
+        return x
+
+    (graph,) = aot.launches_on_h200(tmp_path, layers, x, ids, weights, [experts] * 2)
+    assert graph[0] == "kCommandBuffer"
+    assert graph.count("kCustomCall") == 2

@@ -350,6 +350,19 @@ def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int
         assert memory.temp_size_in_bytes < 1e6
 
 
+@pytest.mark.aot
+def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
+    config = CONFIGS["20b"]
+    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
+    with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
+        model = nnx.eval_shape(lambda: GptOss(config, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0)))
+        cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
+    runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
+    (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
+    assert graph[0] == "kCommandBuffer"
+    assert graph.count("kCustomCall") == 4  # each layer's attention and experts
+
+
 def test_rotary_scores_depend_on_the_distance_alone(rng: np.random.Generator) -> None:
     config = read_config(TINY)
     query, key = (jnp.asarray(rng.standard_normal((1, 1, 1, config.head_dim)), jnp.float32) for _ in range(2))
