@@ -17,7 +17,7 @@ from rich.table import Table
 class Limits:
     """What this machine reaches: bytes read plus written a second, and dense bfloat16 flop a second.
 
-    A CPU's dense rate is that of float32 or bfloat16, whichever is faster there.
+    A CPU's copy rate is that of reading alone, and its dense rate that of float32, where these are higher there.
     """
 
     copy_rate: float

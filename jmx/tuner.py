@@ -6,7 +6,6 @@ compile or run, gives another result than the reference, or not the same bits tw
 fastest few are timed once more, longer: the least of many short times is partly luck.
 """
 
-import os
 import pathlib
 import secrets
 import threading
@@ -194,7 +193,7 @@ def _compile(
     """
     start = time.monotonic()
     begun, programs = [], deque()
-    num_compilers = min(len(rig.configs), _num_cpus(), _MOST_COMPILERS)
+    num_compilers = min(len(rig.configs), bench.num_cpus(), _MOST_COMPILERS)
     free = threading.Semaphore(num_compilers)
 
     def done(_: Future[jax.stages.Compiled]) -> None:
@@ -215,11 +214,6 @@ def _compile(
             begun.append(config)
             programs.append(program)
     return begun, programs
-
-
-def _num_cpus() -> int:
-    """Those that this process may use, where the platform tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Trial(NamedTuple):

@@ -250,10 +250,22 @@ def test_seconds_are_those_of_one_call():
 
 def test_limits_are_measured(monkeypatch):
     monkeypatch.setattr(bench, "seconds", lambda call, repeats: (jax.block_until_ready(call()).nbytes * 1e-9, 0.0))
+    monkeypatch.setattr(bench, "_read_rate", lambda words, repeats: 3e9)
     limits = bench.measure_limits(1)
-    assert limits.copy_rate == pytest.approx(2e9)  # each byte is read and written
-    size = 1024 if jax.default_backend() == "cpu" else 8192
+    on_cpu = jax.default_backend() == "cpu"
+    assert limits.copy_rate == pytest.approx(3e9 if on_cpu else 2e9)  # a copied byte is read and written
+    size = 1024 if on_cpu else 8192
     assert limits.dense_rate == pytest.approx(2 * size**3 / (size**2 * 2e-9))  # bfloat16's result has half the bytes
+
+
+@pytest.mark.parametrize("cpus", [1, 3])
+def test_every_word_is_read_by_some_core(monkeypatch, cpus):
+    found = []
+    monkeypatch.setattr(bench, "seconds", lambda call, repeats: (found.extend(call()) or 0.5, 0.0))
+    monkeypatch.setattr(bench, "num_cpus", lambda: cpus)
+    assert bench._read_rate(np.uint32(1) << np.arange(32, dtype=np.uint32), 1) == 2 * 32 * 4
+    assert len(found) == cpus
+    assert sum(int(part) for part in found) == 2**32 - 1
 
 
 def _report():

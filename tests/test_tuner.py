@@ -272,7 +272,7 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside_another)
     monkeypatch.setattr(bench, "seconds", lambda call, count: (done.append("timed"), seconds(call, count))[1])
-    monkeypatch.setattr(tuner, "_num_cpus", lambda: 2)
+    monkeypatch.setattr(bench, "num_cpus", lambda: 2)
     (outcome,), told = run(registered(Fake((FAST, MIDDLING, Config(200)))), tmp_path / "t.json")
     assert told == ""
     assert (outcome.tried, outcome.failed) == (4, ())
