@@ -1,4 +1,4 @@
-"""Compiling for an H200 on a machine that has none, with the CUDA plugin of jax, and what its compilers report."""
+"""Compiling for a GPU on a machine that has none, with the CUDA plugin of jax, and what its compilers report."""
 
 import os
 import pathlib
@@ -13,22 +13,33 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-TARGET = pathlib.Path(__file__).parent / "data" / "h200.txtpb"
+TARGETS = pathlib.Path(__file__).parent / "data"  # a description of each device, by its name
+
+
+def mesh_of(device: str) -> Mesh:
+    """A mesh of one "a100", "l4" or "h200" that is not here."""
+    target = (TARGETS / f"{device}.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
+    return Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
 
 
 def h200_mesh() -> Mesh:
     """A mesh of one H200 that is not here."""
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
-    return Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
+    return mesh_of("h200")
 
 
-def compile_for_h200(function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
-    """`function` compiled for an H200, its abstract arguments placed there. `options` are the compiler's."""
-    mesh = h200_mesh()
+def compile_for(device: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
+    """`function` compiled for a device, its abstract arguments placed there. `options` are the compiler's."""
+    mesh = mesh_of(device)
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(*placed).compile(compiler_options=options)
+
+
+def compile_for_h200(function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
+    """`compile_for` an H200."""
+    return compile_for("h200", function, *arguments, **options)
 
 
 def launches_on_h200(directory: pathlib.Path, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:

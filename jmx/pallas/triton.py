@@ -27,14 +27,14 @@ class Triton:
     """The engine for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
 
     Args:
-        interpret: whether Pallas interprets the kernel on a CPU, slowly: for tests.
+        interpret: whether Pallas interprets the kernel on a CPU, slowly: for tests, under a name of its own.
     """
 
     interpret: bool = False
 
     @property
     def name(self) -> str:
-        return "triton"
+        return "triton_interpreted" if self.interpret else "triton"
 
     @property
     def summary(self) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
-MAX_SUMS = 128  # float32 sums of a thread, of at most 255 registers
+MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 7): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
@@ -90,13 +90,21 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
     """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
     first = heuristic(num_tokens, top_k, num_experts)
-    tried = [first]
-    tried += [replace(first, block_n=n) for n in (32, 64, 128)]
-    tried += [replace(first, block_k=k) for k in (64, 128, 256)]
-    tried += [replace(first, num_stages=n) for n in (2, 3, 4, 5)]
+    changes: list[dict[str, int]] = [{"block_n": n} for n in (32, 64, 128)]
+    changes += [{"block_k": k} for k in (64, 128, 256)]
+    changes += [{"num_stages": n} for n in (2, 3, 4, 5)]
+    changes += [{"num_warps": n} for n in (2, 4, 8)]
     if first.block_m == 16:
-        tried += [replace(first, num_warps=2), replace(first, num_warps=8)]
-        tried += [replace(first, split_k=n) for n in (1, 2, 4, 8)]
+        changes += [{"split_k": n} for n in (1, 2, 4, 8)]
     else:
-        tried += [replace(first, block_m=m) for m in (first.block_m // 2, min(128, 2 * first.block_m))]
-    return [config for config in dict.fromkeys(tried) if config.shared_memory <= SHARED_MEMORY[capability]]
+        changes += [{"block_m": m, "num_warps": n} for m in (32, 64, 128) for n in (4, 8)]
+    found = [first]
+    for change in changes:
+        try:
+            config = replace(first, **change)
+            check(config, capability)
+        except ValueError:  # registers or shared memory do not hold it
+            continue
+        if config not in found:
+            found.append(config)
+    return found
