@@ -31,7 +31,11 @@ NAN = 255  # scale code of NaN
 TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 1e-3}
 FEW_ELEMENTS = 8192
 ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, too
-TAKES = {"mosaic": "bfloat16", "triton": "bfloat16", "triton_interpreted": "bfloat16"}  # backends whose products take a dtype that need not be x's
+TAKES = {
+    "mosaic": "bfloat16",
+    "triton": "bfloat16",
+    "triton_interpreted": "bfloat16",
+}  # backends whose products take a dtype that need not be x's
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 BOTH, NEITHER = (True, True), (False, False)

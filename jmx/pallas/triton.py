@@ -48,7 +48,9 @@ class Triton:
         platform = "cpu" if self.interpret else "gpu"
         if environment.platform != platform:
             return Rejection(
-                Reason.PLATFORM, f"platform is {environment.platform!r}, not {platform!r}", f"run on a {platform.upper()}"
+                Reason.PLATFORM,
+                f"platform is {environment.platform!r}, not {platform!r}",
+                f"run on a {platform.upper()}",
             )
         found = environment.compute_capability
         if not self.interpret and found not in SHARED_MEMORY:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
+_MAX_PRODUCTS = 4096  # sums of a thread times columns of a step: beyond, ptxas spills on compute capability 8.0
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
@@ -105,6 +106,6 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
             check(config, capability)
         except ValueError:  # registers or shared memory do not hold it
             continue
-        if config not in found:
+        if config not in found and config.sums * config.block_k <= _MAX_PRODUCTS:
             found.append(config)
     return found

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
@@ -85,8 +86,8 @@ def grouped_product(x: Array, weight: BlockScaled, bias: Array | None, blocks: B
     # Words also keep offsets within 32 bits up to 4 GiB, from where on Pallas takes 64: those of bytes would not be.
     values = _words(weight.values).reshape(num_experts, n, -1, _GROUP)
     scales = _words(weight.scales.reshape(num_experts, -1))
-    bias = () if bias is None else (bias,)
-    return _product.bind(*blocks[:4], x, values, scales, *bias, product=product)
+    biases = () if bias is None else (bias,)
+    return _product.bind(*blocks[:4], x, values, scales, *biases, product=product)
 
 
 def _words(array: Array) -> Array:
@@ -194,7 +195,7 @@ _turn = threading.Lock()
 @_product.def_abstract_eval
 def _shape(*arrays: Any, product: Product) -> Any:
     out = product.out(arrays[5].shape[1])
-    return jax.core.ShapedArray(out.shape, out.dtype)
+    return ShapedArray(out.shape, out.dtype)
 
 
 def _lower(context: Any, *arrays: Any, product: Product) -> Any:
