@@ -18,6 +18,7 @@ import jmx
 from jmx import Environment, Experts, Routing, tuning
 from jmx.bench import MODELS
 from jmx.pallas.triton import Triton
+from jmx.pallas.triton_config import FEW_TOKENS
 
 pytestmark = pytest.mark.aot
 
@@ -79,8 +80,8 @@ def test_every_configuration_of_the_heuristic_compiles(device, model, tokens, co
     compiled = compile_config(device, model, tokens, config, tmp_path)
     # Rows twice, what is between the products, and what is to be added up; of no expert's weights a copy.
     shape = MODELS[model]
-    rows = min(tokens * shape.method.top_k, shape.num_experts) * min(tokens, 16) if tokens <= 16 else 0
-    rows = max(rows, tokens * shape.method.top_k)
+    assignments = tokens * shape.method.top_k
+    rows = min(assignments, shape.num_experts) * tokens if tokens <= FEW_TOKENS else assignments
     bytes_ = 2 * 2 * shape.hidden_size + 2 * shape.intermediate_size + 4 * config.split_k * shape.hidden_size
     assert temporary_bytes(compiled) < rows * bytes_ + 2**20
 
