@@ -109,7 +109,7 @@ class Triton:
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input:
-            work = grouping.few(routing.expert_ids, experts.num_experts)
+            work = (grouping.single if num_tokens == 1 else grouping.few)(routing.expert_ids, experts.num_experts)
             rows, num_rows = x, work.blocks.experts.size * num_tokens
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_m)
