@@ -2,11 +2,11 @@
 
 from jmx import layouts
 from jmx.ffi.cpu import Cpu
-from jmx.pallas import mosaic_sm90, mosaic_sm90_layout
+from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), Xla())
+BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), triton.Triton(), Xla())
 layouts.register(mosaic_sm90_layout.LAYOUT)
 
 

@@ -31,6 +31,7 @@ class Peak:
 # other rates. Measured ceilings are lower: `jmx bench` takes them.
 PEAKS = {
     "NVIDIA A100-SXM4-80GB": Peak(2.039e12, 312e12),
+    "NVIDIA L4": Peak(0.3e12, 121e12),
     "NVIDIA L40S": Peak(0.864e12, 362e12),
     "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12),
     "NVIDIA H200": Peak(4.8e12, 989e12),

@@ -150,7 +150,8 @@ class Environment:
         if device.device_kind == default.device_kind:
             return cls.of_device(default)
         # A compiler's target may say more than the card's own name: "NVIDIA H200 141GB HBM3e".
-        known = next((e for e in known_devices().values() if device.device_kind.startswith(e.device_kind)), None)
+        words = f"{device.device_kind} "
+        known = next((e for e in known_devices().values() if words.startswith(f"{e.device_kind} ")), None)
         if known is not None:
             return dataclasses.replace(known, core_count=device.num_cores)
         return cls(device.platform, device.device_kind, None, device.num_cores)
@@ -166,11 +167,12 @@ class Environment:
 def known_devices() -> dict[str, Environment]:
     """Devices that can be named without being there, by the kind that each calls itself.
 
-    Sizes are those of NVIDIA's data sheets: the SXM parts, and the L40S.
+    Sizes are those of NVIDIA's data sheets: the SXM parts, the L4 and the L40S.
     """
     return {
         "cpu": Environment("cpu", "cpu"),
         "a100": Environment("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108),
+        "l4": Environment("gpu", "NVIDIA L4", (8, 9), 58),
         "l40s": Environment("gpu", "NVIDIA L40S", (8, 9), 142),
         "h100": Environment("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132),
         "h200": Environment("gpu", "NVIDIA H200", (9, 0), 132),

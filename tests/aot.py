@@ -1,9 +1,11 @@
-"""Compiling for an H200 on a machine that has none, with the CUDA plugin of jax, and what its compilers report."""
+"""Compiling for a GPU on a machine that has none, with the CUDA plugin of jax, and what its compilers report."""
 
+import importlib
 import os
 import pathlib
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,37 +15,53 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-TARGET = pathlib.Path(__file__).parent / "data" / "h200.txtpb"
+TARGETS = pathlib.Path(__file__).parent / "data"  # a description of each device, by its name
+
+
+def mesh_of(device: str) -> Mesh:
+    """A mesh of one "a100", "l4" or "h200" that is not here."""
+    target = (TARGETS / f"{device}.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
+    return Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
 
 
 def h200_mesh() -> Mesh:
     """A mesh of one H200 that is not here."""
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
-    return Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
+    return mesh_of("h200")
 
 
-def compile_for_h200(function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
-    """`function` compiled for an H200, its abstract arguments placed there. `options` are the compiler's."""
-    mesh = h200_mesh()
+def compile_for(device: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
+    """`function` compiled for a device, its abstract arguments placed there. `options` are the compiler's."""
+    mesh = mesh_of(device)
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(*placed).compile(compiler_options=options)
 
 
-def launches_on_h200(directory: pathlib.Path, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
-    """What the host launches one after the other in a call of `function`: of each the kinds of XLA's *thunks* in it.
+def compile_for_h200(function: Callable[..., Any], *arguments: Any, **options: Any) -> jax.stages.Compiled:
+    """`compile_for` an H200."""
+    return compile_for("h200", function, *arguments, **options)
 
-    A thunk alone is a list of itself; a CUDA graph begins with "kCommandBuffer".
-    """
+
+def launches_on_h200(directory: pathlib.Path, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
+    """`launches` of a call of `function`, compiled for an H200."""
     compile_for_h200(function, *arguments, xla_dump_to=str(directory))
+    return launches(directory)
+
+
+def launches(directory: pathlib.Path) -> list[list[str]]:
+    """What the host launches one after the other in a call of what was compiled with `directory` as `xla_dump_to`.
+
+    Each is a list of the kinds of XLA's *thunks* in it: one alone of itself; a CUDA graph begins with "kCommandBuffer".
+    """
     (file,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
-    launches: list[list[str]] = []
+    found: list[list[str]] = []
     for indent, kind in re.findall(r"^( *)\d+: (k\w+)", file.read_text(), re.MULTILINE):
         if not indent:
-            launches.append([])
-        launches[-1].append(kind)
-    return launches
+            found.append([])
+        found[-1].append(kind)
+    return found
 
 
 class Kernel(NamedTuple):
@@ -66,7 +84,7 @@ def kernels_for_h200(
         for kind in ("RESOURCES", "PTXAS", "SASS"):
             patch.setenv(f"MOSAIC_GPU_DUMP_{kind}", "1")
         compiled = compile_for_h200(function, *arguments)
-    tools = pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"], "bin")  # which Mosaic GPU says once it is imported
+    tools = _cuda() / "bin"
     if shutil.which("nvdisasm", path=tools) is None:
         pytest.skip(f"needs nvdisasm in {tools}, which the `aot` extra installs")
     told = capfd.readouterr().out
@@ -76,9 +94,47 @@ def kernels_for_h200(
     return compiled, [Kernel(bytes_, *half) for bytes_, half in zip(memory, halves, strict=True)]
 
 
+def _cuda() -> pathlib.Path:
+    """Where the tools of CUDA are, which Mosaic GPU says once it is imported."""
+    importlib.import_module("jax.experimental.mosaic.gpu")
+    return pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])
+
+
 def _shared_memory(resources: str) -> int:
     """Arrays and barriers, of 8 bytes each."""
     arrays = int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0])
     return arrays + 8 * sum(
         int(n) * int(times) for n, times in re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources)
     )
+
+
+class TritonKernel(NamedTuple):
+    """What became of one kernel of Pallas Triton: bytes of shared memory, registers and bytes of spills of a thread."""
+
+    shared_memory: int
+    registers: int
+    spilled: int
+
+
+def triton_kernels(
+    device: str, directory: pathlib.Path, name: str, function: Callable[..., Any], *arguments: Any
+) -> tuple[jax.stages.Compiled, list[TritonKernel]]:
+    """As `compile_for`, with its kernels called `name`, with whatever number behind that, in any order."""
+    compiled = compile_for(device, function, *arguments, xla_dump_to=str(directory), xla_dump_emitter_re="ptx")
+    (launched,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
+    memory = dict(re.findall(rf" ({name}\w*) grid.*shared_memory: (\d+) bytes", launched.read_text()))
+    kernels = []
+    for file in directory.glob("*.ptx"):
+        text = file.read_text()
+        entry = re.search(rf"^\.visible \.entry ({name}\w*)\(", text, re.MULTILINE)
+        if entry is not None:
+            target = re.findall(r"^\.target (\w+)", text, re.MULTILINE)[0]
+            command = [_cuda() / "bin" / "ptxas", "-v", f"-arch={target}", file, "-o", directory / "kernel.cubin"]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            registers, spilled = (
+                int(re.findall(pattern, report)[0])
+                for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+            )
+            kernels.append(TritonKernel(int(memory.pop(entry[1])), registers, spilled))
+    assert not memory, f"no PTX of {memory}"
+    return compiled, kernels

@@ -20,6 +20,7 @@ from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMu
 from jmx.backends import BACKENDS
 from jmx.formats import MXFP4, BlockScaled
 from jmx.layouts import LAYOUTS
+from jmx.pallas.triton import Triton
 
 BLOCK = MXFP4.block_size
 ONE = 127  # scale code of 1.0
@@ -30,10 +31,16 @@ NAN = 255  # scale code of NaN
 TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 1e-3}
 FEW_ELEMENTS = 8192
 ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, too
-TAKES = {"mosaic": "bfloat16"}  # backends whose products take a dtype that need not be x's
+TAKES = {
+    "mosaic": "bfloat16",
+    "triton": "bfloat16",
+    "triton_interpreted": "bfloat16",
+}  # backends whose products take a dtype that need not be x's
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 BOTH, NEITHER = (True, True), (False, False)
+INTERPRETED = Triton(interpret=True)
+TESTED = (*BACKENDS, INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -239,7 +246,7 @@ def suited(backend: str, case: Case) -> Case:
 
     Skips, with the backend's reason, what it offers in no such form.
     """
-    engine, environment = next(b for b in BACKENDS if b.name == backend), jmx.Environment.probe()
+    engine, environment = next(b for b in TESTED if b.name == backend), jmx.Environment.probe()
     dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
     forms = [replace(case, dtype=dtype, layout=layout) for dtype in dtypes for layout in (case.layout, *LAYOUTS)]
     rejections = [engine.supports(form.problem(), environment) for form in forms]

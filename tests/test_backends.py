@@ -11,11 +11,13 @@ from backend_cases import (
     BOTH,
     GPT_OSS,
     IDS,
+    INTERPRETED,
     MODELS,
     NAN,
     NEITHER,
     ONE,
     TAKES,
+    TESTED,
     TOLERANCE,
     Case,
     assert_agrees,
@@ -76,7 +78,13 @@ REAL = [
 ]
 
 
-NAMES = [b.name for b in BACKENDS]
+# What is interpreted takes minutes; tests/test_triton.py has a part of it that always runs.
+NAMES = [*(b.name for b in BACKENDS), pytest.param(INTERPRETED.name, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_too(monkeypatch):
+    monkeypatch.setattr("jmx.layer.BACKENDS", TESTED)
 
 
 @pytest.fixture(params=NAMES)

@@ -330,8 +330,9 @@ def test_platforms_that_cannot_meet_are_an_error(monkeypatch):
 
 
 def test_a_device_that_is_not_known_is_described_as_far_as_it_is(monkeypatch):
-    with on_h200("NVIDIA GH200 480GB"):
-        assert Environment.probe() == Environment("gpu", "NVIDIA GH200 480GB", None, 132)
+    for name in ("NVIDIA GH200 480GB", "NVIDIA L40"):  # which is no L4
+        with on_h200(name):
+            assert Environment.probe() == Environment("gpu", name, None, 132)
 
 
 def test_of_device_reads_what_a_gpu_says():

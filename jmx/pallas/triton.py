@@ -1,0 +1,133 @@
+"""Backend `triton`: the whole layer over packed 4-bit weights on Ampere and Ada, by the kernel of `triton_kernel`.
+
+Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
+(not for a few tokens: there every active expert sees them all), and each token's results are summed with its routing
+weights in float32. Products take bfloat16 and add up in float32; float16 activations are rounded to bfloat16, whose
+range float16 does not exceed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jmx import formats, grouping, tuning
+from jmx.experts import Experts
+from jmx.pallas import triton_config
+from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config
+from jmx.routing import Routing
+from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+
+_INTERPRETED = (8, 0)  # the compute capability that stands for a machine where the kernel is interpreted
+
+
+@dataclass(frozen=True)
+class Triton:
+    """The engine for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
+
+    Args:
+        interpret: whether Pallas interprets the kernel on a CPU, slowly: for tests, under a name of its own.
+    """
+
+    interpret: bool = False
+
+    @property
+    def name(self) -> str:
+        return "triton_interpreted" if self.interpret else "triton"
+
+    @property
+    def summary(self) -> str:
+        return "Pallas Triton kernels for Ampere and Ada: MXFP4 weights dequantised in registers"
+
+    @property
+    def config_type(self) -> type[Config]:
+        return Config
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        platform = "cpu" if self.interpret else "gpu"
+        if environment.platform != platform:
+            return Rejection(
+                Reason.PLATFORM,
+                f"platform is {environment.platform!r}, not {platform!r}",
+                f"run on a {platform.upper()}",
+            )
+        found = environment.compute_capability
+        if not self.interpret and found not in SHARED_MEMORY:
+            known = ", ".join(map(str, SHARED_MEMORY))
+            return Rejection(
+                Reason.COMPUTE_CAPABILITY, f"{found} is none of {known}", "run on an Ampere, Ada or Hopper GPU"
+            )
+        if problem.format != formats.MXFP4.name:
+            return Rejection(
+                Reason.FORMAT, f"weights are {problem.format!r}, not 'mxfp4'", f"quantise to {formats.MXFP4.name}"
+            )
+        if problem.input_format is not None:
+            return Rejection(
+                Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
+            )
+        if problem.dtype not in ("bfloat16", "float16"):
+            return Rejection(
+                Reason.DTYPE, f"activations are {problem.dtype}, not bfloat16 or float16", "cast x to bfloat16"
+            )
+        if problem.layout != "packed":
+            return Rejection(
+                Reason.LAYOUT, f"weights lie in {problem.layout!r}, not in 'packed'", "experts.prepare('packed')"
+            )
+        if problem.num_tokens is None:
+            return Rejection(
+                Reason.SYMBOLIC_TOKENS, "the number of tokens is symbolic", "export with a fixed number of tokens"
+            )
+        return None
+
+    def heuristic(self, problem: Problem, environment: Environment) -> Config:
+        del environment
+        return triton_config.heuristic(problem.num_tokens or 1, problem.top_k, problem.num_experts)
+
+    def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        return triton_config.candidates(*sizes, environment.compute_capability or _INTERPRETED)
+
+    def check(self, config: Config, problem: Problem, environment: Environment) -> None:
+        del problem  # sizes are no matter: what tiles do not divide is masked
+        triton_config.check(config, environment.compute_capability or _INTERPRETED)
+
+    def apply(
+        self,
+        computation: Computation,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> jax.Array:
+        from jmx.pallas.triton_kernel import PHASES, Product, grouped_product  # takes a second to import
+
+        num_tokens, top_k = routing.expert_ids.shape
+        if num_tokens * top_k == 0:
+            return jnp.zeros_like(x)
+        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
+        config = tuning.config(self, problem, environment).config
+        on_input = computation.weights_on == "input"
+        if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input:
+            work = (grouping.single if num_tokens == 1 else grouping.few)(routing.expert_ids, experts.num_experts)
+            rows, num_rows = x, work.blocks.experts.size * num_tokens
+        else:
+            work = grouping.many(routing.expert_ids, experts.num_experts, config.block_m)
+            assert work.token_of_row is not None
+            rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
+            num_rows = rows.shape[0]
+            if on_input:
+                rows = (rows * grouping.by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+        blocks = work.blocks.as_arrays()
+        real = jnp.arange(blocks.experts.size) < blocks.num_blocks
+        blocks = blocks._replace(
+            experts=blocks.experts + experts.first_expert, counts=jnp.where(real, blocks.counts, 0)
+        )
+        every = experts.merged()
+        rows = rows.astype(jnp.bfloat16).reshape(rows.shape[0], -1, PHASES).swapaxes(1, 2)
+        gate_up = Product(config, num_rows, computation.activation, experts.gate_up_order, self.interpret)
+        (h,) = grouped_product(rows, every.gate_up, every.gate_up_bias, blocks, gate_up)
+        down = Product(config, num_rows, interpret=self.interpret)
+        blocks = blocks._replace(x_rows=blocks.out_rows)
+        out = grouped_product(h, every.down, every.down_bias, blocks, down)[:, :, 0]
+        return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)

@@ -1,0 +1,111 @@
+"""What can be tuned of the kernel `triton_kernel`, what it takes of shared memory, and what is tried."""
+
+from dataclasses import dataclass, replace
+
+FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
+_MAX_PRODUCTS = 4096  # sums of a thread times columns of a step: beyond, ptxas spills on compute capability 8.0
+MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
+# Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
+# specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
+SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 7): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a layer is cut: tokens into blocks of rows of one expert, and both products into tiles.
+
+    Args:
+        block_m: rows of a block, at most.
+        block_n: rows of the weight in a tile; of gated experts half of them are gates and half are ups.
+        block_k: columns of the weight in a step of the loop.
+        num_warps: warps that compute a tile.
+        num_stages: stages of the pipeline from global to shared memory.
+        split_k: parts of `down`'s columns that are computed apart and added up in the end.
+
+    Raises:
+        ValueError: a value that no problem can run with.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int = 1
+
+    def __post_init__(self) -> None:
+        # Tensor cores take 16 rows and 16 columns, of gates and of ups, and of each of four products a step.
+        for name, low, high in (("block_m", 16, 256), ("block_n", 32, 256), ("block_k", 64, 512), ("num_warps", 1, 16)):
+            value = getattr(self, name)
+            if value not in (1 << n for n in range(low.bit_length() - 1, high.bit_length())):
+                raise ValueError(f"`{name}` (={value}) must be a power of two in {low}..{high}")
+        for name, high in (("num_stages", 8), ("split_k", 64)):
+            if not 1 <= getattr(self, name) <= high:
+                raise ValueError(f"`{name}` (={getattr(self, name)}) must be in 1..{high}")
+        if self.sums > MAX_SUMS:
+            raise ValueError(
+                f"`num_warps` (={self.num_warps}) must be such that `block_m * block_n` sums "
+                f"(={self.block_m * self.block_n}) are at most {MAX_SUMS} a thread"
+            )
+
+    @property
+    def sums(self) -> int:
+        """Float32 sums of a thread."""
+        return self.block_m * self.block_n // (32 * self.num_warps)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that the kernel uses at most.
+
+        The pipeline holds rows in 16 bits and weights in 4. Beside it Triton moves decoded weights between threads.
+        """
+        stage = self.block_k * (2 * self.block_m + self.block_n // 2)
+        return self.num_stages * stage + 2 * self.block_n * self.block_k
+
+
+def check(config: Config, capability: tuple[int, int]) -> None:
+    """ValueError where shared memory of a GPU of this compute capability does not hold the pipeline of `config`."""
+    limit = SHARED_MEMORY[capability]
+    if config.shared_memory > limit:
+        raise ValueError(
+            f"`num_stages` (={config.num_stages}) must be such that the {limit} bytes of shared memory of compute "
+            f"capability {capability} hold them, and {config!r} needs {config.shared_memory}"
+        )
+
+
+def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
+    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    assignments = num_tokens * top_k
+    if num_tokens <= FEW_TOKENS:  # one block an expert; so few of them that `down` had better be split
+        return Config(16, 64, 128, 4, 4, split_k=4 if assignments <= 8 else 1)
+    rows = -(-assignments // num_experts)
+    if rows <= 12:  # most blocks of random routing have a few more rows than that
+        return Config(16, 64, 128, 4, 4)
+    if rows <= 24:
+        return Config(32, 64, 128, 4, 3)
+    if rows <= 48:
+        return Config(64, 128, 64, 4, 3)
+    return Config(128, 128, 64, 8, 3)
+
+
+def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
+    """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
+    first = heuristic(num_tokens, top_k, num_experts)
+    changes: list[dict[str, int]] = [{"block_n": n} for n in (32, 64, 128)]
+    changes += [{"block_k": k} for k in (64, 128, 256)]
+    changes += [{"num_stages": n} for n in (2, 3, 4, 5)]
+    changes += [{"num_warps": n} for n in (2, 4, 8)]
+    if first.block_m == 16:
+        changes += [{"split_k": n} for n in (1, 2, 4, 8)]
+    else:
+        changes += [{"block_m": m, "num_warps": n} for m in (32, 64, 128) for n in (4, 8)]
+    found = [first]
+    for change in changes:
+        try:
+            config = replace(first, **change)
+            check(config, capability)
+        except ValueError:  # registers or shared memory do not hold it
+            continue
+        if config not in found and config.sums * config.block_k <= _MAX_PRODUCTS:
+            found.append(config)
+    return found

@@ -1,0 +1,165 @@
+"""The Triton engine compiled for an A100, an L4 and an H200 that are not here: what its kernels take, by the reports of
+their compilers."""
+
+import re
+from functools import partial
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from backend_cases import ACTIVATIONS
+from jax import export
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from memory import abstract_step, temporary_bytes
+
+import jmx
+from jmx import Environment, Experts, Routing, tuning
+from jmx.bench import MODELS
+from jmx.pallas.triton import Triton
+from jmx.pallas.triton_config import FEW_TOKENS
+
+pytestmark = pytest.mark.aot
+
+ENGINE = Triton()
+DEVICES = ("a100", "l4", "h200")
+SHAPES = ("gpt-oss-20b", "gpt-oss-120b")
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 16384)
+SPILLED = 64  # bytes a thread; what ptxas stores once, before the loop, is no matter
+
+
+def calls():
+    """Every configuration that the heuristic gives, once a device."""
+    for device in DEVICES:
+        seen = set()
+        for model in SHAPES:
+            for tokens in TOKENS:
+                config = ENGINE.heuristic(MODELS[model].problem(tokens, "packed"), Environment.named(device))
+                if config not in seen:
+                    yield pytest.param(device, model, tokens, config, id=f"{device}-{model}-{tokens}")
+                seen.add(config)
+
+
+def layer(activation, x, ids, weights, experts):
+    return jmx.moe(x, Routing(ids, weights), experts, activation=activation, backend=ENGINE.name)
+
+
+def abstract_arguments(tokens, hidden, intermediate, num_experts, top_k, order: str | None = "interleaved"):
+    def experts(key):
+        return Experts.random(key, num_experts, hidden, intermediate, gate_up_order=order, bias=True)
+
+    return (
+        jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, top_k), jnp.int32),
+        jax.ShapeDtypeStruct((tokens, top_k), jnp.float32),
+        jax.eval_shape(experts, jax.ShapeDtypeStruct((2,), jnp.uint32)),
+    )
+
+
+def of_model(name, tokens):
+    shape = MODELS[name]
+    sizes = shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.method.top_k
+    return partial(layer, shape.activation), abstract_arguments(tokens, *sizes)
+
+
+def compile_config(device, model, tokens, config, directory):
+    """Compiled into sound kernels."""
+    function, arguments = of_model(model, tokens)
+    with tuning.override(ENGINE.name, config):
+        compiled, kernels = aot.triton_kernels(device, directory, "jmx_grouped_product", function, *arguments)
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert kernel.shared_memory <= config.shared_memory, (config, kernel)
+        assert kernel.spilled <= SPILLED, (config, kernel)
+    return compiled
+
+
+@pytest.mark.parametrize(("device", "model", "tokens", "config"), [*calls()])
+def test_every_configuration_of_the_heuristic_compiles(device, model, tokens, config, tmp_path):
+    compiled = compile_config(device, model, tokens, config, tmp_path)
+    # Rows twice, what is between the products, and what is to be added up; of no expert's weights a copy.
+    shape = MODELS[model]
+    assignments = tokens * shape.method.top_k
+    rows = min(assignments, shape.num_experts) * tokens if tokens <= FEW_TOKENS else assignments
+    bytes_ = 2 * 2 * shape.hidden_size + 2 * shape.intermediate_size + 4 * config.split_k * shape.hidden_size
+    assert temporary_bytes(compiled) < rows * bytes_ + 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])
+def test_every_candidate_compiles(device, tokens, tmp_path):
+    problem = MODELS["gpt-oss-20b"].problem(tokens, "packed")
+    for i, config in enumerate(ENGINE.candidates(problem, Environment.named(device))):
+        compile_config(device, "gpt-oss-20b", tokens, config, tmp_path / str(i))
+
+
+def test_every_activation_compiles():
+    def layers(gated, ungated):
+        outs = [layer(a, *(gated if a.gated else ungated)) for a in ACTIVATIONS]
+        return sum(outs[1:], outs[0])
+
+    arguments = [abstract_arguments(1, 96, 64, 8, 2, order=order) for order in ("concatenated", None)]
+    aot.compile_for("a100", layers, *arguments)
+
+
+@pytest.mark.parametrize("form", ["forward", "views"])
+def test_memory_does_not_grow_with_experts(form):
+    few, many = (abstract_step(64, num_experts, 256, "packed", form) for num_experts in (8, 128))
+    few, many = (temporary_bytes(aot.compile_for("l4", step, *arguments)) for step, arguments in (few, many))
+    weights = 120 * 3 * 256 * 256 * 17 // 32
+    assert many - few < weights / 4
+
+
+def test_a_stack_beyond_32_bits_is_not_copied():
+    """Between 2 and 4 GiB offsets of bytes would overflow; from 4 GiB on the kernel counts in 64 bits."""
+    for layers in (3, 36):
+        shape = MODELS["gpt-oss-120b"]
+        function, (x, ids, weights, one) = of_model("gpt-oss-120b", 1)
+        stack = jax.tree.map(lambda a, n=layers: jax.ShapeDtypeStruct((n, *a.shape), a.dtype), one)
+        assert (stack.gate_up.values.size > 2**32) == (layers == 36)
+
+        def view(x, ids, weights, stack, i, function=function):
+            return function(x, ids, weights, stack.layer(i))
+
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = aot.compile_for("a100", view, x, ids, weights, stack, index)
+        assert temporary_bytes(compiled) < 100 * shape.hidden_size * 4
+
+
+def test_a_layer_is_one_cuda_graph(tmp_path):
+    """The kernels are in it, too, so that a step costs the host one launch."""
+    function, arguments = of_model("gpt-oss-20b", 1)
+    aot.compile_for("a100", function, *arguments, xla_dump_to=str(tmp_path))
+    (graph,) = aot.launches(tmp_path)
+    assert graph[0] == "kCommandBuffer"
+
+
+def test_no_warning_but_that_of_these_kernels_is_silenced():
+    """Tests make errors of warnings, so that all others of this file show that there is none."""
+
+    def double(x):
+        def kernel(x, y):
+            y[...] = 2 * x[...]
+
+        return pl.pallas_call(kernel, out_shape=x, compiler_params=plgpu.CompilerParams())(x)
+
+    with pytest.warns(DeprecationWarning, match="The Pallas Triton backend is deprecated"):
+        aot.compile_for("a100", double, jax.ShapeDtypeStruct((128,), jnp.float32))
+
+
+def test_export_asks_for_the_check_that_the_docs_name():
+    function, arguments = of_model("gpt-oss-20b", 1)
+    leaves, structure = jax.tree.flatten(arguments)
+
+    def flat(*leaves):
+        return function(*jax.tree.unflatten(structure, leaves))
+
+    with jax.sharding.use_abstract_mesh(aot.mesh_of("a100").abstract_mesh):
+        exporter = partial(export.export, jax.jit(flat), platforms=["cuda"])
+        with pytest.raises(ValueError, match=re.escape("__gpu$xla.gpu.triton")):
+            exporter()(*leaves)
+        check = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+        exported = exporter(disabled_checks=[check])(*leaves)
+    assert exported.mlir_module().count("custom_call @__gpu$xla.gpu.triton") == 2
