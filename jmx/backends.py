@@ -6,7 +6,8 @@ from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), triton.Triton(), Xla())
+# `xla` runs everything: what stands behind it runs on request alone, as `triton` does until it was timed on a GPU.
+BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), Xla(), triton.Triton())
 layouts.register(mosaic_sm90_layout.LAYOUT)
 
 

@@ -230,6 +230,7 @@ def test_rows_of_results_are_combined_into_tokens(rng, weighted, num_parts):
     """Each token's slots, and nothing of the rows that no assignment names, which hold NaN here."""
     ids = np.array([[0, 4], [-1, 4], [2, 0], [7, 5]])  # 5 and 7 are no experts
     work = many(jnp.array(ids), 5, 16, 8)
+    assert work.token_of_row is not None
     num_rows = work.token_of_row.size
     parts = rng.normal(size=(num_parts, num_rows, 6)).astype(np.float32)
     named = np.isin(np.arange(num_rows), work.row_of)

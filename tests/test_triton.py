@@ -87,21 +87,24 @@ def test_interpreted_it_runs_on_a_cpu_alone():
 
 
 @pytest.mark.parametrize(
-    ("device", "change", "chosen"),
+    ("device", "change", "runs"),
     [
-        ("a100", {}, "triton"),
-        ("l4", {}, "triton"),
-        ("l40s", {"dtype": "float16"}, "triton"),
-        ("a100", {"dtype": "float32"}, "xla"),
-        ("a100", {"layout": "canonical"}, "xla"),
-        ("b200", {}, "xla"),
-        ("h200", {"layout": "mosaic_sm90"}, "mosaic"),
-        ("h200", {}, "triton"),  # to ask for packed weights there is to ask for another engine than Hopper's own
+        ("a100", {}, True),
+        ("l4", {}, True),
+        ("l40s", {"dtype": "float16"}, True),
+        ("h200", {}, True),
+        ("a100", {"dtype": "float32"}, False),
+        ("a100", {"layout": "canonical"}, False),
+        ("b200", {}, False),
+        ("h200", {"layout": "mosaic_sm90"}, False),
     ],
 )
-def test_where_it_is_chosen(device, change, chosen):
-    problem = dataclasses.replace(PROBLEM, **change)
-    assert select(problem, Environment.named(device), None, BACKENDS).backend.name == chosen
+def test_where_it_runs_on_request(device, change, runs):
+    problem, environment = dataclasses.replace(PROBLEM, **change), Environment.named(device)
+    assert (Triton().supports(problem, environment) is None) == runs
+    assert select(problem, environment, None, BACKENDS).backend.name != "triton"
+    if runs:
+        assert select(problem, environment, "triton", BACKENDS).backend.name == "triton"
 
 
 def test_asked_for_where_it_cannot_run_it_says_what_would_help():

@@ -49,8 +49,7 @@ def test_memory_does_not_grow_with_experts(form, tokens):
     ("form", "tokens", "layout"), [*((*step, "packed") for step in ON_AN_H200), ("arrays", 1, "canonical")]
 )
 def test_memory_does_not_grow_with_experts_on_an_h200(form, tokens, layout):
-    with jmx.use_backend("xla"):
-        assert_memory_does_not_grow_with_experts(aot.compile_for_h200, form, tokens, layout)
+    assert_memory_does_not_grow_with_experts(aot.compile_for_h200, form, tokens, layout)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
