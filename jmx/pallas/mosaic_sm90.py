@@ -17,7 +17,7 @@ from jmx import grouping, tuning
 from jmx.experts import Experts
 from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_config
-from jmx.pallas.mosaic_sm90_activations import in_kernel
+from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
 from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE
 from jmx.routing import Routing

@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 from jmx.activations import Activation
 from jmx.formats import BlockScaled
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90_activations import in_kernel
+from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton_config import Config
 
 Array = jax.Array
