@@ -1,4 +1,4 @@
-"""Activations in operations that kernels in Pallas have (Mosaic GPU, Triton), where those of `jmx.activations` are made of others."""
+"""Activations in operations that Mosaic GPU and Triton have, where those of `jmx.activations` are made of others."""
 
 from collections.abc import Callable
 from math import sqrt
