@@ -17,6 +17,7 @@ from jmx.bench import RAGGED_DOT, Shape
 from jmx.layouts import LAYOUTS
 from jmx.routing import Logits, TopKSoftmax, route
 from jmx.selection import Environment, Reason, Rejection
+from jmx.xla import Xla
 
 TINY = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 LIMITS = roofline.Limits(copy_rate=1e9, dense_rate=5e9)
@@ -58,7 +59,7 @@ def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
     def supports(problem, environment):
         return None if problem.num_tokens == 3 else Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens", "take 3")
 
-    picky, xla = SimpleNamespace(name="picky", supports=supports), bench.BACKENDS[-1]
+    picky, xla = SimpleNamespace(name="picky", supports=supports), Xla()
     monkeypatch.setattr(bench, "BACKENDS", (picky, xla))
     monkeypatch.setattr(bench, "_measure_row", lambda name, shape, case, *rest: roofline.Row(name, case.num_tokens))
     for tokens, names in [([5, 3], ["picky", "xla", RAGGED_DOT]), ([5], ["xla", RAGGED_DOT])]:
