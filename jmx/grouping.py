@@ -110,7 +110,9 @@ class Blocks(NamedTuple):
         """The same with every int written out, for kernels that take arrays alone."""
         index = np.arange(self.experts.size, dtype=np.int32)
         rows = (index * rows if isinstance(rows, int) else rows for rows in (self.x_rows, self.out_rows))
-        counts = np.full_like(index, self.counts) if isinstance(self.counts, int) else self.counts
+        counts = self.counts
+        if isinstance(counts, int):
+            counts = jnp.where(index < self.num_blocks, np.int32(counts), np.int32(0))
         return Blocks(self.experts, *map(jnp.asarray, (*rows, counts, self.num_blocks)))
 
 
@@ -173,6 +175,11 @@ def single(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     return Work(blocks, rows.reshape(expert_ids.shape), None)
 
 
+def unsorted(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
+    """`single` of a single token, else `few`."""
+    return (single if expert_ids.shape[0] == 1 else few)(expert_ids, num_experts, align)
+
+
 def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> Work:
     """Assignments of `expert_ids` (T, k), of any integer dtype, sorted by expert and cut into blocks of `block_m` rows.
 
@@ -217,6 +224,11 @@ def by_row(weights: Array, work: Work, num_rows: int) -> Array:
     rows = jnp.where(work.row_of < 0, num_rows, work.row_of).reshape(-1)
     zeros = jnp.zeros(num_rows, jnp.float32)
     return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
+
+
+def weigh(rows: Array, work: Work, weights: Array) -> Array:
+    """Rows (R, H) times the routing weights (T, k) of their assignments, in rows' dtype."""
+    return (rows * by_row(weights, work, rows.shape[0])[:, None]).astype(rows.dtype)
 
 
 def combine(parts: Array, work: Work, weights: Array | None) -> Array:

@@ -101,7 +101,7 @@ class Cpu:
             rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
             num_rows = rows.shape[0]
             if on_input:
-                rows = (rows * grouping.by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+                rows = grouping.weigh(rows, work, routing.weights)
         between = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
         blocks = work.blocks.as_arrays()
         h = self._product("gate_up", rows.astype(between), experts, blocks, num_rows)

@@ -20,6 +20,7 @@ from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
 from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE
+from jmx.pallas.problems import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
@@ -50,27 +51,7 @@ class MosaicSm90:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
             )
-        if problem.format != "mxfp4":
-            return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not 'mxfp4'", "quantise to MXFP4")
-        if problem.input_format is not None:
-            return Rejection(
-                Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
-            )
-        if problem.dtype not in ("bfloat16", "float16"):
-            return Rejection(
-                Reason.DTYPE, f"activations are {problem.dtype}, not bfloat16 or float16", "cast x to bfloat16"
-            )
-        if problem.layout != LAYOUT.name:
-            return Rejection(
-                Reason.LAYOUT,
-                f"weights lie in {problem.layout!r}, not in {LAYOUT.name!r}",
-                f"experts.prepare({LAYOUT.name!r})",
-            )
-        if problem.num_tokens is None:
-            return Rejection(
-                Reason.SYMBOLIC_TOKENS, "the number of tokens is symbolic", "export with a fixed number of tokens"
-            )
-        return None
+        return refusal(problem, LAYOUT.name)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
@@ -100,8 +81,7 @@ class MosaicSm90:
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
-            grouped = grouping.single if num_tokens == 1 else grouping.few
-            work = grouped(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
+            work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
             rows, num_rows = x, work.blocks.experts.shape[0] * -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
@@ -109,7 +89,7 @@ class MosaicSm90:
             rows = _gather(x, work.token_of_row)
             num_rows = rows.shape[0]
             if on_input:
-                rows = (rows * grouping.by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+                rows = grouping.weigh(rows, work, routing.weights)
         every = experts.merged()
         out = expert_products(
             jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),

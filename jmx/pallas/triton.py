@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jmx import formats, grouping, tuning
+from jmx import grouping, tuning
 from jmx.experts import Experts
 from jmx.pallas import triton_config
+from jmx.pallas.problems import refusal
 from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
@@ -58,27 +59,7 @@ class Triton:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is none of {known}", "run on an Ampere, Ada or Hopper GPU"
             )
-        if problem.format != formats.MXFP4.name:
-            return Rejection(
-                Reason.FORMAT, f"weights are {problem.format!r}, not 'mxfp4'", f"quantise to {formats.MXFP4.name}"
-            )
-        if problem.input_format is not None:
-            return Rejection(
-                Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
-            )
-        if problem.dtype not in ("bfloat16", "float16"):
-            return Rejection(
-                Reason.DTYPE, f"activations are {problem.dtype}, not bfloat16 or float16", "cast x to bfloat16"
-            )
-        if problem.layout != "packed":
-            return Rejection(
-                Reason.LAYOUT, f"weights lie in {problem.layout!r}, not in 'packed'", "experts.prepare('packed')"
-            )
-        if problem.num_tokens is None:
-            return Rejection(
-                Reason.SYMBOLIC_TOKENS, "the number of tokens is symbolic", "export with a fixed number of tokens"
-            )
-        return None
+        return refusal(problem, "packed")
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
@@ -109,7 +90,7 @@ class Triton:
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input:
-            work = (grouping.single if num_tokens == 1 else grouping.few)(routing.expert_ids, experts.num_experts)
+            work = grouping.unsorted(routing.expert_ids, experts.num_experts)
             rows, num_rows = x, work.blocks.experts.size * num_tokens
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_m)
@@ -117,12 +98,9 @@ class Triton:
             rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
             num_rows = rows.shape[0]
             if on_input:
-                rows = (rows * grouping.by_row(routing.weights, work, num_rows)[:, None]).astype(x.dtype)
+                rows = grouping.weigh(rows, work, routing.weights)
         blocks = work.blocks.as_arrays()
-        real = jnp.arange(blocks.experts.size) < blocks.num_blocks
-        blocks = blocks._replace(
-            experts=blocks.experts + experts.first_expert, counts=jnp.where(real, blocks.counts, 0)
-        )
+        blocks = blocks._replace(experts=blocks.experts + experts.first_expert)
         every = experts.merged()
         rows = rows.astype(jnp.bfloat16).reshape(rows.shape[0], -1, PHASES).swapaxes(1, 2)
         gate_up = Product(config, num_rows, computation.activation, experts.gate_up_order, self.interpret)

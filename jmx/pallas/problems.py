@@ -1,0 +1,27 @@
+"""What kernels for MXFP4 weights and 16-bit activations do not take, whatever the GPU."""
+
+from jmx import formats
+from jmx.selection import Problem, Reason, Rejection
+
+
+def refusal(problem: Problem, layout: str) -> Rejection | None:
+    """Why a kernel that reads weights in `layout` cannot run `problem`; None where it can."""
+    if problem.format != formats.MXFP4.name:
+        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not 'mxfp4'", "quantise to MXFP4")
+    if problem.input_format is not None:
+        return Rejection(
+            Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
+        )
+    if problem.dtype not in ("bfloat16", "float16"):
+        return Rejection(
+            Reason.DTYPE, f"activations are {problem.dtype}, not bfloat16 or float16", "cast x to bfloat16"
+        )
+    if problem.layout != layout:
+        return Rejection(
+            Reason.LAYOUT, f"weights lie in {problem.layout!r}, not in {layout!r}", f"experts.prepare({layout!r})"
+        )
+    if problem.num_tokens is None:
+        return Rejection(
+            Reason.SYMBOLIC_TOKENS, "the number of tokens is symbolic", "export with a fixed number of tokens"
+        )
+    return None
