@@ -1,4 +1,5 @@
 """Codes to floats: what an e2m1 element and an e8m0 scale are worth, in the few operations each platform is fast at.
+And floats as integers, which is how they are rounded to codes.
 
 All of it is exact. GPUs multiply floats, subnormal ones included. XLA's CPU code reads and writes subnormals as zero:
 there the bits are put together by integer operations, or only normal numbers met.
@@ -15,6 +16,8 @@ Array = jax.Array
 _BF16_INF = 0x7F80
 _BF16_NAN = 0x7FC0
 _F32_NAN = 0x7FC00000
+F32_INF = 0xFF << 23
+_SCALE_ONE = 127
 SCALE_NAN = 255
 
 
@@ -101,3 +104,19 @@ def scaled(x: Array, scale_codes: Array) -> Array:
         return x * power_of_two(scale_codes)
 
     return lax.platform_dependent(x, scale_codes, cuda=at_once, default=by_halves)
+
+
+def float32_bits(x: Array) -> Array:
+    """Bits of `x` as float32. Integers widen bfloat16, as a float conversion may flush subnormals."""
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+
+
+def over_power_of_two(magnitude: Array, scale_codes: Array) -> Array:
+    """float32 bits (int32, no sign) of magnitude / 2^(code - 127), exact: exponent fields go below 0, and none is that
+    of a subnormal. Zero gets a field so far below that it rounds to zero in any format."""
+    # The quotient by a power of two is a subtraction of exponents in bits that extend below exponent field 0.
+    shift = lax.clz(magnitude) - 8
+    extended = jnp.where(magnitude < 1 << 23, (magnitude << shift) - (shift << 23), magnitude)
+    return extended - ((scale_codes - _SCALE_ONE) << 23)

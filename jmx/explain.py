@@ -35,7 +35,9 @@ PEAKS = {
     "NVIDIA L40S": Peak(0.864e12, 362e12),
     "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12),
     "NVIDIA H200": Peak(4.8e12, 989e12),
+    "NVIDIA B100": Peak(8.0e12, 1750e12),
     "NVIDIA B200": Peak(8.0e12, 2250e12),
+    "NVIDIA GB200": Peak(8.0e12, 2500e12),
 }
 
 

@@ -1,4 +1,4 @@
-"""Block formats of 4-bit weights: quantize, dequantize, pack, pad.
+"""Block formats: what they are made of; and of 4-bit weights: quantize, dequantize, pack, pad.
 
 A block format cuts the last (contracted) axis of a weight into blocks that share one scale. MXFP4 is the first:
 32 elements e2m1, one scale e8m0, value = element * 2 ** (scale_code - 127), as in the OCP Microscaling Formats (MX)
@@ -88,6 +88,16 @@ MXFP4 = Format(
     scale_dtype=np.dtype(jnp.float8_e8m0fnu),
 )
 
+# Of activations: what block-scaled products take beside MXFP4 weights. See `jmx.mxfp8`.
+MXFP8 = Format(
+    name="mxfp8",
+    element_dtype=np.dtype(jnp.float8_e4m3fn),
+    element_bits=8,
+    block_size=32,
+    scale_dtype=np.dtype(jnp.float8_e8m0fnu),
+)
+
+# Of weights.
 FORMATS: dict[str, Format] = {MXFP4.name: MXFP4}
 
 
@@ -101,7 +111,6 @@ SCALE_RULES: dict[str, int] = {
 
 _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
-_F32_INF = 0xFF << 23
 
 
 def _midpoints() -> list[int]:
@@ -162,30 +171,20 @@ def _refuse_nonfinite(x: Array) -> None:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantize(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
-    bits = _float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
+    bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
     scale = jnp.maximum(((amax + scale_addend) >> 23) - _E2M1_MAX_EXPONENT, 0)
     scale = jnp.where(amax == 0, _SCALE_ONE, scale)
-    scale = jnp.where(amax >= _F32_INF, codes.SCALE_NAN, scale)
+    scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
 
-    # The quotient by the scale is a subtraction of exponents in bits that extend below exponent field 0.
-    shift = lax.clz(magnitude) - 8
-    extended = jnp.where(magnitude < 1 << 23, (magnitude << shift) - (shift << 23), magnitude)
-    quotient = extended - ((scale - _SCALE_ONE) << 23)
+    quotient = codes.over_power_of_two(magnitude, scale)
     elements = sum((quotient >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
     elements |= (bits >> 28).astype(jnp.uint8) & 8
     elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
     packed = elements[..., 0::2] | elements[..., 1::2] << 4
     return unpack(BlockScaled(packed, scale[..., 0].astype(jnp.uint8)))
-
-
-def _float32_bits(x: Array) -> jax.Array:
-    """Bits of `x` as float32. Integers widen bfloat16, as a float conversion may flush subnormals."""
-    if x.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
 def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4) -> jax.Array:

@@ -167,7 +167,8 @@ class Environment:
 def known_devices() -> dict[str, Environment]:
     """Devices that can be named without being there, by the kind that each calls itself.
 
-    Sizes are those of NVIDIA's data sheets: the SXM parts, the L4 and the L40S.
+    Sizes are those of NVIDIA's data sheets: the SXM parts, the L4 and the L40S. How many cores
+    a B100 has is not known here.
     """
     return {
         "cpu": Environment("cpu", "cpu"),
@@ -176,7 +177,9 @@ def known_devices() -> dict[str, Environment]:
         "l40s": Environment("gpu", "NVIDIA L40S", (8, 9), 142),
         "h100": Environment("gpu", "NVIDIA H100 80GB HBM3", (9, 0), 132),
         "h200": Environment("gpu", "NVIDIA H200", (9, 0), 132),
+        "b100": Environment("gpu", "NVIDIA B100", (10, 0)),
         "b200": Environment("gpu", "NVIDIA B200", (10, 0), 148),
+        "gb200": Environment("gpu", "NVIDIA GB200", (10, 0), 152),
     }
 
 

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jmx.__file__).parent
 ORDER = [
     {"_version", "codes"},
     {"formats"},
-    {"activations", "routing", "grouping"},
+    {"activations", "routing", "grouping", "mxfp8"},
     {"layouts"},
     {"experts"},
     {"selection"},

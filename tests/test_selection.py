@@ -350,8 +350,10 @@ def test_of_device_reads_what_a_gpu_says():
 
 def test_named_devices():
     assert H200.compute_capability == (9, 0)
-    assert Environment.named("b200").compute_capability == (10, 0)
-    with pytest.raises(ValueError, match=re.escape("`device` (='h300') must be one of ['a100', 'b200', 'cpu', 'h100'")):
+    for name in ("b100", "b200", "gb200"):
+        assert Environment.named(name).compute_capability == (10, 0)
+        assert resolve_layout("auto", Environment.named(name)) == "packed"
+    with pytest.raises(ValueError, match=re.escape("`device` (='h300') must be one of ['a100', 'b100', 'b200', 'cpu'")):
         Environment.named("h300")
 
 

@@ -1,0 +1,89 @@
+"""Activations in MXFP8: elements e4m3, of which 32 along the last axis share a scale e8m0.
+
+value = element * 2^(scale_code - 127), as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. How a
+scale is chosen is a rule of its own. Here it is that of the kernels that take such activations (FlashInfer 0.7.2,
+`cvt_warp_fp16_to_mxfp8` and its twin for CPUs, `mxfp8_quantize_host`): 2^ceil(log2(amax / 448)), amax the block's
+largest magnitude and 448 the largest of e4m3. So nothing saturates. The specification's own rule (section 6.3),
+2^(floor(log2 amax) - 8), gives half of that to blocks with amax above 448 times it, whose largest elements it cuts off.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmx import codes
+from jmx.formats import MXFP8, BlockScaled
+
+Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+
+_E4M3_MAX_EXPONENT = 8  # of 448 = 1.75 * 2^8
+_CARRY = (1 << 21) - 1  # carries above float32 mantissa 1.75
+_E4M3_BIAS_BELOW_F32 = 127 - 7
+_DROPPED = 23 - 3  # mantissa bits of float32 that e4m3 lacks
+_NEVER_ROUNDS_UP = _DROPPED + 5  # places by which any significand is less than half of a step
+
+
+def quantize(x: Array) -> BlockScaled:
+    """Rounds floats to MXFP8, the same bits on every platform. Traceable.
+
+    Elements round to nearest, ties to even; zeros keep their sign. A block of zeros gets scale code 0. A block that
+    holds NaN or infinity gets scale code 255, which is NaN, and elements 0.
+
+    Args:
+        x: float32, bfloat16 or float16 (..., K).
+
+    Returns:
+        `BlockScaled`: values float8_e4m3fn (..., K), scales float8_e8m0fnu (..., K / 32).
+
+    Raises:
+        ValueError: K not a whole number of blocks, or a scalar.
+        TypeError: another dtype.
+    """
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
+    if x.ndim == 0:
+        raise ValueError("`x` (a scalar) must have a last axis to cut into blocks")
+    MXFP8.check_size("x.shape[-1]", x.shape[-1])
+    return _quantize(x)
+
+
+@jax.jit
+def _quantize(x: Array) -> BlockScaled:
+    bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // MXFP8.block_size, MXFP8.block_size)
+    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
+    amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
+    scale = jnp.maximum(((amax + _CARRY) >> 23) - _E4M3_MAX_EXPONENT, 0)
+    scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
+    elements = _e4m3(codes.over_power_of_two(magnitude, scale))
+    elements |= (bits >> 24).astype(jnp.uint8) & 0x80
+    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
+    return BlockScaled(
+        lax.bitcast_convert_type(elements, MXFP8.element_dtype),
+        lax.bitcast_convert_type(scale[..., 0].astype(jnp.uint8), MXFP8.scale_dtype),
+    )
+
+
+def _e4m3(bits: jax.Array) -> jax.Array:
+    """Codes (uint8) of magnitudes up to 448, given as float32 bits whose exponent field may be below 0."""
+    field = (bits >> 23) - _E4M3_BIAS_BELOW_F32  # e4m3's own, from 1 on
+    normal = _shifted(bits - (_E4M3_BIAS_BELOW_F32 << 23), jnp.int32(_DROPPED))
+    significand = bits & 0x7FFFFF | 1 << 23
+    subnormal = _shifted(significand, jnp.clip(_DROPPED + 1 - field, _DROPPED + 1, _NEVER_ROUNDS_UP))
+    return jnp.where(field >= 1, normal, subnormal).astype(jnp.uint8)
+
+
+def _shifted(word: jax.Array, places: jax.Array) -> jax.Array:
+    """word / 2^places, rounded to nearest, ties to even."""
+    return (word + (1 << (places - 1)) - 1 + (word >> places & 1)) >> places
+
+
+def dequantize(q: BlockScaled) -> jax.Array:
+    """What `q`, as `quantize` gives it, is worth: float32 (..., K).
+
+    Exact where the result is a normal float32, else infinite or, on platforms whose floats have no subnormals, zero.
+    """
+    scales = lax.bitcast_convert_type(q.scales, jnp.uint8)[..., None]
+    values = q.values.astype(jnp.float32).reshape(*q.scales.shape, MXFP8.block_size)
+    return codes.scaled(values, scales).reshape(q.values.shape)
