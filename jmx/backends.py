@@ -1,14 +1,17 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
 from jmx import layouts
+from jmx.ffi import cutlass_layout
 from jmx.ffi.cpu import Cpu
+from jmx.ffi.cutlass import Cutlass
 from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-# `xla` runs everything: what stands behind it runs on request alone, as `triton` does until it was timed on a GPU.
-BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), Xla(), triton.Triton())
+# `xla` runs everything: what stands behind it runs on request alone, as those do that were not timed on a GPU yet.
+BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), Xla(), triton.Triton(), Cutlass())
 layouts.register(mosaic_sm90_layout.LAYOUT)
+layouts.register(cutlass_layout.LAYOUT)
 
 
 def resolve_layout(layout: str, environment: Environment) -> str:
