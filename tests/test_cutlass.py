@@ -2,7 +2,9 @@
 the call's contract in numpy in its place; and on a Hopper GPU, every tile, stacks of layers, and sizes of models."""
 
 import dataclasses
+import inspect
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ import jmx
 from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU, doctor, tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
-from jmx.ffi import cutlass, cutlass_build, cutlass_library
+from jmx.ffi import cutlass, cutlass_build, cutlass_library, cutlass_source
 from jmx.ffi.build import Missing
 from jmx.ffi.cutlass import Cutlass
 from jmx.ffi.cutlass_config import TILES, Config, padded
@@ -133,8 +135,8 @@ def test_doctor_tells_what_its_build_lacks(monkeypatch):
 
 
 def moe(
-    x, ids, weights, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, layer, *, intermediate_size,
-    gated, interleaved, activation, alpha, beta, limit, gate_up_tile, down_tile, overlap,
+    x, expert_ids, weights, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, layer, *,
+    intermediate_size, gated, interleaved, activation, alpha, beta, limit, gate_up_tile, down_tile, overlap,
 ):  # fmt: skip
     """The contract of the handler `jmx_cutlass_moe`: y in float64 out of arrays as it gets them."""
     assert {gate_up_tile, down_tile} <= {tile.name for tile in TILES}
@@ -158,8 +160,8 @@ def moe(
     down_floats = floats("down", (hidden, intermediate_size), down, down_scales)
     case = Case(activation=known(activation, gated, alpha, beta, limit), order=order)
     y = np.zeros(x.shape)
-    for token, slot in np.ndindex(ids.shape):
-        expert = ids[token, slot]
+    for token, slot in np.ndindex(expert_ids.shape):
+        expert = expert_ids[token, slot]
         if not 0 <= expert < gate_up.shape[0]:
             continue
         h = up_floats[expert] @ x[token].astype(np.float64) + (
@@ -168,6 +170,21 @@ def moe(
         out = down_floats[expert] @ activated(case, h) + (down_bias[expert].astype(np.float64) if down_bias.size else 0)
         y[token] += weights[token, slot] * out
     return y
+
+
+def test_the_handler_binds_what_that_contract_names():
+    """In C++ the call's arguments go by their place, its attributes by name: what differs shows on a GPU alone."""
+    source = (cutlass_source.FOLDER / "handler.cu").read_text()
+    binding = source[source.index("XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe") :]
+    signature = source[source.index("ffi::Error Moe(") : source.index("const auto x_shape")]
+    parameters = inspect.signature(moe).parameters.values()
+    arrays = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = re.findall(r"[\w:<>]+[>\w] (\w+)(?=[,)])", signature)
+    assert names == ["stream", *arrays, "y", "workspace", *attributes]
+    bound = re.findall(r"\.(Ctx|Arg|Ret|Attr)<(.*?)>\(", binding)
+    assert [kind for kind, _ in bound] == ["Ctx"] + ["Arg"] * len(arrays) + ["Ret"] * 2 + ["Attr"] * len(attributes)
+    assert re.findall(r'\.Attr<.*?>\("(\w+)"\)', binding) == attributes
 
 
 def known(name, gated, alpha, beta, limit):

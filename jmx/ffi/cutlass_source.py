@@ -16,9 +16,10 @@ FOLDER = pathlib.Path(__file__).parent / "src" / "cutlass"
 LIBRARY = "libjmx_cutlass"
 ARCHITECTURE = "sm_90a"
 
-# What FlashInfer compiles its SM90 module with. ENABLE_FP8: without it, its headers lack a type.
+# What FlashInfer compiles its SM90 module with. ENABLE_FP8: without it, its headers lack a type. NDEBUG: without it, its
+# host code logs every call, and stops at an assertion that does not hold while workspace is counted.
 FLAGS = (
-    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-static-global-template-stub=false", "-w"),
+    *("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-static-global-template-stub=false", "-w"),
     *("--compiler-options=-fPIC", "-DCOMPILE_HOPPER_TMA_GEMMS", "-DCOMPILE_HOPPER_TMA_GROUPED_GEMMS"),
     *("-DENABLE_BF16", "-DENABLE_FP8", "-DENABLE_FP4", "-DUSING_OSS_CUTLASS_MOE_GEMM"),
     *("-DCUTLASS_ENABLE_GDC_FOR_SM90=1", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"),
