@@ -16,8 +16,8 @@ FOLDER = pathlib.Path(__file__).parent / "src" / "cutlass"
 LIBRARY = "libjmx_cutlass"
 ARCHITECTURE = "sm_90a"
 
-# What FlashInfer compiles its SM90 module with. ENABLE_FP8: without it, its headers lack a type. NDEBUG: without it, its
-# host code logs every call, and stops at an assertion that does not hold while workspace is counted.
+# What FlashInfer compiles its SM90 module with. Without ENABLE_FP8 its headers lack a type; without NDEBUG its host
+# code logs every call, and stops at an assertion that does not hold while workspace is counted.
 FLAGS = (
     *("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-static-global-template-stub=false", "-w"),
     *("--compiler-options=-fPIC", "-DCOMPILE_HOPPER_TMA_GEMMS", "-DCOMPILE_HOPPER_TMA_GROUPED_GEMMS"),
