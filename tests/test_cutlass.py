@@ -269,11 +269,11 @@ def test_the_configuration_in_use_is_the_calls(in_numpy, monkeypatch, rng):
         "moe",
         lambda *a, **k: seen.append((k["gate_up_tile"], k["down_tile"], k["overlap"])) or moe_(*a, **k),
     )
-    config = Config(TILES[1], TILES[3], overlap=False)
+    config = Config(TILES[1], TILES[2], overlap=False)
     experts = draw_weights(rng, case).experts(case)
     with tuning.override("cutlass", config):
         apply(case, draw_x(rng, case), draw_routing(rng, case), experts)
-    assert seen == [(TILES[1].name, TILES[3].name, False)]
+    assert seen == [(TILES[1].name, TILES[2].name, False)]
 
 
 def test_no_tokens_need_no_library(nowhere, rng):

@@ -25,6 +25,7 @@ def test_tiles_have_names_of_their_own():
     assert len({tile.name for tile in TILES}) == len(TILES)
     assert Tile(64, 16, 128, True).name == "64x16x128-Pingpong-1x1"
     assert Tile(128, 128, 128, False, cluster_tokens=2).macro == "TILE(128, 128, 128, Cooperative, 1, 2)"
+    assert TILES[-1].name == "128x128x128-Cooperative-2x1"
 
 
 def test_every_tile_is_in_the_header():
@@ -70,7 +71,7 @@ def test_a_tile_that_is_not_compiled_is_refused():
 def test_a_table_holds_configurations(tmp_path):
     (engine,) = (backend for backend in BACKENDS if backend.name == "cutlass")
     assert isinstance(engine, tuning.Tunable)
-    config = Config(TILES[3], TILES[-1], overlap=False)
+    config = Config(TILES[1], TILES[-1], overlap=False)
     key = tuning.Key(tuning.shape_class(GPT_OSS_SIZES), 64)
     tuning.save(tmp_path / "table.json", engine, "NVIDIA H200", {key: tuning.Entry(config, 1.0, None)})
     assert tuning.load(tmp_path / "table.json", engine, "NVIDIA H200")[key].config == config
