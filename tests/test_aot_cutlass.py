@@ -44,9 +44,9 @@ def test_a_layer_is_one_call_on_arrays_as_they_are():
     """Nothing is padded, cut out of the stack or reordered for it; the workspace is all the memory that it takes."""
     function, arguments = layers(2)
     compiled = aot.compile_for_h200(function, *arguments)
-    calls = re.findall(
-        r'custom_call_target="jmx_cutlass_moe".*?operand_layout_constraints={(.*?})}', compiled.as_text()
-    )
+    text = compiled.as_text()
+    assert text is not None
+    calls = re.findall(r'custom_call_target="jmx_cutlass_moe".*?operand_layout_constraints={(.*?})}', text)
     assert len(calls) == 2
     for operands in calls:
         assert [re.sub(r"{.*?}", "", shape) for shape in re.findall(r"\w+\[[\d,]*\](?:{[\d,]*})?", operands)] == [
