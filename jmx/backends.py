@@ -1,16 +1,21 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
 from jmx import layouts
-from jmx.ffi import blackwell, blackwell_layouts
+from jmx.ffi import blackwell, blackwell_layouts, cutlass_layout
 from jmx.ffi.cpu import Cpu
+from jmx.ffi.cutlass import Cutlass
 from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-# `xla` runs everything: what stands behind it runs on request alone, as `triton` does until it was timed on a GPU,
-# or not at all: the engines for Blackwell have no kernel yet.
-BACKENDS: tuple[Backend, ...] = (mosaic_sm90.MosaicSm90(), Cpu(), Xla(), triton.Triton(), *blackwell.ENGINES)
+# `xla` runs everything: what stands behind it runs on request alone, as those do that were not timed on a GPU yet, or
+# not at all: the engines for Blackwell have no kernel yet.
+BACKENDS: tuple[Backend, ...] = (
+    *(mosaic_sm90.MosaicSm90(), Cpu(), Xla()),
+    *(triton.Triton(), Cutlass(), *blackwell.ENGINES),
+)
 layouts.register(mosaic_sm90_layout.LAYOUT)
+layouts.register(cutlass_layout.LAYOUT)
 layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
 layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
 

@@ -1,4 +1,4 @@
-"""The command line: `jmx explain | doctor | convert | bench | tune`.
+"""The command line: `jmx explain | doctor | convert | bench | tune | build`.
 
 Imports of jax stand inside the commands, so that `--help` and usage errors are quick. Results go to stdout, all else to
 stderr.
@@ -96,6 +96,7 @@ def _parser() -> _Parser:
     _add_convert(add("convert", _convert, "write a checkpoint in another form; experts keep their bits"))
     _add_bench(add("bench", _bench, "time one layer on this machine, against the machine's own limits"))
     _add_tune(add("tune", _tune, "measure how a backend's kernels run fastest here, and keep that for later calls"))
+    _add_build(add("build", _build, "compile a backend's kernels for this machine, and keep them for later calls"))
     return parser
 
 
@@ -482,6 +483,34 @@ def _shape(text: str) -> Any:
         raise ValueError(f"`--shape` (={text!r}) has k (={top_k}) outside 1..{num_experts}, the number of experts")
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": intermediate}
     return dataclasses.replace(bench.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
+
+
+# jmx build
+
+
+def _add_build(command: _Parser) -> None:
+    command.add_argument("engine", metavar="BACKEND", help="cutlass: FlashInfer's kernels for Hopper, 5 to 20 minutes")
+    command.add_argument("--arch", default="sm_90a", metavar="NAME", help="of the GPU (default and only one: sm_90a)")
+    command.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: as many as fit here)")
+    command.add_argument("--output", metavar="FILE", help="the library to write (default: in this user's own cache)")
+    command.add_argument("--again", action="store_true", help="compile although it is there")
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from jmx.ffi import cutlass_build, cutlass_source
+
+    _check_known("BACKEND", arguments.engine, ["cutlass"])
+    _check_known("--arch", arguments.arch, [cutlass_source.ARCHITECTURE])
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise ValueError(f"`--jobs` (={arguments.jobs}) must be at least 1")
+    _check_directories(arguments.output)
+    output = None if arguments.output is None else pathlib.Path(arguments.output)
+    console = Console(stderr=True, highlight=False)
+    path, made = cutlass_build.run(console, output=output, jobs=arguments.jobs, again=arguments.again)
+    print(f"{'compiled' if made else 'was compiled before'}: {path}")
+    return EXIT_OK
 
 
 if __name__ == "__main__":

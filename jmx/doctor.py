@@ -37,6 +37,7 @@ def examine() -> dict[str, Any]:
             layout, backends = _examine_backends()
         except RuntimeError as e:  # a plugin that is installed and does not start
             advice.append(f"jax finds no device: {' '.join(str(e).split())}")
+    advice += _examine_build(backends)
     if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
         advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx[cuda13]' (or 'jmx[cuda12]')")
     return {
@@ -94,6 +95,18 @@ def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
             answer |= {"runs": False, "reason": no.reason.value, "detail": no.detail, "remedy": no.remedy}
         found.append(answer)
     return layout, found
+
+
+def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
+    """What `jmx build cutlass` lacks, on a machine where that is all that keeps the backend from running."""
+    from jmx.selection import Reason
+
+    if not any(found["name"] == "cutlass" and found.get("reason") == Reason.NOT_BUILT.value for found in backends):
+        return []
+    from jmx.ffi import cutlass_build
+
+    found = cutlass_build.find()
+    return [f"for `jmx build cutlass`, {missing}" for missing in found] if isinstance(found, list) else []
 
 
 def tables(findings: dict[str, Any]) -> list[Table]:

@@ -212,7 +212,12 @@ def reload() -> None:
 
 
 def cache_file(engine_name: str, device_kind: str) -> pathlib.Path:
-    """This user's own table for an engine on a kind of device: below $XDG_CACHE_HOME, or where the platform has caches.
+    """This user's own table for an engine on a kind of device, in `cache_directory`, which may raise RuntimeError."""
+    return cache_directory() / "tuning" / _file_name(engine_name, device_kind)
+
+
+def cache_directory() -> pathlib.Path:
+    """What jmx keeps for this user: below $XDG_CACHE_HOME, or where the platform has caches.
 
     Raises:
         RuntimeError: the user has no home directory.
@@ -224,7 +229,7 @@ def cache_file(engine_name: str, device_kind: str) -> pathlib.Path:
         root = pathlib.Path.home() / "Library" / "Caches"
     else:
         root = pathlib.Path.home() / ".cache"
-    return root / "jmx" / "tuning" / _file_name(engine_name, device_kind)
+    return root / "jmx"
 
 
 def _file_name(engine_name: str, device_kind: str) -> str:

@@ -35,6 +35,7 @@ TAKES = {
     "mosaic": "bfloat16",
     "triton": "bfloat16",
     "triton_interpreted": "bfloat16",
+    "cutlass": "bfloat16",
 }  # backends whose products take a dtype that need not be x's
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)

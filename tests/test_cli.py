@@ -43,7 +43,7 @@ def assert_one_line_error(stderr, *parts):
 
 def test_version_and_help(jmx):
     assert jmx("--version") == (0, f"jmx {__version__}\n", "")
-    for argv in [], ["explain"], ["doctor"], ["convert"], ["bench"], ["tune"]:
+    for argv in [], ["explain"], ["doctor"], ["convert"], ["bench"], ["tune"], ["build"]:
         code, out, _ = jmx(*argv, "--help")
         assert code == 0
         assert "exit codes:" in out

@@ -1,0 +1,414 @@
+"""The backend `cutlass` beyond the battery: who gets it and what it refuses; on any machine, what it gives the call, by
+the call's contract in numpy in its place; and on a Hopper GPU, every tile, stacks of layers, and sizes of models."""
+
+import dataclasses
+import inspect
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from backend_cases import (
+    ACTIVATIONS,
+    BOTH,
+    GPT_OSS,
+    NEITHER,
+    Case,
+    activated,
+    assert_agrees,
+    assert_close,
+    call,
+    draw_routing,
+    draw_weights,
+    draw_x,
+    reference,
+    suited,
+)
+
+import jmx
+from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU, doctor, tuning
+from jmx.activations import Activation
+from jmx.backends import BACKENDS
+from jmx.ffi import cutlass, cutlass_build, cutlass_library, cutlass_source
+from jmx.ffi.build import Missing
+from jmx.ffi.cutlass import Cutlass
+from jmx.ffi.cutlass_config import TILES, Config, padded
+from jmx.ffi.cutlass_layout import LAYOUT
+from jmx.ffi.cutlass_library import Library
+from jmx.formats import BlockScaled
+from jmx.layouts import WeightSpec
+from jmx.selection import Computation, select
+
+PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
+HOPPER = Environment.named("h200")
+FOUND = cutlass_library.library()
+built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """As on a machine where the library is built."""
+    monkeypatch.setattr(cutlass_library, "library", lambda: Library(pathlib.Path("built.so"), ("a-tile",)))
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    monkeypatch.setattr(cutlass_library, "library", lambda: Library(fault="it is not compiled"))
+
+
+# Who gets it
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown(Activation):
+    gated = True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "told"),
+    [
+        ({"dtype": "float32"}, Reason.DTYPE, "float32"),
+        ({"layout": "packed"}, Reason.LAYOUT, "'packed', not in 'cutlass_sm90'"),
+        ({"format": "nvfp4"}, Reason.FORMAT, "'nvfp4'"),
+        ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
+        ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
+        ({"activation": Unknown()}, Reason.ACTIVATION, "Unknown()"),
+        ({"num_tokens": 1 << 29}, Reason.SHAPE, "536870912 rows times 8 experts"),
+        ({"num_tokens": 1 << 28, "weights_on": "input"}, Reason.SHAPE, "536870912 rows times 8 experts"),
+    ],
+)
+def test_what_it_refuses_of_a_problem(there, change, reason, told):
+    assert Cutlass().supports(PROBLEM, HOPPER) is None
+    rejection = Cutlass().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
+    assert rejection is not None
+    assert rejection.reason is reason
+    assert told in rejection.detail
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "told"),
+    [
+        ("cpu", Reason.PLATFORM, "'cpu'"),
+        ("a100", Reason.COMPUTE_CAPABILITY, "(8, 0)"),
+        ("b200", Reason.COMPUTE_CAPABILITY, "(10, 0)"),
+    ],
+)
+def test_what_it_refuses_of_a_machine(there, device, reason, told):
+    rejection = Cutlass().supports(PROBLEM, Environment.named(device))
+    assert rejection is not None
+    assert rejection.reason is reason
+    assert told in rejection.detail
+
+
+@pytest.mark.parametrize("layout", ["packed", LAYOUT.name])
+def test_unbuilt_it_names_the_command_that_builds_it(nowhere, layout):
+    rejection = Cutlass().supports(dataclasses.replace(PROBLEM, layout=layout), HOPPER)
+    assert rejection is not None
+    assert rejection.reason is Reason.NOT_BUILT
+    assert str(rejection) == "not built: it is not compiled; jmx build cutlass"
+
+
+def test_it_runs_on_request_alone(there):
+    problem = dataclasses.replace(PROBLEM, layout=LAYOUT.name)
+    assert select(problem, HOPPER, None, BACKENDS).backend.name == "xla"
+    assert select(problem, HOPPER, "cutlass", BACKENDS).backend.name == "cutlass"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_it_runs_every_activation(there, activation):
+    problem = dataclasses.replace(PROBLEM, activation=activation, gate_up_order=None)
+    assert Cutlass().supports(problem, HOPPER) is None
+
+
+def test_doctor_tells_what_its_build_lacks(monkeypatch):
+    lacking = [Missing("nvcc 12.8 or newer", "get it")]
+    monkeypatch.setattr(cutlass_build, "find", lambda: lacking)
+    not_built = {"name": "cutlass", "runs": False, "reason": Reason.NOT_BUILT.value}
+    assert doctor._examine_build([not_built]) == ["for `jmx build cutlass`, nvcc 12.8 or newer is missing: get it"]
+    assert doctor._examine_build([not_built | {"reason": Reason.PLATFORM.value}]) == []
+
+
+# What the call is given, on any machine
+
+
+def moe(
+    x, expert_ids, weights, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, layer, *,
+    intermediate_size, gated, interleaved, activation, alpha, beta, limit, gate_up_tile, down_tile, overlap,
+):  # fmt: skip
+    """The contract of the handler `jmx_cutlass_moe`: y in float64 out of arrays as it gets them."""
+    assert {gate_up_tile, down_tile} <= {tile.name for tile in TILES}
+    assert isinstance(overlap, bool)
+    assert (gate_up.ndim, layer.shape) in [(3, (0,)), (4, (1,))]
+    if layer.size:
+        gate_up, gate_up_scales, down, down_scales = (a[layer[0]] for a in (gate_up, gate_up_scales, down, down_scales))
+        gate_up_bias, down_bias = (a[layer[0]] if a.size else a for a in (gate_up_bias, down_bias))
+    hidden = x.shape[1]
+    rows = intermediate_size * (2 if gated else 1)
+    assert gate_up.shape[1:] == (rows // intermediate_size * padded(intermediate_size), padded(hidden) // 2)
+    assert down.shape[1:] == (padded(hidden), padded(intermediate_size) // 2)
+    order = ("interleaved" if interleaved else "concatenated") if gated else None
+
+    def floats(role, shape, values, scales):
+        held = BlockScaled(jnp.asarray(values), jnp.asarray(scales))
+        weight = LAYOUT.inverse(held, WeightSpec(role, shape, order, jmx.MXFP4))
+        return np.asarray(jmx.dequantize(weight, jnp.float32), np.float64)
+
+    up_floats = floats("gate_up", (rows, hidden), gate_up, gate_up_scales)
+    down_floats = floats("down", (hidden, intermediate_size), down, down_scales)
+    case = Case(activation=known(activation, gated, alpha, beta, limit), order=order)
+    y = np.zeros(x.shape)
+    for token, slot in np.ndindex(expert_ids.shape):
+        expert = expert_ids[token, slot]
+        if not 0 <= expert < gate_up.shape[0]:
+            continue
+        h = up_floats[expert] @ x[token].astype(np.float64) + (
+            gate_up_bias[expert].astype(np.float64) if gate_up_bias.size else 0
+        )
+        out = down_floats[expert] @ activated(case, h) + (down_bias[expert].astype(np.float64) if down_bias.size else 0)
+        y[token] += weights[token, slot] * out
+    return y
+
+
+def test_the_handler_binds_what_that_contract_names():
+    """In C++ the call's arguments go by their place, its attributes by name: what differs shows on a GPU alone."""
+    source = (cutlass_source.FOLDER / "handler.cu").read_text()
+    binding = source[source.index("XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe") :]
+    signature = source[source.index("ffi::Error Moe(") : source.index("const auto x_shape")]
+    parameters = inspect.signature(moe).parameters.values()
+    arrays = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = re.findall(r"[\w:<>]+[>\w] (\w+)(?=[,)])", signature)
+    assert names == ["stream", *arrays, "y", "workspace", *attributes]
+    bound = re.findall(r"\.(Ctx|Arg|Ret|Attr)<(.*?)>\(", binding)
+    assert [kind for kind, _ in bound] == ["Ctx"] + ["Arg"] * len(arrays) + ["Ret"] * 2 + ["Attr"] * len(attributes)
+    assert re.findall(r'\.Attr<.*?>\("(\w+)"\)', binding) == attributes
+
+
+def known(name, gated, alpha, beta, limit):
+    gated_ones = {
+        "swiglu": SwiGLU(alpha=float(alpha), beta=float(beta), limit=None if np.isinf(limit) else float(limit)),
+        "silu": jmx.SiLUAndMul(), "gelu": jmx.GELUAndMul(approximate=False),
+        "gelu_tanh": jmx.GELUAndMul(approximate=True),
+    }  # fmt: skip
+    others = {
+        "silu": SiLU(), "gelu": jmx.GELU(approximate=False), "gelu_tanh": jmx.GELU(approximate=True),
+        "relu": jmx.ReLU(), "relu2": jmx.ReLU2(),
+    }  # fmt: skip
+    return (gated_ones if gated else others)[name]
+
+
+@pytest.fixture
+def in_numpy(there, monkeypatch):
+    def ffi_call(target, results):
+        assert target == cutlass_library.TARGET
+        y, workspace = results
+        assert workspace == jax.ShapeDtypeStruct((1234,), jnp.uint8)
+
+        def given(*arrays, **attributes):
+            def run(*arrays):
+                return moe(*map(np.asarray, arrays), **attributes).astype(y.dtype)
+
+            return jax.pure_callback(run, y, *arrays), jnp.zeros(workspace.shape, workspace.dtype)
+
+        return given
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
+    monkeypatch.setattr(cutlass_library, "workspace_bytes", lambda *sizes: 1234)
+
+
+def apply(case, x, routing, experts):
+    return np.asarray(Cutlass().apply(Computation(case.activation, case.weights_on), x, routing, experts, HOPPER))
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_the_call_gets_what_it_needs(in_numpy, activation, weights_on, rng):
+    for bias in (BOTH, NEITHER, (True, False), (False, True)):
+        for order in ("interleaved", "concatenated") if activation.gated else (None,):
+            case = Case(
+                tokens=4, hidden=96, intermediate=160, num_experts=3, dtype="bfloat16", activation=activation,
+                order=order, bias=bias, weights_on=weights_on, ids="anywhere", layout=LAYOUT.name,
+            )  # fmt: skip
+            weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+            y = apply(case, jnp.asarray(x), Routing(*map(jnp.asarray, routing)), weights.experts(case))
+            assert y.dtype == x.dtype
+            assert_agrees("cutlass", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(np.float32, ml_dtypes.bfloat16), (np.float16, np.float16), (ml_dtypes.bfloat16, None)]
+)
+def test_biases_of_any_dtypes(in_numpy, dtypes, rng):
+    case = Case(dtype="float16", layout=LAYOUT.name)
+    weights = draw_weights(rng, case)
+    biases = [None if t is None else np.asarray(bias).astype(t) for bias, t in zip(weights[2:], dtypes, strict=True)]
+    weights = weights._replace(gate_up_bias=biases[0], down_bias=biases[1])
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+    expected = reference(case, weights, x, routing)
+    assert_agrees("cutlass", case, apply(case, x, routing, weights.experts(case)), expected)
+
+
+def test_a_layer_of_a_stack_is_named_by_its_index(in_numpy, rng):
+    case = Case(dtype="bfloat16", layout=LAYOUT.name)
+    layers = [draw_weights(rng, case) for _ in range(3)]
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+    stack = Experts.stack([weights.experts(case) for weights in layers])
+    for i, weights in enumerate(layers):
+        assert_agrees("cutlass", case, apply(case, x, routing, stack.layer(i)), reference(case, weights, x, routing))
+
+
+def test_the_configuration_in_use_is_the_calls(in_numpy, monkeypatch, rng):
+    case = Case(dtype="bfloat16", hidden=128, intermediate=256, layout=LAYOUT.name)
+    seen = []
+    moe_ = moe
+    monkeypatch.setitem(
+        globals(),
+        "moe",
+        lambda *a, **k: seen.append((k["gate_up_tile"], k["down_tile"], k["overlap"])) or moe_(*a, **k),
+    )
+    config = Config(TILES[1], TILES[2], overlap=False)
+    experts = draw_weights(rng, case).experts(case)
+    with tuning.override("cutlass", config):
+        apply(case, draw_x(rng, case), draw_routing(rng, case), experts)
+    assert seen == [(TILES[1].name, TILES[2].name, False)]
+
+
+def test_no_tokens_need_no_library(nowhere, rng):
+    case = Case(tokens=0, dtype="bfloat16", layout=LAYOUT.name)
+    assert apply(case, draw_x(rng, case), draw_routing(rng, case), draw_weights(rng, case).experts(case)).shape == (
+        0,
+        64,
+    )
+
+
+# The library, wherever it is built
+
+
+@built
+def test_the_library_has_the_tiles_of_the_list():
+    assert FOUND.tiles == tuple(tile.name for tile in TILES)
+
+
+@built
+def test_workspace_is_found_without_a_gpu_and_grows_with_all_sizes():
+    sizes = (64, 4, 32, 2944, 2944)
+    least = cutlass_library.workspace_bytes(*sizes, gated=True)
+    assert 64 * 4 * 2944 * (2 + 2 * 4) < least < 64 * 4 * 2944 * (2 + 2 * 4) * 4
+    for i in range(5):
+        larger = tuple(size * (2 if i == j else 1) for j, size in enumerate(sizes))
+        assert cutlass_library.workspace_bytes(*larger, gated=True) > least
+    assert cutlass_library.workspace_bytes(*sizes, gated=False) < least
+
+
+# On a GPU
+
+
+def check(case, rng):
+    case = suited("cutlass", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    y = call("cutlass", case, weights.experts(case), x, routing)
+    assert_agrees("cutlass", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+def test_every_tile_computes_both_products(tile, tokens, rng):
+    case = Case(tokens=tokens, top_k=3, hidden=512, intermediate=256, num_experts=5, ids="anywhere")
+    for config in (Config(tile, TILES[0]), Config(TILES[0], tile), Config(tile, tile, overlap=False)):
+        with tuning.override("cutlass", config):
+            check(case, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 17, 300, 2000])
+@pytest.mark.parametrize("sizes", [(32, 32), (96, 160), (160, 2880), (2880, 96), (1024, 768)], ids=str)
+def test_sizes_that_padding_fills_up(sizes, tokens, rng):
+    hidden, intermediate = sizes
+    check(Case(tokens=tokens, hidden=hidden, intermediate=intermediate, num_experts=6, ids="anywhere"), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (2, 7), (129, 4), (300, 16), (600, 3)])
+def test_numbers_of_experts_and_slots(num_experts, top_k, rng):
+    """More than a block's threads count at a time, and more slots than there are experts."""
+    for tokens in (1, 70):
+        check(Case(tokens=tokens, num_experts=num_experts, top_k=top_k, ids="repeated"), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("order", ["interleaved", "concatenated", None])
+def test_biases_as_they_lie(dtype, order, rng):
+    case = suited("cutlass", Case(tokens=20, activation=GPT_OSS if order else SiLU(), order=order))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    kind = jnp.dtype(dtype)
+    weights = weights._replace(gate_up_bias=weights.gate_up_bias.astype(kind), down_bias=weights.down_bias.astype(kind))
+    expected = reference(case, weights, x, routing)
+    assert_agrees("cutlass", case, call("cutlass", case, weights.experts(case), x, routing), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 1024])
+def test_gpt_oss_sizes_agree_with_the_reference(tokens, rng):
+    case = suited(
+        "cutlass", Case(tokens=tokens, hidden=2880, intermediate=2880, num_experts=32, top_k=4, dtype="bfloat16")
+    )
+    experts = Experts.random(jax.random.key(int(rng.integers(2**31))), 32, 2880, 2880, gate_up_order="interleaved")
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+
+    def run(backend, experts):
+        return jax.jit(lambda x, e: jmx.moe(x, routing, e, activation=GPT_OSS, backend=backend))(x, experts)
+
+    expected = run("xla", experts.prepare("packed"))
+    assert_close(
+        np.asarray(run("cutlass", experts.prepare(LAYOUT.name)), np.float64),
+        np.asarray(expected, np.float64),
+        "bfloat16",
+        4 / 3,
+    )
+
+
+@pytest.mark.gpu
+def test_calls_of_many_shapes_in_one_program(rng):
+    """A program of several calls, as a model has it: each with its own workspace, in one CUDA graph or none."""
+    cases = [suited("cutlass", Case(tokens=tokens, top_k=2, ids="anywhere")) for tokens in (1, 30, 300)]
+    drawn = [(draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)) for case in cases]
+    experts = [weights.experts(case) for case, (weights, _, _) in zip(cases, drawn, strict=True)]
+
+    @jax.jit
+    def run(experts, xs):
+        return [
+            jmx.moe(x, routing, e, activation=GPT_OSS, backend="cutlass")
+            for e, x, (_, _, routing) in zip(experts, xs, drawn, strict=True)
+        ]
+
+    for _ in range(3):
+        outs = run(experts, [x for _, x, _ in drawn])
+        for y, case, (weights, x, routing) in zip(outs, cases, drawn, strict=True):
+            assert_agrees("cutlass", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+@built
+def test_a_call_that_does_not_fit_is_an_error(rng):
+    case = Case(tokens=4, hidden=128, intermediate=128, dtype="bfloat16", layout=LAYOUT.name)
+    experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutlass_library, "workspace_bytes", lambda *sizes: 64)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"`workspace` \(64 bytes\) must have"):
+            jax.block_until_ready(
+                cutlass._layer(
+                    jnp.asarray(x),
+                    Routing(*map(jnp.asarray, routing)),
+                    experts,
+                    GPT_OSS,
+                    Config(TILES[0], TILES[0]),
+                    x.dtype,
+                )
+            )
