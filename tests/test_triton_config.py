@@ -37,7 +37,8 @@ def test_a_configuration_that_no_problem_can_run_with_cannot_be_made(change, mes
 
 def test_shared_memory_is_that_of_the_machine():
     config = Config(128, 128, 128, 8, 3)
-    assert config.shared_memory == 3 * 128 * (2 * 128 + 128 // 2) + 2 * 128 * 128
+    assert config.shared_memory == 3 * 128 * (2 * 128 + 128 // 2) + 2 * 128 * 128 // 32
+    assert Config(128, 128, 64, 8, 1).shared_memory == 4 * 128 * 128  # the sums, on their way out
     check(config, (8, 0))
     with pytest.raises(ValueError, match=re.escape("`num_stages` (=3) must be such that the 101376 bytes")):
         check(config, (8, 9))
@@ -75,6 +76,7 @@ def test_candidates_are_distinct_and_begin_with_the_heuristics_own(tokens, capab
             assert len(found) == len(set(found)) > 4
             for config in found:
                 check(config, capability)
+                assert config.block_n >= 16 * config.num_warps  # else two warps decode the same rows
 
 
 def test_the_engine_can_be_tuned():

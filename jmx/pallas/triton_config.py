@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 
 FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
-_MAX_PRODUCTS = 4096  # sums of a thread times columns of a step: beyond, ptxas spills on compute capability 8.0
+_MAX_HELD = (
+    304  # three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0
+)
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
@@ -54,13 +56,20 @@ class Config:
         return self.block_m * self.block_n // (32 * self.num_warps)
 
     @property
+    def weights(self) -> int:
+        """Weights that a thread decodes in a step of the loop."""
+        return self.block_n * self.block_k // (32 * self.num_warps)
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of shared memory that the kernel uses at most.
 
-        The pipeline holds rows in 16 bits and weights in 4. Beside it Triton moves decoded weights between threads.
+        The pipeline holds rows in 16 bits and weights in 4. Beside it scales go to the threads that hold their weights;
+        after it, sums to those that store them.
         """
         stage = self.block_k * (2 * self.block_m + self.block_n // 2)
-        return self.num_stages * stage + 2 * self.block_n * self.block_k
+        scales = self.block_n * self.block_k // 32
+        return max(self.num_stages * stage + 2 * scales, 4 * self.block_m * self.block_n)
 
 
 def check(config: Config, capability: tuple[int, int]) -> None:
@@ -76,36 +85,49 @@ def check(config: Config, capability: tuple[int, int]) -> None:
 def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     assignments = num_tokens * top_k
-    if num_tokens <= FEW_TOKENS:  # one block an expert; so few of them that `down` had better be split
-        return Config(16, 64, 128, 4, 4, split_k=4 if assignments <= 8 else 1)
-    rows = -(-assignments // num_experts)
+    if assignments <= 8:  # so few tiles that they are cut small, and `down` is split
+        return Config(16, 32, 256, 2, 3, split_k=2)
+    rows = 1 if num_tokens <= FEW_TOKENS else -(-assignments // num_experts)
     if rows <= 12:  # most blocks of random routing have a few more rows than that
-        return Config(16, 64, 128, 4, 4)
+        return Config(16, 64, 128, 2, 4)
     if rows <= 24:
-        return Config(32, 64, 128, 4, 3)
+        return Config(32, 64, 128, 2, 4)
     if rows <= 48:
-        return Config(64, 128, 64, 4, 3)
+        return Config(64, 128, 64, 4, 4)
     return Config(128, 128, 64, 8, 3)
+
+
+# What a tile and a step may be: block_n, block_k, num_warps, num_stages. Each warp has 16 rows of the weight or more:
+# else two warps would decode the same ones.
+_TILES = (
+    (32, 128, 1, 4),
+    (32, 256, 2, 3),
+    (64, 128, 2, 4),
+    (64, 256, 2, 3),
+    (64, 64, 4, 4),
+    (64, 128, 4, 4),
+    (64, 256, 4, 3),
+    (128, 64, 4, 4),
+    (128, 128, 4, 3),
+    (128, 64, 8, 3),
+    (128, 128, 8, 2),
+)
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
     """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
     first = heuristic(num_tokens, top_k, num_experts)
-    changes: list[dict[str, int]] = [{"block_n": n} for n in (32, 64, 128)]
-    changes += [{"block_k": k} for k in (64, 128, 256)]
-    changes += [{"num_stages": n} for n in (2, 3, 4, 5)]
-    changes += [{"num_warps": n} for n in (2, 4, 8)]
-    if first.block_m == 16:
-        changes += [{"split_k": n} for n in (1, 2, 4, 8)]
-    else:
-        changes += [{"block_m": m, "num_warps": n} for m in (32, 64, 128) for n in (4, 8)]
+    heights = {first.block_m // 2, first.block_m, first.block_m * 2} if first.block_m > 16 else {16}
     found = [first]
-    for change in changes:
-        try:
-            config = replace(first, **change)
-            check(config, capability)
-        except ValueError:  # registers or shared memory do not hold it
-            continue
-        if config not in found and config.sums * config.block_k <= _MAX_PRODUCTS:
-            found.append(config)
+    if num_tokens <= FEW_TOKENS:
+        found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
+    for block_m in sorted(heights):
+        for tile in _TILES:
+            try:
+                config = Config(block_m, *tile, split_k=first.split_k)
+                check(config, capability)
+            except ValueError:  # registers or shared memory do not hold it
+                continue
+            if config not in found and 3 * config.sums + config.weights <= _MAX_HELD:
+                found.append(config)
     return found

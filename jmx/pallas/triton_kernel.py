@@ -4,13 +4,16 @@ A tile is some rows of the weight by a block of rows of x, computed transposed: 
 few rows of x meet the axis that tensor cores cut finest. Weights are read as words of 16 bits, four elements each. The
 kernel never interleaves the four: element p of each word meets every fourth column of x, from column p on, so a step
 of the loop is four products. x comes, and what the first product gives goes, in this order: (rows, 4, columns / 4).
+
+What is between a load and a product is elementwise, or only names elements anew. So Triton reads words from shared
+memory as tensor cores take their left operand, and a thread decodes what it multiplies: no decoded weight is moved.
 """
 
 import threading
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +29,13 @@ from jmx.formats import BlockScaled
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton_config import Config
+from jmx.pallas.triton_decode import PHASES, decoded
 
 Array = jax.Array
 
-PHASES = 4  # elements of a word
 _GROUP = 8  # words that share a scale
 _NAN = 255  # scale code
-# The bits of an element, where float16 has its sign, the end of its exponent, and the beginning of its mantissa. Read
-# as float16 they are 2^-14 times the element, subnormal where the element is, and float32 holds all of them as normal.
-_BITS = 0x8E00 - 0x10000
-_EXPONENT = 127 - 14
+_INT32 = 1 << 31  # Pallas counts offsets in 32 bits, signed, in arrays of up to twice as many bytes
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,26 @@ class Product:
         return jax.ShapeDtypeStruct((1, self.num_rows, PHASES, columns), jnp.bfloat16)
 
 
-def grouped_product(x: Array, weight: BlockScaled, bias: Array | None, blocks: Blocks, product: Product) -> Array:
+class _Operands(NamedTuple):
+    """Of `grouped_product`, as the kernel takes them. `places` (B,): where each block's scales stand in `scales`."""
+
+    blocks: Blocks
+    x: Any
+    row_of: Any
+    values: Any
+    scales: Any
+    places: Any
+    bias: Any
+
+
+def grouped_product(
+    x: Array, row_of: Array | None, weight: BlockScaled, bias: Array | None, blocks: Blocks, product: Product
+) -> Array:
     """x times each block's weight, plus its bias; rows of the result that are in no block may hold anything.
 
     Args:
         x: bfloat16 (rows, PHASES, K / PHASES), column c of phase p being column PHASES * c + p.
+        row_of: int32, the row of x that is read for each row that `blocks` name; None: that row itself.
         weight: packed (E, N, K / 2) and (E, N, K / 32).
         bias: (E, N), floating, or None.
         blocks: arrays, see `Blocks.as_arrays`; at most `product.config.block_m` rows each.
@@ -82,12 +97,12 @@ def grouped_product(x: Array, weight: BlockScaled, bias: Array | None, blocks: B
     Returns:
         `product.out(N)`.
     """
-    num_experts, n, _ = weight.scales.shape
-    # Words also keep offsets within 32 bits up to 4 GiB, from where on Pallas takes 64: those of bytes would not be.
-    values = _words(weight.values).reshape(num_experts, n, -1, _GROUP)
-    scales = _words(weight.scales.reshape(num_experts, -1))
-    biases = () if bias is None else (bias,)
-    return _product.bind(*blocks[:4], x, values, scales, *biases, product=product)
+    scales, places = weight.scales, None
+    if scales.size > _INT32:  # words of values keep within it for as long as Pallas counts so; bytes of scales do not
+        scales, places = scales[blocks.experts], jnp.arange(blocks.experts.size, dtype=jnp.int32)
+    operands = _Operands(blocks._replace(num_blocks=None), x, row_of, _words(weight.values), scales, places, bias)
+    arrays, structure = jax.tree.flatten(operands)
+    return _product.bind(*arrays, structure=structure, product=product)
 
 
 def _words(array: Array) -> Array:
@@ -95,91 +110,87 @@ def _words(array: Array) -> Array:
     return lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, 2), jnp.int16)
 
 
-def _kernel(experts: Any, x_rows: Any, out_rows: Any, counts: Any, x: Any, values: Any, scales: Any, *rest: Any,
-            product: Product) -> None:  # fmt: skip
-    *biases, out = rest
+def _kernel(*refs: Any, structure: Any, product: Product) -> None:
+    out = refs[-1]
+    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, places, bias = structure.unflatten(refs[:-1])
     config, sides = product.config, product.sides
-    (_, num_rows, groups, _), (parts, _, phases, columns) = values.shape, out.shape
+    (_, num_rows, groups), (parts, _, phases, width) = scales.shape, out.shape
     tile_n, step_groups = config.block_n // sides, config.block_k // (PHASES * _GROUP)
     steps = pl.cdiv(pl.cdiv(groups, step_groups), parts)
-    part, block, tile = (pl.program_id(axis) for axis in range(3))
-    tiles = pl.cdiv(columns, tile_n)
-    phase = lax.div(tile, tiles)
+    tile, block, part = (pl.program_id(axis) for axis in range(3))
     expert, count = experts[block], counts[block]
+    place = expert if places is None else places[block]
     side_step, row_step = (1, 2) if product.order == "interleaved" else (num_rows // sides, 1)
+
+    def columns(nth: Array) -> tuple[Array, Array, Array]:
+        """Of the tile's columns: their phases, where they stand in those, and the columns themselves."""
+        run = tile_n // phases
+        phase, index = nth // run, tile * run + nth % run
+        return phase, index, phases * index + phase
 
     @pl.when(count > 0)
     def _() -> None:
-        row = jnp.arange(config.block_m)
-        column = lax.rem(tile, tiles) * tile_n + jnp.arange(tile_n)
-        here, inside = row < count, column < columns
-        weight_rows = [side * side_step + row_step * (column * phases + phase) for side in range(sides)]
+        row, nth = jnp.arange(config.block_m), jnp.arange(config.block_n)
+        # Gate and up of a column are eight rows apart: tensor cores leave such rows' sums in one thread.
+        side, nth = (nth >> 3 & 1, nth >> 4 << 3 | nth & 7) if sides == 2 else (0, nth)
+        column = columns(nth)[2]
+        here, inside = row < count, column < phases * width
+        weight_row = side * side_step + row_step * column
+        x_row = x_rows[block] + row
+        if row_of is not None:
+            x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
 
-        def codes(first: Array) -> tuple[Array, ...]:
+        def codes(first: Array) -> Array:
             """Scale codes of the groups from `first` on."""
             group = first + jnp.arange(step_groups)
             mask = inside[:, None] & (group < groups)[None, :]
-            place = [rows[:, None] * groups + group[None, :] for rows in weight_rows]
-            pairs = [plgpu.load(scales.at[expert, at >> 1], mask=mask, other=0).astype(jnp.int32) for at in place]
-            return tuple((pair >> 8 * (at & 1)) & 0xFF for pair, at in zip(pairs, place, strict=True))
+            return plgpu.load(scales.at[place, weight_row[:, None], group[None, :]], mask=mask, other=0)
 
-        def step(index: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            sums, worst, ahead = state
             first = (part * steps + index) * step_groups
-            sums, here_codes = state
-            next_codes = codes(first + step_groups)  # too narrow for the pipeline: asked for a step ahead instead
-            group, word = first + jnp.arange(step_groups), jnp.arange(_GROUP)
-            k = first * _GROUP + jnp.arange(step_groups * _GROUP)
-            mask = here[:, None] & (k < groups * _GROUP)[None, :]
-            at = x_rows[block] + row[:, None]
-            xs = [plgpu.load(x.at[at, p, k[None, :]], mask=mask, other=0).T for p in range(PHASES)]
-            mask = inside[:, None, None] & (group < groups)[None, :, None]
-            sums = list(sums)
-            for side, rows in enumerate(weight_rows):
-                at = (expert, rows[:, None, None], group[None, :, None], word[None, None, :])
-                words = plgpu.load(values.at[at], mask=mask, other=0).astype(jnp.int32)
-                for p in range(PHASES):
-                    weight = _decoded(words, p, here_codes[side][:, :, None]).reshape(tile_n, -1)
-                    sums[side] += jnp.dot(weight, xs[p], preferred_element_type=jnp.float32)
-            return tuple(sums), next_codes
+            word = first * _GROUP + jnp.arange(step_groups * _GROUP)
+            within = word < groups * _GROUP
+            mask = within[:, None] & here[None, :]
+            xs = [plgpu.load(x.at[x_row[None, :], p, word[:, None]], mask=mask, other=0) for p in range(PHASES)]
+            mask = inside[:, None] & within[None, :]
+            words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
+            for weight, columns_of_x in zip(decoded(words, codes(first), product.interpret), xs, strict=True):
+                sums += jnp.dot(weight, columns_of_x, preferred_element_type=jnp.float32)
+            # The next step's codes are asked for now, to be in the cache by then; they are too narrow for the pipeline.
+            return sums, jnp.maximum(worst, ahead.astype(jnp.int32)), codes(first + step_groups)
 
-        zeros = (jnp.zeros((tile_n, config.block_m), jnp.float32),) * sides
-        sums, _ = lax.fori_loop(0, steps, step, (zeros, codes(part * steps * step_groups)))
-        if biases:
-            terms = [plgpu.load(biases[0].at[expert, rows], mask=inside, other=0) for rows in weight_rows]
-            terms = [jnp.where(part == 0, term.astype(jnp.float32), 0) for term in terms]
-            sums = [total + term[:, None] for total, term in zip(sums, terms, strict=True)]
-        if product.activation is None:
-            (y,) = sums
-        else:
-            y = in_kernel(product.activation)(*sums)
-            for total in sums:  # of a NaN and a number Triton's minimum and maximum are the number
-                y = jnp.where(total == total, y, jnp.nan)
-        at = (part, out_rows[block] + row[:, None], phase, column[None, :])
-        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & inside[None, :])
-
-
-def _decoded(words: Array, place: int, code: Array) -> Array:
-    """The element at `place` of each word times 2^(code - 127), NaN for code 255: bfloat16, exact where it has it.
-
-    The power is two factors, neither of which nor their products with an element leave the normal numbers before the
-    result does.
-    """
-    bits = (((words << 28 - 4 * place) >> 19) & _BITS).astype(jnp.int16)
-    element = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-    half = (code - _EXPONENT) >> 1
-    low, high = (lax.bitcast_convert_type(power + 127 << 23, jnp.float32) for power in (half, code - _EXPONENT - half))
-    return (element * low * jnp.where(code == _NAN, jnp.nan, high)).astype(jnp.bfloat16)
+        sums = jnp.zeros((config.block_n, config.block_m), jnp.float32)
+        ahead = codes(part * steps * step_groups)
+        sums, worst, _ = lax.fori_loop(0, steps, step, (sums, jnp.zeros(ahead.shape, jnp.int32), ahead))
+        if bias is not None:
+            term = plgpu.load(bias.at[expert, weight_row], mask=inside, other=0)
+            sums += jnp.where(part == 0, term.astype(jnp.float32), 0)[:, None]
+        bad = jnp.max(worst, axis=1) == _NAN
+        sums = jnp.where(bad[:, None], jnp.nan, sums)
+        y = sums
+        if product.activation is not None:
+            terms = [sums]
+            if sides == 2:
+                pairs = sums.reshape(-1, 2, 8, config.block_m).transpose(0, 2, 3, 1)
+                terms = [half.reshape(tile_n, config.block_m) for half in lax.split(pairs, (1, 1), 3)]
+            y = in_kernel(product.activation)(*terms)
+            for term in terms:  # of a NaN and a number Triton's minimum and maximum are the number
+                y = jnp.where(term == term, y, jnp.nan)
+        phase, index, column = columns(jnp.arange(tile_n))
+        at = (part, out_rows[block] + row[:, None], phase[None, :], index[None, :])
+        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (column < phases * width)[None, :])
 
 
-def _call(*arrays: Array, product: Product) -> Array:
-    config, num_blocks = product.config, arrays[0].size
-    out = product.out(arrays[5].shape[1])
-    parts, _, phases, columns = out.shape
-    tiles = pl.cdiv(columns, config.block_n // product.sides)
+def _call(*arrays: Array, structure: Any, product: Product) -> Array:
+    config, operands = product.config, structure.unflatten(arrays)
+    out = product.out(operands.values.shape[1])
+    parts, _, phases, width = out.shape
+    tiles = pl.cdiv(phases * width, config.block_n // product.sides)
     return pl.pallas_call(
-        partial(_kernel, product=product),
+        partial(_kernel, structure=structure, product=product),
         out_shape=out,
-        grid=(parts, num_blocks, phases * tiles),
+        grid=(tiles, operands.blocks.experts.size, parts),  # the first one runs fastest: a block's rows stay in L2
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=product.interpret,
         name="jmx_grouped_product",
@@ -193,15 +204,15 @@ _turn = threading.Lock()
 
 
 @_product.def_abstract_eval
-def _shape(*arrays: Any, product: Product) -> Any:
-    out = product.out(arrays[5].shape[1])
+def _shape(*arrays: Any, structure: Any, product: Product) -> Any:
+    out = product.out(structure.unflatten(arrays).values.shape[1])
     return ShapedArray(out.shape, out.dtype)
 
 
-def _lower(context: Any, *arrays: Any, product: Product) -> Any:
+def _lower(context: Any, *arrays: Any, **static: Any) -> Any:
     with _turn, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return mlir.lower_fun(partial(_call, product=product), multiple_results=False)(context, *arrays)
+        return mlir.lower_fun(partial(_call, **static), multiple_results=False)(context, *arrays)
 
 
 mlir.register_lowering(_product, _lower)
