@@ -57,5 +57,6 @@ _OPERATIONS = {
     "prmt.b32": _prmt,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "mul.bf16x2": lambda a, b: _rounded(halves(a) * halves(b)),
+    "max.bf16x2": lambda a, b: _rounded(np.maximum(halves(a), halves(b))),
     "fma.rn.bf16x2": lambda a, b, c: _rounded(halves(a) * halves(b) + halves(c)),
 }

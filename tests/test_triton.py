@@ -229,9 +229,10 @@ def test_every_code_under_every_scale_interpreted():
     assert np.mean(normal) > 0.85
 
 
-def powers_of(scales):
-    """What `decoded` makes of scale codes before PTX meets them, as uint32."""
-    return np.maximum(scales.astype(np.uint32) << 7, 64)
+def run_both(place, words, scales):
+    """float64 (..., 2) of the kernel's PTX, from uint16 words and uint8 scale codes (..., 2)."""
+    words, scales = (pair.astype(np.uint32)[..., 0] | pair.astype(np.uint32)[..., 1] << 16 for pair in (words, scales))
+    return halves(run_ptx(triton_decode.WEIGHTS[place], words, run_ptx(triton_decode.POWERS, scales)))
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -239,19 +240,14 @@ def test_the_ptx_of_every_word_beside_every_other(place, rng):
     """All words in either half of a register, next to one of each other's, under scales that differ."""
     words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
     scales = rng.integers(0, 255, words.shape, np.uint8)
-    register = words[:, 0].astype(np.uint32) | words[:, 1].astype(np.uint32) << 16
-    power = powers_of(scales[:, 0]) | powers_of(scales[:, 1]) << 16
-    found = halves(run_ptx(triton_decode.PTX[place], register, power))
-    np.testing.assert_array_equal(found, weights_of(words, scales, place))
+    np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
 
 
 @pytest.mark.parametrize("place", range(4))
 def test_the_ptx_of_every_code_under_every_scale(place):
-    words = every_code()[:255].astype(np.uint16)
-    scales = SCALES[:255, None]
-    register, power = words.astype(np.uint32) * 0x10001, powers_of(scales) * 0x10001
-    found = halves(run_ptx(triton_decode.PTX[place], register, np.broadcast_to(power, register.shape)))
-    np.testing.assert_array_equal(found, np.repeat(weights_of(words, scales, place)[..., None], 2, axis=-1))
+    words = np.repeat(every_code()[:255, :, None], 2, axis=2).view(np.uint16)
+    scales = np.broadcast_to(SCALES[:255, None, None], words.shape)
+    np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
 
 
 @pytest.mark.gpu

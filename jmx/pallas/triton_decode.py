@@ -35,7 +35,9 @@ def _ptx(signs: int, turn: str) -> str:
     )
 
 
-PTX = (  # one a place
+# The powers of two that the two codes in $1 name. 2^-127, of code 0, is the one subnormal power.
+POWERS = "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; max.bf16x2 $0, t, least; }"
+WEIGHTS = (  # one a place
     _ptx(0x22002200, "shl.b32 t, t, 6"),
     _ptx(0x22002200, "shl.b32 t, t, 2"),
     _ptx(0x00220022, "shf.l.wrap.b32 t, t, t, 30"),
@@ -56,9 +58,8 @@ def decoded(words: Array, codes: Array, interpret: bool) -> list[Array]:
     """
     if interpret:
         return [_element(words, place, _spread(codes.astype(jnp.int32), words)) for place in range(PHASES)]
-    # Code 0, 2^-127, is the one subnormal power.
-    powers = _spread(jnp.maximum(codes.astype(jnp.int32) << 7, 1 << 6).astype(jnp.int16), words)
-    return [_pairs(text, words, powers) for text in PTX]
+    powers = _spread(_pairs(POWERS, codes.astype(jnp.int16)), words)
+    return [_pairs(text, words, powers) for text in WEIGHTS]
 
 
 def _spread(codes: Array, words: Array) -> Array:
