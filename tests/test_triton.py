@@ -174,10 +174,10 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
     "config",
     [
         Config(16, 32, 64, 1, 1),
-        Config(16, 32, 64, 4, 2, split_k=2),
+        Config(16, 32, 64, 4, 2, products=1, split_k=2),
         Config(16, 128, 128, 4, 3, split_k=3),  # of two steps, so that one part is empty
         Config(32, 64, 512, 4, 2),
-        Config(64, 32, 64, 4, 2),
+        Config(64, 32, 64, 4, 2, products=1),
     ],
     ids=str,
 )
@@ -218,7 +218,7 @@ def weights_of(words, scales, place):
 def test_every_code_under_every_scale_interpreted():
     """Exact as far as bfloat16 holds it, but that XLA on a CPU makes zeros of subnormal results."""
     words = every_code()
-    decode = jax.jit(triton_decode.decoded, static_argnums=2)
+    decode = jax.jit(triton_decode.weights_by_place, static_argnums=2)
     normal = []
     for place, found in enumerate(decode(words, SCALES[:, None], True)):
         found, expected = np.asarray(found, np.float64), weights_of(words, SCALES[:, None], place)
@@ -230,9 +230,13 @@ def test_every_code_under_every_scale_interpreted():
 
 
 def run_both(place, words, scales):
-    """float64 (..., 2) of the kernel's PTX, from uint16 words and uint8 scale codes (..., 2)."""
+    """float64 (..., 2) of the kernel's PTX, from uint16 words and uint8 scale codes (..., 2): in both its forms."""
     words, scales = (pair.astype(np.uint32)[..., 0] | pair.astype(np.uint32)[..., 1] << 16 for pair in (words, scales))
-    return halves(run_ptx(triton_decode.WEIGHTS[place], words, run_ptx(triton_decode.POWERS, scales)))
+    powers = run_ptx(triton_decode.POWERS, scales)
+    found = run_ptx(triton_decode.WEIGHTS[place], words, powers)
+    table = np.repeat(triton_decode.TABLE[:, place].astype(np.uint32), 2)
+    np.testing.assert_array_equal(run_ptx(triton_decode.WEIGHTS_OF_ANY, words, powers, *table), found)
+    return halves(found)
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -250,27 +254,56 @@ def test_the_ptx_of_every_code_under_every_scale(place):
     np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
 
 
+def test_the_turned_order(rng):
+    for columns in (64, 96, 320):
+        x = rng.standard_normal((3, columns)).astype(np.float32)
+        found = np.asarray(triton_decode.turned(jnp.asarray(x)))
+        column = triton_decode.column_at(np.arange(found.shape[1]))
+        np.testing.assert_array_equal(found[:, column < columns], x[:, column[column < columns]])
+        assert (found[:, column >= columns] == 0).all()
+        for place in range(4):
+            word = np.arange(columns // 4)
+            np.testing.assert_array_equal(column[triton_decode.index_of(place, word)], 4 * word + place)
+
+
+def test_weights_of_all_places_are_in_the_turned_order(rng):
+    words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
+    by_place = triton_decode.weights_by_place(jnp.asarray(words), jnp.asarray(codes), True)
+    whole = jnp.stack(by_place, axis=2).reshape(16, 128)
+    table = tuple(jnp.asarray(triton_decode.TABLE))
+    found = triton_decode.weights_turned(jnp.asarray(words), jnp.asarray(codes), table, True)
+    np.testing.assert_array_equal(found, triton_decode.turned(whole))
+
+
 @pytest.mark.gpu
-def test_every_code_under_every_scale_on_a_gpu():
+@pytest.mark.parametrize("products", [1, 4])
+def test_every_code_under_every_scale_on_a_gpu(products):
     """Every word under a scale of its group's own, and another, and another; the groups of a row differ."""
     words = np.arange(1 << 16, dtype=np.uint16).view(np.int16).reshape(256, 256)
 
-    def kernel(words, codes, out):
-        for place, weights in enumerate(triton_decode.decoded(words[...], codes[...], False)):
-            plgpu.store(out.at[place], weights)
+    def kernel(words, codes, table, out):
+        if products == 1:
+            rows = [plgpu.load(table.at[row, jnp.arange(4)]) for row in range(2)]
+            plgpu.store(out.at[...], triton_decode.weights_turned(words[...], codes[...], rows, False))
+            return
+        for place, weights in enumerate(triton_decode.weights_by_place(words[...], codes[...], False)):
+            at = triton_decode.index_of(place, jnp.arange(256))[None, :]
+            plgpu.store(out.at[jnp.arange(256)[:, None], at], weights)
 
     @jax.jit
     def decode(words, codes):
-        shape = jax.ShapeDtypeStruct((4, *words.shape), jnp.bfloat16)
-        return pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams(num_warps=16))(words, codes)
+        shape = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+        call = pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams(num_warps=16))
+        return call(words, codes, triton_decode.TABLE)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         for turn in range(0, 256, 32):
             codes = np.minimum(np.roll(SCALES, turn)[:, None] ^ np.arange(32, dtype=np.uint8), 254)
-            found = np.asarray(decode(words, codes), np.float64)
             expected = [weights_of(words, np.repeat(codes, 8, axis=1), place) for place in range(4)]
-            np.testing.assert_array_equal(found, np.stack(expected))
+            column = triton_decode.column_at(np.arange(1024))
+            expected = np.stack(expected, axis=2).reshape(256, 1024)[:, column]
+            np.testing.assert_array_equal(np.asarray(decode(words, codes), np.float64), expected)
 
 
 @pytest.mark.gpu

@@ -2,16 +2,26 @@
 
 Compiled, a thread works on two words at a time, in one register, and makes two weights by each instruction. Interpreted
 on a CPU, where PTX does not run, jnp says the same.
+
+An element's *place* is which of its word's four it is. Elements of one place stand next to each other in a register,
+those of one word do not. So columns come in another order, the *turned* one, which x is brought into: of every CHUNK
+columns first those of place 0, every fourth one, then those of place 1, and so on.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 Array = jax.Array
 
-PHASES = 4  # elements of a word
+PLACES = 4  # elements of a word
+_RUN = 16  # words whose elements of a place stand together: as many columns as an instruction of tensor cores takes
+CHUNK = PLACES * _RUN
 _NAN = 255  # scale code
 
 # The bits of an element, where bfloat16 has its sign, the end of its exponent and the beginning of its mantissa, are
@@ -20,32 +30,50 @@ _PLACE = 0x81C081C0
 _UNIT = 0x7E807E80  # 2^126, twice; from here on elements are normal, and a power of any code keeps them exact
 _NONE = 0x80008000  # -0, twice: what leaves every product alone
 
+# A sign stands next to its exponent, and must be seven bits from it. So signs are brought six bits up first, among
+# elements whose turn is another time: those of places 0 and 1 to where 2 and 3 are, and the other way round. Then an
+# element, with its sign, is one turn away from its place. Both depend on where the element is.
+_SIGNS = (0x22002200, 0x22002200, 0x00220022, 0x00220022)
+_TURNS = (6, 2, 30, 26)
+TABLE = np.array([_SIGNS, _TURNS], np.int32)
 
-def _ptx(signs: int, turn: str) -> str:
-    """Two weights of $1, two words side by side, times the two powers in $2.
+# The powers of two that the two codes in $1 name. 2^-127, of code 0, is the one subnormal power.
+POWERS = "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; max.bf16x2 $0, t, least; }"
 
-    A sign stands next to its exponent, and must be seven bits from it. So signs are brought six bits up first, among
-    elements whose turn is another time: those of places 0 and 1 to where 2 and 3 are, and the other way round. Then an
-    element, with its sign, is one turn away from its place. Compilers see that places share what comes before that.
-    """
+
+def _weights(signs: str, turn: str) -> str:
+    """Two weights of $1, two words side by side, times the two powers in $2."""
     return (
         f"{{ .reg .b32 t, unit, none; mov.b32 unit, {_UNIT:#x}; mov.b32 none, {_NONE:#x}; "
-        f"shf.l.wrap.b32 t, $1, $1, 6; lop3.b32 t, t, $1, {signs:#x}, 0xE4; {turn}; and.b32 t, t, {_PLACE:#x}; "
+        f"shf.l.wrap.b32 t, $1, $1, 6; lop3.b32 t, t, $1, {signs}, 0xE4; {turn}; and.b32 t, t, {_PLACE:#x}; "
         "fma.rn.bf16x2 t, t, unit, none; fma.rn.bf16x2 $0, t, $2, none; }"
     )
 
 
-# The powers of two that the two codes in $1 name. 2^-127, of code 0, is the one subnormal power.
-POWERS = "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; max.bf16x2 $0, t, least; }"
-WEIGHTS = (  # one a place
-    _ptx(0x22002200, "shl.b32 t, t, 6"),
-    _ptx(0x22002200, "shl.b32 t, t, 2"),
-    _ptx(0x00220022, "shf.l.wrap.b32 t, t, t, 30"),
-    _ptx(0x00220022, "shf.l.wrap.b32 t, t, t, 26"),
-)
+# To the left by a few bits is a shift, which more units of a multiprocessor can do than a turn.
+_TURN = {turn: f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}" for turn in _TURNS}
+WEIGHTS = tuple(_weights(f"{signs:#x}", _TURN[turn]) for signs, turn in zip(_SIGNS, _TURNS, strict=True))
+# The same for any place: $3 and $5 are its entries of TABLE, once for either word, as are $4 and $6.
+WEIGHTS_OF_ANY = _weights("$3", "shf.l.wrap.b32 t, t, t, $5")
 
 
-def decoded(words: Array, codes: Array, interpret: bool) -> list[Array]:
+def turned(x: Array) -> Array:
+    """(rows, K) -> (rows, K up to a multiple of CHUNK): columns in the turned order, zeros where there are none."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK)))
+    return x.reshape(x.shape[0], -1, _RUN, PLACES).swapaxes(2, 3).reshape(x.shape)
+
+
+def column_at(index: Any) -> Any:
+    """The column that stands at each index of the turned order."""
+    return index // CHUNK * CHUNK + index % _RUN * PLACES + index % CHUNK // _RUN
+
+
+def index_of(place: int, word: Any) -> Any:
+    """Where the element at `place` of each word stands in the turned order."""
+    return word // _RUN * CHUNK + place * _RUN + word % _RUN
+
+
+def weights_by_place(words: Array, codes: Array, interpret: bool) -> list[Array]:
     """The elements at each place of words, times 2^(code - 127): exact where bfloat16 has it, infinite beyond.
 
     Args:
@@ -54,12 +82,38 @@ def decoded(words: Array, codes: Array, interpret: bool) -> list[Array]:
         interpret: whether to say it in jnp.
 
     Returns:
-        PHASES arrays, bfloat16 (N, n).
+        PLACES arrays, bfloat16 (N, n).
     """
     if interpret:
-        return [_element(words, place, _spread(codes.astype(jnp.int32), words)) for place in range(PHASES)]
-    powers = _spread(_pairs(POWERS, codes.astype(jnp.int16)), words)
+        return [_element(words, place, _spread(codes.astype(jnp.int32), words)) for place in range(PLACES)]
+    powers = _powers(codes, words)
     return [_pairs(text, words, powers) for text in WEIGHTS]
+
+
+def weights_turned(words: Array, codes: Array, table: Sequence[Array], interpret: bool) -> Array:
+    """`weights_by_place` of all places, bfloat16 (N, PLACES * n), in the turned order.
+
+    It takes some instructions more, since what a thread does to an element is looked up.
+
+    Args:
+        table: both rows of TABLE, loaded: Triton moves layouts over loads alone.
+    """
+    if interpret:
+        places = [weights.reshape(-1, _RUN) for weights in weights_by_place(words, codes, interpret)]
+        return jnp.stack(places, axis=1).reshape(words.shape[0], -1)
+
+    def all_places(array: Array) -> Array:
+        array = array.reshape(words.shape[0], -1, 1, _RUN)
+        return jnp.broadcast_to(array, (*array.shape[:2], PLACES, _RUN)).reshape(words.shape[0], -1)
+
+    words, powers = all_places(words), all_places(_powers(codes, words))
+    shape = (words.shape[0], words.shape[1] // CHUNK, PLACES, _RUN)
+    rows = (jnp.broadcast_to(row[None, None, :, None], shape).reshape(words.shape) for row in table)
+    return _pairs(WEIGHTS_OF_ANY, words, powers, *rows)
+
+
+def _powers(codes: Array, words: Array) -> Array:
+    return _spread(_pairs(POWERS, codes.astype(jnp.int16)), words)
 
 
 def _spread(codes: Array, words: Array) -> Array:
@@ -68,11 +122,12 @@ def _spread(codes: Array, words: Array) -> Array:
 
 
 def _pairs(text: str, *arguments: Array) -> Array:
-    """PTX on registers of two neighbours each."""
+    """PTX on two neighbours at a time: in one register, where they have 16 bits, else in two."""
+    registers = sum(array.dtype.itemsize // 2 for array in arguments)
     (result,) = plgpu.elementwise_inline_asm(
         text,
         args=arguments,
-        constraints=",".join(["=r", *("r" for _ in arguments)]),
+        constraints=",".join(["=r", *["r"] * registers]),
         pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, jnp.bfloat16)],
     )

@@ -2,8 +2,8 @@
 
 A tile is some rows of the weight by a block of rows of x, computed transposed: the weight is the left operand, so that
 few rows of x meet the axis that tensor cores cut finest. Weights are read as words of 16 bits, four elements each. The
-kernel never interleaves the four: element p of each word meets every fourth column of x, from column p on, so a step
-of the loop is four products. x comes, and what the first product gives goes, in this order: (rows, 4, columns / 4).
+kernel never interleaves the four: x comes, and what the first product gives goes, in the order of columns that
+`triton_decode` calls turned. A step of the loop is four products, of one element of each word, or one of all four.
 
 What is between a load and a product is elementwise, or only names elements anew. So Triton reads words from shared
 memory as tensor cores take their left operand, and a thread decodes what it multiplies: no decoded weight is moved.
@@ -29,12 +29,13 @@ from jmx.formats import BlockScaled
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton_config import Config
-from jmx.pallas.triton_decode import PHASES, decoded
+from jmx.pallas.triton_decode import CHUNK, PLACES, TABLE, column_at, index_of, weights_by_place, weights_turned
 
 Array = jax.Array
 
 _GROUP = 8  # words that share a scale
 _NAN = 255  # scale code
+_APART = 8  # rows of a tile between gate and up of a column: tensor cores leave the sums of such rows in one thread
 _INT32 = 1 << 31  # Pallas counts offsets in 32 bits, signed, in arrays of up to twice as many bytes
 
 
@@ -62,24 +63,33 @@ class Product:
         """2 for gate and up, else 1."""
         return 1 if self.order is None else 2
 
+    @property
+    def turned(self) -> bool:
+        """Whether the result's columns go in the turned order: those of what is between the two products do."""
+        return self.activation is not None
+
     def out(self, num_weight_rows: int) -> jax.ShapeDtypeStruct:
-        """(parts, rows, phases, columns): parts are to be added up; column c of phase p is column phases * c + p."""
-        if self.activation is None:
-            return jax.ShapeDtypeStruct((self.config.split_k, self.num_rows, 1, num_weight_rows), jnp.float32)
-        columns = num_weight_rows // self.sides // PHASES
-        return jax.ShapeDtypeStruct((1, self.num_rows, PHASES, columns), jnp.bfloat16)
+        """(parts, rows, columns): parts are to be added up; turned, columns are some more, which hold zeros."""
+        if not self.turned:
+            return jax.ShapeDtypeStruct((self.config.split_k, self.num_rows, num_weight_rows), jnp.float32)
+        columns = pl.cdiv(num_weight_rows // self.sides, CHUNK) * CHUNK
+        return jax.ShapeDtypeStruct((1, self.num_rows, columns), jnp.bfloat16)
 
 
 class _Operands(NamedTuple):
-    """Of `grouped_product`, as the kernel takes them. `places` (B,): where each block's scales stand in `scales`."""
+    """Of `grouped_product`, as the kernel takes them.
+
+    `scales_of` (B,) says where each block's scales stand in `scales`; None: where its expert does.
+    """
 
     blocks: Blocks
     x: Any
     row_of: Any
     values: Any
     scales: Any
-    places: Any
+    scales_of: Any
     bias: Any
+    table: Any
 
 
 def grouped_product(
@@ -88,7 +98,7 @@ def grouped_product(
     """x times each block's weight, plus its bias; rows of the result that are in no block may hold anything.
 
     Args:
-        x: bfloat16 (rows, PHASES, K / PHASES), column c of phase p being column PHASES * c + p.
+        x: bfloat16 (rows, K rounded up), `turned`.
         row_of: int32, the row of x that is read for each row that `blocks` name; None: that row itself.
         weight: packed (E, N, K / 2) and (E, N, K / 32).
         bias: (E, N), floating, or None.
@@ -97,10 +107,12 @@ def grouped_product(
     Returns:
         `product.out(N)`.
     """
-    scales, places = weight.scales, None
+    scales, scales_of = weight.scales, None
     if scales.size > _INT32:  # words of values keep within it for as long as Pallas counts so; bytes of scales do not
-        scales, places = scales[blocks.experts], jnp.arange(blocks.experts.size, dtype=jnp.int32)
-    operands = _Operands(blocks._replace(num_blocks=None), x, row_of, _words(weight.values), scales, places, bias)
+        scales, scales_of = scales[blocks.experts], jnp.arange(blocks.experts.size, dtype=jnp.int32)
+    table = TABLE if product.config.products == 1 else None
+    blocks = blocks._replace(num_blocks=None)
+    operands = _Operands(blocks, x, row_of, _words(weight.values), scales, scales_of, bias, table)
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)
 
@@ -112,51 +124,61 @@ def _words(array: Array) -> Array:
 
 def _kernel(*refs: Any, structure: Any, product: Product) -> None:
     out = refs[-1]
-    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, places, bias = structure.unflatten(refs[:-1])
+    operands = structure.unflatten(refs[:-1])
+    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, scales_of, bias, table = operands
     config, sides = product.config, product.sides
-    (_, num_rows, groups), (parts, _, phases, width) = scales.shape, out.shape
-    tile_n, step_groups = config.block_n // sides, config.block_k // (PHASES * _GROUP)
+    (_, num_rows, groups), (parts, _, width) = scales.shape, out.shape
+    tile_n, step_words = config.block_n // sides, config.block_k // PLACES
+    step_groups = step_words // _GROUP
     steps = pl.cdiv(pl.cdiv(groups, step_groups), parts)
     tile, block, part = (pl.program_id(axis) for axis in range(3))
     expert, count = experts[block], counts[block]
-    place = expert if places is None else places[block]
+    scale_row = expert if scales_of is None else scales_of[block]
     side_step, row_step = (1, 2) if product.order == "interleaved" else (num_rows // sides, 1)
 
-    def columns(nth: Array) -> tuple[Array, Array, Array]:
-        """Of the tile's columns: their phases, where they stand in those, and the columns themselves."""
-        run = tile_n // phases
-        phase, index = nth // run, tile * run + nth % run
-        return phase, index, phases * index + phase
+    def columns(nth: Array) -> Array:
+        """The tile's columns, of the weight's rows; those from num_rows / sides on are not there."""
+        index = tile * tile_n + nth
+        return column_at(index) if product.turned else index
 
     @pl.when(count > 0)
     def _() -> None:
         row, nth = jnp.arange(config.block_m), jnp.arange(config.block_n)
-        # Gate and up of a column are eight rows apart: tensor cores leave such rows' sums in one thread.
-        side, nth = (nth >> 3 & 1, nth >> 4 << 3 | nth & 7) if sides == 2 else (0, nth)
-        column = columns(nth)[2]
-        here, inside = row < count, column < phases * width
+        side = 0
+        if sides == 2:
+            side, nth = nth // _APART % 2, nth // (2 * _APART) * _APART + nth % _APART
+        column = columns(nth)
+        here, inside = row < count, column < num_rows // sides
         weight_row = side * side_step + row_step * column
         x_row = x_rows[block] + row
         if row_of is not None:
             x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
+        turns = None
+        if table is not None:
+            turns = plgpu.load(table.at[0, jnp.arange(PLACES)]), plgpu.load(table.at[1, jnp.arange(PLACES)])
 
         def codes(first: Array) -> Array:
             """Scale codes of the groups from `first` on."""
             group = first + jnp.arange(step_groups)
             mask = inside[:, None] & (group < groups)[None, :]
-            return plgpu.load(scales.at[place, weight_row[:, None], group[None, :]], mask=mask, other=0)
+            return plgpu.load(scales.at[scale_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
 
         def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             sums, worst, ahead = state
             first = (part * steps + index) * step_groups
-            word = first * _GROUP + jnp.arange(step_groups * _GROUP)
-            within = word < groups * _GROUP
-            mask = within[:, None] & here[None, :]
-            xs = [plgpu.load(x.at[x_row[None, :], p, word[:, None]], mask=mask, other=0) for p in range(PHASES)]
-            mask = inside[:, None] & within[None, :]
+            word = first * _GROUP + jnp.arange(step_words)
+            mask = inside[:, None] & (word < groups * _GROUP)[None, :]
             words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
-            for weight, columns_of_x in zip(decoded(words, codes(first), product.interpret), xs, strict=True):
-                sums += jnp.dot(weight, columns_of_x, preferred_element_type=jnp.float32)
+            if turns is None:
+                weights = weights_by_place(words, codes(first), product.interpret)
+                indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), 16), 16) for p in range(PLACES)]
+            else:
+                weights = [weights_turned(words, codes(first), turns, product.interpret)]
+                indices = [first * PLACES * _GROUP + jnp.arange(config.block_k)]
+            for weight, index in zip(weights, indices, strict=True):
+                mask = (index < x.shape[1])[:, None] & here[None, :]
+                tokens = plgpu.load(x.at[x_row[None, :], index[:, None]], mask=mask, other=0)
+                sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
             # The next step's codes are asked for now, to be in the cache by then; they are too narrow for the pipeline.
             return sums, jnp.maximum(worst, ahead.astype(jnp.int32)), codes(first + step_groups)
 
@@ -167,26 +189,33 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             term = plgpu.load(bias.at[expert, weight_row], mask=inside, other=0)
             sums += jnp.where(part == 0, term.astype(jnp.float32), 0)[:, None]
         bad = jnp.max(worst, axis=1) == _NAN
-        sums = jnp.where(bad[:, None], jnp.nan, sums)
-        y = sums
-        if product.activation is not None:
-            terms = [sums]
-            if sides == 2:
-                pairs = sums.reshape(-1, 2, 8, config.block_m).transpose(0, 2, 3, 1)
-                terms = [half.reshape(tile_n, config.block_m) for half in lax.split(pairs, (1, 1), 3)]
-            y = in_kernel(product.activation)(*terms)
-            for term in terms:  # of a NaN and a number Triton's minimum and maximum are the number
-                y = jnp.where(term == term, y, jnp.nan)
-        phase, index, column = columns(jnp.arange(tile_n))
-        at = (part, out_rows[block] + row[:, None], phase[None, :], index[None, :])
-        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (column < phases * width)[None, :])
+        y = _activated(jnp.where(bad[:, None], jnp.nan, sums), product)
+        nth = jnp.arange(tile_n)
+        y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
+        index = tile * tile_n + nth
+        at = (part, out_rows[block] + row[:, None], index[None, :])
+        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
+
+
+def _activated(sums: Array, product: Product) -> Array:
+    """The product's activation of the sums of a tile (block_n, block_m), one row a column."""
+    if product.activation is None:
+        return sums
+    terms = [sums]
+    if product.sides == 2:
+        pairs = sums.reshape(-1, 2, _APART, sums.shape[1]).transpose(0, 2, 3, 1)
+        terms = [half.reshape(-1, sums.shape[1]) for half in lax.split(pairs, (1, 1), 3)]
+    y = in_kernel(product.activation)(*terms)
+    for term in terms:  # of a NaN and a number Triton's minimum and maximum are the number
+        y = jnp.where(term == term, y, jnp.nan)
+    return y
 
 
 def _call(*arrays: Array, structure: Any, product: Product) -> Array:
     config, operands = product.config, structure.unflatten(arrays)
     out = product.out(operands.values.shape[1])
-    parts, _, phases, width = out.shape
-    tiles = pl.cdiv(phases * width, config.block_n // product.sides)
+    parts, _, width = out.shape
+    tiles = pl.cdiv(width, config.block_n // product.sides)
     return pl.pallas_call(
         partial(_kernel, structure=structure, product=product),
         out_shape=out,
