@@ -234,8 +234,8 @@ def run_both(place, words, scales):
     words, scales = (pair.astype(np.uint32)[..., 0] | pair.astype(np.uint32)[..., 1] << 16 for pair in (words, scales))
     powers = run_ptx(triton_decode.POWERS, scales)
     found = run_ptx(triton_decode.WEIGHTS[place], words, powers)
-    table = np.repeat(triton_decode.TABLE[:, place].astype(np.uint32), 2)
-    np.testing.assert_array_equal(run_ptx(triton_decode.WEIGHTS_OF_ANY, words, powers, *table), found)
+    signs, turn = triton_decode.SIGNS[place // 2], triton_decode.TURNS[place]
+    np.testing.assert_array_equal(run_ptx(triton_decode.WEIGHTS_OF_ANY, words, powers, signs, signs, turn, turn), found)
     return halves(found)
 
 
@@ -270,8 +270,8 @@ def test_weights_of_all_places_are_in_the_turned_order(rng):
     words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
     by_place = triton_decode.weights_by_place(jnp.asarray(words), jnp.asarray(codes), True)
     whole = jnp.stack(by_place, axis=2).reshape(16, 128)
-    table = tuple(jnp.asarray(triton_decode.TABLE))
-    found = triton_decode.weights_turned(jnp.asarray(words), jnp.asarray(codes), table, True)
+    tables = jnp.asarray(triton_decode.SIGNS), jnp.asarray(triton_decode.TURNS)
+    found = triton_decode.weights_turned(jnp.asarray(words), jnp.asarray(codes), True, *tables)
     np.testing.assert_array_equal(found, triton_decode.turned(whole))
 
 
@@ -281,10 +281,10 @@ def test_every_code_under_every_scale_on_a_gpu(products):
     """Every word under a scale of its group's own, and another, and another; the groups of a row differ."""
     words = np.arange(1 << 16, dtype=np.uint16).view(np.int16).reshape(256, 256)
 
-    def kernel(words, codes, table, out):
+    def kernel(words, codes, signs, turns, out):
         if products == 1:
-            rows = [plgpu.load(table.at[row, jnp.arange(4)]) for row in range(2)]
-            plgpu.store(out.at[...], triton_decode.weights_turned(words[...], codes[...], rows, False))
+            weights = triton_decode.weights_turned(words[...], codes[...], False, signs[...], turns[...])
+            plgpu.store(out.at[...], weights)
             return
         for place, weights in enumerate(triton_decode.weights_by_place(words[...], codes[...], False)):
             at = triton_decode.index_of(place, jnp.arange(256))[None, :]
@@ -294,7 +294,7 @@ def test_every_code_under_every_scale_on_a_gpu(products):
     def decode(words, codes):
         shape = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
         call = pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams(num_warps=16))
-        return call(words, codes, triton_decode.TABLE)
+        return call(words, codes, triton_decode.SIGNS, triton_decode.TURNS)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)

@@ -8,7 +8,6 @@ those of one word do not. So columns come in another order, the *turned* one, wh
 columns first those of place 0, every fourth one, then those of place 1, and so on.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 Array = jax.Array
 
 PLACES = 4  # elements of a word
-_RUN = 16  # words whose elements of a place stand together: as many columns as an instruction of tensor cores takes
-CHUNK = PLACES * _RUN
+RUN = 16  # words whose elements of a place stand together: as many columns as an instruction of tensor cores takes
+CHUNK = PLACES * RUN
 _NAN = 255  # scale code
 
 # The bits of an element, where bfloat16 has its sign, the end of its exponent and the beginning of its mantissa, are
@@ -31,11 +30,10 @@ _UNIT = 0x7E807E80  # 2^126, twice; from here on elements are normal, and a powe
 _NONE = 0x80008000  # -0, twice: what leaves every product alone
 
 # A sign stands next to its exponent, and must be seven bits from it. So signs are brought six bits up first, among
-# elements whose turn is another time: those of places 0 and 1 to where 2 and 3 are, and the other way round. Then an
-# element, with its sign, is one turn away from its place. Both depend on where the element is.
-_SIGNS = (0x22002200, 0x22002200, 0x00220022, 0x00220022)
-_TURNS = (6, 2, 30, 26)
-TABLE = np.array([_SIGNS, _TURNS], np.int32)
+# elements whose turn is another time: those of places 0 and 1 to where 2 and 3 are, and the other way round. SIGNS has
+# where they then are, for either two places. After that an element, with its sign, is one turn away from its place.
+SIGNS = np.array([0x22002200, 0x00220022], np.int32)
+TURNS = np.array([6, 2, 30, 26], np.int32)
 
 # The powers of two that the two codes in $1 name. 2^-127, of code 0, is the one subnormal power.
 POWERS = "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; max.bf16x2 $0, t, least; }"
@@ -50,27 +48,33 @@ def _weights(signs: str, turn: str) -> str:
     )
 
 
-# To the left by a few bits is a shift, which more units of a multiprocessor can do than a turn.
-_TURN = {turn: f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}" for turn in _TURNS}
-WEIGHTS = tuple(_weights(f"{signs:#x}", _TURN[turn]) for signs, turn in zip(_SIGNS, _TURNS, strict=True))
-# The same for any place: $3 and $5 are its entries of TABLE, once for either word, as are $4 and $6.
+def _weights_at(place: int) -> str:
+    """`_weights` of one place. Left by a few bits is a shift, which more units of a multiprocessor do than a turn."""
+    turn = TURNS[place]
+    return _weights(
+        f"{SIGNS[place // 2]:#x}", f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}"
+    )
+
+
+WEIGHTS = tuple(map(_weights_at, range(PLACES)))
+# The same for any place: $3 is its entry of SIGNS and $5 of TURNS, once for either word, as are $4 and $6.
 WEIGHTS_OF_ANY = _weights("$3", "shf.l.wrap.b32 t, t, t, $5")
 
 
 def turned(x: Array) -> Array:
     """(rows, K) -> (rows, K up to a multiple of CHUNK): columns in the turned order, zeros where there are none."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK)))
-    return x.reshape(x.shape[0], -1, _RUN, PLACES).swapaxes(2, 3).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, RUN, PLACES).swapaxes(2, 3).reshape(x.shape)
 
 
 def column_at(index: Any) -> Any:
     """The column that stands at each index of the turned order."""
-    return index // CHUNK * CHUNK + index % _RUN * PLACES + index % CHUNK // _RUN
+    return index // CHUNK * CHUNK + index % RUN * PLACES + index % CHUNK // RUN
 
 
 def index_of(place: int, word: Any) -> Any:
     """Where the element at `place` of each word stands in the turned order."""
-    return word // _RUN * CHUNK + place * _RUN + word % _RUN
+    return word // RUN * CHUNK + place * RUN + word % RUN
 
 
 def weights_by_place(words: Array, codes: Array, interpret: bool) -> list[Array]:
@@ -90,26 +94,26 @@ def weights_by_place(words: Array, codes: Array, interpret: bool) -> list[Array]
     return [_pairs(text, words, powers) for text in WEIGHTS]
 
 
-def weights_turned(words: Array, codes: Array, table: Sequence[Array], interpret: bool) -> Array:
+def weights_turned(words: Array, codes: Array, interpret: bool, signs: Array, turns: Array) -> Array:
     """`weights_by_place` of all places, bfloat16 (N, PLACES * n), in the turned order.
 
-    It takes some instructions more, since what a thread does to an element is looked up.
-
     Args:
-        table: both rows of TABLE, loaded: Triton moves layouts over loads alone.
+        signs, turns: SIGNS and TURNS, loaded: Triton moves layouts over loads alone.
     """
     if interpret:
-        places = [weights.reshape(-1, _RUN) for weights in weights_by_place(words, codes, interpret)]
+        places = [weights.reshape(-1, RUN) for weights in weights_by_place(words, codes, interpret)]
         return jnp.stack(places, axis=1).reshape(words.shape[0], -1)
+    shape = (words.shape[0], words.shape[1] // RUN, PLACES, RUN)
 
-    def all_places(array: Array) -> Array:
-        array = array.reshape(words.shape[0], -1, 1, _RUN)
-        return jnp.broadcast_to(array, (*array.shape[:2], PLACES, _RUN)).reshape(words.shape[0], -1)
+    def of_words(array: Array) -> Array:
+        return jnp.broadcast_to(array.reshape(*shape[:2], 1, RUN), shape).reshape(shape[0], -1)
 
-    words, powers = all_places(words), all_places(_powers(codes, words))
-    shape = (words.shape[0], words.shape[1] // CHUNK, PLACES, _RUN)
-    rows = (jnp.broadcast_to(row[None, None, :, None], shape).reshape(words.shape) for row in table)
-    return _pairs(WEIGHTS_OF_ANY, words, powers, *rows)
+    def of_places(array: Array) -> Array:
+        array = jnp.broadcast_to(array[:, None], (array.size, PLACES // array.size)).reshape(PLACES)
+        return jnp.broadcast_to(array[None, None, :, None], shape).reshape(shape[0], -1)
+
+    powers = _powers(codes, words)
+    return _pairs(WEIGHTS_OF_ANY, of_words(words), of_words(powers), of_places(signs), of_places(turns))
 
 
 def _powers(codes: Array, words: Array) -> Array:

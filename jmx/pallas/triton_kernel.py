@@ -29,7 +29,17 @@ from jmx.formats import BlockScaled
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton_config import Config
-from jmx.pallas.triton_decode import CHUNK, PLACES, TABLE, column_at, index_of, weights_by_place, weights_turned
+from jmx.pallas.triton_decode import (
+    CHUNK,
+    PLACES,
+    RUN,
+    SIGNS,
+    TURNS,
+    column_at,
+    index_of,
+    weights_by_place,
+    weights_turned,
+)
 
 Array = jax.Array
 
@@ -89,7 +99,8 @@ class _Operands(NamedTuple):
     scales: Any
     scales_of: Any
     bias: Any
-    table: Any
+    signs: Any
+    turns: Any
 
 
 def grouped_product(
@@ -110,9 +121,9 @@ def grouped_product(
     scales, scales_of = weight.scales, None
     if scales.size > _INT32:  # words of values keep within it for as long as Pallas counts so; bytes of scales do not
         scales, scales_of = scales[blocks.experts], jnp.arange(blocks.experts.size, dtype=jnp.int32)
-    table = TABLE if product.config.products == 1 else None
+    tables = (SIGNS, TURNS) if product.config.products == 1 else (None, None)
     blocks = blocks._replace(num_blocks=None)
-    operands = _Operands(blocks, x, row_of, _words(weight.values), scales, scales_of, bias, table)
+    operands = _Operands(blocks, x, row_of, _words(weight.values), scales, scales_of, bias, *tables)
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)
 
@@ -125,7 +136,7 @@ def _words(array: Array) -> Array:
 def _kernel(*refs: Any, structure: Any, product: Product) -> None:
     out = refs[-1]
     operands = structure.unflatten(refs[:-1])
-    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, scales_of, bias, table = operands
+    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, scales_of, bias, *tables = operands
     config, sides = product.config, product.sides
     (_, num_rows, groups), (parts, _, width) = scales.shape, out.shape
     tile_n, step_words = config.block_n // sides, config.block_k // PLACES
@@ -153,9 +164,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
         x_row = x_rows[block] + row
         if row_of is not None:
             x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
-        turns = None
-        if table is not None:
-            turns = plgpu.load(table.at[0, jnp.arange(PLACES)]), plgpu.load(table.at[1, jnp.arange(PLACES)])
+        entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in tables if table is not None]
 
         def codes(first: Array) -> Array:
             """Scale codes of the groups from `first` on."""
@@ -164,32 +173,32 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             return plgpu.load(scales.at[scale_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
 
         def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            sums, worst, ahead = state
+            sums, bad, ahead = state
             first = (part * steps + index) * step_groups
             word = first * _GROUP + jnp.arange(step_words)
             mask = inside[:, None] & (word < groups * _GROUP)[None, :]
             words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
-            if turns is None:
-                weights = weights_by_place(words, codes(first), product.interpret)
-                indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), 16), 16) for p in range(PLACES)]
-            else:
-                weights = [weights_turned(words, codes(first), turns, product.interpret)]
+            if config.products == 1:
+                weights = [weights_turned(words, codes(first), product.interpret, *entries)]
                 indices = [first * PLACES * _GROUP + jnp.arange(config.block_k)]
+            else:
+                weights = weights_by_place(words, codes(first), product.interpret)
+                indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), RUN), RUN) for p in range(PLACES)]
             for weight, index in zip(weights, indices, strict=True):
                 mask = (index < x.shape[1])[:, None] & here[None, :]
                 tokens = plgpu.load(x.at[x_row[None, :], index[:, None]], mask=mask, other=0)
                 sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
             # The next step's codes are asked for now, to be in the cache by then; they are too narrow for the pipeline.
-            return sums, jnp.maximum(worst, ahead.astype(jnp.int32)), codes(first + step_groups)
+            return sums, bad | (ahead == _NAN), codes(first + step_groups)
 
         sums = jnp.zeros((config.block_n, config.block_m), jnp.float32)
         ahead = codes(part * steps * step_groups)
-        sums, worst, _ = lax.fori_loop(0, steps, step, (sums, jnp.zeros(ahead.shape, jnp.int32), ahead))
+        sums, bad, _ = lax.fori_loop(0, steps, step, (sums, jnp.zeros(ahead.shape, jnp.bool_), ahead))
         if bias is not None:
             term = plgpu.load(bias.at[expert, weight_row], mask=inside, other=0)
             sums += jnp.where(part == 0, term.astype(jnp.float32), 0)[:, None]
-        bad = jnp.max(worst, axis=1) == _NAN
-        y = _activated(jnp.where(bad[:, None], jnp.nan, sums), product)
+        sums = jnp.where(jnp.max(bad.astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
+        y = _activated(sums, product)
         nth = jnp.arange(tile_n)
         y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
         index = tile * tile_n + nth
