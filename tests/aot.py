@@ -109,11 +109,13 @@ def _shared_memory(resources: str) -> int:
 
 
 class TritonKernel(NamedTuple):
-    """What became of one kernel of Pallas Triton: bytes of shared memory, registers and bytes of spills of a thread."""
+    """What became of one kernel of Pallas Triton: bytes of shared memory, a thread's registers and bytes of spills, and
+    what ptxas was given."""
 
     shared_memory: int
     registers: int
     spilled: int
+    ptx: str
 
 
 def triton_kernels(
@@ -135,6 +137,6 @@ def triton_kernels(
                 int(re.findall(pattern, report)[0])
                 for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
             )
-            kernels.append(TritonKernel(int(memory.pop(entry[1])), registers, spilled))
+            kernels.append(TritonKernel(int(memory.pop(entry[1])), registers, spilled, text))
     assert not memory, f"no PTX of {memory}"
     return compiled, kernels

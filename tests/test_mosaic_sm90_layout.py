@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from memory import compile_here, temporary_bytes
+from ptx import halves, run_ptx
 
 import jmx
 from jmx import formats
@@ -56,60 +57,7 @@ def row_of(spec, tile, warp, lane, below):
     return 2 * nth + below if spec.gate_up_order == "interleaved" else half * below + nth
 
 
-# PTX, run in numpy on uint32: as much of it as the kernel uses to dequantise
-
-
-def run_ptx(text, *operands):
-    """The value of $0. Operands $1, $2, ... are uint32 arrays."""
-    registers = {f"${i}": np.asarray(value, np.uint32) for i, value in enumerate(operands, 1)}
-
-    def value(name):
-        return registers[name] if name in registers else np.uint32(int(name, 0))
-
-    for line in text.strip("{} ").split(";"):
-        name, _, rest = line.strip().partition(" ")
-        if not name or name == ".reg":
-            continue
-        target, *names = (part.strip() for part in rest.split(","))
-        registers[target] = OPERATIONS[name](*map(value, names)).astype(np.uint32)
-    return registers["$0"]
-
-
-def halves(word):
-    return np.stack([word & 0xFFFF, word >> 16], axis=-1).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
-
-
-def mul_bf16x2(a, b):
-    """Exact products, rounded once to nearest even, subnormals kept."""
-    product = (halves(a) * halves(b)).astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
-    return product[..., 0] | product[..., 1] << 16
-
-
-def prmt(a, b, selector):
-    pool = [(source >> 8 * i) & 0xFF for source in (a, b) for i in range(4)]
-    return sum(pool[int(selector) >> 4 * i & 7] << 8 * i for i in range(4))
-
-
-def lop3(a, b, c, table):
-    assert int(table) == (0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF)
-    return a & c | b & ~c
-
-
-def shf(low, high, left):
-    """A funnel shift, here always of a word and itself."""
-    assert (low == high).all()
-    return low << left | low >> (32 - left)
-
-
-OPERATIONS = {
-    "and.b32": lambda a, b: a & b,
-    "shl.b32": lambda a, b: a << b,
-    "shf.l.wrap.b32": shf,
-    "lop3.b32": lop3,
-    "prmt.b32": prmt,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
-    "mul.bf16x2": mul_bf16x2,
-}
+# What the kernel's PTX makes of it
 
 
 def dequantized(words, pair, factors):

@@ -2,6 +2,7 @@
 decodes; and on a GPU, what only a compiled kernel shows."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,14 @@ from backend_cases import (
     reference,
     suited,
 )
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from ptx import halves, run_ptx
 
 import jmx
 from jmx import GELU, Environment, Experts, GELUAndMul, NoBackendError, Reason, Routing, SiLU, tuning
 from jmx.backends import BACKENDS
-from jmx.pallas import triton_kernel
+from jmx.pallas import triton_decode
 from jmx.pallas.triton import Triton
 from jmx.pallas.triton_config import Config
 from jmx.selection import select
@@ -170,10 +174,10 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
     "config",
     [
         Config(16, 32, 64, 1, 1),
-        Config(16, 32, 64, 4, 2, split_k=2),
+        Config(16, 32, 64, 4, 2, products=1, split_k=2),
         Config(16, 128, 128, 4, 3, split_k=3),  # of two steps, so that one part is empty
         Config(32, 64, 512, 4, 2),
-        Config(64, 32, 64, 4, 2),
+        Config(64, 32, 64, 4, 2, products=1),
     ],
     ids=str,
 )
@@ -187,25 +191,138 @@ def test_however_it_is_cut(tokens, config, rng):
     assert_agrees(INTERPRETED.name, case, y, reference(case, weights, x, routing))
 
 
-def test_every_code_under_every_scale():
+# Decoding: interpreted, as PTX run in numpy, and on a GPU
+
+SCALES = np.arange(256, dtype=np.uint8)
+
+
+def every_code():
+    """int16 (256, 16): of each row, words with every code at every place, among others at the other places."""
+    places = (np.arange(16)[:, None] + [0, 5, 10, 15]) % 16
+    word = np.bitwise_or.reduce(places << np.arange(0, 16, 4), axis=1)
+    return np.broadcast_to(word.astype(np.uint16).view(np.int16), (256, 16))
+
+
+def elements(words, place):
+    """The code at `place` of each word, as float64."""
+    codes = (words.view(np.uint16) >> 4 * place & 15).astype(np.uint8)
+    return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+
+def weights_of(words, scales, place):
+    """Elements times their scales, rounded to bfloat16, which makes infinities of what it does not hold."""
+    exact = elements(words, place) * scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    return np.where(np.abs(exact) < 2.0**128, exact, np.copysign(np.inf, exact)) + 0 * exact
+
+
+def test_every_code_under_every_scale_interpreted():
     """Exact as far as bfloat16 holds it, but that XLA on a CPU makes zeros of subnormal results."""
-    scales = np.arange(256, dtype=np.uint8)
-    codes = np.broadcast_to(np.arange(16, dtype=np.uint8), (256, 16))
-    nibbles = codes.reshape(256, 1, 4, 4)
-    shifts = np.arange(0, 16, 4, dtype=np.uint16)
-    words = np.bitwise_or.reduce(nibbles.astype(np.uint16) << shifts, axis=-1).view(np.int16)
-    decode = jax.jit(triton_kernel._decoded, static_argnums=1)
-    places = [decode(words.astype(np.int32), place, scales.astype(np.int32)[:, None, None]) for place in range(4)]
-    found = np.stack([np.asarray(place) for place in places], axis=-1).reshape(256, 16).astype(np.float64)
-    scale = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-    expected = (codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * scale[:, None])[:255]
-    assert np.isnan(found[255]).all()
-    found = found[:255]
-    normal = np.abs(expected) >= 2.0**-126
-    expected[expected >= 2.0**128], expected[expected <= -(2.0**128)] = np.inf, -np.inf
-    np.testing.assert_array_equal(found[normal], expected[normal])
-    assert ((found == expected) | (found == 0))[~normal].all()
-    assert normal.mean() > 0.85
+    words = every_code()
+    decode = jax.jit(triton_decode.weights_by_place, static_argnums=2)
+    normal = []
+    for place, found in enumerate(decode(words, SCALES[:, None], True)):
+        found, expected = np.asarray(found, np.float64), weights_of(words, SCALES[:, None], place)
+        assert np.isnan(found[255]).all()
+        normal.append(~(np.abs(expected) < 2.0**-126))
+        np.testing.assert_array_equal(found[normal[-1]], expected[normal[-1]])
+        assert ((found == expected) | (found == 0))[~normal[-1]].all()
+    assert np.mean(normal) > 0.85
+
+
+def run_both(place, words, scales):
+    """float64 (..., 2) of the kernel's PTX, from uint16 words and uint8 scale codes (..., 2): in both its forms."""
+    words, scales = (pair.astype(np.uint32)[..., 0] | pair.astype(np.uint32)[..., 1] << 16 for pair in (words, scales))
+    powers = run_ptx(triton_decode.POWERS, scales)
+    found = run_ptx(triton_decode.WEIGHTS[place], words, powers)
+    signs, turn = triton_decode.SIGNS[place // 2], triton_decode.TURNS[place]
+    np.testing.assert_array_equal(run_ptx(triton_decode.WEIGHTS_OF_ANY, words, powers, signs, signs, turn, turn), found)
+    return halves(found)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_ptx_of_every_word_beside_every_other(place, rng):
+    """All words in either half of a register, next to one of each other's, under scales that differ."""
+    words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
+    scales = rng.integers(0, 255, words.shape, np.uint8)
+    np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_ptx_of_every_code_under_every_scale(place):
+    words = np.repeat(every_code()[:255, :, None], 2, axis=2).view(np.uint16)
+    scales = np.broadcast_to(SCALES[:255, None, None], words.shape)
+    np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
+
+
+def test_the_turned_order(rng):
+    for columns in (64, 96, 320):
+        x = rng.standard_normal((3, columns)).astype(np.float32)
+        found = np.asarray(triton_decode.turned(jnp.asarray(x)))
+        column = triton_decode.column_at(np.arange(found.shape[1]))
+        np.testing.assert_array_equal(found[:, column < columns], x[:, column[column < columns]])
+        assert (found[:, column >= columns] == 0).all()
+        for place in range(4):
+            word = np.arange(columns // 4)
+            np.testing.assert_array_equal(column[triton_decode.index_of(place, word)], 4 * word + place)
+
+
+def test_weights_of_all_places_are_in_the_turned_order(rng):
+    words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
+    by_place = triton_decode.weights_by_place(jnp.asarray(words), jnp.asarray(codes), True)
+    whole = jnp.stack(by_place, axis=2).reshape(16, 128)
+    tables = jnp.asarray(triton_decode.SIGNS), jnp.asarray(triton_decode.TURNS)
+    found = triton_decode.weights_turned(jnp.asarray(words), jnp.asarray(codes), True, *tables)
+    np.testing.assert_array_equal(found, triton_decode.turned(whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("products", [1, 4])
+def test_every_code_under_every_scale_on_a_gpu(products):
+    """Every word under a scale of its group's own, and another, and another; the groups of a row differ."""
+    words = np.arange(1 << 16, dtype=np.uint16).view(np.int16).reshape(256, 256)
+
+    def kernel(words, codes, signs, turns, out):
+        if products == 1:
+            weights = triton_decode.weights_turned(words[...], codes[...], False, signs[...], turns[...])
+            plgpu.store(out.at[...], weights)
+            return
+        for place, weights in enumerate(triton_decode.weights_by_place(words[...], codes[...], False)):
+            at = triton_decode.index_of(place, jnp.arange(256))[None, :]
+            plgpu.store(out.at[jnp.arange(256)[:, None], at], weights)
+
+    @jax.jit
+    def decode(words, codes):
+        shape = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+        call = pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams(num_warps=16))
+        return call(words, codes, triton_decode.SIGNS, triton_decode.TURNS)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        for turn in range(0, 256, 32):
+            codes = np.minimum(np.roll(SCALES, turn)[:, None] ^ np.arange(32, dtype=np.uint8), 254)
+            expected = [weights_of(words, np.repeat(codes, 8, axis=1), place) for place in range(4)]
+            column = triton_decode.column_at(np.arange(1024))
+            expected = np.stack(expected, axis=2).reshape(256, 1024)[:, column]
+            np.testing.assert_array_equal(np.asarray(decode(words, codes), np.float64), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("code", [0, 1, 128, 129, 240, 255])
+def test_scales_of_every_size_reach_the_tensor_cores(code, tokens, rng):
+    """One block of one expert has the code."""
+    case = suited("triton", Case(tokens=tokens, num_experts=4, hidden=320, intermediate=160, dtype="bfloat16"))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[0, 0] = 1
+    weights.gate_up[1][1, 7, 3] = code
+    y, expected = (
+        np.asarray(call(backend, case, weights.experts(case), x, routing), np.float64) for backend in ("triton", "xla")
+    )
+    np.testing.assert_array_equal(np.isfinite(y), np.isfinite(expected))
+    assert np.isfinite(y[0]).all() == (code != 255)
+    finite = np.isfinite(y).all(axis=1)
+    if finite.any():
+        assert_agrees("triton", case, y[finite], expected[finite])
 
 
 def test_gradients_and_vmap(rng):
@@ -268,7 +385,12 @@ def test_every_candidate_agrees(tokens, rng):
 def test_the_last_expert_of_an_array_beyond_32_bits(num_experts):
     """Between 2 and 4 GiB of values, and above."""
     order = "interleaved"
-    experts = jax.jit(lambda: Experts.random(jax.random.key(0), num_experts, 2880, 2880, gate_up_order=order))()
+
+    @jax.jit
+    def draw():
+        return Experts.random(jax.random.key(0), num_experts, 2880, 2880, gate_up_order=order, bias=False)
+
+    experts = draw()
     assert (experts.gate_up.values.size > 2**32) == (num_experts == 520)
     last = jax.tree.map(lambda array: array[-1:], (experts.gate_up, experts.down))
     x = jax.random.normal(jax.random.key(1), (3, 2880), jnp.bfloat16)

@@ -1,13 +1,14 @@
 """What can be tuned of `triton`: the rules of a configuration, the heuristic at every size, and what is tried."""
 
 import re
+from itertools import product
 
 import pytest
 
 import jmx
 from jmx.backends import BACKENDS
 from jmx.pallas.triton import Triton
-from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, heuristic
+from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, decodes_once, heuristic
 from jmx.tuning import Tunable
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
@@ -25,6 +26,7 @@ GOOD = {"block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4, "num_stage
         ({"block_k": 1024}, "`block_k` (=1024) must be a power of two in 64..512"),
         ({"num_warps": 3}, "`num_warps` (=3) must be a power of two in 1..16"),
         ({"num_stages": 0}, "`num_stages` (=0) must be in 1..8"),
+        ({"products": 2}, "`products` (=2) must be 1 or 4"),
         ({"split_k": 0}, "`split_k` (=0) must be in 1..64"),
         ({"block_m": 128, "block_n": 128}, "`num_warps` (=4) must be such that `block_m * block_n` sums (=16384)"),
     ],
@@ -37,7 +39,8 @@ def test_a_configuration_that_no_problem_can_run_with_cannot_be_made(change, mes
 
 def test_shared_memory_is_that_of_the_machine():
     config = Config(128, 128, 128, 8, 3)
-    assert config.shared_memory == 3 * 128 * (2 * 128 + 128 // 2) + 2 * 128 * 128
+    assert config.shared_memory == 3 * 128 * (2 * 128 + 128 // 2) + 2 * 128 * 128 // 32
+    assert Config(128, 128, 64, 8, 1).shared_memory == 4 * 128 * 128  # the sums, on their way out
     check(config, (8, 0))
     with pytest.raises(ValueError, match=re.escape("`num_stages` (=3) must be such that the 101376 bytes")):
         check(config, (8, 9))
@@ -46,23 +49,23 @@ def test_shared_memory_is_that_of_the_machine():
 @pytest.mark.parametrize("num_experts", EXPERTS)
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_the_heuristic_runs_on_every_machine_at_every_size(top_k, num_experts):
-    for tokens in TOKENS:
-        config = heuristic(tokens, min(top_k, num_experts), num_experts)
+    for tokens, capability in product(TOKENS, SHARED_MEMORY):
+        config = heuristic(tokens, min(top_k, num_experts), num_experts, capability)
         assert config.num_stages >= 2  # else nothing is fetched while something is computed
-        for capability in SHARED_MEMORY:
-            check(config, capability)
+        assert decodes_once(config, capability)
+        check(config, capability)
 
 
 def test_the_heuristics_blocks_grow_with_an_experts_rows():
     for num_experts in EXPERTS:
-        sizes = [heuristic(tokens, 1, num_experts).block_m for tokens in TOKENS if tokens > FEW_TOKENS]
+        sizes = [heuristic(tokens, 1, num_experts, (8, 0)).block_m for tokens in TOKENS if tokens > FEW_TOKENS]
         assert sizes == sorted(sizes)
         assert sizes[-1] >= min(128, TOKENS[-1] / num_experts)
 
 
 def test_an_unknown_number_of_tokens_has_a_configuration():
     problem = jmx.Problem(None, 64, 64, 8, 2, "bfloat16", "mxfp4", jmx.SwiGLU(), "interleaved", False, "packed")
-    assert Triton().heuristic(problem, jmx.Environment.named("a100")) == heuristic(1, 2, 8)
+    assert Triton().heuristic(problem, jmx.Environment.named("a100")) == heuristic(1, 2, 8, (8, 0))
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -71,7 +74,7 @@ def test_candidates_are_distinct_and_begin_with_the_heuristics_own(tokens, capab
     for num_experts in EXPERTS:
         for top_k in (1, 4, 8):
             found = candidates(tokens, top_k, num_experts, capability)
-            assert found[0] == heuristic(tokens, top_k, num_experts)
+            assert found[0] == heuristic(tokens, top_k, num_experts, capability)
             assert len(found) == len(set(found)) > 4
             for config in found:
                 check(config, capability)

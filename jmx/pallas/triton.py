@@ -62,12 +62,10 @@ class Triton:
         return refusal(problem, "packed")
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
-        del environment
-        return triton_config.heuristic(problem.num_tokens or 1, problem.top_k, problem.num_experts)
+        return triton_config.heuristic(*_sizes(problem), environment.compute_capability or _INTERPRETED)
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
-        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
-        return triton_config.candidates(*sizes, environment.compute_capability or _INTERPRETED)
+        return triton_config.candidates(*_sizes(problem), environment.compute_capability or _INTERPRETED)
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del problem  # sizes are no matter: what tiles do not divide is masked
@@ -81,7 +79,8 @@ class Triton:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.triton_kernel import PHASES, Product, grouped_product  # takes a second to import
+        from jmx.pallas.triton_decode import turned  # Pallas takes a second to import
+        from jmx.pallas.triton_kernel import Product, grouped_product
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
@@ -89,23 +88,29 @@ class Triton:
         problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
+        rows, row_of = x, None
         if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts)
-            rows, num_rows = x, work.blocks.experts.size * num_tokens
+            num_rows = work.blocks.experts.size * num_tokens
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_m)
             assert work.token_of_row is not None
-            rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
-            num_rows = rows.shape[0]
+            num_rows = work.token_of_row.size
             if on_input:
-                rows = grouping.weigh(rows, work, routing.weights)
+                rows = grouping.weigh(x.at[work.token_of_row].get(mode="promise_in_bounds"), work, routing.weights)
+            else:
+                row_of = work.token_of_row
         blocks = work.blocks.as_arrays()
         blocks = blocks._replace(experts=blocks.experts + experts.first_expert)
         every = experts.merged()
-        rows = rows.astype(jnp.bfloat16).reshape(rows.shape[0], -1, PHASES).swapaxes(1, 2)
         gate_up = Product(config, num_rows, computation.activation, experts.gate_up_order, self.interpret)
-        (h,) = grouped_product(rows, every.gate_up, every.gate_up_bias, blocks, gate_up)
+        rows = turned(rows.astype(jnp.bfloat16))
+        (h,) = grouped_product(rows, row_of, every.gate_up, every.gate_up_bias, blocks, gate_up)
         down = Product(config, num_rows, interpret=self.interpret)
         blocks = blocks._replace(x_rows=blocks.out_rows)
-        out = grouped_product(h, every.down, every.down_bias, blocks, down)[:, :, 0]
+        out = grouped_product(h, None, every.down, every.down_bias, blocks, down)
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    return problem.num_tokens or 1, problem.top_k, problem.num_experts

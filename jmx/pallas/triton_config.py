@@ -1,9 +1,12 @@
 """What can be tuned of the kernel `triton_kernel`, what it takes of shared memory, and what is tried."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
-_MAX_PRODUCTS = 4096  # sums of a thread times columns of a step: beyond, ptxas spills on compute capability 8.0
+_MAX_HELD = (
+    304  # three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0
+)
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
@@ -20,6 +23,8 @@ class Config:
         block_k: columns of the weight in a step of the loop.
         num_warps: warps that compute a tile.
         num_stages: stages of the pipeline from global to shared memory.
+        products: products in a step of the loop, 4 of every fourth column each, or 1 of all columns, for which decoding
+            takes more instructions, and waiting fewer.
         split_k: parts of `down`'s columns that are computed apart and added up in the end.
 
     Raises:
@@ -31,6 +36,7 @@ class Config:
     block_k: int
     num_warps: int
     num_stages: int
+    products: int = 4
     split_k: int = 1
 
     def __post_init__(self) -> None:
@@ -39,6 +45,8 @@ class Config:
             value = getattr(self, name)
             if value not in (1 << n for n in range(low.bit_length() - 1, high.bit_length())):
                 raise ValueError(f"`{name}` (={value}) must be a power of two in {low}..{high}")
+        if self.products not in (1, 4):
+            raise ValueError(f"`products` (={self.products}) must be 1 or 4")
         for name, high in (("num_stages", 8), ("split_k", 64)):
             if not 1 <= getattr(self, name) <= high:
                 raise ValueError(f"`{name}` (={getattr(self, name)}) must be in 1..{high}")
@@ -54,13 +62,20 @@ class Config:
         return self.block_m * self.block_n // (32 * self.num_warps)
 
     @property
+    def weights(self) -> int:
+        """Weights that a thread decodes in a step of the loop."""
+        return self.block_n * self.block_k // (32 * self.num_warps)
+
+    @property
     def shared_memory(self) -> int:
         """Bytes of shared memory that the kernel uses at most.
 
-        The pipeline holds rows in 16 bits and weights in 4. Beside it Triton moves decoded weights between threads.
+        The pipeline holds rows in 16 bits and weights in 4. Beside it scales go to the threads that hold their weights;
+        after it, sums to those that store them.
         """
         stage = self.block_k * (2 * self.block_m + self.block_n // 2)
-        return self.num_stages * stage + 2 * self.block_n * self.block_k
+        scales = self.block_n * self.block_k // 32
+        return max(self.num_stages * stage + 2 * scales, 4 * self.block_m * self.block_n)
 
 
 def check(config: Config, capability: tuple[int, int]) -> None:
@@ -73,39 +88,62 @@ def check(config: Config, capability: tuple[int, int]) -> None:
         )
 
 
-def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
+def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
+    """Whether Triton gives each warp rows of the weight of its own; else some would decode the same ones.
+
+    `wgmma` always gets them so; `mma`, where a product's sums go into another product, or a tile is high enough.
+    """
+    wgmma = capability >= (9, 0) and config.num_warps % 4 == 0 and config.block_n >= 64
+    high = 2 * config.block_n >= config.block_m * config.num_warps
+    return config.block_n >= 16 * config.num_warps and (wgmma or config.products > 1 or high)
+
+
+def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     assignments = num_tokens * top_k
-    if num_tokens <= FEW_TOKENS:  # one block an expert; so few of them that `down` had better be split
-        return Config(16, 64, 128, 4, 4, split_k=4 if assignments <= 8 else 1)
-    rows = -(-assignments // num_experts)
+    if assignments <= 8:  # so few tiles that they are cut small, and `down` is split
+        return Config(16, 32, 256, 2, 3, products=4, split_k=2)
+    rows = 1 if num_tokens <= FEW_TOKENS else -(-assignments // num_experts)
     if rows <= 12:  # most blocks of random routing have a few more rows than that
-        return Config(16, 64, 128, 4, 4)
+        return Config(16, 64, 128, 2, 4, products=4)
     if rows <= 24:
-        return Config(32, 64, 128, 4, 3)
+        return Config(32, 64, 128, 2, 4, products=4)
+    products = 1 if capability >= (9, 0) else 4  # each of `wgmma` is waited for
     if rows <= 48:
-        return Config(64, 128, 64, 4, 3)
-    return Config(128, 128, 64, 8, 3)
+        return Config(64, 128, 64, 4, 4, products)
+    return Config(128, 128, 64, 8, 3, products)
+
+
+# What a tile and a step may be: block_n, block_k, num_warps, num_stages.
+_TILES = (
+    (32, 128, 1, 4),
+    (32, 256, 2, 3),
+    (64, 128, 2, 4),
+    (64, 256, 2, 3),
+    (64, 64, 4, 4),
+    (64, 128, 4, 4),
+    (64, 256, 4, 3),
+    (128, 64, 4, 4),
+    (128, 128, 4, 3),
+    (128, 64, 8, 3),
+    (128, 128, 8, 2),
+)
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
     """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
-    first = heuristic(num_tokens, top_k, num_experts)
-    changes: list[dict[str, int]] = [{"block_n": n} for n in (32, 64, 128)]
-    changes += [{"block_k": k} for k in (64, 128, 256)]
-    changes += [{"num_stages": n} for n in (2, 3, 4, 5)]
-    changes += [{"num_warps": n} for n in (2, 4, 8)]
-    if first.block_m == 16:
-        changes += [{"split_k": n} for n in (1, 2, 4, 8)]
-    else:
-        changes += [{"block_m": m, "num_warps": n} for m in (32, 64, 128) for n in (4, 8)]
+    first = heuristic(num_tokens, top_k, num_experts, capability)
+    heights = {first.block_m // 2, first.block_m, first.block_m * 2} if first.block_m > 16 else {16}
     found = [first]
-    for change in changes:
+    if num_tokens <= FEW_TOKENS:
+        found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
+    for block_m, tile, products in product(sorted(heights), _TILES, (4, 1)):
         try:
-            config = replace(first, **change)
+            config = Config(block_m, *tile, products, first.split_k)
             check(config, capability)
         except ValueError:  # registers or shared memory do not hold it
             continue
-        if config not in found and config.sums * config.block_k <= _MAX_PRODUCTS:
+        held = 3 * config.sums + config.weights <= _MAX_HELD
+        if config not in found and held and decodes_once(config, capability):
             found.append(config)
     return found

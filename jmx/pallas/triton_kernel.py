@@ -2,15 +2,18 @@
 
 A tile is some rows of the weight by a block of rows of x, computed transposed: the weight is the left operand, so that
 few rows of x meet the axis that tensor cores cut finest. Weights are read as words of 16 bits, four elements each. The
-kernel never interleaves the four: element p of each word meets every fourth column of x, from column p on, so a step
-of the loop is four products. x comes, and what the first product gives goes, in this order: (rows, 4, columns / 4).
+kernel never interleaves the four: x comes, and what the first product gives goes, in the order of columns that
+`triton_decode` calls turned. A step of the loop is four products, of one element of each word, or one of all four.
+
+What is between a load and a product is elementwise, or only names elements anew. So Triton reads words from shared
+memory as tensor cores take their left operand, and a thread decodes what it multiplies: no decoded weight is moved.
 """
 
 import threading
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +29,24 @@ from jmx.formats import BlockScaled
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton_config import Config
+from jmx.pallas.triton_decode import (
+    CHUNK,
+    PLACES,
+    RUN,
+    SIGNS,
+    TURNS,
+    column_at,
+    index_of,
+    weights_by_place,
+    weights_turned,
+)
 
 Array = jax.Array
 
-PHASES = 4  # elements of a word
 _GROUP = 8  # words that share a scale
 _NAN = 255  # scale code
-# The bits of an element, where float16 has its sign, the end of its exponent, and the beginning of its mantissa. Read
-# as float16 they are 2^-14 times the element, subnormal where the element is, and float32 holds all of them as normal.
-_BITS = 0x8E00 - 0x10000
-_EXPONENT = 127 - 14
+_APART = 8  # rows of a tile between gate and up of a column: tensor cores leave the sums of such rows in one thread
+_INT32 = 1 << 31  # Pallas counts offsets in 32 bits, signed, in arrays of up to twice as many bytes
 
 
 @dataclass(frozen=True)
@@ -62,19 +73,44 @@ class Product:
         """2 for gate and up, else 1."""
         return 1 if self.order is None else 2
 
+    @property
+    def turned(self) -> bool:
+        """Whether the result's columns go in the turned order: those of what is between the two products do."""
+        return self.activation is not None
+
     def out(self, num_weight_rows: int) -> jax.ShapeDtypeStruct:
-        """(parts, rows, phases, columns): parts are to be added up; column c of phase p is column phases * c + p."""
-        if self.activation is None:
-            return jax.ShapeDtypeStruct((self.config.split_k, self.num_rows, 1, num_weight_rows), jnp.float32)
-        columns = num_weight_rows // self.sides // PHASES
-        return jax.ShapeDtypeStruct((1, self.num_rows, PHASES, columns), jnp.bfloat16)
+        """(parts, rows, columns): parts are to be added up; turned, columns are some more, which hold zeros."""
+        if not self.turned:
+            return jax.ShapeDtypeStruct((self.config.split_k, self.num_rows, num_weight_rows), jnp.float32)
+        columns = pl.cdiv(num_weight_rows // self.sides, CHUNK) * CHUNK
+        return jax.ShapeDtypeStruct((1, self.num_rows, columns), jnp.bfloat16)
 
 
-def grouped_product(x: Array, weight: BlockScaled, bias: Array | None, blocks: Blocks, product: Product) -> Array:
+class _Operands(NamedTuple):
+    """Of `grouped_product`, as the kernel takes them.
+
+    `scales_of` (B,) says where each block's scales stand in `scales`; None: where its expert does.
+    """
+
+    blocks: Blocks
+    x: Any
+    row_of: Any
+    values: Any
+    scales: Any
+    scales_of: Any
+    bias: Any
+    signs: Any
+    turns: Any
+
+
+def grouped_product(
+    x: Array, row_of: Array | None, weight: BlockScaled, bias: Array | None, blocks: Blocks, product: Product
+) -> Array:
     """x times each block's weight, plus its bias; rows of the result that are in no block may hold anything.
 
     Args:
-        x: bfloat16 (rows, PHASES, K / PHASES), column c of phase p being column PHASES * c + p.
+        x: bfloat16 (rows, K rounded up), `turned`.
+        row_of: int32, the row of x that is read for each row that `blocks` name; None: that row itself.
         weight: packed (E, N, K / 2) and (E, N, K / 32).
         bias: (E, N), floating, or None.
         blocks: arrays, see `Blocks.as_arrays`; at most `product.config.block_m` rows each.
@@ -82,12 +118,14 @@ def grouped_product(x: Array, weight: BlockScaled, bias: Array | None, blocks: B
     Returns:
         `product.out(N)`.
     """
-    num_experts, n, _ = weight.scales.shape
-    # Words also keep offsets within 32 bits up to 4 GiB, from where on Pallas takes 64: those of bytes would not be.
-    values = _words(weight.values).reshape(num_experts, n, -1, _GROUP)
-    scales = _words(weight.scales.reshape(num_experts, -1))
-    biases = () if bias is None else (bias,)
-    return _product.bind(*blocks[:4], x, values, scales, *biases, product=product)
+    scales, scales_of = weight.scales, None
+    if scales.size > _INT32:  # words of values keep within it for as long as Pallas counts so; bytes of scales do not
+        scales, scales_of = scales[blocks.experts], jnp.arange(blocks.experts.size, dtype=jnp.int32)
+    tables = (SIGNS, TURNS) if product.config.products == 1 else (None, None)
+    blocks = blocks._replace(num_blocks=None)
+    operands = _Operands(blocks, x, row_of, _words(weight.values), scales, scales_of, bias, *tables)
+    arrays, structure = jax.tree.flatten(operands)
+    return _product.bind(*arrays, structure=structure, product=product)
 
 
 def _words(array: Array) -> Array:
@@ -95,91 +133,102 @@ def _words(array: Array) -> Array:
     return lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, 2), jnp.int16)
 
 
-def _kernel(experts: Any, x_rows: Any, out_rows: Any, counts: Any, x: Any, values: Any, scales: Any, *rest: Any,
-            product: Product) -> None:  # fmt: skip
-    *biases, out = rest
+def _kernel(*refs: Any, structure: Any, product: Product) -> None:
+    out = refs[-1]
+    operands = structure.unflatten(refs[:-1])
+    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, scales_of, bias, *tables = operands
     config, sides = product.config, product.sides
-    (_, num_rows, groups, _), (parts, _, phases, columns) = values.shape, out.shape
-    tile_n, step_groups = config.block_n // sides, config.block_k // (PHASES * _GROUP)
+    (_, num_rows, groups), (parts, _, width) = scales.shape, out.shape
+    tile_n, step_words = config.block_n // sides, config.block_k // PLACES
+    step_groups = step_words // _GROUP
     steps = pl.cdiv(pl.cdiv(groups, step_groups), parts)
-    part, block, tile = (pl.program_id(axis) for axis in range(3))
-    tiles = pl.cdiv(columns, tile_n)
-    phase = lax.div(tile, tiles)
+    tile, block, part = (pl.program_id(axis) for axis in range(3))
     expert, count = experts[block], counts[block]
+    scale_row = expert if scales_of is None else scales_of[block]
     side_step, row_step = (1, 2) if product.order == "interleaved" else (num_rows // sides, 1)
+
+    def columns(nth: Array) -> Array:
+        """The tile's columns, of the weight's rows; those from num_rows / sides on are not there."""
+        index = tile * tile_n + nth
+        return column_at(index) if product.turned else index
 
     @pl.when(count > 0)
     def _() -> None:
-        row = jnp.arange(config.block_m)
-        column = lax.rem(tile, tiles) * tile_n + jnp.arange(tile_n)
-        here, inside = row < count, column < columns
-        weight_rows = [side * side_step + row_step * (column * phases + phase) for side in range(sides)]
+        row, nth = jnp.arange(config.block_m), jnp.arange(config.block_n)
+        side = 0
+        if sides == 2:
+            side, nth = nth // _APART % 2, nth // (2 * _APART) * _APART + nth % _APART
+        column = columns(nth)
+        here, inside = row < count, column < num_rows // sides
+        weight_row = side * side_step + row_step * column
+        x_row = x_rows[block] + row
+        if row_of is not None:
+            x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
+        entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in tables if table is not None]
 
-        def codes(first: Array) -> tuple[Array, ...]:
+        def codes(first: Array) -> Array:
             """Scale codes of the groups from `first` on."""
             group = first + jnp.arange(step_groups)
             mask = inside[:, None] & (group < groups)[None, :]
-            place = [rows[:, None] * groups + group[None, :] for rows in weight_rows]
-            pairs = [plgpu.load(scales.at[expert, at >> 1], mask=mask, other=0).astype(jnp.int32) for at in place]
-            return tuple((pair >> 8 * (at & 1)) & 0xFF for pair, at in zip(pairs, place, strict=True))
+            return plgpu.load(scales.at[scale_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
 
-        def step(index: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            sums, bad, ahead = state
             first = (part * steps + index) * step_groups
-            sums, here_codes = state
-            next_codes = codes(first + step_groups)  # too narrow for the pipeline: asked for a step ahead instead
-            group, word = first + jnp.arange(step_groups), jnp.arange(_GROUP)
-            k = first * _GROUP + jnp.arange(step_groups * _GROUP)
-            mask = here[:, None] & (k < groups * _GROUP)[None, :]
-            at = x_rows[block] + row[:, None]
-            xs = [plgpu.load(x.at[at, p, k[None, :]], mask=mask, other=0).T for p in range(PHASES)]
-            mask = inside[:, None, None] & (group < groups)[None, :, None]
-            sums = list(sums)
-            for side, rows in enumerate(weight_rows):
-                at = (expert, rows[:, None, None], group[None, :, None], word[None, None, :])
-                words = plgpu.load(values.at[at], mask=mask, other=0).astype(jnp.int32)
-                for p in range(PHASES):
-                    weight = _decoded(words, p, here_codes[side][:, :, None]).reshape(tile_n, -1)
-                    sums[side] += jnp.dot(weight, xs[p], preferred_element_type=jnp.float32)
-            return tuple(sums), next_codes
+            word = first * _GROUP + jnp.arange(step_words)
+            mask = inside[:, None] & (word < groups * _GROUP)[None, :]
+            words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
+            if config.products == 1:
+                weights = [weights_turned(words, codes(first), product.interpret, *entries)]
+                indices = [first * PLACES * _GROUP + jnp.arange(config.block_k)]
+            else:
+                weights = weights_by_place(words, codes(first), product.interpret)
+                indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), RUN), RUN) for p in range(PLACES)]
+            for weight, index in zip(weights, indices, strict=True):
+                mask = (index < x.shape[1])[:, None] & here[None, :]
+                tokens = plgpu.load(x.at[x_row[None, :], index[:, None]], mask=mask, other=0)
+                sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
+            # The next step's codes are asked for now, to be in the cache by then; they are too narrow for the pipeline.
+            return sums, bad | (ahead == _NAN), codes(first + step_groups)
 
-        zeros = (jnp.zeros((tile_n, config.block_m), jnp.float32),) * sides
-        sums, _ = lax.fori_loop(0, steps, step, (zeros, codes(part * steps * step_groups)))
-        if biases:
-            terms = [plgpu.load(biases[0].at[expert, rows], mask=inside, other=0) for rows in weight_rows]
-            terms = [jnp.where(part == 0, term.astype(jnp.float32), 0) for term in terms]
-            sums = [total + term[:, None] for total, term in zip(sums, terms, strict=True)]
-        if product.activation is None:
-            (y,) = sums
-        else:
-            y = in_kernel(product.activation)(*sums)
-            for total in sums:  # of a NaN and a number Triton's minimum and maximum are the number
-                y = jnp.where(total == total, y, jnp.nan)
-        at = (part, out_rows[block] + row[:, None], phase, column[None, :])
-        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & inside[None, :])
+        sums = jnp.zeros((config.block_n, config.block_m), jnp.float32)
+        ahead = codes(part * steps * step_groups)
+        sums, bad, _ = lax.fori_loop(0, steps, step, (sums, jnp.zeros(ahead.shape, jnp.bool_), ahead))
+        if bias is not None:
+            term = plgpu.load(bias.at[expert, weight_row], mask=inside, other=0)
+            sums += jnp.where(part == 0, term.astype(jnp.float32), 0)[:, None]
+        sums = jnp.where(jnp.max(bad.astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
+        y = _activated(sums, product)
+        nth = jnp.arange(tile_n)
+        y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
+        index = tile * tile_n + nth
+        at = (part, out_rows[block] + row[:, None], index[None, :])
+        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
 
 
-def _decoded(words: Array, place: int, code: Array) -> Array:
-    """The element at `place` of each word times 2^(code - 127), NaN for code 255: bfloat16, exact where it has it.
+def _activated(sums: Array, product: Product) -> Array:
+    """The product's activation of the sums of a tile (block_n, block_m), one row a column."""
+    if product.activation is None:
+        return sums
+    terms = [sums]
+    if product.sides == 2:
+        pairs = sums.reshape(-1, 2, _APART, sums.shape[1]).transpose(0, 2, 3, 1)
+        terms = [half.reshape(-1, sums.shape[1]) for half in lax.split(pairs, (1, 1), 3)]
+    y = in_kernel(product.activation)(*terms)
+    for term in terms:  # of a NaN and a number Triton's minimum and maximum are the number
+        y = jnp.where(term == term, y, jnp.nan)
+    return y
 
-    The power is two factors, neither of which nor their products with an element leave the normal numbers before the
-    result does.
-    """
-    bits = (((words << 28 - 4 * place) >> 19) & _BITS).astype(jnp.int16)
-    element = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-    half = (code - _EXPONENT) >> 1
-    low, high = (lax.bitcast_convert_type(power + 127 << 23, jnp.float32) for power in (half, code - _EXPONENT - half))
-    return (element * low * jnp.where(code == _NAN, jnp.nan, high)).astype(jnp.bfloat16)
 
-
-def _call(*arrays: Array, product: Product) -> Array:
-    config, num_blocks = product.config, arrays[0].size
-    out = product.out(arrays[5].shape[1])
-    parts, _, phases, columns = out.shape
-    tiles = pl.cdiv(columns, config.block_n // product.sides)
+def _call(*arrays: Array, structure: Any, product: Product) -> Array:
+    config, operands = product.config, structure.unflatten(arrays)
+    out = product.out(operands.values.shape[1])
+    parts, _, width = out.shape
+    tiles = pl.cdiv(width, config.block_n // product.sides)
     return pl.pallas_call(
-        partial(_kernel, product=product),
+        partial(_kernel, structure=structure, product=product),
         out_shape=out,
-        grid=(parts, num_blocks, phases * tiles),
+        grid=(tiles, operands.blocks.experts.size, parts),  # the first one runs fastest: a block's rows stay in L2
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=product.interpret,
         name="jmx_grouped_product",
@@ -193,15 +242,15 @@ _turn = threading.Lock()
 
 
 @_product.def_abstract_eval
-def _shape(*arrays: Any, product: Product) -> Any:
-    out = product.out(arrays[5].shape[1])
+def _shape(*arrays: Any, structure: Any, product: Product) -> Any:
+    out = product.out(structure.unflatten(arrays).values.shape[1])
     return ShapedArray(out.shape, out.dtype)
 
 
-def _lower(context: Any, *arrays: Any, product: Product) -> Any:
+def _lower(context: Any, *arrays: Any, **static: Any) -> Any:
     with _turn, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return mlir.lower_fun(partial(_call, product=product), multiple_results=False)(context, *arrays)
+        return mlir.lower_fun(partial(_call, **static), multiple_results=False)(context, *arrays)
 
 
 mlir.register_lowering(_product, _lower)

@@ -1,0 +1,62 @@
+"""PTX, run in numpy on uint32: as much of it as kernels use to dequantise."""
+
+import ml_dtypes
+import numpy as np
+
+
+def run_ptx(text, *operands):
+    """The value of $0. Operands $1, $2, ... are uint32 arrays."""
+    registers = {f"${i}": np.asarray(value, np.uint32) for i, value in enumerate(operands, 1)}
+
+    def value(name):
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for line in text.strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        target, *names = (part.strip() for part in rest.split(","))
+        registers[target] = _OPERATIONS[name](*map(value, names)).astype(np.uint32)
+    return registers["$0"]
+
+
+def halves(word):
+    """uint32 (...) -> float64 (..., 2), the two bfloat16 of each, the lower one first."""
+    return np.stack([word & 0xFFFF, word >> 16], axis=-1).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def _rounded(values):
+    """`halves` undone: each once to nearest even, subnormals kept."""
+    with np.errstate(over="ignore"):
+        words = values.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    return words[..., 0] | words[..., 1] << 16
+
+
+def _prmt(a, b, selector):
+    pool = [(source >> 8 * i) & 0xFF for source in (a, b) for i in range(4)]
+    return sum(pool[int(selector) >> 4 * i & 7] << 8 * i for i in range(4))
+
+
+def _lop3(a, b, c, table):
+    assert int(table) == (0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF)
+    return a & c | b & ~c
+
+
+def _shf(low, high, left):
+    """A funnel shift, here always of a word and itself."""
+    assert (low == high).all()
+    return low << left | low >> (32 - left)
+
+
+_OPERATIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b,
+    "shf.l.wrap.b32": _shf,
+    "lop3.b32": _lop3,
+    "prmt.b32": _prmt,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "mul.bf16x2": lambda a, b: _rounded(halves(a) * halves(b)),
+    "max.bf16x2": lambda a, b: _rounded(np.maximum(halves(a), halves(b))),
+    "fma.rn.bf16x2": lambda a, b, c: _rounded(halves(a) * halves(b) + halves(c)),
+}
