@@ -8,11 +8,11 @@ from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
-# `xla` runs everything: what stands behind it runs on request alone, as those do that were not timed on a GPU yet, or
-# not at all: the engines for Blackwell have no kernel yet.
+# `xla` runs everything: what stands behind it runs on request alone, as `cutlass` does, which `mosaic` outruns, or not
+# at all: the engines for Blackwell have no kernel yet.
 BACKENDS: tuple[Backend, ...] = (
-    *(mosaic_sm90.MosaicSm90(), Cpu(), Xla()),
-    *(triton.Triton(), Cutlass(), *blackwell.ENGINES),
+    *(mosaic_sm90.MosaicSm90(), Cpu(), triton.Triton(), Xla()),
+    *(Cutlass(), *blackwell.ENGINES),
 )
 layouts.register(mosaic_sm90_layout.LAYOUT)
 layouts.register(cutlass_layout.LAYOUT)
