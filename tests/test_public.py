@@ -21,6 +21,7 @@ ORDER = [
     {"layouts"},
     {"experts"},
     {"selection"},
+    {"refusals"},
     {"tuning"},
     {"xla_dot"},
     {"xla", "pallas", "ffi"},

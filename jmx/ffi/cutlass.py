@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx import formats, tuning
+from jmx import tuning
 from jmx.activations import GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
 from jmx.ffi import cutlass_config, cutlass_library
 from jmx.ffi.cutlass_config import Config
 from jmx.ffi.cutlass_layout import LAYOUT
+from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
-DTYPES = ("bfloat16", "float16")
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MOST_PAIRS = 2**31 - 1  # of a token and an expert: FlashInfer counts them in an int
 
@@ -54,30 +54,14 @@ class Cutlass:
         library = cutlass_library.library()
         if library.fault is not None:
             return Rejection(Reason.NOT_BUILT, library.fault, cutlass_library.BUILD)
-        if problem.format != formats.MXFP4.name:
-            return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not 'mxfp4'", "quantise to MXFP4")
-        if problem.input_format is not None:
-            return Rejection(
-                Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
-            )
-        if problem.dtype not in DTYPES:
-            return Rejection(
-                Reason.DTYPE, f"activations are {problem.dtype}, not {' or '.join(DTYPES)}", "cast x to bfloat16"
-            )
-        if problem.layout != LAYOUT.name:
-            return Rejection(
-                Reason.LAYOUT,
-                f"weights lie in {problem.layout!r}, not in {LAYOUT.name!r}",
-                f"experts.prepare({LAYOUT.name!r})",
-            )
+        refused = refusal(problem, LAYOUT.name)
+        if refused is not None:
+            return refused
         if _function(problem.activation) is None:
             return Rejection(
                 Reason.ACTIVATION, f"{problem.activation} is none that its kernels know", "use another one"
             )
-        if problem.num_tokens is None:
-            return Rejection(
-                Reason.SYMBOLIC_TOKENS, "the number of tokens is symbolic", "export with a fixed number of tokens"
-            )
+        assert problem.num_tokens is not None  # or it was refused
         rows = problem.num_tokens * (problem.top_k if problem.weights_on == "input" else 1)
         if rows * problem.num_experts > _MOST_PAIRS:
             return Rejection(

@@ -20,7 +20,7 @@ from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
 from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE
-from jmx.pallas.problems import refusal
+from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 

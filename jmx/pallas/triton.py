@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jmx import grouping, tuning
 from jmx.experts import Experts
 from jmx.pallas import triton_config
-from jmx.pallas.problems import refusal
 from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config
+from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
