@@ -315,7 +315,9 @@ def test_interrupted_it_ends_its_compilers_and_leaves_nothing(machine):
         "b.find = lambda: tools\n"
         "sys.exit(cli.main(['build', 'cutlass', '--jobs', '2']))"
     )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background are born ignoring it
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     pids = machine.folder / "pids"
     while not pids.exists() or len(pids.read_text().split()) < 2:
         assert process.poll() is None, process.communicate()
