@@ -3,8 +3,10 @@
 import ctypes
 import dataclasses
 import hashlib
+import importlib.util
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -83,6 +85,22 @@ def test_a_scale_far_off_changes_no_bits_of_other_weights(scale):
         with np.errstate(over="ignore", invalid="ignore"):
             mixed = product(instructions, x, codes, scales, bias, few=True)
         np.testing.assert_array_equal(np.delete(mixed, 5, 1), np.delete(plain, 5, 1))
+
+
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+
+
+@pytest.mark.skipif(EMULATOR is None, reason="needs qemu-aarch64")
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="needs a compiler for ARM: pip install ziglang")
+@pytest.mark.parametrize("check", ["check_portable", "check_threads"])
+def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
+    root, program = request.config.rootpath, str(tmp_path / "check")
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static", "-std=gnu++20"]
+    flags = ["-O3", "-ffp-contract=fast", "-DJMX_KERNEL=kPortable", f"-I{root}/jmx/ffi/src", "-o", program]
+    files = [root / "jmx/ffi/src/product.cc", root / f"tests/{check}.cc"]
+    subprocess.run([*command, *flags, *map(str, files)], check=True, timeout=600)
+    assert EMULATOR is not None
+    subprocess.run([EMULATOR, program], check=True, timeout=300)
 
 
 # One piece, without XLA
