@@ -17,8 +17,6 @@
 
 namespace {  // this file is compiled for several targets: nothing may be shared between them
 
-constexpr int kAhead = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
-
 template <typename T, int n>
 struct Vector {
   typedef T Type __attribute__((vector_size(n * sizeof(T))));

@@ -6,9 +6,6 @@
 #include "product.h"
 
 #include "lanes.h"
-#if defined(__AVX512BF16__)
-#include "few.h"
-#endif
 
 namespace {
 
@@ -24,15 +21,17 @@ constexpr int kLanes = 8, kTileRows = 3, kFewRows = 2;  // 16 registers
 constexpr int kLanes = 4, kTileRows = 4, kFewRows = 4;
 #endif
 
+constexpr int kAhead = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
+
 // Where the weights of a tile come from: bytes, or a decoded panel (columns, k).
 template <typename L>
 struct Packed {
   static constexpr bool kStreamed = true;
   const uint8_t *values, *scales;
-  int64_t blocks;
+  int64_t k;
   typename L::Part operator()(int column, int64_t block, int part) const {
-    const int64_t at = column * blocks + block;
-    return L::Decode(values + at * (kBlock / 2), scales + at, part);
+    const uint8_t* at = values + column * (k / 2) + block * (kBlock / 2);
+    return L::Decode(at, scales + column * (k / kBlock) + block, part);
   }
 };
 
@@ -40,17 +39,16 @@ template <typename L>
 struct Decoded {
   static constexpr bool kStreamed = false;
   const typename L::Part* parts;
-  int64_t blocks;
+  int64_t k;
   const typename L::Part& operator()(int column, int64_t block, int part) const {
-    return parts[(column * blocks + block) * L::kParts + part];
+    return parts[(column * (k / kBlock) + block) * L::kParts + part];
   }
 };
 
 template <typename L, typename X, int rows, typename Weights>
-inline void Tile(const X* x, const Weights weights, const float* bias, const Piece& piece, float* out) {
-  const int64_t k = piece.k;  // which stores to `out` could change, for all that the compiler knows
+inline void Tile(const X* x, const Weights& weights, const float* bias, const Piece& piece, float* out) {
   typename L::Sum sums[rows][kStep] = {};
-  for (int64_t block = 0; block < k / kBlock; ++block) {
+  for (int64_t block = 0; block < piece.k / kBlock; ++block) {
     if constexpr (Weights::kStreamed) {  // a tile reads kStep rows side by side: ask for as much, in the order of memory
       __builtin_prefetch(weights.values + kAhead + block * (kStep * kBlock / 2));
       if (block % 16 == 0) __builtin_prefetch(weights.scales + kAhead / 16 + block * kStep);
@@ -59,7 +57,7 @@ inline void Tile(const X* x, const Weights weights, const float* bias, const Pie
       typename L::Part w[kStep];
       for (int n = 0; n < kStep; ++n) w[n] = weights(n, block, part);
       for (int m = 0; m < rows; ++m) {
-        const typename L::Part a = L::LoadX(x + m * k + block * kBlock + part * (kBlock / L::kParts));
+        const typename L::Part a = L::LoadX(x + m * piece.k + block * kBlock + part * (kBlock / L::kParts));
         for (int n = 0; n < kStep; ++n) sums[m][n] = L::Add(sums[m][n], w[n], a);
       }
     }
@@ -85,28 +83,28 @@ template <typename L, typename X>
 void Run(const Piece& piece) {
   const X* x = reinterpret_cast<const X*>(piece.x);
   typedef typename L::Part Part;
-  const int64_t blocks = piece.k / kBlock;
+  const int64_t row_parts = piece.k / kBlock * L::kParts;
   if (piece.rows > kFewRows) {
-    Part* panel = reinterpret_cast<Part*>(piece.scratch);
+    Part* panel = reinterpret_cast<Part*>(piece.panel);
     for (int64_t n = 0; n < piece.columns; ++n) {
-      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * blocks, blocks};
-      for (int64_t block = 0; block < blocks; ++block)
+      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * (piece.k / kBlock), piece.k};
+      for (int64_t block = 0; block < piece.k / kBlock; ++block)
         for (int part = 0; part < L::kParts; ++part) *panel++ = packed(0, block, part);
     }
   }
   // Rows outside, so that a tile's rows stay in the first-level cache while the panel goes by.
   if (piece.rows <= kFewRows) {
     for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * blocks, blocks};
+      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * (piece.k / kBlock), piece.k};
       Rows<L, X, kFewRows>(piece.rows, x, packed, piece.bias == nullptr ? nullptr : piece.bias + n, piece, piece.out + n);
     }
     return;
   }
-  const Part* panel = reinterpret_cast<const Part*>(piece.scratch);
+  const Part* panel = reinterpret_cast<const Part*>(piece.panel);
   for (int64_t m = 0; m < piece.rows; m += kTileRows) {
     const int64_t rows = piece.rows - m < kTileRows ? piece.rows - m : kTileRows;
     for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Decoded<L> decoded{panel + n * blocks * L::kParts, blocks};
+      const Decoded<L> decoded{panel + n * row_parts, piece.k};
       const float* bias = piece.bias == nullptr ? nullptr : piece.bias + n;
       Rows<L, X, kTileRows>(rows, x + m * piece.k, decoded, bias, piece, piece.out + m * piece.out_stride + n);
     }
@@ -127,22 +125,18 @@ constexpr char kName[] = "portable";
 bool RunsHere() { return true; }
 #endif
 
-// Bytes of a decoded panel.
-template <typename L>
-int64_t Room(int64_t columns, int64_t k) {
-  return columns * (k / kBlock) * L::kParts * sizeof(typename L::Part);
-}
-
-template <typename L, typename X>
-constexpr jmx::Way kWay = {Room<L>, Run<L, X>};
-
 #if defined(__AVX512BF16__)
-constexpr jmx::Way kBfloats = kWay<Bfloats, uint16_t>, kFewBfloats = {Few::Room, Few::Run};
+typedef Bfloats ForBfloat16;
 #else
-constexpr jmx::Way kBfloats = kWay<Floats<kLanes, uint16_t>, uint16_t>, kFewBfloats = kBfloats;
+typedef Floats<kLanes, uint16_t> ForBfloat16;
 #endif
 
-const jmx::Kernel kKernel = {kName, RunsHere, {kWay<Floats<kLanes, float>, float>, kBfloats, kFewBfloats}};
+const jmx::Kernel kKernel = {
+    kName,
+    RunsHere,
+    {4, ForBfloat16::kParts == 1 ? 2 : 4},
+    {Run<Floats<kLanes, float>, float>, Run<ForBfloat16, uint16_t>},
+};
 
 }  // namespace
 
