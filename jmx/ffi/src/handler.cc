@@ -14,8 +14,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kPanelBytes = 256 << 10;  // of decoded weights: a part of the second-level cache
-constexpr int64_t kMaxColumns = 64;         // a piece is no larger, so that threads end together
+constexpr int64_t kPanelBytes = 256 << 10;   // of decoded weights: a part of the second-level cache
+constexpr int64_t kMaxColumns = 64;          // a piece is no larger, so that threads end together
+constexpr int64_t kReadRows = 4;             // of a block, in the mean, up to which reading weights is what takes the time
+constexpr int64_t kReadInARow = 16;          // pieces that a thread then takes at once: what it asks for ahead is its own
 constexpr int64_t kWorkOfAThread = 1 << 18;  // products below which another thread is not worth its start
 
 const Kernel* Find(std::string_view name) {
@@ -76,7 +78,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   const bool biased = bias.element_count() != 0;
   if (biased && bias.element_count() != static_cast<size_t>(blocks * columns)) return Wrong("`bias` must fit `out`");
 
-  int64_t rows = 0;
+  int64_t rows = 0, busy = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t count = counts.typed_data()[b];
     if (count <= 0) continue;
@@ -85,6 +87,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
         to + count > out->dimensions()[0])
       return Wrong("block " + std::to_string(b) + " lies outside of the arrays");
     rows += count;
+    ++busy;
   }
   if (rows == 0 || columns == 0 || k == 0) return ffi::Error::Success();
 
@@ -112,7 +115,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   };
   const int64_t worth = rows * columns * k / kWorkOfAThread;
   const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
-  Share(pool, helpers, blocks * pieces, work);
+  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : 1, work);
   return ffi::Error::Success();
 }
 
