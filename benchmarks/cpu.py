@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import rich
 
@@ -37,6 +38,7 @@ from jmx.selection import Environment
 PEER = "llama.cpp"
 SYSTEMS = ("cpu", "xla", PEER)
 around_a_round = contextlib.nullcontext
+_DRAWN = 16  # experts
 
 
 class Timed(NamedTuple):
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     shape, count = bench.MODELS[arguments.model], arguments.layers
     seed = secrets.randbits(32)
     weights_key, data_key = jax.random.split(jax.random.key(seed))
-    experts = [shape.experts(key).prepare("packed", donate=True) for key in jax.random.split(weights_key, count)]
+    experts = [_draw_experts(shape, key) for key in jax.random.split(weights_key, count)]
     ggml = llama_cpp.Ggml(arguments.peer, bench.num_cpus())
     peers = [llama_cpp.Layer(ggml, _as_peers(layer)) for layer in experts]
     limits, measured = [], []
@@ -96,6 +98,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--png", metavar="FILE")
     return parser.parse_args(argv)
+
+
+def _draw_experts(shape: bench.Shape, key: Any) -> Experts:
+    """As `shape.experts`, packed, some experts at a time: drawing takes several times the memory of what is drawn."""
+    parts = range(0, shape.num_experts, _DRAWN)
+    some = [dataclasses.replace(shape, num_experts=min(_DRAWN, shape.num_experts - first)) for first in parts]
+    keys = jax.random.split(key, len(some))
+    drawn = [part.experts(key).prepare("packed", donate=True) for part, key in zip(some, keys, strict=True)]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *drawn)
 
 
 def _ours(name: str, shape: bench.Shape, case: bench.Case, experts: Sequence[Experts]) -> Timed:
