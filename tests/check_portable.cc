@@ -16,7 +16,7 @@ double Weight(uint8_t code, uint8_t scale) {
   return std::ldexp(code & 8 ? -kMagnitudes[code & 7] : kMagnitudes[code & 7], scale - 127);
 }
 
-bool Agrees(const jmx::Kernel& kernel, jmx::Input input, int64_t rows) {
+bool Agrees(const jmx::Way& way, jmx::Input input, int64_t rows) {
   std::mt19937 random(rows);
   std::vector<float> x(rows * kK), bias(kColumns), out(rows * kColumns);
   std::vector<uint16_t> halves(rows * kK);
@@ -30,10 +30,10 @@ bool Agrees(const jmx::Kernel& kernel, jmx::Input input, int64_t rows) {
   for (float& b : bias) b = static_cast<float>(random() % 100);
   for (uint8_t& v : values) v = static_cast<uint8_t>(random());
   for (uint8_t& s : scales) s = static_cast<uint8_t>(118 + random() % 12);
-  std::vector<char> room(kColumns * kK * kernel.weight_bytes[input] + 64);
-  char* panel = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64);
+  std::vector<char> scratch(way.room(kColumns, kK) + 64);
+  char* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
   const void* given = input == jmx::kFloat32 ? static_cast<const void*>(x.data()) : halves.data();
-  kernel.run[input]({static_cast<const char*>(given), values.data(), scales.data(), bias.data(), out.data(), rows, kColumns, kK, kColumns, panel});
+  way.run({static_cast<const char*>(given), values.data(), scales.data(), bias.data(), out.data(), rows, kColumns, kK, kColumns, aligned});
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t n = 0; n < kColumns; ++n) {
       double sum = bias[n], bound = bias[n];
@@ -50,9 +50,9 @@ bool Agrees(const jmx::Kernel& kernel, jmx::Input input, int64_t rows) {
 }  // namespace
 
 int main() {
-  for (const jmx::Input input : {jmx::kFloat32, jmx::kBfloat16})
+  for (const jmx::Input input : {jmx::kFloat32, jmx::kBfloat16, jmx::kFewBfloat16})
     for (const int64_t rows : {1, 3, 4, 7, 13})
-      if (!Agrees(*jmx::kPortable, input, rows)) {
+      if (!Agrees(jmx::kPortable->ways[input], input, rows)) {
         std::printf("%d rows of input %d are wrong\n", static_cast<int>(rows), input);
         return 1;
       }

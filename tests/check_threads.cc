@@ -43,11 +43,11 @@ std::vector<float> Compute(const jmx::Kernel& kernel, int helpers, int longest) 
   Pool pool;
   jmx::Share(pool, helpers, kColumns / kWidth, longest, [&](int64_t i) {
     const std::align_val_t line{64};
-    char* panel = static_cast<char*>(::operator new(kWidth * kK * 4, line));
+    char* scratch = static_cast<char*>(::operator new(kernel.ways[jmx::kFloat32].room(kWidth, kK), line));
     const int64_t n = i * kWidth;
-    kernel.run[jmx::kFloat32]({reinterpret_cast<const char*>(x.data()), &values[n * kK / 2], &scales[n * kK / jmx::kBlock],
-                               &bias[n], &out[n], kRows, kWidth, kK, kColumns, panel});
-    ::operator delete(panel, line);
+    kernel.ways[jmx::kFloat32].run({reinterpret_cast<const char*>(x.data()), &values[n * kK / 2], &scales[n * kK / jmx::kBlock],
+                               &bias[n], &out[n], kRows, kWidth, kK, kColumns, scratch});
+    ::operator delete(scratch, line);
   });
   return out;  // before the pool's late ones are through
 }
