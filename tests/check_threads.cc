@@ -33,7 +33,7 @@ class Pool {
 
 constexpr int64_t kRows = 9, kColumns = 64, kK = 256, kWidth = 8;
 
-std::vector<float> Compute(const jmx::Kernel& kernel, int helpers) {
+std::vector<float> Compute(const jmx::Kernel& kernel, int helpers, int longest) {
   std::mt19937 random(0);
   std::vector<float> x(kRows * kK), bias(kColumns), out(kRows * kColumns);
   std::vector<uint8_t> values(kColumns * kK / 2), scales(kColumns * kK / jmx::kBlock);
@@ -41,13 +41,13 @@ std::vector<float> Compute(const jmx::Kernel& kernel, int helpers) {
   for (uint8_t& a : values) a = static_cast<uint8_t>(random());
   for (uint8_t& a : scales) a = static_cast<uint8_t>(120 + random() % 8);
   Pool pool;
-  jmx::Share(pool, helpers, kColumns / kWidth, [&](int64_t i) {
+  jmx::Share(pool, helpers, kColumns / kWidth, longest, [&](int64_t i) {
     const std::align_val_t line{64};
-    char* panel = static_cast<char*>(::operator new(kWidth * kK * 4, line));
+    char* scratch = static_cast<char*>(::operator new(kernel.ways[jmx::kFloat32].room(kWidth, kK), line));
     const int64_t n = i * kWidth;
-    kernel.run[jmx::kFloat32]({reinterpret_cast<const char*>(x.data()), &values[n * kK / 2], &scales[n * kK / jmx::kBlock],
-                               &bias[n], &out[n], kRows, kWidth, kK, kColumns, panel});
-    ::operator delete(panel, line);
+    kernel.ways[jmx::kFloat32].run({reinterpret_cast<const char*>(x.data()), &values[n * kK / 2], &scales[n * kK / jmx::kBlock],
+                               &bias[n], &out[n], kRows, kWidth, kK, kColumns, scratch});
+    ::operator delete(scratch, line);
   });
   return out;  // before the pool's late ones are through
 }
@@ -55,9 +55,9 @@ std::vector<float> Compute(const jmx::Kernel& kernel, int helpers) {
 }  // namespace
 
 int main() {
-  const std::vector<float> alone = Compute(*jmx::kPortable, 0);
+  const std::vector<float> alone = Compute(*jmx::kPortable, 0, 1);
   for (int i = 0; i < 100; ++i)
-    if (Compute(*jmx::kPortable, i % 8) != alone) {
+    if (Compute(*jmx::kPortable, i % 8, 1 + i % 3) != alone) {
       std::printf("%d helpers give other bits\n", i % 8);
       return 1;
     }

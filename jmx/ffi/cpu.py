@@ -22,6 +22,8 @@ BEST = "best"
 
 # Rows of a block: its weights are decoded once for all of them, which then costs nothing beside the products.
 _BLOCK_M = 256
+# Mean rows an expert up to which reading the weights is what takes the time, and they are decoded accordingly.
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -120,4 +122,5 @@ class Cpu:
             *(rows, values, scales, bias),
             *(blocks.experts + experts.first_expert, blocks.x_rows, blocks.out_rows, blocks.counts),
             instructions=self.instructions,
+            few=num_rows <= _FEW * experts.num_experts,
         )

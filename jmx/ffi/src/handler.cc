@@ -14,8 +14,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kPanelBytes = 256 << 10;  // of decoded weights: a part of the second-level cache
-constexpr int64_t kMaxColumns = 64;         // a piece is no larger, so that threads end together
+constexpr int64_t kPanelBytes = 256 << 10;   // of decoded weights: a part of the second-level cache
+constexpr int64_t kMaxColumns = 64;          // a piece is no larger, so that threads end together
+constexpr int64_t kReadRows = 4;             // of a block, in the mean, up to which reading weights is what takes the time
+constexpr int64_t kReadInARow = 16;          // pieces that a thread then takes at once: what it asks for ahead is its own
 constexpr int64_t kWorkOfAThread = 1 << 18;  // products below which another thread is not worth its start
 
 const Kernel* Find(std::string_view name) {
@@ -52,15 +54,16 @@ ffi::Error Wrong(const std::string& what) { return ffi::Error::InvalidArgument("
 
 // For each block b and each m below counts[b], with e = experts[b]:
 //   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantised(weight[e]).T + bias[b]
-// Rows of `out` that no block names are left as they are.
+// Rows of `out` that no block names are left as they are. `few` says that calls of these shapes have few rows an expert:
+// their sums may have an order of their own, which must not depend on what the blocks are.
 ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> values,
                           ffi::Buffer<ffi::U8> scales, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> experts,
                           ffi::Buffer<ffi::S32> x_rows, ffi::Buffer<ffi::S32> out_rows, ffi::Buffer<ffi::S32> counts,
-                          ffi::Result<ffi::Buffer<ffi::F32>> out, std::string_view instructions) {
+                          ffi::Result<ffi::Buffer<ffi::F32>> out, std::string_view instructions, bool few) {
   const Kernel* kernel = Find(instructions);
   if (kernel == nullptr) return Wrong("`instructions` (=" + std::string(instructions) + ") are not this machine's");
   if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) return Wrong("`x` must be float32 or bfloat16");
-  const Input input = x.element_type() == ffi::F32 ? kFloat32 : kBfloat16;
+  const Input input = x.element_type() == ffi::F32 ? kFloat32 : few ? kFewBfloat16 : kBfloat16;
 
   const auto weight = values.dimensions();
   if (x.dimensions().size() != 2 || weight.size() != 3 || scales.dimensions().size() != 3 ||
@@ -76,7 +79,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   const bool biased = bias.element_count() != 0;
   if (biased && bias.element_count() != static_cast<size_t>(blocks * columns)) return Wrong("`bias` must fit `out`");
 
-  int64_t rows = 0;
+  int64_t rows = 0, busy = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t count = counts.typed_data()[b];
     if (count <= 0) continue;
@@ -85,12 +88,14 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
         to + count > out->dimensions()[0])
       return Wrong("block " + std::to_string(b) + " lies outside of the arrays");
     rows += count;
+    ++busy;
   }
   if (rows == 0 || columns == 0 || k == 0) return ffi::Error::Success();
 
-  const int64_t fit = kPanelBytes / (k * kernel->weight_bytes[input]) / kStep * kStep;
-  const int64_t width = std::min(std::clamp<int64_t>(fit, kStep, kMaxColumns), columns);
-  const int64_t panel_bytes = width * k * kernel->weight_bytes[input];
+  const Way& way = kernel->ways[input];
+  int64_t width = std::min(kMaxColumns, columns);
+  while (width > kStep && way.room(width, k) - way.room(0, k) > kPanelBytes) width -= kStep;
+  const int64_t room = way.room(width, k);
   const int64_t row_bytes = k * (input == kFloat32 ? 4 : 2);
   const int64_t pieces = (columns + width - 1) / width;
   const auto work = [&](int64_t i) {
@@ -107,12 +112,12 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
     piece.columns = std::min(width, columns - column);
     piece.k = k;
     piece.out_stride = columns;
-    piece.panel = Scratch(panel_bytes);
-    kernel->run[input](piece);
+    piece.scratch = Scratch(room);
+    way.run(piece);
   };
   const int64_t worth = rows * columns * k / kWorkOfAThread;
   const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
-  Share(pool, helpers, blocks * pieces, work);
+  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : 1, work);
   return ffi::Error::Success();
 }
 
@@ -131,7 +136,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<std::string_view>("instructions"));
+                                  .Attr<std::string_view>("instructions")
+                                  .Attr<bool>("few"));
 
 // Names of the kernels that this machine runs, the best one last: "portable avx2 ".
 extern "C" const char* jmx_cpu_kernels() {
@@ -151,7 +157,7 @@ extern "C" int jmx_cpu_product(const char* instructions, int input, const char* 
                                int64_t k) {
   const jmx::Kernel* kernel = jmx::Find(instructions);
   if (kernel == nullptr) return 1;
-  char* panel = jmx::Scratch(columns * k * kernel->weight_bytes[input]);
-  kernel->run[input]({x, values, scales, bias, out, rows, columns, k, columns, panel});
+  const jmx::Way& way = kernel->ways[input];
+  way.run({x, values, scales, bias, out, rows, columns, k, columns, jmx::Scratch(way.room(columns, k))});
   return 0;
 }

@@ -6,6 +6,9 @@
 #include "product.h"
 
 #include "lanes.h"
+#if defined(__AVX512BF16__)
+#include "few.h"
+#endif
 
 namespace {
 
@@ -28,10 +31,10 @@ template <typename L>
 struct Packed {
   static constexpr bool kStreamed = true;
   const uint8_t *values, *scales;
-  int64_t k;
+  int64_t blocks;
   typename L::Part operator()(int column, int64_t block, int part) const {
-    const uint8_t* at = values + column * (k / 2) + block * (kBlock / 2);
-    return L::Decode(at, scales + column * (k / kBlock) + block, part);
+    const int64_t at = column * blocks + block;
+    return L::Decode(values + at * (kBlock / 2), scales + at, part);
   }
 };
 
@@ -39,16 +42,17 @@ template <typename L>
 struct Decoded {
   static constexpr bool kStreamed = false;
   const typename L::Part* parts;
-  int64_t k;
+  int64_t blocks;
   const typename L::Part& operator()(int column, int64_t block, int part) const {
-    return parts[(column * (k / kBlock) + block) * L::kParts + part];
+    return parts[(column * blocks + block) * L::kParts + part];
   }
 };
 
 template <typename L, typename X, int rows, typename Weights>
-inline void Tile(const X* x, const Weights& weights, const float* bias, const Piece& piece, float* out) {
+inline void Tile(const X* x, const Weights weights, const float* bias, const Piece& piece, float* out) {
+  const int64_t k = piece.k;  // which stores to `out` could change, for all that the compiler knows
   typename L::Sum sums[rows][kStep] = {};
-  for (int64_t block = 0; block < piece.k / kBlock; ++block) {
+  for (int64_t block = 0; block < k / kBlock; ++block) {
     if constexpr (Weights::kStreamed) {  // a tile reads kStep rows side by side: ask for as much, in the order of memory
       __builtin_prefetch(weights.values + kAhead + block * (kStep * kBlock / 2));
       if (block % 16 == 0) __builtin_prefetch(weights.scales + kAhead / 16 + block * kStep);
@@ -57,7 +61,7 @@ inline void Tile(const X* x, const Weights& weights, const float* bias, const Pi
       typename L::Part w[kStep];
       for (int n = 0; n < kStep; ++n) w[n] = weights(n, block, part);
       for (int m = 0; m < rows; ++m) {
-        const typename L::Part a = L::LoadX(x + m * piece.k + block * kBlock + part * (kBlock / L::kParts));
+        const typename L::Part a = L::LoadX(x + m * k + block * kBlock + part * (kBlock / L::kParts));
         for (int n = 0; n < kStep; ++n) sums[m][n] = L::Add(sums[m][n], w[n], a);
       }
     }
@@ -83,28 +87,28 @@ template <typename L, typename X>
 void Run(const Piece& piece) {
   const X* x = reinterpret_cast<const X*>(piece.x);
   typedef typename L::Part Part;
-  const int64_t row_parts = piece.k / kBlock * L::kParts;
+  const int64_t blocks = piece.k / kBlock;
   if (piece.rows > kFewRows) {
-    Part* panel = reinterpret_cast<Part*>(piece.panel);
+    Part* panel = reinterpret_cast<Part*>(piece.scratch);
     for (int64_t n = 0; n < piece.columns; ++n) {
-      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * (piece.k / kBlock), piece.k};
-      for (int64_t block = 0; block < piece.k / kBlock; ++block)
+      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * blocks, blocks};
+      for (int64_t block = 0; block < blocks; ++block)
         for (int part = 0; part < L::kParts; ++part) *panel++ = packed(0, block, part);
     }
   }
   // Rows outside, so that a tile's rows stay in the first-level cache while the panel goes by.
   if (piece.rows <= kFewRows) {
     for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * (piece.k / kBlock), piece.k};
+      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * blocks, blocks};
       Rows<L, X, kFewRows>(piece.rows, x, packed, piece.bias == nullptr ? nullptr : piece.bias + n, piece, piece.out + n);
     }
     return;
   }
-  const Part* panel = reinterpret_cast<const Part*>(piece.panel);
+  const Part* panel = reinterpret_cast<const Part*>(piece.scratch);
   for (int64_t m = 0; m < piece.rows; m += kTileRows) {
     const int64_t rows = piece.rows - m < kTileRows ? piece.rows - m : kTileRows;
     for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Decoded<L> decoded{panel + n * row_parts, piece.k};
+      const Decoded<L> decoded{panel + n * blocks * L::kParts, blocks};
       const float* bias = piece.bias == nullptr ? nullptr : piece.bias + n;
       Rows<L, X, kTileRows>(rows, x + m * piece.k, decoded, bias, piece, piece.out + m * piece.out_stride + n);
     }
@@ -125,18 +129,22 @@ constexpr char kName[] = "portable";
 bool RunsHere() { return true; }
 #endif
 
+// Bytes of a decoded panel.
+template <typename L>
+int64_t Room(int64_t columns, int64_t k) {
+  return columns * (k / kBlock) * L::kParts * sizeof(typename L::Part);
+}
+
+template <typename L, typename X>
+constexpr jmx::Way kWay = {Room<L>, Run<L, X>};
+
 #if defined(__AVX512BF16__)
-typedef Bfloats ForBfloat16;
+constexpr jmx::Way kBfloats = kWay<Bfloats, uint16_t>, kFewBfloats = {Few::Room, Few::Run};
 #else
-typedef Floats<kLanes, uint16_t> ForBfloat16;
+constexpr jmx::Way kBfloats = kWay<Floats<kLanes, uint16_t>, uint16_t>, kFewBfloats = kBfloats;
 #endif
 
-const jmx::Kernel kKernel = {
-    kName,
-    RunsHere,
-    {4, ForBfloat16::kParts == 1 ? 2 : 4},
-    {Run<Floats<kLanes, float>, float>, Run<ForBfloat16, uint16_t>},
-};
+const jmx::Kernel kKernel = {kName, RunsHere, {kWay<Floats<kLanes, float>, float>, kBfloats, kFewBfloats}};
 
 }  // namespace
 

@@ -8,9 +8,10 @@ namespace jmx {
 constexpr int kBlock = 32;  // weights that share a scale
 constexpr int kStep = 4;    // weight rows, which are columns of the result, that a kernel works on together
 
-enum Input { kFloat32 = 0, kBfloat16 = 1 };
+// What x is; and, where all calls of one shape have few rows an expert, that.
+enum Input { kFloat32 = 0, kBfloat16 = 1, kFewBfloat16 = 2 };
 
-// out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. Only `panel` is aligned to more than its elements.
+// out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. Only `scratch` is aligned to more than its elements.
 struct Piece {
   const char* x;          // (rows, k) float32 or bfloat16, without gaps
   const uint8_t* values;  // (columns, k / 2): e2m1 codes, the even element of k in the low nibble
@@ -21,16 +22,20 @@ struct Piece {
   int64_t columns;  // a multiple of kStep
   int64_t k;        // a multiple of kBlock
   int64_t out_stride;
-  char* panel;  // room for columns * k decoded weights of `Kernel::weight_bytes`, aligned to 64 bytes
+  char* scratch;  // as many bytes as `Way::room` says, aligned to 64
 };
 
 // Sums are float32, and over k in an order that the instruction set alone decides: an element of the result has the same
 // bits whatever piece it is computed in.
+struct Way {
+  int64_t (*room)(int64_t columns, int64_t k);  // bytes of scratch
+  void (*run)(const Piece&);
+};
+
 struct Kernel {
   const char* name;
   bool (*runs_here)();
-  int weight_bytes[2];  // of a decoded weight; indexed by Input, as `run`
-  void (*run[2])(const Piece&);
+  Way ways[3];  // indexed by Input
 };
 
 // JMX_KERNELS lists those that were built, from the one that most machines run to the one that the fewest do.

@@ -1,6 +1,7 @@
 // Work shared between the thread that XLA calls us on and its own pool, which has a thread a core that it may use.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cfenv>
 #include <cstdint>
@@ -26,18 +27,24 @@ class PlainFloats {
 
 // Calls work(i) for each i below `count`, on this thread and at most `helpers` of the pool's.
 //
-// Whoever is free takes the next. The caller takes part, and waits only for what another thread has begun: a pool that
-// has no thread free, or is this very thread's, delays nothing. One that comes late finds nothing left and goes.
+// Whoever is free takes the next ones, at most `longest` in a row and fewer towards the end. The caller takes part, and
+// waits only for what another thread has begun: a pool that has no thread free, or is this very thread's, delays nothing.
+// One that comes late finds nothing left and goes.
 template <typename Pool, typename Work>
-void Share(Pool& pool, int64_t helpers, int64_t count, const Work& work) {
+void Share(Pool& pool, int64_t helpers, int64_t count, int64_t longest, const Work& work) {
   struct State {
     std::atomic<int64_t> next{0}, done{0};
   };
   const auto state = std::make_shared<State>();
-  const auto take_part = [state, count, &work] {
+  const auto take_part = [state, helpers, count, longest, &work] {
     const PlainFloats plain;
     int64_t mine = 0;
-    for (int64_t i; (i = state->next.fetch_add(1)) < count; ++mine) work(i);
+    for (int64_t i = state->next.load(); i < count;) {
+      const int64_t end = i + std::clamp<int64_t>((count - i) / (2 * (helpers + 1)), 1, longest);
+      if (!state->next.compare_exchange_weak(i, end)) continue;
+      for (mine += end - i; i < end; ++i) work(i);
+      i = state->next.load();
+    }
     if (mine > 0 && state->done.fetch_add(mine) + mine == count) state->done.notify_all();
   };
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(take_part)>(take_part));

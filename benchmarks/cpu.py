@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Times one MoE layer on a CPU: ours as `jmx bench` does, with llama.cpp beside it in the same process.
+
+    python benchmarks/peers/llama_cpp.py DIR     # once: llama.cpp's library, built for this machine
+    python benchmarks/cpu.py --peer DIR --model gpt-oss-20b --tokens 1,4,16,64,512 --json out.json --png out.png
+
+All compute the same layers on the same tokens. On a shared machine the rate of memory differs by a third from one
+minute to the next, so all are timed once in each round, in an order that the next one turns around; the limits, too.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import secrets
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich
+
+from benchmarks.peers import llama_cpp
+from jmx import bench
+from jmx.activations import SwiGLU
+from jmx.experts import Experts
+from jmx.roofline import Limits, Report, Row, draw
+from jmx.routing import Logits, route
+from jmx.selection import Environment
+
+PEER = "llama.cpp"
+SYSTEMS = ("cpu", "xla", PEER)
+around_a_round = contextlib.nullcontext
+_DRAWN = 16  # experts
+
+
+class Timed(NamedTuple):
+    """One system at one token count, ready to run."""
+
+    row: Row  # what is known before it is timed
+    call: Callable[[], Any]  # all layers
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs what `argv` asks for. Returns 1 if any row has an error, else 0."""
+    arguments = _parse(argv)
+    shape, count = bench.MODELS[arguments.model], arguments.layers
+    seed = secrets.randbits(32)
+    weights_key, data_key = jax.random.split(jax.random.key(seed))
+    experts = [_draw_experts(shape, key) for key in jax.random.split(weights_key, count)]
+    ggml = llama_cpp.Ggml(arguments.peer, bench.num_cpus())
+    peers = [llama_cpp.Layer(ggml, _as_peers(layer)) for layer in experts]
+    limits, measured = [], []
+    for tokens in arguments.tokens:
+        key = jax.random.fold_in(data_key, tokens)
+        case = bench.Case.draw(shape, tokens, "uniform", count, key, experts[0])
+        systems = [_ours("cpu", shape, case, experts), _ours("xla", shape, case, experts), _peer(shape, case, peers)]
+        for row in _time(systems, arguments.rounds, limits):
+            measured.append(row)
+            print(f"{row.system}, {tokens} tokens: {row.us:.0f} us", file=sys.stderr, flush=True)
+    middle = Limits(*(statistics.median(rates) for rates in zip(*map(dataclasses.astuple, limits), strict=True)))
+    rows = [bench.judge(row, shape.problem(row.tokens, "packed"), middle) for row in measured]
+    machine = bench.describe_machine(jax.devices()[0])
+    versions = json.loads(pathlib.Path(arguments.peer, "versions.json").read_text())
+    settings = {"model": arguments.model, "tokens": arguments.tokens, "routing": "uniform", "layers": count} | {
+        "repeats": arguments.rounds,
+        "seed": seed,
+        "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
+    }
+    machine |= {"host_cpus": bench.num_cpus(), "versions": machine["versions"] | versions}
+    report = Report(machine, middle, settings, tuple(sorted(rows, key=lambda row: [*SYSTEMS].index(row.system))))
+    rich.print(report)
+    if arguments.json is not None:
+        report.save(arguments.json)
+    if arguments.png is not None:
+        draw(report, arguments.png)
+    return int(any(row.error is not None for row in rows))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", required=True, metavar="DIR", help="what benchmarks/peers/llama_cpp.py filled")
+    parser.add_argument("--model", default="gpt-oss-20b", choices=["gpt-oss-20b", "gpt-oss-120b"])
+    parser.add_argument(
+        "--tokens", default=[1, 512], metavar="N,...", type=lambda text: [int(n) for n in text.split(",")]
+    )
+    parser.add_argument("--layers", default=2, type=int, help="different layers in one call (default %(default)s)")
+    parser.add_argument(
+        "--rounds", default=5, type=int, help="samples of which a time is the median (default %(default)s)"
+    )
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--png", metavar="FILE")
+    return parser.parse_args(argv)
+
+
+def _draw_experts(shape: bench.Shape, key: Any) -> Experts:
+    """As `shape.experts`, packed, some experts at a time: drawing takes several times the memory of what is drawn."""
+    parts = range(0, shape.num_experts, _DRAWN)
+    some = [dataclasses.replace(shape, num_experts=min(_DRAWN, shape.num_experts - first)) for first in parts]
+    keys = jax.random.split(key, len(some))
+    drawn = [part.experts(key).prepare("packed", donate=True) for part, key in zip(some, keys, strict=True)]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *drawn)
+
+
+def _ours(name: str, shape: bench.Shape, case: bench.Case, experts: Sequence[Experts]) -> Timed:
+    """A backend of jmx, timed as `jmx bench` does: routing is part of it."""
+    layer = bench.Contender.of(name, shape, case.num_tokens, Environment.probe()).layer
+    compiled = jax.jit(partial(bench.run_layers, layer)).lower(case.x, case.logits, experts).compile()
+    temporary = bench.check_memory(compiled)
+    _, y = compiled(case.x, case.logits, experts)
+    row = _row(name, "packed", case, y)
+    return Timed(dataclasses.replace(row, temporary_bytes=temporary), lambda: compiled(case.x, case.logits, experts))
+
+
+def _peer(shape: bench.Shape, case: bench.Case, layers: Sequence[llama_cpp.Layer]) -> Timed:
+    """llama.cpp's layers on the same tokens and experts. Routing is given, and no residual is added."""
+    assert isinstance(shape.activation, SwiGLU)
+    assert shape.activation.limit is not None
+    calls = []
+    for logits in case.logits:
+        ids, weights = (np.asarray(array) for array in route(Logits(logits, shape.method)))
+        calls.append(llama_cpp.Call(np.asarray(case.x, np.float32), ids.astype(np.int32), weights.astype(np.float32)))
+    program = llama_cpp.Program(layers, calls, shape.activation.alpha, shape.activation.limit)
+    program.run()
+    return Timed(_row(PEER, "mxfp4", case, program.result()), program.run)
+
+
+def _row(system: str, weights: str, case: bench.Case, y: Any) -> Row:
+    error = bench.relative_error(np.asarray(y, np.float32)[np.asarray(case.checked)], case.reference)
+    active = statistics.fmean(case.active)
+    return Row(system, case.num_tokens, weights=weights, layers=len(case.logits), active=active, rel_err=error)
+
+
+def _time(systems: Sequence[Timed], rounds: int, limits: list[Limits]) -> list[Row]:
+    """Their rows, with microseconds of a layer; a round adds what the machine reaches at its time to `limits`."""
+    samples: list[list[float]] = [[] for _ in systems]
+    for nth in range(rounds):
+        with around_a_round():
+            limits.append(bench.measure_limits(1))
+            for i in [*range(len(systems))][:: -1 if nth % 2 else 1]:
+                samples[i].append(bench.seconds(systems[i].call, 1)[0])
+    medians = [statistics.median(times) for times in samples]
+    return [
+        dataclasses.replace(
+            system.row, us=1e6 * median / (system.row.layers or 1), spread=(max(times) - min(times)) / median
+        )
+        for system, times, median in zip(systems, samples, medians, strict=True)
+    ]
+
+
+def _as_peers(experts: Experts) -> llama_cpp.Weights:
+    floats = (np.asarray(bias, np.float32) for bias in (experts.gate_up_bias, experts.down_bias))
+    (gate_up, gate_up_scales), (down, down_scales) = (map(np.asarray, q) for q in (experts.gate_up, experts.down))
+    gate_up_bias, down_bias = floats
+    return llama_cpp.Weights(gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
