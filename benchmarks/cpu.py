@@ -157,9 +157,9 @@ def _time(systems: Sequence[Timed], rounds: int, limits: list[Limits]) -> list[R
 
 def _as_peers(experts: Experts) -> llama_cpp.Weights:
     floats = (np.asarray(bias, np.float32) for bias in (experts.gate_up_bias, experts.down_bias))
-    (gate_up, gate_up_scales), (down, down_scales) = (map(np.asarray, q) for q in (experts.gate_up, experts.down))
+    gate_up, down = (jax.tree.map(np.asarray, q) for q in (experts.gate_up, experts.down))
     gate_up_bias, down_bias = floats
-    return llama_cpp.Weights(gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias)
+    return llama_cpp.Weights(gate_up.values, gate_up.scales, gate_up_bias, down.values, down.scales, down_bias)
 
 
 if __name__ == "__main__":

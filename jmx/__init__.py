@@ -14,9 +14,10 @@ from jmx.activations import (
 )
 from jmx.experts import Experts
 from jmx.explain import Explanation, explain
-from jmx.formats import MXFP4, BlockScaled, Format, dequantize, pack, pad, quantize, unpack, unpad
+from jmx.formats import FORMATS, MXFP4, MXINT4, NVFP4, BlockScaled, Format, pack, pad, unpack, unpad
 from jmx.grouping import Groups, group
 from jmx.layer import moe
+from jmx.quantization import dequantize, quantize
 from jmx.routing import (
     NOWHERE,
     Custom,
@@ -32,9 +33,12 @@ from jmx.routing import (
 from jmx.selection import Environment, NoBackendError, Problem, Reason, Rejection, Selection, select, use_backend
 
 __all__ = [
+    "FORMATS",
     "GELU",
     "MXFP4",
+    "MXINT4",
     "NOWHERE",
+    "NVFP4",
     "Activation",
     "BlockScaled",
     "Custom",

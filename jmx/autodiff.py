@@ -79,7 +79,7 @@ def differentiable(run: Run, computation: Computation) -> Run:
 def _refuse_weight_gradients(experts: Any) -> None:
     for role in ("gate_up", "down"):
         for name, leaf in getattr(experts, role)._asdict().items():
-            if leaf.perturbed:
+            if leaf is not None and leaf.perturbed:
                 raise TypeError(
                     f"a gradient was asked of `{role}.{name}` ({leaf.value.dtype}): quantised weights have none; "
                     "differentiate with respect to x, the routing weights or the biases"

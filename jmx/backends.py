@@ -4,6 +4,7 @@ from jmx import layouts
 from jmx.ffi import blackwell, blackwell_layouts, cutlass_layout
 from jmx.ffi.cpu import Cpu
 from jmx.ffi.cutlass import Cutlass
+from jmx.formats import MXFP4, Format
 from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
@@ -20,14 +21,14 @@ layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
 layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
 
 
-def resolve_layout(layout: str, environment: Environment) -> str:
-    """The layout that `layout` names on this machine: "auto" is the one of the machine's engine family.
+def resolve_layout(layout: str, environment: Environment, format: Format = MXFP4) -> str:
+    """The layout that `layout` names on this machine: "auto" is that of the engine family which runs `format` here.
 
     Raises:
         ValueError: no layout has that name.
     """
     if layout == "auto":
-        if environment.compute_capability == (9, 0):
+        if environment.compute_capability == (9, 0) and mosaic_sm90_layout.LAYOUT.holds(format):
             return mosaic_sm90_layout.LAYOUT.name
         # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
         # a gather of bytes, but not of float4, into what follows.

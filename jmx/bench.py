@@ -25,7 +25,7 @@ import jaxlib
 import numpy as np
 from jax import lax
 
-from jmx import _version, activations, formats, layouts
+from jmx import _version, activations, formats, layouts, quantization
 from jmx.activations import Activation, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
@@ -414,7 +414,7 @@ class FloatWeights(NamedTuple):
 
 
 def _expanded(experts: Experts) -> FloatWeights:
-    expand = jax.jit(lambda q: formats.dequantize(q, jnp.bfloat16, experts.format).mT)
+    expand = jax.jit(lambda q: quantization.dequantize(q, jnp.bfloat16, experts.format).mT)
     return FloatWeights(expand(experts.gate_up), expand(experts.down), experts.gate_up_bias, experts.down_bias)
 
 

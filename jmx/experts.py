@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jmx import formats, layouts
-from jmx.activations import GATE_UP_ORDERS, Activation
+from jmx import formats, layouts, quantization
+from jmx.activations import GATE_UP_ORDERS, Activation, join_gate_up, split_gate_up
 from jmx.formats import MXFP4, BlockScaled, Format
 from jmx.layouts import WeightSpec
 
@@ -124,10 +124,10 @@ class Experts:
         so that little more than the floats and the packed bytes is held. Biases stay as they are.
 
         Args:
-            scale_rule, nonfinite: see `formats.quantize`.
+            scale_rule, nonfinite: see `quantization.quantize`.
 
         Raises:
-            ValueError, TypeError: those of `of` and of `formats.quantize`, naming the weight and the expert.
+            ValueError, TypeError: those of `of` and of `quantization.quantize`, naming the weight and the expert.
         """
         for name, weight in (("gate_up", gate_up), ("down", down)):
             if weight.ndim != 3:
@@ -139,18 +139,24 @@ class Experts:
 
         # Shapes are checked before any weight is rounded, which may take long.
         experts(format.abstract(gate_up.shape, packed=True), format.abstract(down.shape, packed=True))
-        rounded = partial(formats.quantize, format=format, scale_rule=scale_rule, nonfinite=nonfinite)
+        rounded = partial(quantization.quantize, format=format, scale_rule=scale_rule, nonfinite=nonfinite)
 
-        def quantized(name: str, weight: Array) -> BlockScaled:
+        def one(weight: Array, order: str | None) -> BlockScaled:
+            if order is None or not quantization.rows_share_scales(format):
+                return formats.pack(rounded(weight))
+            gate, up = (formats.pack(rounded(half.T)) for half in split_gate_up(weight.T, order))  # each a tensor
+            return jax.tree.map(lambda gate, up: join_gate_up(gate.T, up.T, order).T, gate, up)
+
+        def quantized(name: str, weight: Array, order: str | None) -> BlockScaled:
             packed = []
             for i in range(weight.shape[0]):
                 try:
-                    packed.append(formats.pack(rounded(weight[i])))
+                    packed.append(one(weight[i], order))
                 except (ValueError, TypeError) as e:
                     raise type(e)(f"`{name}` of expert {i}: {e}") from None
-            return BlockScaled(*(jnp.stack(arrays) for arrays in zip(*packed, strict=True)))
+            return jax.tree.map(lambda *arrays: jnp.stack(arrays), *packed)
 
-        return experts(quantized("gate_up", gate_up), quantized("down", down))
+        return experts(quantized("gate_up", gate_up, gate_up_order), quantized("down", down, None))
 
     @classmethod
     def random(
@@ -175,8 +181,8 @@ class Experts:
         check_sizes(num_experts, hidden_size, intermediate_size, format)
         rows = intermediate_size * (1 if gate_up_order is None else 2)
         keys = jax.random.split(key, 4)
-        gate_up = formats.random(keys[0], (num_experts, rows, hidden_size), format)
-        down = formats.random(keys[1], (num_experts, hidden_size, intermediate_size), format)
+        gate_up = quantization.random(keys[0], (num_experts, rows, hidden_size), format)
+        down = quantization.random(keys[1], (num_experts, hidden_size, intermediate_size), format)
         biases = (None, None)
         if bias:
             sizes = (rows, hidden_size)
@@ -251,15 +257,15 @@ class Experts:
     # Arrays by name, as modules and checkpoints hold them
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and the biases there are."""
-        named = {f"{role}_{name}": a for role in ROLES for name, a in getattr(self, role)._asdict().items()}
+        """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and the others there are."""
+        named = {f"{role}_{name}": getattr(getattr(self, role), name) for role in ROLES for name in self.format.arrays}
         biases = {f"{role}_bias": getattr(self, f"{role}_bias") for role in ROLES}
         return named | {name: bias for name, bias in biases.items() if bias is not None}
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> "Experts":
         """These experts with other arrays, named as `arrays` names them; one that is not named becomes None."""
         quantised = {
-            role: BlockScaled(*(arrays.get(f"{role}_{name}") for name in self.format.arrays)) for role in ROLES
+            role: BlockScaled(*(arrays.get(f"{role}_{name}") for name in BlockScaled._fields)) for role in ROLES
         }
         return dataclasses.replace(
             self, **quantised, gate_up_bias=arrays.get("gate_up_bias"), down_bias=arrays.get("down_bias")
@@ -313,10 +319,15 @@ class Experts:
         Args:
             layout: a name in `layouts.LAYOUTS`.
             donate: give up this object's weights, so that the peak is one tensor above the weights.
+
+        Raises:
+            ValueError: no layout has that name, or it does not hold this format.
         """
         target = layouts.get(layout)
         if layout == self.layout:
             return self
+        if not target.holds(self.format):
+            raise ValueError(f"`layout` (={layout!r}) must hold {self.format.name!r}, but holds {target.formats} alone")
         source = layouts.get(self.layout)
 
         def convert(role: str) -> BlockScaled:
@@ -327,7 +338,7 @@ class Experts:
         return dataclasses.replace(self, gate_up=convert("gate_up"), down=convert("down"), layout=layout)
 
     def canonical(self, *, donate: bool = False) -> "Experts":
-        """The same weights as a checkpoint holds them: float4_e2m1fn values, float8_e8m0fnu scales."""
+        """The same weights as a checkpoint holds them, in the dtypes of their format."""
         return self.prepare("canonical", donate=donate)
 
     def update(self, new: "Experts") -> "Experts":
@@ -360,13 +371,13 @@ class Experts:
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
         """Float weights: gate_up (E, 2I, H) and down (E, H, I), rows as they stand. 4 or 8 times the memory.
 
-        `dtype` is bfloat16 or float32; see `formats.dequantize`.
+        `dtype` is bfloat16 or float32; see `quantization.dequantize`.
         """
         experts = self.canonical()
 
         def floats(q: BlockScaled) -> jax.Array:
-            chosen = q if self.index is None else BlockScaled(*(array[self.index] for array in q))
-            return formats.dequantize(chosen, dtype, self.format)
+            chosen = q if self.index is None else jax.tree.map(lambda array: array[self.index], q)
+            return quantization.dequantize(chosen, dtype, self.format)
 
         return floats(experts.gate_up), floats(experts.down)
 
@@ -401,7 +412,8 @@ def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[st
     check_axes(axes)
     names = {}
     for name, array in experts.arrays().items():
-        logical = next(AXES[role] for role in ROLES if name.startswith(role))[: array.ndim]
+        expert, rows, columns = next(AXES[role] for role in ROLES if name.startswith(role))
+        logical = (expert, columns) if name.endswith("_order") else (expert, rows, columns)[: array.ndim]
         names[name] = tuple(axes.get(axis) for axis in logical)
     return names
 
@@ -418,8 +430,9 @@ def _convert_donating(q: BlockScaled, source: layouts.Layout, target: layouts.La
     if not isinstance(q.values, Tracer):
         # XLA aliases a donated buffer only into one of the same dtype; freeing it by hand serves every layout.
         jax.block_until_ready(converted)
-        for old, new in zip(q, converted, strict=True):
-            if isinstance(old, jax.Array) and old is not new:
+        kept = jax.tree.leaves(converted)
+        for old in jax.tree.leaves(q):
+            if isinstance(old, jax.Array) and not any(old is new for new in kept):
                 old.delete()
     return converted
 

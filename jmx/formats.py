@@ -1,15 +1,18 @@
-"""Block formats: what they are made of; and of 4-bit weights: quantize, dequantize, pack, pad.
+"""Weight formats: what quantised weights are made of, how their arrays fit each other, pack and pad.
 
-A block format cuts the last (contracted) axis of a weight into blocks that share one scale. MXFP4 is the first:
-32 elements e2m1, one scale e8m0, value = element * 2 ** (scale_code - 127), as in the OCP Microscaling Formats (MX)
-Specification v1.0, section 5.
+A format cuts the last (contracted) axis of a weight into blocks that share one scale:
 
-Weights come in two forms. *Canonical* arrays have one float4 element per weight; *packed* arrays are the uint8 bytes
-of checkpoints, two weights a byte, the even element of the contracted axis in the low nibble.
+    weight[n, k] = (values[n, k] - zero_points[n, b]) * scales[n, b] * global_scales[n],  b = k // block_size
+
+where zero points and global scales are 0 and 1 in formats that lack them. MXFP4 is 32 elements e2m1 and one scale e8m0,
+as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. `jmx.quantization` turns floats into it and back.
+
+Weights come in two forms. *Canonical* arrays have one element of the format's type a weight; *packed* arrays are the
+uint8 bytes of checkpoints: of 4-bit elements two a byte, the even one of the contracted axis in the low nibble.
 """
 
+import itertools
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,22 +20,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
-
-from jmx import codes
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
+WHOLE_ROW = -1  # as a block's size; GPTQ's configs write it so
+
 
 class BlockScaled(NamedTuple):
-    """A weight of logical shape (..., N, K) in a block format; a pytree.
+    """A weight of logical shape (..., N, K) in a block format; a pytree. What its format lacks is None.
 
-    Canonical: `values` float4_e2m1fn (..., N, K), `scales` float8_e8m0fnu (..., N, K / block_size).
-    Packed: `values` uint8 (..., N, K / 2), `scales` uint8 (..., N, K / block_size).
+    values: canonical elements (..., N, K), or packed uint8 (..., N, K * bits / 8).
+    scales: (..., N, blocks); packed: those of one byte as uint8.
+    global_scales: float32 (..., N), which multiply whole rows. A checkpoint's single one is repeated for its rows, so
+        that gate and up may differ in it at no cost of accuracy.
+    zero_points: int8 (..., N, blocks).
+    order: int32 (..., K): column j of the arrays multiplies input order[j] ("act-order": columns lie sorted by group,
+        and activations are permuted to meet them).
     """
 
     values: Array
     scales: Array
+    global_scales: Array | None = None
+    zero_points: Array | None = None
+    order: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -43,183 +53,109 @@ class Format:
         name: key in `FORMATS`.
         element_dtype: dtype of canonical values.
         element_bits: bits of one value in memory.
-        block_size: elements that share a scale, along the last axis.
-        scale_dtype: dtype of canonical scales.
-        arrays: names of the arrays that hold one weight.
+        block_size: elements that share a scale, along the last axis; `WHOLE_ROW`: all of it.
+        scale_dtypes: dtypes that canonical scales may have, the usual one first.
+        arrays: names of the arrays that hold one weight, out of those of `BlockScaled`.
+        short_block: whether the last block may be cut short.
     """
 
     name: str
     element_dtype: np.dtype
     element_bits: int
     block_size: int
-    scale_dtype: np.dtype
+    scale_dtypes: tuple[np.dtype, ...]
     arrays: tuple[str, ...] = ("values", "scales")
+    short_block: bool = False
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """The usual dtype of canonical scales."""
+        return self.scale_dtypes[0]
+
+    def elements(self) -> np.ndarray:
+        """What each element code is worth: float64 (2 ** element_bits,)."""
+        codes = np.arange(1 << self.element_bits, dtype=np.uint8)
+        return _host_elements(codes, self).astype(np.float64)
 
     def check_size(self, name: str, size: int) -> None:
-        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks."""
-        if size % self.block_size:
-            raise ValueError(f"`{name}` (={size}) must be a multiple of {self.block_size} for {self.name.upper()}")
+        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks and of bytes."""
+        whole = 8 // self.element_bits if self.block_size == WHOLE_ROW or self.short_block else self.block_size
+        if size % whole:
+            raise ValueError(f"`{name}` (={size}) must be a multiple of {whole} for {self.name.upper()}")
 
     def num_blocks(self, size: int, what: str) -> int:
         """Blocks along an axis of `size` elements; ValueError naming `what` unless they are whole."""
         self.check_size(what, size)
-        return size // self.block_size
+        return 1 if self.block_size == WHOLE_ROW else -(-size // self.block_size)
 
-    def abstract(self, shape: tuple[int, ...], *, packed: bool = False) -> BlockScaled:
-        """Shapes and dtypes (`jax.ShapeDtypeStruct`) of the arrays of a weight of logical `shape` (..., N, K)."""
-        *lead, size = shape
-        blocks = self.num_blocks(size, "shape[-1]")
+    def abstract(self, shape: tuple[int, ...], *, packed: bool = False, scale_dtype: Any = None) -> BlockScaled:
+        """Shapes and dtypes (`jax.ShapeDtypeStruct`) of the arrays of a weight of logical `shape` (..., N, K).
+
+        `scale_dtype`: one of `scale_dtypes`; None: the first.
+        """
+        *rows, size = shape
+        blocks = (*rows, self.num_blocks(size, "shape[-1]"))
+        scale = self.scale_dtype if scale_dtype is None else np.dtype(scale_dtype)
+        arrays = BlockScaled(
+            values=jax.ShapeDtypeStruct(shape, self.element_dtype),
+            scales=jax.ShapeDtypeStruct(blocks, scale),
+            global_scales=jax.ShapeDtypeStruct(tuple(rows), jnp.float32),
+            zero_points=jax.ShapeDtypeStruct(blocks, jnp.int8),
+            order=jax.ShapeDtypeStruct((*rows[:-1], size), jnp.int32),
+        )
         if packed:
-            values = jax.ShapeDtypeStruct((*lead, size * self.element_bits // 8), jnp.uint8)
-            return BlockScaled(values, jax.ShapeDtypeStruct((*lead, blocks), jnp.uint8))
-        values = jax.ShapeDtypeStruct((*lead, size), self.element_dtype)
-        return BlockScaled(values, jax.ShapeDtypeStruct((*lead, blocks), self.scale_dtype))
+            arrays = arrays._replace(
+                values=jax.ShapeDtypeStruct((*rows, size * self.element_bits // 8), jnp.uint8),
+                scales=jax.ShapeDtypeStruct(blocks, jnp.uint8 if scale.itemsize == 1 else scale),
+            )
+        return arrays._replace(**{name: None for name in BlockScaled._fields if name not in self.arrays})
 
     def bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes in memory of a weight of logical `shape`: packed values plus scales."""
-        return sum(prod(array.shape) * array.dtype.itemsize for array in self.abstract(shape, packed=True))
+        """Bytes in memory of a weight of logical `shape`: packed values, scales and all else."""
+        return sum(
+            prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(self.abstract(shape, packed=True))
+        )
 
 
-MXFP4 = Format(
-    name="mxfp4",
-    element_dtype=np.dtype(jnp.float4_e2m1fn),
-    element_bits=4,
-    block_size=32,
-    scale_dtype=np.dtype(jnp.float8_e8m0fnu),
-)
+_E2M1, _E4M3, _E8M0 = (np.dtype(d) for d in (jnp.float4_e2m1fn, jnp.float8_e4m3fn, jnp.float8_e8m0fnu))
+_FLOATS = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+MXFP4 = Format("mxfp4", _E2M1, 4, 32, (_E8M0,))
+# Under scales of 4 bits' precision, which a global one brings into their range.
+NVFP4 = Format("nvfp4", _E2M1, 4, 16, (_E4M3,), ("values", "scales", "global_scales"))
+MXINT4 = Format("mxint4", np.dtype(jnp.int4), 4, 32, _FLOATS[:1])
+# One scale a tensor, a row ("channel"), or 128 x 128 weights. All are kept a row, so that rows of gate and up may be
+# those of different tensors, lie in any order, and end within a block.
+FP8_TENSOR = Format("fp8_tensor", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
+FP8_CHANNEL = Format("fp8_channel", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
+FP8_BLOCK = Format("fp8_block", _E4M3, 8, 128, _FLOATS[::-1], short_block=True)
 
 # Of activations: what block-scaled products take beside MXFP4 weights. See `jmx.mxfp8`.
-MXFP8 = Format(
-    name="mxfp8",
-    element_dtype=np.dtype(jnp.float8_e4m3fn),
-    element_bits=8,
-    block_size=32,
-    scale_dtype=np.dtype(jnp.float8_e8m0fnu),
-)
+MXFP8 = Format("mxfp8", _E4M3, 8, 32, (_E8M0,))
+
+
+def _integers() -> list[Format]:
+    """INT4 and INT8 in groups or by rows, with zero points ("asym") or without, in the order of activations or not."""
+    dtypes = {4: np.dtype(jnp.int4), 8: np.dtype(jnp.int8)}
+    groups = {"g32": 32, "g64": 64, "g128": 128, "channel": WHOLE_ROW}
+    more = {"": (), "_asym": ("zero_points",), "_order": ("order",), "_asym_order": ("zero_points", "order")}
+    return [
+        Format(f"int{bits}_{group}{kind}", dtypes[bits], bits, size, _FLOATS, ("values", "scales", *arrays))
+        for bits, (group, size), (kind, arrays) in itertools.product(dtypes, groups.items(), more.items())
+        if not (size == WHOLE_ROW and "order" in arrays)  # one group has no order
+    ]
+
 
 # Of weights.
-FORMATS: dict[str, Format] = {MXFP4.name: MXFP4}
-
-
-# A scale is the power of two of the block's largest magnitude, cut to its float32 exponent and divided by 2^2, e2m1's
-# largest power of two. The rules differ only in what is added to the float32 bits before the mantissa is cut off.
-SCALE_RULES: dict[str, int] = {
-    "ocp": 0,  # 2^(floor(log2 amax) - 2); OCP MX specification 6.3
-    "round_up": (1 << 22) - 1,  # 2^ceil(log2(amax / 6)): carries above mantissa 1.5, so that nothing saturates
-    "round_even": 1 << 21,  # carries from mantissa 1.75, where amax itself would round up; compressed-tensors, torchao
+FORMATS: dict[str, Format] = {
+    format.name: format for format in (MXFP4, NVFP4, MXINT4, *_integers(), FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
 }
 
-_E2M1_MAX_EXPONENT = 2
-_SCALE_ONE = 127
-
-
-def _midpoints() -> list[int]:
-    """Float32 bits from which a magnitude rounds to e2m1 code 1, 2, ... 7: ties go to the even code."""
-    magnitudes = np.arange(8, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
-    bits = ((magnitudes[:-1] + magnitudes[1:]) / 2).view(np.int32)
-    return [int(b) + (code % 2 == 0) for code, b in enumerate(bits)]
-
-
-def quantize(x: Array, format: Format = MXFP4, *, scale_rule: str = "ocp", nonfinite: str = "refuse") -> BlockScaled:
-    """Rounds floats to a block format, the same bits on every platform.
-
-    Elements round to nearest, ties to even, and saturate at +-6 times the scale; zeros keep their sign. A block of
-    zeros gets scale 1.0. Scale exponents are clamped to [-127, 127].
-
-    Args:
-        x: float32, bfloat16 or float16 (..., K), K the contracted axis.
-        format: the block format.
-        scale_rule: a key of `SCALE_RULES`: "ocp" 2^(floor(log2 amax) - 2), "round_up" 2^ceil(log2(amax / 6)),
-            "round_even" amax rounded to a power of two at mantissa 1.75, then as "ocp".
-        nonfinite: "refuse" raises on NaN and infinity; "nan_block" gives a block that has any of them
-            scale code 255, which dequantizes to NaN, and element codes 0.
-
-    Returns:
-        Canonical `BlockScaled`: values (..., K), scales (..., K / block_size).
-
-    Raises:
-        ValueError: K not a multiple of the block, an unknown rule, NaN or infinity under "refuse", and "refuse" of
-            traced values, which cannot be looked at.
-        TypeError: another dtype.
-    """
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
-    if x.ndim == 0:
-        raise ValueError("`x` (a scalar) must have a last axis to cut into blocks")
-    format.check_size("x.shape[-1]", x.shape[-1])
-    if scale_rule not in SCALE_RULES:
-        raise ValueError(f"`scale_rule` (={scale_rule!r}) must be one of {sorted(SCALE_RULES)}")
-    if nonfinite == "refuse":
-        _refuse_nonfinite(x)
-    elif nonfinite != "nan_block":
-        raise ValueError(f"`nonfinite` (={nonfinite!r}) must be 'refuse' or 'nan_block'")
-    return _quantize(x, format.block_size, SCALE_RULES[scale_rule])
-
-
-def _refuse_nonfinite(x: Array) -> None:
-    if isinstance(x, Tracer):
-        raise ValueError(
-            "`nonfinite` (='refuse') must look at the values of `x`, which is traced: "
-            "quantize outside jit, or pass nonfinite='nan_block'"
-        )
-    finite = jnp.isfinite(x)
-    if not finite.all():
-        bad = np.argwhere(~np.asarray(finite))
-        first = tuple(int(i) for i in bad[0])
-        raise ValueError(f"`x` holds {len(bad)} NaN or infinite values, the first (={x[first]}) at {first}")
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _quantize(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
-    bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
-    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
-    amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
-    # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
-    scale = jnp.maximum(((amax + scale_addend) >> 23) - _E2M1_MAX_EXPONENT, 0)
-    scale = jnp.where(amax == 0, _SCALE_ONE, scale)
-    scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
-
-    quotient = codes.over_power_of_two(magnitude, scale)
-    elements = sum((quotient >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
-    elements |= (bits >> 28).astype(jnp.uint8) & 8
-    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
-    packed = elements[..., 0::2] | elements[..., 1::2] << 4
-    return unpack(BlockScaled(packed, scale[..., 0].astype(jnp.uint8)))
-
-
-def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4) -> jax.Array:
-    """Floats of a weight, built by integer operations: the same bits on every platform.
-
-    Exact wherever `dtype` can represent the value (subnormals included), else +-inf; scale code 255 makes the whole
-    block NaN; zeros keep their sign.
-
-    Args:
-        q: canonical or packed weight of logical shape (..., K).
-        dtype: bfloat16 or float32.
-        format: the block format of `q`.
-
-    Returns:
-        (..., K) of `dtype`.
-
-    Raises:
-        ValueError: arrays that do not fit each other.
-        TypeError: arrays or a `dtype` of another type. (float16 is refused: most scales lie outside its range.)
-    """
-    shape = logical_shape(q, format)
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(f"`dtype` (={jnp.dtype(dtype)}) must be bfloat16 or float32")
-    return _dequantize(q, shape, jnp.dtype(dtype), format.block_size)
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _dequantize(q: BlockScaled, shape: tuple[int, ...], dtype: np.dtype, block_size: int) -> jax.Array:
-    values, scales = pack(q)  # uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
-    blocks = values.reshape(*scales.shape, block_size // 2)
-    return codes.floats(blocks, scales[..., None], dtype).reshape(shape)
+_SCALE_BYTES = {_E8M0: 127, _E4M3: 0x38}  # of 1.0
 
 
 def is_packed(q: BlockScaled) -> bool:
-    """Whether the values of `q` are uint8 bytes of two weights each."""
+    """Whether the values of `q` are uint8 bytes."""
     return q.values.dtype == jnp.uint8
 
 
@@ -227,18 +163,26 @@ def logical_shape(q: BlockScaled, format: Format = MXFP4) -> tuple[int, ...]:
     """Shape (..., N, K) of the weight that `q` holds, canonical or packed.
 
     Raises:
-        TypeError: dtypes that are neither the format's nor uint8, or values and scales of which one is packed.
-        ValueError: scales that do not fit the values.
+        TypeError: dtypes that are neither the format's nor uint8, values and scales of which one is packed, or an array
+            that the format lacks.
+        ValueError: arrays that are missing, or do not fit the values.
     """
     packed = is_packed(q)
     *lead, size = q.values.shape
     shape = (*lead, size * 8 // format.element_bits if packed else size)
-    for name, array, expected in zip(format.arrays, q, format.abstract(shape, packed=packed), strict=True):
+    of = f"{'packed' if packed else 'canonical'} {format.name.upper()}"
+    scale_dtype = q.scales.dtype if q.scales is not None and q.scales.dtype in format.scale_dtypes else None
+    for name, array, expected in zip(
+        BlockScaled._fields, q, format.abstract(shape, packed=packed, scale_dtype=scale_dtype), strict=True
+    ):
+        if expected is None:
+            if array is not None:
+                raise TypeError(f"`{name}` (dtype {array.dtype}) must be None for {of}")
+            continue
+        if array is None:
+            raise ValueError(f"`{name}` (=None) must be {expected.dtype} {expected.shape} for {of}")
         if array.dtype != expected.dtype:
-            raise TypeError(
-                f"`{name}` (dtype {array.dtype}) must be {expected.dtype} for "
-                f"{'packed' if packed else 'canonical'} {format.name.upper()}"
-            )
+            raise TypeError(f"`{name}` (dtype {array.dtype}) must be {expected.dtype} for {of}")
         if array.shape != expected.shape:
             raise ValueError(
                 f"`{name}` (shape {array.shape}) must be {expected.shape} for {format.name.upper()} of shape {shape}"
@@ -247,17 +191,24 @@ def logical_shape(q: BlockScaled, format: Format = MXFP4) -> tuple[int, ...]:
 
 
 def pack(q: BlockScaled) -> BlockScaled:
-    """Canonical to packed: uint8 values (..., K / 2), even elements in the low nibbles, and uint8 scales.
+    """Canonical to packed: uint8 values (..., K * bits / 8), even elements in the low nibbles, and bytes as uint8.
 
     numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. A packed `q` is returned as it is.
     """
     if is_packed(q):
         return q
+    scales = _bytes(q.scales) if q.scales.dtype.itemsize == 1 else q.scales
+    if q.values.dtype.itemsize == 1 and q.values.dtype in (_E4M3, np.dtype(np.int8)):
+        return q._replace(values=_bytes(q.values), scales=scales)
     pairs = q.values.reshape(*q.values.shape[:-1], q.values.shape[-1] // 2, 2)
     if isinstance(q.values, np.ndarray):
         nibbles = pairs.view(np.uint8) & 15
-        return BlockScaled(nibbles[..., 0] | nibbles[..., 1] << 4, q.scales.view(np.uint8))
-    return BlockScaled(lax.bitcast_convert_type(pairs, jnp.uint8), lax.bitcast_convert_type(q.scales, jnp.uint8))
+        return q._replace(values=nibbles[..., 0] | nibbles[..., 1] << 4, scales=scales)
+    return q._replace(values=lax.bitcast_convert_type(pairs, jnp.uint8), scales=scales)
+
+
+def _bytes(array: Array) -> Array:
+    return array.view(np.uint8) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, jnp.uint8)
 
 
 def unpack(q: BlockScaled, format: Format = MXFP4) -> BlockScaled:
@@ -265,11 +216,24 @@ def unpack(q: BlockScaled, format: Format = MXFP4) -> BlockScaled:
     if not is_packed(q):
         return q
     shape = logical_shape(q, format)
+    scales = q.scales if q.scales.dtype.itemsize > 1 else _of_bytes(q.scales, format.scale_dtype)
+    if format.element_bits == 8:
+        return q._replace(values=_of_bytes(q.values, format.element_dtype), scales=scales)
     if isinstance(q.values, np.ndarray):
         nibbles = np.stack([q.values & 15, q.values >> 4], axis=-1).reshape(shape)
-        return BlockScaled(nibbles.view(format.element_dtype), q.scales.view(format.scale_dtype))
+        return q._replace(values=_host_elements(nibbles, format), scales=scales)
     values = lax.bitcast_convert_type(q.values, format.element_dtype).reshape(shape)
-    return BlockScaled(values, lax.bitcast_convert_type(q.scales, format.scale_dtype))
+    return q._replace(values=values, scales=scales)
+
+
+def _host_elements(codes: np.ndarray, format: Format) -> np.ndarray:
+    if format.element_dtype == jnp.int4:  # of which numpy keeps the sign in all eight bits
+        return ((codes ^ 8) - np.uint8(8)).view(np.int8).astype(format.element_dtype)
+    return codes.view(format.element_dtype)
+
+
+def _of_bytes(array: Array, dtype: np.dtype) -> Array:
+    return array.view(dtype) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, dtype)
 
 
 def pad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> BlockScaled:
@@ -281,10 +245,24 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> Block
     *lead, rows, columns = logical_shape(q, format)
     if shape[0] < rows or shape[1] < columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at least {(rows, columns)}, the weight's own")
-    target = format.abstract((*lead, *shape), packed=is_packed(q))
+    target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))
     # e8m0 has no zero: a scale filled with zeros would be NaN.
-    one = _SCALE_ONE if is_packed(q) else 1.0
-    return BlockScaled(_extend(q.values, target.values, 0), _extend(q.scales, target.scales, one))
+    one = _SCALE_BYTES[format.scale_dtype] if q.scales.dtype == jnp.uint8 else 1.0
+    fills = BlockScaled(values=0, scales=one, global_scales=1.0, zero_points=0, order=0)
+    padded = jax.tree.map(_extend, q, target, fills._replace(**{n: None for n, a in q._asdict().items() if a is None}))
+    if q.zero_points is not None and format.block_size == WHOLE_ROW:  # a row's own zero is what adds nothing to it
+        inside = jnp.arange(padded.values.shape[-1]) < q.values.shape[-1]
+        zero = padded.zero_points.astype(padded.values.dtype)
+        if is_packed(q) and format.element_bits == 4:
+            zero = (zero & 15) * jnp.uint8(0x11)
+        padded = padded._replace(values=jnp.where(inside, padded.values, zero))
+    if q.order is not None:
+        padded = padded._replace(order=jnp.where(jnp.arange(shape[1]) < columns, padded.order, jnp.arange(shape[1])))
+    return padded
+
+
+def _scale_dtype(q: BlockScaled, format: Format) -> np.dtype:
+    return format.scale_dtype if q.scales.dtype == jnp.uint8 else q.scales.dtype
 
 
 def _extend(array: Array, target: jax.ShapeDtypeStruct, fill: float) -> jax.Array:
@@ -301,21 +279,5 @@ def unpad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> Blo
     *lead, rows, columns = logical_shape(q, format)
     if shape[0] > rows or shape[1] > columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at most {(rows, columns)}, the weight's own")
-    target = format.abstract((*lead, *shape), packed=is_packed(q))
-    return BlockScaled(*(a[..., : t.shape[-2], : t.shape[-1]] for a, t in zip(q, target, strict=True)))
-
-
-def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockScaled:
-    """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
-
-    Codes are uniform over all element codes. Scales are two neighbouring powers of two such that the standard
-    deviation is K ** -0.5 within a factor of 2.
-    """
-    abstract = format.abstract(shape, packed=True)
-    codes_key, scales_key = jax.random.split(key)
-    elements = np.arange(1 << format.element_bits, dtype=np.uint8).view(format.element_dtype).astype(np.float64)
-    exponent = int(np.floor(np.log2(shape[-1] ** -0.5 / elements.std())))
-    values = jax.random.bits(codes_key, abstract.values.shape, jnp.uint8)
-    low = _SCALE_ONE + exponent
-    scales = jax.random.randint(scales_key, abstract.scales.shape, low, low + 2, jnp.int32)
-    return BlockScaled(values, scales.astype(jnp.uint8))
+    target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))
+    return jax.tree.map(lambda array, t: lax.slice(array, [0] * array.ndim, t.shape), q, target)

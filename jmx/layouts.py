@@ -42,29 +42,35 @@ class Layout:
         forward: canonical (..., N, K) -> this layout's arrays.
         inverse: this layout's arrays -> canonical, bit for bit.
         take: (arrays, spec, index into the leading axes) -> packed bytes of the chosen experts, (*index.shape, N, K).
+        formats: names of the formats whose weights it holds; None: of all.
     """
 
     name: str
     forward: Callable[[BlockScaled, WeightSpec], BlockScaled]
     inverse: Callable[[BlockScaled, WeightSpec], BlockScaled]
     take: Callable[[BlockScaled, WeightSpec, Index], BlockScaled]
+    formats: tuple[str, ...] | None = None
+
+    def holds(self, format: Format) -> bool:
+        return self.formats is None or format.name in self.formats
 
 
-def _gather(q: BlockScaled, index: Index) -> BlockScaled:
-    return BlockScaled(*(array.at[index].get(mode="promise_in_bounds") for array in q))
+def gather(q: BlockScaled, index: Index) -> BlockScaled:
+    """The arrays at an index into their leading axes, which must be within them."""
+    return jax.tree.map(lambda array: array.at[index].get(mode="promise_in_bounds"), q)
 
 
 CANONICAL = Layout(
     "canonical",
     forward=lambda q, spec: q,
     inverse=lambda q, spec: q,
-    take=lambda q, spec, index: formats.pack(_gather(q, index)),
+    take=lambda q, spec, index: formats.pack(gather(q, index)),
 )
 PACKED = Layout(
     "packed",
     forward=lambda q, spec: formats.pack(q),
     inverse=lambda q, spec: formats.unpack(q, spec.format),
-    take=lambda q, spec, index: _gather(q, index),
+    take=lambda q, spec, index: gather(q, index),
 )
 
 LAYOUTS: dict[str, Layout] = {}

@@ -124,7 +124,7 @@ class MoE(nn.Module):
             bias=self.bias,
             bias_dtype=self.param_dtype,
         )
-        return experts.prepare(resolve_layout(self.layout, Environment.probe()))
+        return experts.prepare(resolve_layout(self.layout, Environment.probe(), self.format))
 
 
 def _checked(name: str, array: Array, like: jax.ShapeDtypeStruct, layout: str) -> Array:

@@ -120,7 +120,7 @@ class MoE(nnx.Module):
                 gate_up_order=gate_up_order,
                 bias=bias,
             )
-        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts)))
+        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), experts.format))
         self.activation = activation
         self.weights_on = weights_on
         self.backend = backend

@@ -23,6 +23,7 @@ from jax import lax
 
 from jmx import activations, formats, grouping, xla_dot
 from jmx.experts import Experts
+from jmx.formats import MXFP4
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
@@ -49,8 +50,10 @@ class Xla:
             )
         if problem.dtype not in DTYPES:
             return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
-        if problem.format != formats.MXFP4.name:
-            return Rejection(Reason.FORMAT, f"weights in {problem.format}", f"quantise to {formats.MXFP4.name}")
+        if problem.format not in formats.FORMATS:
+            return Rejection(
+                Reason.FORMAT, f"weights in {problem.format}", f"quantise to one of {', '.join(formats.FORMATS)}"
+            )
         if problem.input_format is not None:
             return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", "leave inputs in x's dtype")
         return None
@@ -153,7 +156,8 @@ def forward(computation: Computation, x: Array, routing: Routing, experts: Exper
     if num_tokens * top_k <= _TURN:
         return _forward_few(computation, x, routing, experts)
     experts = _in_loop(experts)
-    if not _few(num_tokens, top_k, experts.num_experts) or experts.layout != "packed":
+    few = _few(num_tokens, top_k, experts.num_experts)
+    if not few or experts.layout != "packed" or experts.format != MXFP4:
         return _forward_many(computation, x, routing, experts)
     return lax.platform_dependent(
         x,
@@ -189,7 +193,11 @@ def _forward_few(
         experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
 
     def product(role: str, chosen: Array, a: Array) -> Array:
-        y = xla_dot.fused(a, experts.take(role, chosen))
+        q = experts.take(role, chosen)
+        if experts.format == MXFP4:
+            y = xla_dot.fused(a, q)
+        else:
+            y = xla_dot.expanded(a[:, None], q, experts.format, _compute_dtype(x))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 

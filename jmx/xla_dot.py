@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import codes, formats
+from jmx import codes, quantization
 from jmx.formats import BlockScaled, Format
 
 Array = jax.Array
@@ -21,16 +21,24 @@ _ROWS = 4  # weight rows that share one pass over the activations
 def expanded(a: Array, q: BlockScaled, format: Format, dtype: Any, *, transposed: bool = False) -> Array:
     """a (C, M, K) times the packed weights q (C, N, K), or for `transposed` a (C, M, N) -> float32 (C, M, N or K).
 
-    Weights are expanded to `dtype` and `a` is cast to it; float32 products are at `Precision.HIGHEST`.
+    Weights are expanded to `dtype` (see `quantization.expand`) and `a` is cast to it; float32 products are at
+    `Precision.HIGHEST`.
     """
-    weights = formats.dequantize(q, dtype, format)
-    return lax.dot_general(
+    weights, factors = quantization.expand(q, dtype, format)
+    if transposed and factors is not None:
+        a = a.astype(jnp.float32) * factors[:, None]
+    if not transposed and q.order is not None:
+        a = jnp.take_along_axis(a, q.order[:, None], axis=-1)
+    out = lax.dot_general(
         a.astype(dtype),
         weights,
         (((2,), (1 if transposed else 2,)), ((0,), (0,))),
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    if transposed and q.order is not None:
+        return jnp.take_along_axis(out, jnp.argsort(q.order)[:, None], axis=-1)
+    return out if transposed or factors is None else out * factors[:, None]
 
 
 def words(q: BlockScaled) -> BlockScaled:

@@ -4,7 +4,6 @@ The reference loops over tokens and slots in numpy, on weights that ml_dtypes de
 `call` hands them to the layer.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -14,13 +13,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from dequantized import dequantized, with_odd_scales
 
 import jmx
 from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
-from jmx.formats import MXFP4, BlockScaled
+from jmx.formats import FORMATS, MXFP4, BlockScaled, pack, unpack
 from jmx.layouts import LAYOUTS
 from jmx.pallas.triton import Triton
+from jmx.quantization import random
 
 BLOCK = MXFP4.block_size
 ONE = 127  # scale code of 1.0
@@ -60,12 +61,13 @@ class Case:
     weights_on: str = "output"
     ids: str = "distinct"
     layout: str = "packed"
+    format: str = MXFP4.name
     jit: bool = True
     note: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         name = f"{self.tokens}x{self.hidden}-{self.num_experts}x{self.intermediate}-top{self.top_k}-{self.dtype}"
-        rest = (type(self.activation).__name__, self.order, self.ids, self.layout, self.weights_on)
+        rest = (type(self.activation).__name__, self.order, self.ids, self.layout, self.weights_on, self.format)
         return "-".join([self.note or name, *(str(part) for part in rest if part not in DEFAULTS)])
 
     def problem(self) -> jmx.Problem:
@@ -76,7 +78,7 @@ class Case:
             num_experts=self.num_experts,
             top_k=self.top_k,
             dtype=self.dtype,
-            format=MXFP4.name,
+            format=self.format,
             activation=self.activation,
             gate_up_order=self.order,
             bias=any(self.bias),
@@ -85,7 +87,7 @@ class Case:
         )
 
 
-DEFAULTS = ("SwiGLU", "interleaved", "distinct", "packed", "output")
+DEFAULTS = ("SwiGLU", "interleaved", "distinct", "packed", "output", "mxfp4")
 
 # Shapes of models by name, their sizes divided by about 30.
 MODELS = {
@@ -117,23 +119,29 @@ ACTIVATIONS = [
 
 
 class Weights(NamedTuple):
-    """Experts as numpy: element codes (E, N, K) and scale codes (E, N, K / 32) of both roles, and biases or None."""
+    """Experts as numpy: element codes (E, N, K) and scale codes (E, N, K / 32) of both roles, or, in other formats than
+    MXFP4, canonical weights; and biases or None."""
 
-    gate_up: tuple[np.ndarray, np.ndarray]
-    down: tuple[np.ndarray, np.ndarray]
+    gate_up: Any
+    down: Any
     gate_up_bias: np.ndarray | None
     down_bias: np.ndarray | None
 
     def experts(self, case: Case) -> Experts:
         """As jmx holds them, by the bytes of a checkpoint."""
-        packed = [BlockScaled(codes[..., ::2] | codes[..., 1::2] << 4, scales) for codes, scales in self[:2]]
+        packed = [
+            pack(q) if isinstance(q, BlockScaled) else BlockScaled(q[0][..., ::2] | q[0][..., 1::2] << 4, q[1])
+            for q in self[:2]
+        ]
         packed = jax.tree.map(jnp.asarray, packed)
         biases = [None if bias is None else jnp.asarray(bias) for bias in self[2:]]
-        return Experts.of(*packed, *biases, gate_up_order=case.order).prepare(case.layout)
+        format = FORMATS[case.format]
+        return Experts.of(*packed, *biases, gate_up_order=case.order, format=format).prepare(case.layout)
 
-    def floats(self) -> tuple[np.ndarray, np.ndarray]:
+    def floats(self, case: "Case") -> list[np.ndarray]:
         """Both roles in float64."""
-        return decoded(*self.gate_up), decoded(*self.down)
+        format = FORMATS[case.format]
+        return [dequantized(q, format) if isinstance(q, BlockScaled) else decoded(*q) for q in self[:2]]
 
 
 def decoded(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -145,7 +153,11 @@ def draw_weights(rng: np.random.Generator, case: Case) -> Weights:
     """Experts whose outputs are of the order of 1; biases float32 of the order of 0.5, so that none goes unnoticed."""
     rows = case.intermediate * (1 if case.order is None else 2)
 
-    def role(n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def role(n: int, k: int) -> Any:
+        if case.format != MXFP4.name:
+            format = FORMATS[case.format]
+            q = random(jax.random.key(rng.integers(2**31)), (case.num_experts, n, k), format)
+            return unpack(jax.tree.map(np.asarray, with_odd_scales(rng, q)), format)
         codes = rng.integers(0, 16, (case.num_experts, n, k), dtype=np.uint8)
         low = ONE - round(math.log2(3 * math.sqrt(k)))
         return codes, rng.integers(low, low + 3, (case.num_experts, n, k // BLOCK)).astype(np.uint8)
@@ -195,29 +207,29 @@ IDS = {
 def reference(
     case: Case, weights: Weights, x: np.ndarray, routing: Routing, mask: np.ndarray | None = None
 ) -> np.ndarray:
-    """y (T, H) in float64, token by token and slot by slot."""
-    gate_up, down = weights.floats()
+    """y (T, H) in float64, expert by expert."""
+    gate_up, down = weights.floats(case)
     x64, y = x.astype(np.float64), np.zeros(x.shape)
-    for token, slot in itertools.product(range(x.shape[0]), range(routing.expert_ids.shape[1])):
-        expert, weight = int(routing.expert_ids[token, slot]), float(routing.weights[token, slot])
-        if not 0 <= expert < case.num_experts or (mask is not None and not mask[token]):
-            continue
-        h = gate_up[expert] @ (x64[token] * (weight if case.weights_on == "input" else 1))
+    wanted = np.ones(x.shape[0], bool) if mask is None else np.asarray(mask)
+    for expert in range(case.num_experts):
+        tokens, slots = np.nonzero((np.asarray(routing.expert_ids) == expert) & wanted[:, None])
+        weight = np.asarray(routing.weights, np.float64)[tokens, slots, None]
+        h = (x64[tokens] * (weight if case.weights_on == "input" else 1)) @ gate_up[expert].T
         if weights.gate_up_bias is not None:
             h += weights.gate_up_bias[expert]
-        out = down[expert] @ activated(case, h)
+        out = activated(case, h) @ down[expert].T
         if weights.down_bias is not None:
             out += weights.down_bias[expert]
-        y[token] += out * (weight if case.weights_on == "output" else 1)
+        np.add.at(y, tokens, out * (weight if case.weights_on == "output" else 1))
     return y
 
 
 def activated(case: Case, h: np.ndarray) -> np.ndarray:
-    """The activations' definitions, in float64."""
+    """The activations' definitions, in float64, along the last axis."""
     if case.order == "interleaved":
-        gate, up = h[0::2], h[1::2]
+        gate, up = h[..., 0::2], h[..., 1::2]
     elif case.order == "concatenated":
-        gate, up = np.split(h, 2)
+        gate, up = np.split(h, 2, axis=-1)
     else:
         gate, up = h, np.ones(())
     match case.activation:
@@ -230,7 +242,7 @@ def activated(case: Case, h: np.ndarray) -> np.ndarray:
         case GELUAndMul(approximate=True) | GELU(approximate=True):
             return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
         case GELUAndMul() | GELU():
-            return 0.5 * gate * (1 + np.array([math.erf(g / math.sqrt(2)) for g in gate])) * up
+            return 0.5 * gate * (1 + np.vectorize(math.erf, otypes=[np.float64])(gate / math.sqrt(2))) * up
         case ReLU():
             return np.maximum(gate, 0)
         case ReLU2():

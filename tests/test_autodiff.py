@@ -20,6 +20,7 @@ from backend_cases import (
     reference,
     suited,
 )
+from dequantized import KINDS
 
 import jmx
 from jmx import (
@@ -57,7 +58,7 @@ def moe(case, x, routing, experts, mask=None):
 def dense(case, x, routing, weights, biases):
     """The layer in plain jnp, float32 at the highest precision, every token through every expert."""
     with jax.default_matmul_precision("highest"):
-        gate_up, down = (jnp.asarray(floats, jnp.float32) for floats in weights.floats())
+        gate_up, down = (jnp.asarray(floats, jnp.float32) for floats in weights.floats(case))
         ids = jnp.arange(case.num_experts)
         shares = jnp.where(routing.expert_ids[..., None] == ids, routing.weights[..., None], 0)  # (T, k, E)
         x = x.astype(jnp.float32)
@@ -95,6 +96,17 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_match_dense(backend, case, rng):
+    check_against_dense(backend, case, rng)
+
+
+@pytest.mark.parametrize(("format", "tokens"), [*((kind, 40) for kind in KINDS), ("int8_g64_asym_order", 1)])
+def test_gradients_through_other_formats(format, tokens, rng):
+    case = Case(tokens=tokens, top_k=2, num_experts=4, hidden=128, intermediate=128, format=format)
+    with jmx.use_backend("xla"):
+        check_against_dense("xla", case, rng)
+
+
+def check_against_dense(backend, case, rng):
     case = suited(backend, case)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)

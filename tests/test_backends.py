@@ -29,6 +29,7 @@ from backend_cases import (
     reference,
     suited,
 )
+from dequantized import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -78,6 +79,23 @@ REAL = [
 ]
 
 
+FORMS = [
+    {"tokens": 1, "order": "interleaved", "dtype": "bfloat16"},
+    {"tokens": 40, "order": "concatenated", "layout": "canonical", "bias": NEITHER},
+    {"tokens": 300, "order": None, "activation": SiLU(), "weights_on": "input", "dtype": "bfloat16"},
+]
+OTHER_FORMATS = [
+    (backend.name, case)
+    for case in (
+        Case(top_k=2, num_experts=4, hidden=256, intermediate=128, format=format, **form)
+        for number, form in enumerate(FORMS)
+        for format in (jmx.FORMATS if number == 1 else KINDS)
+        if format != "mxfp4"
+    )
+    for backend in BACKENDS
+    if backend.supports(case.problem(), jmx.Environment.probe()) is None
+]
+
 # What is interpreted takes minutes; tests/test_triton.py has a part of it that always runs.
 NAMES = [*(b.name for b in BACKENDS), pytest.param(INTERPRETED.name, marks=pytest.mark.slow)]
 
@@ -102,6 +120,11 @@ def check(backend, case, rng):
 @pytest.mark.parametrize("case", SIZES, ids=str)
 def test_sizes_and_dtypes(backend, case, rng):
     check(backend, case, rng)
+
+
+@pytest.mark.parametrize(("backend_of_format", "case"), OTHER_FORMATS, ids=str)
+def test_other_formats(backend_of_format, case, rng):
+    check(backend_of_format, case, rng)
 
 
 @pytest.mark.parametrize("case", COMPUTATIONS, ids=str)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmx
-from jmx import BlockScaled, Experts, formats
+from jmx import BlockScaled, Experts
 from jmx.layouts import LAYOUTS
 
 E, H, I = 4, 64, 96  # noqa: E741
@@ -179,7 +179,7 @@ def test_quantize_rounds_each_weight_as_ml_dtypes_does(rng):
 
 @settings(max_examples=15)
 @given(
-    rule=st.sampled_from(sorted(formats.SCALE_RULES)),
+    rule=st.sampled_from(sorted(quantization.SCALE_RULES)),
     layout=st.sampled_from(BOTH),
     order=st.sampled_from(["interleaved", "concatenated", None]),
     seed=st.integers(0, 2**31 - 1),
@@ -241,7 +241,7 @@ def test_donating_frees_the_old_weights_and_only_them(rng, source, target):
     experts = draw(rng).prepare(source)
     expected = bits(experts)
     moved = experts.prepare(target, donate=True)
-    assert all(a.is_deleted() for q in (experts.gate_up, experts.down) for a in q)
+    assert all(a.is_deleted() for a in jax.tree.leaves((experts.gate_up, experts.down)))
     assert moved.gate_up_bias is experts.gate_up_bias
     assert all(np.array_equal(expected[name], array) for name, array in bits(moved).items())
 

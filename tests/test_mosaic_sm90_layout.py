@@ -42,7 +42,7 @@ def draw_scales(rng, *shape):
 
 
 def assert_same(a, b):
-    for x, y in zip(formats.pack(a), formats.pack(b), strict=True):
+    for x, y in zip(formats.pack(a)[:2], formats.pack(b)[:2], strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -187,7 +187,7 @@ def test_one_expert_taken_and_all_of_a_stack(hidden, intermediate, order, rng):
     for role in ("gate_up", "down"):
         expected = getattr(layers[1], role)
         taken = jax.jit(lambda stack, i, role=role: stack.layer(1).take(role, i))(stack, jnp.int32(3))
-        for a, b in zip(taken, expected, strict=True):
+        for a, b in zip(taken[:2], expected[:2], strict=True):
             np.testing.assert_array_equal(a, b[3])
         assert_same(getattr(stack.canonical(), role), getattr(jmx.Experts.stack(layers), role))
 
@@ -196,9 +196,9 @@ def test_preparing_may_donate(rng):
     experts = draw_experts(rng, 3, 96, 160)
     expected = jax.tree.map(np.array, experts)
     moved = experts.prepare(LAYOUT.name, donate=True)
-    assert all(array.is_deleted() for q in (experts.gate_up, experts.down) for array in q)
+    assert all(array.is_deleted() for array in jax.tree.leaves((experts.gate_up, experts.down)))
     back = moved.prepare("packed", donate=True)
-    assert all(array.is_deleted() for q in (moved.gate_up, moved.down) for array in q)
+    assert all(array.is_deleted() for array in jax.tree.leaves((moved.gate_up, moved.down)))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, back), expected)
 
 
@@ -233,8 +233,8 @@ def test_it_takes_the_bytes_of_a_checkpoint_and_its_padding(hidden, intermediate
     for role in ("gate_up", "down"):
         row_tiles, column_tiles = num_tiles(experts.spec(role))
         padded = 2 * jmx.MXFP4.bytes((row_tiles * TILE, column_tiles * TILE))
-        bytes_held = sum(array.size for array in getattr(moved, role))
+        bytes_held = sum(array.size for array in jax.tree.leaves(getattr(moved, role)))
         assert padded < bytes_held <= padded + 2 * row_tiles * SCALE_BYTES
         if hidden >= 1024:
-            checkpoint = sum(array.size for array in getattr(experts, role))
+            checkpoint = sum(array.size for array in jax.tree.leaves(getattr(experts, role)))
             assert bytes_held <= 1.01 * checkpoint

@@ -105,7 +105,7 @@ def test_the_same_bits_under_jit_and_in_any_shape(rng):
         np.testing.assert_array_equal(bits(other.values), bits(q.values))
         np.testing.assert_array_equal(bits(other.scales), bits(q.scales))
     assert q.scales.shape == (2, 3, 5, 2)
-    assert [array.shape for array in quantize(np.ones((0, BLOCK), np.float32))] == [(0, BLOCK), (0, 1)]
+    assert [array.shape for array in quantize(np.ones((0, BLOCK), np.float32))[:2]] == [(0, BLOCK), (0, 1)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -169,5 +169,7 @@ def test_what_cannot_be_quantized_is_refused():
 def test_the_format_is_one_of_activations():
     assert MXFP8.name not in FORMATS
     q = quantize(np.ones((5, 3 * BLOCK), np.float32))
-    assert [(a.shape, a.dtype) for a in MXFP8.abstract((5, 3 * BLOCK))] == [(a.shape, a.dtype) for a in q]
-    assert MXFP8.bytes((5, 3 * BLOCK)) == sum(array.nbytes for array in q)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), MXFP8.abstract((5, 3 * BLOCK))) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), q
+    )
+    assert MXFP8.bytes((5, 3 * BLOCK)) == sum(array.nbytes for array in jax.tree.leaves(q))

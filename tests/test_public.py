@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jmx.__file__).parent
 ORDER = [
     {"_version", "codes"},
     {"formats"},
-    {"activations", "routing", "grouping", "mxfp8"},
+    {"activations", "routing", "grouping", "mxfp8", "quantization"},
     {"layouts"},
     {"experts"},
     {"selection"},

@@ -17,12 +17,13 @@ see docs/blackwell.md. Padding is zeros in values, 1.0 in scales.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import formats
+from jmx import formats, layouts
 from jmx.formats import BlockScaled
 from jmx.layouts import Index, Layout, WeightSpec
 
@@ -118,11 +119,12 @@ class Arrangement:
         return formats.unpack(self._packed(q, spec), spec.format)
 
     def take(self, q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
-        return self._packed(BlockScaled(*(array.at[index].get(mode="promise_in_bounds") for array in q)), spec)
+        return self._packed(layouts.gather(q, index), spec)
 
     def _packed(self, q: BlockScaled, spec: WeightSpec) -> BlockScaled:
         rows = BlockScaled(q.values, untile_scales(q.scales))
-        return formats.unpad(BlockScaled(*(self.original_rows(array, spec) for array in rows)), spec.shape, spec.format)
+        rows = jax.tree.map(partial(self.original_rows, spec=spec), rows)
+        return formats.unpad(rows, spec.shape, spec.format)
 
 
 def _halves(spec: WeightSpec) -> int:
@@ -144,7 +146,7 @@ TRTLLM = Arrangement("trtllm_sm100", alternate=True, shuffle=True, hidden_multip
 
 
 def _layout(arrangement: Arrangement) -> Layout:
-    return Layout(arrangement.name, arrangement.forward, arrangement.inverse, arrangement.take)
+    return Layout(arrangement.name, arrangement.forward, arrangement.inverse, arrangement.take, (formats.MXFP4.name,))
 
 
 CUTLASS_LAYOUT = _layout(CUTLASS)

@@ -113,13 +113,13 @@ class Cpu:
 
     def _product(self, role: str, rows: jax.Array, experts: Experts, blocks: Blocks, num_rows: int) -> jax.Array:
         """Rows of each block times its expert's weight, plus its bias -> float32 (num_rows, N)."""
-        values, scales = getattr(experts.merged(), role)
+        weight = getattr(experts.merged(), role)
         bias = experts.take_bias(role, blocks.experts)
         bias = jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
-        out = jax.ShapeDtypeStruct((num_rows, values.shape[1]), jnp.float32)
+        out = jax.ShapeDtypeStruct((num_rows, weight.values.shape[1]), jnp.float32)
         call = jax.ffi.ffi_call(ffi.TARGET, out)
         return call(
-            *(rows, values, scales, bias),
+            *(rows, weight.values, weight.scales, bias),
             *(blocks.experts + experts.first_expert, blocks.x_rows, blocks.out_rows, blocks.counts),
             instructions=self.instructions,
             few=num_rows <= _FEW * experts.num_experts,

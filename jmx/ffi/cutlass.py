@@ -149,7 +149,8 @@ def _layer(
     gate_up_bias, down_bias = _biases(experts)
     y, _ = call(
         *(x, routing.expert_ids, routing.weights),
-        *(*experts.gate_up, gate_up_bias, *experts.down, down_bias),
+        *(experts.gate_up.values, experts.gate_up.scales, gate_up_bias),
+        *(experts.down.values, experts.down.scales, down_bias),
         no_layer if experts.index is None else experts.index.reshape(1),
         intermediate_size=experts.intermediate_size,
         gated=experts.gated,

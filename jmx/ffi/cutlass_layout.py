@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import formats
+from jmx import formats, layouts
 from jmx.ffi.cutlass_config import padded
 from jmx.formats import BlockScaled
 from jmx.layouts import Index, Layout, WeightSpec
@@ -108,7 +108,7 @@ def _inverse_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tupl
 
 def _each(function: Callable[..., Any], q: BlockScaled, lead: tuple[int, ...]) -> BlockScaled:
     """`function` of each expert, one at a time, so that no more than one is held in between."""
-    flat = [array.reshape(prod(lead), *array.shape[len(lead) :]) for array in q]
+    flat = [array.reshape(prod(lead), *array.shape[len(lead) :]) for array in (q.values, q.scales)]
     out = lax.map(lambda one: function(*one), tuple(flat))
     return BlockScaled(*(array.reshape(*lead, *array.shape[1:]) for array in out))
 
@@ -127,8 +127,8 @@ def _inverse(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
 
 
 def _take(q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
-    chosen = BlockScaled(*(array.at[index].get(mode="promise_in_bounds") for array in q))
+    chosen = layouts.gather(q, index)
     return _inverse_packed(chosen, spec)
 
 
-LAYOUT = Layout("cutlass_sm90", forward=_forward, inverse=_inverse, take=_take)
+LAYOUT = Layout("cutlass_sm90", forward=_forward, inverse=_inverse, take=_take, formats=(formats.MXFP4.name,))

@@ -373,7 +373,9 @@ def expert_products(
             unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
         ),
     )
-    operands = [x, *gate_up.weight, *down.weight]
+    operands = [x]
+    for product in products:
+        operands += [product.weight.values, product.weight.scales]
     operands += [product.bias for product in products if product.bias is not None]
     written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
     return kernel(*operands, *(field for field in blocks if not isinstance(field, int)), written)[1]

@@ -118,7 +118,7 @@ def layer_shapes(config: Config) -> dict[str, Shape]:
     sizes = {"gate_up": (2 * config.intermediate_size, hidden), "down": (hidden, config.intermediate_size)}
     for role, (size, contracted) in sizes.items():
         packed = MXFP4.abstract((experts, size, contracted), packed=True)
-        shapes |= {f"{role}_{name}": array.shape for name, array in zip(MXFP4.arrays, packed, strict=True)}
+        shapes |= {f"{role}_{name}": getattr(packed, name).shape for name in MXFP4.arrays}
         shapes[f"{role}_bias"] = (experts, size)
     return shapes
 

@@ -130,10 +130,9 @@ def write_orbax(
         arrays: dict[str, Any] = {name: view(prefix + name) for name in names}
         done = sum(array.nbytes for array in arrays.values())
         for role in ("gate_up", "down"):
-            members = [f"{role}_{name}" for name in MXFP4.arrays]
-            if members[0] in arrays:
-                canonical = formats.unpack(BlockScaled(*(arrays[name] for name in members)))
-                arrays |= dict(zip(members, canonical, strict=True))
+            if f"{role}_values" in arrays:
+                canonical = formats.unpack(BlockScaled(arrays[f"{role}_values"], arrays[f"{role}_scales"]))
+                arrays |= {f"{role}_{name}": getattr(canonical, name) for name in MXFP4.arrays}
         place.parent.mkdir(exist_ok=True)
         orbax_arrays.write(place, arrays, {})
         advance(done)

@@ -1,0 +1,348 @@
+"""Quantisation: floats to weights in a block format, weights back to floats, and weights drawn at random.
+
+MXFP4 is built by integer operations, exact and the same bits on every platform. The other formats are defined by
+float32 arithmetic, each operation rounded to nearest even:
+
+    weight = (element - zero_point) * scale, times global_scale where there is one
+    element = round(x / scale + zero_point), saturated; scale as the format's `_scale_*` below says
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jmx import codes
+from jmx.formats import FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format, logical_shape, pack, unpack
+
+Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+
+# A scale is the power of two of the block's largest magnitude, cut to its float32 exponent and divided by 2^2, e2m1's
+# largest power of two. The rules differ only in what is added to the float32 bits before the mantissa is cut off.
+SCALE_RULES: dict[str, int] = {
+    "ocp": 0,  # 2^(floor(log2 amax) - 2); OCP MX specification 6.3
+    "round_up": (1 << 22) - 1,  # 2^ceil(log2(amax / 6)): carries above mantissa 1.5, so that nothing saturates
+    "round_even": 1 << 21,  # carries from mantissa 1.75, where amax itself would round up; compressed-tensors, torchao
+}
+
+_E2M1_MAX_EXPONENT = 2
+_SCALE_ONE = 127
+
+
+def _midpoints() -> list[int]:
+    """Float32 bits from which a magnitude rounds to e2m1 code 1, 2, ... 7: ties go to the even code."""
+    magnitudes = np.arange(8, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
+    bits = ((magnitudes[:-1] + magnitudes[1:]) / 2).view(np.int32)
+    return [int(b) + (code % 2 == 0) for code, b in enumerate(bits)]
+
+
+def quantize(x: Array, format: Format = MXFP4, *, scale_rule: str = "ocp", nonfinite: str = "refuse") -> BlockScaled:
+    """Rounds floats to a block format.
+
+    Elements round to nearest, ties to even, and saturate; zeros keep their sign where elements have one. A block of
+    zeros gets scale 1.0. Scales:
+        MXFP4: a power of two by `scale_rule`, its exponent clamped to [-127, 127].
+        NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
+        MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, zero in between.
+        FP8: amax / 448, of the whole tensor, a row, or 128 x 128 weights.
+    All but MXFP4's follow compressed-tensors' observers. One that would round to zero is the least number of
+    its dtype instead, of 16 and 32 bits the least normal one.
+
+    Args:
+        x: float32, bfloat16 or float16 (..., N, K), K the contracted axis; (K,) where no scale spans rows. A tensor,
+            for formats that have scales of one, is the last two axes.
+        format: the block format, without "order", which calibration finds.
+        scale_rule: of MXFP4, a key of `SCALE_RULES`: "ocp" 2^(floor(log2 amax) - 2), "round_up" 2^ceil(log2(amax / 6)),
+            "round_even" amax rounded to a power of two at mantissa 1.75, then as "ocp".
+        nonfinite: "refuse" raises on NaN and infinity; "nan_block" gives a block that has any of them
+            a NaN for scale, and elements 0.
+
+    Returns:
+        Canonical `BlockScaled`: values (..., K), scales (..., blocks).
+
+    Raises:
+        ValueError: K not a multiple of the block, an unknown rule, NaN or infinity under "refuse", and "refuse" of
+            traced values, which cannot be looked at.
+        TypeError: another dtype.
+    """
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
+    if x.ndim == 0:
+        raise ValueError("`x` (a scalar) must have a last axis to cut into blocks")
+    if x.ndim == 1 and rows_share_scales(format):
+        raise ValueError(f"`x` (shape {x.shape}) must be (..., N, K) for {format.name.upper()}")
+    format.check_size("x.shape[-1]", x.shape[-1])
+    if scale_rule not in (SCALE_RULES if format == MXFP4 else ("ocp",)):
+        raise ValueError(f"`scale_rule` (={scale_rule!r}) must be one of {sorted(SCALE_RULES)}, for MXFP4 alone")
+    if "order" in format.arrays:
+        raise ValueError(f"`format` (={format.name!r}) must have no order of columns, which only calibration can find")
+    if nonfinite == "refuse":
+        _refuse_nonfinite(x)
+    elif nonfinite != "nan_block":
+        raise ValueError(f"`nonfinite` (={nonfinite!r}) must be 'refuse' or 'nan_block'")
+    if format == MXFP4:
+        return _quantize_mxfp4(x, format.block_size, SCALE_RULES[scale_rule])
+    return _quantize(x, format)
+
+
+def rows_share_scales(format: Format) -> bool:
+    """Whether rows of one tensor have scales in common, so that gate and up are quantised apart."""
+    return format in (NVFP4, FP8_TENSOR, FP8_BLOCK)
+
+
+def _refuse_nonfinite(x: Array) -> None:
+    if isinstance(x, Tracer):
+        raise ValueError(
+            "`nonfinite` (='refuse') must look at the values of `x`, which is traced: "
+            "quantize outside jit, or pass nonfinite='nan_block'"
+        )
+    finite = jnp.isfinite(x)
+    if not finite.all():
+        bad = np.argwhere(~np.asarray(finite))
+        first = tuple(int(i) for i in bad[0])
+        raise ValueError(f"`x` holds {len(bad)} NaN or infinite values, the first (={x[first]}) at {first}")
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantize_mxfp4(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
+    bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
+    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
+    amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
+    # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
+    scale = jnp.maximum(((amax + scale_addend) >> 23) - _E2M1_MAX_EXPONENT, 0)
+    scale = jnp.where(amax == 0, _SCALE_ONE, scale)
+    scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
+
+    quotient = codes.over_power_of_two(magnitude, scale)
+    elements = _e2m1(quotient) | (bits >> 28).astype(jnp.uint8) & 8
+    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
+    return unpack(BlockScaled(_pairs(elements), scale[..., 0].astype(jnp.uint8)))
+
+
+def _e2m1(magnitude: Array) -> Array:
+    """e2m1 codes (uint8) of magnitudes, given as float32 bits."""
+    return sum((magnitude >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
+
+
+def _pairs(elements: Array) -> Array:
+    return elements[..., 0::2] | elements[..., 1::2] << 4
+
+
+_BLOCK_ROWS = 128  # of FP8_BLOCK
+_E4M3_MAX, _E2M1_MAX = 448.0, 6.0
+
+
+@partial(jax.jit, static_argnums=1)
+def _quantize(x: Array, format: Format) -> BlockScaled:
+    x = x.astype(jnp.float32)
+    shape = x.shape
+    blocks = _cut(x, format)
+    steps = jnp.float32(_steps(format))
+    bad = ~jnp.isfinite(blocks).all(axis=-1)
+    blocks = jnp.where(bad[..., None], 0, blocks)
+    amax = jnp.abs(blocks).max(axis=-1)
+    if format == FP8_TENSOR:
+        amax = jnp.broadcast_to(amax.max(axis=-2, keepdims=True), amax.shape)
+        bad = jnp.broadcast_to(bad.any(axis=-2, keepdims=True), bad.shape)
+    if format == FP8_BLOCK:
+        amax, bad = _over_rows(amax), _over_rows(bad)
+    global_scales, zero_points = None, None
+    if format == NVFP4:
+        total = jnp.broadcast_to(amax.max(axis=(-2, -1), keepdims=True)[..., 0], amax.shape[:-1])
+        global_scales = jnp.where(total == 0, 1, _divide(total, jnp.float32(_E4M3_MAX * _E2M1_MAX)))
+        scales = _scales(_divide(_divide(amax, steps), global_scales[..., None]), format.scale_dtype, amax == 0)
+        step = scales.astype(jnp.float32) * global_scales[..., None]
+    elif "zero_points" in format.arrays:
+        least, most = jnp.minimum(blocks.min(axis=-1), 0), jnp.maximum(blocks.max(axis=-1), 0)
+        scales = _scales(_divide(most - least, steps), format.scale_dtype, amax == 0)
+        step = scales.astype(jnp.float32)
+        low, high = _integer_range(format)
+        zero_points = jnp.clip(jnp.round(low - _divide(least, step)), low, high)
+    else:
+        scales = _scales(_divide(amax, steps), format.scale_dtype, amax == 0)
+        step = scales.astype(jnp.float32)
+    quotients = _divide(blocks, step[..., None]) + (0 if zero_points is None else zero_points[..., None])
+    scales = jnp.where(bad, jnp.array(jnp.nan, scales.dtype), scales)
+    quotients = quotients.reshape(*shape[:-1], -1)[..., : shape[-1]]
+    zero_points = None if zero_points is None else zero_points.astype(jnp.int8)
+    return BlockScaled(_elements_of(quotients, format), scales, global_scales, zero_points)
+
+
+def _divide(a: Array, b: Array) -> Array:
+    """a / b, rounded once. XLA would take the reciprocal of a divisor that it knew to be constant or a block's own."""
+    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+
+
+def _cut(x: Array, format: Format) -> Array:
+    """(..., K) to (..., blocks, block_size), the last one filled up with zeros."""
+    size = x.shape[-1]
+    block = size if format.block_size == WHOLE_ROW else format.block_size
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, -size % max(block, 1))]
+    return jnp.pad(x, widths).reshape(*x.shape[:-1], format.num_blocks(size, "x.shape[-1]"), block)
+
+
+def _over_rows(array: Array) -> Array:
+    """The largest of each 128 rows (..., N, blocks), for all of them."""
+    rows = array.shape[-2]
+    filled = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, -rows % _BLOCK_ROWS), (0, 0)])
+    grouped = filled.reshape(*array.shape[:-2], -1, _BLOCK_ROWS, array.shape[-1])
+    spread = jnp.broadcast_to(grouped.max(axis=-2, keepdims=True), grouped.shape)
+    return spread.reshape(filled.shape)[..., :rows, :]
+
+
+def _steps(format: Format) -> float:
+    """What a block's largest magnitude becomes; of formats with zero points, its range."""
+    if format.element_dtype == jnp.float8_e4m3fn:
+        return _E4M3_MAX
+    if format.element_dtype == jnp.float4_e2m1fn:
+        return _E2M1_MAX
+    return (2**format.element_bits - 1) / (1 if "zero_points" in format.arrays else 2)
+
+
+def _integer_range(format: Format) -> tuple[int, int]:
+    return -(2 ** (format.element_bits - 1)), 2 ** (format.element_bits - 1) - 1
+
+
+def _scales(exact: Array, dtype: np.dtype, empty: Array) -> Array:
+    """float32 rounded to `dtype`, neither zero nor infinite; 1 where `empty`."""
+    info = jnp.finfo(dtype)
+    if dtype == jnp.float8_e4m3fn:
+        rounded = _e4m3(jnp.maximum(exact, float(info.smallest_subnormal)))
+    else:
+        rounded = jnp.clip(exact, float(info.smallest_normal), float(info.max)).astype(dtype)
+    return jnp.where(empty, jnp.ones((), dtype), rounded)
+
+
+def _e4m3(x: Array) -> Array:
+    """float32 to float8_e4m3fn, saturated, and rounded once, which not every platform's own conversion does."""
+    bits = codes.float32_bits(x)
+    magnitude = jnp.minimum((bits & 0x7FFFFFFF).astype(jnp.int32), np.float32(_E4M3_MAX).view(np.int32))
+    code = codes.e4m3(codes.over_power_of_two(magnitude, jnp.int32(_SCALE_ONE)))
+    return lax.bitcast_convert_type(code | (bits >> 24).astype(jnp.uint8) & 0x80, jnp.float8_e4m3fn)
+
+
+def _elements_of(quotients: Array, format: Format) -> Array:
+    """float32 rounded and saturated to elements."""
+    if format.element_dtype == jnp.float8_e4m3fn:
+        return _e4m3(quotients)
+    if format.element_dtype == jnp.float4_e2m1fn:
+        bits = codes.float32_bits(quotients)
+        elements = _e2m1((bits & 0x7FFFFFFF).astype(jnp.int32)) | (bits >> 28).astype(jnp.uint8) & 8
+        pairs = lax.bitcast_convert_type(_pairs(elements), jnp.float4_e2m1fn)
+        return pairs.reshape(quotients.shape)
+    return jnp.clip(jnp.round(quotients), *_integer_range(format)).astype(jnp.int8).astype(format.element_dtype)
+
+
+def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4) -> jax.Array:
+    """Floats of a weight, in the order of inputs.
+
+    MXFP4 is built by integer operations, the same bits on every platform: exact wherever `dtype` can represent the
+    value (subnormals included), else +-inf; scale code 255 makes the whole block NaN; zeros keep their sign. Others
+    are computed in float32 and rounded to `dtype` once; a NaN for scale makes its block NaN.
+
+    Args:
+        q: canonical or packed weight of logical shape (..., K).
+        dtype: bfloat16 or float32.
+        format: the block format of `q`.
+
+    Returns:
+        (..., K) of `dtype`.
+
+    Raises:
+        ValueError: arrays that do not fit each other.
+        TypeError: arrays or a `dtype` of another type. (float16 is refused: most scales lie outside its range.)
+    """
+    logical_shape(q, format)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"`dtype` (={jnp.dtype(dtype)}) must be bfloat16 or float32")
+    return _dequantize(q, jnp.dtype(dtype), format)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _dequantize(q: BlockScaled, dtype: np.dtype, format: Format) -> jax.Array:
+    weights, rows = expand(q, dtype if format == MXFP4 else jnp.float32, format)
+    if rows is not None:
+        weights *= rows[..., None]
+    if q.order is not None:
+        places = jnp.broadcast_to(jnp.argsort(q.order)[..., None, :], weights.shape)
+        weights = jnp.take_along_axis(weights, places, axis=-1)
+    return weights.astype(dtype)
+
+
+def expand(q: BlockScaled, dtype: Any, format: Format) -> tuple[jax.Array, jax.Array | None]:
+    """A weight as (floats (..., N, K) of `dtype`, factors float32 (..., N) of whole rows or None), columns as they lie.
+
+    A product multiplies a row's sum by its factor. So floats in bfloat16 are exact but for scales of more than four
+    bits in groups, which round them once: those of MXINT4, INT4 and INT8 in groups, and FP8_BLOCK.
+    """
+    q = pack(q)  # uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
+    if format == MXFP4:
+        blocks = q.values.reshape(*q.scales.shape, format.block_size // 2)
+        *rows, num_bytes = q.values.shape
+        return codes.floats(blocks, q.scales[..., None], dtype).reshape(*rows, 2 * num_bytes), None
+    weights = _elements(q.values, format)
+    if q.zero_points is not None:
+        weights -= _spread(q.zero_points.astype(jnp.float32), weights.shape, format)
+    scales = q.scales
+    if scales.dtype == jnp.uint8:
+        scales = lax.bitcast_convert_type(scales, format.scale_dtype)
+    scales = scales.astype(jnp.float32)
+    if format.block_size == WHOLE_ROW:
+        return weights.astype(dtype), scales[..., 0]
+    return (weights * _spread(scales, weights.shape, format)).astype(dtype), q.global_scales
+
+
+def _elements(values: Array, format: Format) -> Array:
+    """Packed bytes (..., n) as float32 elements (..., K)."""
+    if format.element_bits == 8:
+        return lax.bitcast_convert_type(values, format.element_dtype).astype(jnp.float32)
+    if format.element_dtype == jnp.int4:
+        signed = lax.bitcast_convert_type(values, jnp.int8)
+        pair = [lax.shift_right_arithmetic(signed << shift, jnp.int8(4)).astype(jnp.float32) for shift in (4, 0)]
+    else:
+        unit = codes.unit()
+        pair = [codes.element(values, index, unit) for index in (0, 1)]
+    return jnp.stack(pair, axis=-1).reshape(*values.shape[:-1], 2 * values.shape[-1])
+
+
+def _spread(by_block: Array, shape: tuple[int, ...], format: Format) -> Array:
+    """(..., blocks), one for each of a block's columns."""
+    if format.block_size == WHOLE_ROW:
+        return jnp.broadcast_to(by_block, shape)
+    wide = jnp.broadcast_to(by_block[..., None], (*by_block.shape, format.block_size))
+    return wide.reshape(*by_block.shape[:-1], by_block.shape[-1] * format.block_size)[..., : shape[-1]]
+
+
+def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockScaled:
+    """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
+
+    Codes are uniform over all element codes that are numbers. Scales are two neighbouring powers of two such that the
+    standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. Zero points are
+    the three around zero, orders any.
+    """
+    abstract = format.abstract(shape, packed=True)
+    keys = jax.random.split(key, 4)
+    values = jax.random.bits(keys[0], abstract.values.shape, jnp.uint8)
+    if format.element_dtype == jnp.float8_e4m3fn:
+        values = jnp.where(values & 0x7F == 0x7F, jnp.uint8(0), values)
+    exponent = int(np.floor(np.log2(shape[-1] ** -0.5 / np.nanstd(format.elements()))))
+    global_scales = zero_points = order = None
+    if abstract.global_scales is not None:
+        global_scales, exponent = jnp.full(abstract.global_scales.shape, 2.0**exponent, jnp.float32), 0
+    if abstract.zero_points is not None:
+        zero_points = jax.random.randint(keys[2], abstract.zero_points.shape, -1, 2, jnp.int8)
+    if abstract.order is not None:
+        columns = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), abstract.order.shape)
+        order = jax.random.permutation(keys[3], columns, axis=-1, independent=True)
+    above = jax.random.randint(keys[1], abstract.scales.shape, 0, 2, jnp.int32)
+    if format == MXFP4:
+        scales = (_SCALE_ONE + exponent + above).astype(jnp.uint8)
+    else:
+        scales = (2.0**exponent * (1 + above)).astype(format.scale_dtype)
+        if scales.dtype.itemsize == 1:
+            scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    return BlockScaled(values, scales, global_scales, zero_points, order)
