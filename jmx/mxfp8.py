@@ -13,16 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import codes
+from jmx import codes, rounding
 from jmx.formats import MXFP8, BlockScaled
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
 _E4M3_MAX_EXPONENT = 8  # of 448 = 1.75 * 2^8
 _CARRY = (1 << 21) - 1  # carries above float32 mantissa 1.75
-_E4M3_BIAS_BELOW_F32 = 127 - 7
-_DROPPED = 23 - 3  # mantissa bits of float32 that e4m3 lacks
-_NEVER_ROUNDS_UP = _DROPPED + 5  # places by which any significand is less than half of a step
 
 
 def quantize(x: Array) -> BlockScaled:
@@ -56,27 +53,13 @@ def _quantize(x: Array) -> BlockScaled:
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     scale = jnp.maximum(((amax + _CARRY) >> 23) - _E4M3_MAX_EXPONENT, 0)
     scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
-    elements = _e4m3(codes.over_power_of_two(magnitude, scale))
+    elements = rounding.minifloat(codes.over_power_of_two(magnitude, scale), MXFP8.element_dtype)
     elements |= (bits >> 24).astype(jnp.uint8) & 0x80
     elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
     return BlockScaled(
         lax.bitcast_convert_type(elements, MXFP8.element_dtype),
         lax.bitcast_convert_type(scale[..., 0].astype(jnp.uint8), MXFP8.scale_dtype),
     )
-
-
-def _e4m3(bits: jax.Array) -> jax.Array:
-    """Codes (uint8) of magnitudes up to 448, given as float32 bits whose exponent field may be below 0."""
-    field = (bits >> 23) - _E4M3_BIAS_BELOW_F32  # e4m3's own, from 1 on
-    normal = _shifted(bits - (_E4M3_BIAS_BELOW_F32 << 23), jnp.int32(_DROPPED))
-    significand = bits & 0x7FFFFF | 1 << 23
-    subnormal = _shifted(significand, jnp.clip(_DROPPED + 1 - field, _DROPPED + 1, _NEVER_ROUNDS_UP))
-    return jnp.where(field >= 1, normal, subnormal).astype(jnp.uint8)
-
-
-def _shifted(word: jax.Array, places: jax.Array) -> jax.Array:
-    """word / 2^places, rounded to nearest, ties to even."""
-    return (word + (1 << (places - 1)) - 1 + (word >> places & 1)) >> places
 
 
 def dequantize(q: BlockScaled) -> jax.Array:
