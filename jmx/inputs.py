@@ -140,10 +140,12 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
             looked at, makes everything NaN if it is not.
 
     Raises:
-        ValueError: K not a whole number of blocks, a scalar, a static scale that is missing, not wanted, of another
-            shape or out of range.
+        ValueError: another format, K not a whole number of blocks, a scalar, a static scale that is missing, not
+            wanted, of another shape or out of range.
         TypeError: another dtype.
     """
+    if format not in INPUT_FORMATS.values():
+        raise ValueError(f"`format` (={format!r}) must be one of `INPUT_FORMATS`")
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
     if x.ndim == 0:
@@ -156,7 +158,7 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
     if format == MXFP4:
         q = formats.quantize(x, formats.MXFP4, scale_rule="round_even", nonfinite="nan_block")
         return Quantised(q.values, q.scales)
-    return _quantize(x, static_scale, format)
+    return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
 
 
 def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
@@ -172,8 +174,8 @@ def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
         raise TypeError(f"`static_scale` ({getattr(scale, 'dtype', type(scale).__name__)}) must be a float32 scalar")
     if scale.shape != ():
         raise ValueError(f"`static_scale` (shape {scale.shape}) must be a scalar: one scale a tensor")
-    if not isinstance(scale, Tracer) and not _least_and_most(format)[0] <= scale <= _least_and_most(format)[1]:
-        least, most = _least_and_most(format)
+    least, most = _least_and_most(format)
+    if not isinstance(scale, Tracer) and not least <= scale <= most:
         raise ValueError(f"`static_scale` (={scale}) must lie between {least} and {most} for {format.name} inputs")
 
 
@@ -183,36 +185,30 @@ def _least_and_most(format: InputFormat) -> tuple[np.float32, np.float32]:
 
 
 @partial(jax.jit, static_argnums=2)
-def _quantize(x: Array, static_scale: Array | None, format: InputFormat) -> Quantised:
-    bits = codes.float32_bits(x)
-    magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
-    negative = bits >> 31 == 1
-    if static_scale is None:
-        given = None
-    else:  # what is out of range becomes NaN, for want of an error
-        least, most = (rounding.bits_of(limit) for limit in _least_and_most(format))
-        given = lax.bitcast_convert_type(static_scale, jnp.int32)
-        given = jnp.where((given >= least) & (given <= most), given, rounding.NAN)
+def _quantize_static(x: Array, static_scale: Array, format: InputFormat) -> Quantised:
+    magnitude, negative = _magnitude_and_sign(x)
+    scale = _in_range(static_scale, format)
+    elements = rounding.minifloat(rounding.divided(rounding.normalised(magnitude), scale), format.element_dtype)
+    elements = jnp.where((magnitude >= codes.F32_INF) | (scale == rounding.NAN), jnp.uint8(_E4M3_NAN), elements)
+    return Quantised(_signed(elements, negative, format.element_dtype), lax.bitcast_convert_type(scale, jnp.float32))
 
-    if format == FP8_STATIC:
-        assert given is not None
-        elements = rounding.minifloat(rounding.divided(rounding.normalised(magnitude), given), _E4M3)
-        elements = jnp.where((magnitude >= codes.F32_INF) | (given == rounding.NAN), jnp.uint8(_E4M3_NAN), elements)
-        return Quantised(_signed(elements, negative, _E4M3), lax.bitcast_convert_type(given, jnp.float32))
 
+@partial(jax.jit, static_argnums=2)
+def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat) -> Quantised:
+    magnitude, negative = _magnitude_and_sign(x)
     shared = x.shape[-1] if format.block_size == "row" else int(format.block_size)
     blocks = magnitude.reshape(*format.scales_shape(x.shape), shared)
     amax = blocks.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
-    if format == NVFP4:
-        assert given is not None
+    is_nan = amax >= codes.F32_INF
+    if static_scale is not None:
+        given = _in_range(static_scale, format)
+        is_nan |= given == rounding.NAN
         code, scale = _nvfp4_scale(amax, given)
-        is_nan = (amax >= codes.F32_INF) | (given == rounding.NAN)
-        scales = lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(_E4M3_NAN), code), _E4M3)
+        scales = lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(_E4M3_NAN), code), format.scale_dtype)
     else:
         scale = rounding.divided(rounding.normalised(amax), rounding.bits_of(format.largest))
         scale = jnp.maximum(scale, _LEAST_SCALE)
-        is_nan = amax >= codes.F32_INF
-        scales = lax.bitcast_convert_type(jnp.where(is_nan, rounding.NAN, scale), jnp.float32)
+        scales = lax.bitcast_convert_type(jnp.where(is_nan, rounding.NAN, scale), format.scale_dtype)
     quotient = rounding.divided(rounding.normalised(blocks), rounding.normalised(scale))
     if format == INT8_TOKEN:
         elements = rounding.integer(quotient).astype(jnp.int8)
@@ -220,6 +216,18 @@ def _quantize(x: Array, static_scale: Array | None, format: InputFormat) -> Quan
         elements = rounding.minifloat(quotient, format.element_dtype)
     elements = jnp.where(is_nan, jnp.zeros_like(elements), elements).reshape(x.shape)
     return Quantised(_signed(elements, negative, format.element_dtype), scales[..., 0], static_scale)
+
+
+def _magnitude_and_sign(x: Array) -> tuple[jax.Array, jax.Array]:
+    bits = codes.float32_bits(x)
+    return (bits & 0x7FFFFFFF).astype(jnp.int32), bits >> 31 == 1
+
+
+def _in_range(static_scale: Array, format: InputFormat) -> jax.Array:
+    """float32 bits; NaN, for want of an error, of a traced scale that is out of range."""
+    least, most = (rounding.bits_of(limit) for limit in _least_and_most(format))
+    given = lax.bitcast_convert_type(static_scale, jnp.int32)
+    return jnp.where((given >= least) & (given <= most), given, rounding.NAN)
 
 
 def _nvfp4_scale(amax: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:

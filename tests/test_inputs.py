@@ -1,7 +1,7 @@
 """Input formats against a statement of their rules in numpy's floats and ml_dtypes, and as properties."""
 
 import warnings
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import jax
 import jax.numpy as jnp
@@ -375,6 +375,12 @@ def test_what_cannot_be_quantised_is_refused(format):
     for x in (np.ones(K), np.ones(K, np.int32), np.ones(K, jnp.float8_e4m3fn)):
         with pytest.raises(TypeError, match=f"`x` .dtype {x.dtype}. must be float32"):
             quantize(x, format, static_for(format))
+
+
+def test_formats_of_no_table_are_refused():
+    for format in ("mxfp8", replace(NVFP4, block_size=32), replace(MXFP8, name="mine")):
+        with pytest.raises(ValueError, match=r"`format` \(=.*\) must be one of `INPUT_FORMATS`"):
+            quantize(np.ones(SHAPE, SINGLE), format)  # pyright: ignore[reportArgumentType]
 
 
 @formats
