@@ -19,9 +19,6 @@ _F32_NAN = 0x7FC00000
 F32_INF = 0xFF << 23
 _SCALE_ONE = 127
 SCALE_NAN = 255
-_E4M3_BIAS_BELOW_F32 = 127 - 7
-_DROPPED = 23 - 3  # mantissa bits of float32 that e4m3 lacks
-_NEVER_ROUNDS_UP = _DROPPED + 5  # places by which any significand is less than half of a step
 
 
 def floats(blocks: Array, scales: Array, dtype: Any) -> Array:
@@ -123,17 +120,3 @@ def over_power_of_two(magnitude: Array, scale_codes: Array) -> Array:
     shift = lax.clz(magnitude) - 8
     extended = jnp.where(magnitude < 1 << 23, (magnitude << shift) - (shift << 23), magnitude)
     return extended - ((scale_codes - _SCALE_ONE) << 23)
-
-
-def e4m3(bits: Array) -> Array:
-    """Codes (uint8) of magnitudes up to 448, given as float32 bits whose exponent field may be below 0."""
-    field = (bits >> 23) - _E4M3_BIAS_BELOW_F32  # e4m3's own, from 1 on
-    normal = _shifted(bits - (_E4M3_BIAS_BELOW_F32 << 23), jnp.int32(_DROPPED))
-    significand = bits & 0x7FFFFF | 1 << 23
-    subnormal = _shifted(significand, jnp.clip(_DROPPED + 1 - field, _DROPPED + 1, _NEVER_ROUNDS_UP))
-    return jnp.where(field >= 1, normal, subnormal).astype(jnp.uint8)
-
-
-def _shifted(word: Array, places: Array) -> Array:
-    """word / 2^places, rounded to nearest, ties to even."""
-    return (word + (1 << (places - 1)) - 1 + (word >> places & 1)) >> places

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import codes
+from jmx import codes, rounding
 from jmx.formats import MXFP8, BlockScaled
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
@@ -53,7 +53,7 @@ def _quantize(x: Array) -> BlockScaled:
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     scale = jnp.maximum(((amax + _CARRY) >> 23) - _E4M3_MAX_EXPONENT, 0)
     scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
-    elements = codes.e4m3(codes.over_power_of_two(magnitude, scale))
+    elements = rounding.minifloat(codes.over_power_of_two(magnitude, scale), MXFP8.element_dtype)
     elements |= (bits >> 24).astype(jnp.uint8) & 0x80
     elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
     return BlockScaled(

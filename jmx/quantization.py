@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jmx import codes
+from jmx import codes, rounding
 from jmx.formats import FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format, logical_shape, pack, unpack
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
@@ -220,8 +220,7 @@ def _scales(exact: Array, dtype: np.dtype, empty: Array) -> Array:
 def _e4m3(x: Array) -> Array:
     """float32 to float8_e4m3fn, saturated, and rounded once, which not every platform's own conversion does."""
     bits = codes.float32_bits(x)
-    magnitude = jnp.minimum((bits & 0x7FFFFFFF).astype(jnp.int32), np.float32(_E4M3_MAX).view(np.int32))
-    code = codes.e4m3(codes.over_power_of_two(magnitude, jnp.int32(_SCALE_ONE)))
+    code = rounding.minifloat(rounding.normalised((bits & 0x7FFFFFFF).astype(jnp.int32)), jnp.float8_e4m3fn)
     return lax.bitcast_convert_type(code | (bits >> 24).astype(jnp.uint8) & 0x80, jnp.float8_e4m3fn)
 
 

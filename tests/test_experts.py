@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmx
-from jmx import BlockScaled, Experts
+from jmx import BlockScaled, Experts, quantization
 from jmx.layouts import LAYOUTS
 
 E, H, I = 4, 64, 96  # noqa: E741

@@ -16,9 +16,9 @@ ROOT = pathlib.Path(jmx.__file__).parent
 # Each file may import those before it; files of one entry stand side by side.
 ORDER = [
     {"_version", "codes"},
-    {"formats"},
+    {"formats", "rounding"},
     {"activations", "routing", "grouping", "mxfp8", "quantization"},
-    {"layouts"},
+    {"inputs", "layouts"},
     {"experts"},
     {"selection"},
     {"refusals"},

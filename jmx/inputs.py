@@ -1,0 +1,357 @@
+"""Input formats: what activations are rounded to before a product, and which of them a layer takes.
+
+A format says which elements share a scale: a block along the last axis, a row (a token), or the whole tensor. *Dynamic*
+scales come from the elements that share them; a *static* one was found by calibration and stands in a checkpoint.
+
+What kernels and checkpoint tools do differs in details. Here one rule holds for all formats, so that nothing is lost
+without being seen:
+
+* Dynamic scales have a floor, the least positive scale: 2^-126 in float32 (the least that no platform flushes), 2^-9 in
+  e4m3, 2^-127 in e8m0. Rows and blocks of zeros get it. (MXFP4 alone gives those a scale of 1.)
+* An element is x divided by its scale: the float32 quotient, rounded to nearest, then to the element, ties to even both
+  times. It is a quotient, never a product with a reciprocal, whose last bit may differ.
+* What is too large becomes the largest element. Zeros keep their sign, where the element has one.
+* NaN or infinity among elements that share a dynamic scale makes that scale NaN, and these elements 0. Under a static
+  scale alone (`fp8_static`) it makes the one element NaN. Products of that token are then NaN.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jmx import codes, formats, mxfp8, quantization, rounding
+
+Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+
+
+@dataclass(frozen=True)
+class InputFormat:
+    """What activations are rounded to before a product.
+
+    Args:
+        name: key in `INPUT_FORMATS`.
+        element_dtype: dtype of the values.
+        block_size: how many elements of the last axis share a scale; "row": all of them; "tensor": all there are.
+        scale_dtype: dtype of the scales.
+        static: whether a static scale takes part: float32, one a tensor, a factor of every element's worth.
+    """
+
+    name: str
+    element_dtype: np.dtype
+    block_size: int | Literal["row", "tensor"]
+    scale_dtype: np.dtype
+    static: bool = False
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether scales come from the elements."""
+        return self.block_size != "tensor"
+
+    @property
+    def largest(self) -> float:
+        """The largest element; where dynamic scales stand beside a static one, times the largest of them."""
+        element = 127.0 if self.element_dtype == np.int8 else float(ml_dtypes.finfo(self.element_dtype).max)
+        return element * float(ml_dtypes.finfo(self.scale_dtype).max) if self.static and self.dynamic else element
+
+    def check_size(self, name: str, size: int) -> None:
+        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks."""
+        if isinstance(self.block_size, int) and size % self.block_size:
+            raise ValueError(f"`{name}` (={size}) must be a multiple of {self.block_size} for {self.name} inputs")
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of x of `shape` (..., K): (..., K / block_size), (..., 1) of rows, () of a tensor."""
+        if self.block_size == "tensor":
+            return ()
+        return (*shape[:-1], 1 if self.block_size == "row" else shape[-1] // self.block_size)
+
+
+class Quantised(NamedTuple):
+    """Activations in an input format; a pytree. An element is worth value * scale * `global_scale`.
+
+    `values` (..., K) of the format's element dtype, `scales` of its scale dtype and of `InputFormat.scales_shape`,
+    `global_scale` float32 (): the static scale that stands beside dynamic ones; None, which counts as 1, without these.
+    """
+
+    values: Array
+    scales: Array
+    global_scale: Array | None = None
+
+
+_E4M3, _E2M1 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float4_e2m1fn)
+_F32, _E8M0 = np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu)
+
+FP8_STATIC = InputFormat("fp8_static", _E4M3, "tensor", _F32, static=True)
+FP8_TOKEN = InputFormat("fp8_token", _E4M3, "row", _F32)
+FP8_BLOCK = InputFormat("fp8_block", _E4M3, 128, _F32)
+MXFP8 = InputFormat("mxfp8", _E4M3, formats.MXFP8.block_size, _E8M0)
+MXFP4 = InputFormat("mxfp4", _E2M1, formats.MXFP4.block_size, _E8M0)
+NVFP4 = InputFormat("nvfp4", _E2M1, 16, _E4M3, static=True)
+INT8_TOKEN = InputFormat("int8_token", np.dtype(np.int8), "row", _F32)
+
+INPUT_FORMATS: dict[str, InputFormat] = {
+    format.name: format for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
+}
+
+# What a user may ask for without naming the variant. Variants that are dynamic alone come first: they need nothing that
+# only calibration knows. Among these, those of finer scales come later, as fewer weights go with them.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "fp8": ("fp8_token", "fp8_block", "fp8_static"),
+    "fp4": ("mxfp4", "nvfp4"),
+    "int8": ("int8_token",),
+}
+
+_LEAST_SCALE = 1 << 23  # 2^-126, as float32 bits
+_E4M3_NAN = 0x7F
+
+
+def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -> Quantised:
+    """Rounds activations to an input format, the same bits on every platform. Traceable.
+
+    Scales, with amax the largest magnitude among the elements that share one, float32 operations rounded to nearest:
+
+    * `fp8_static`: `static_scale`. compressed-tensors (`lifecycle/forward.py`, static strategy "tensor") and vLLM
+      (`static_scaled_fp8_quant`, which multiplies by the reciprocal).
+    * `fp8_token`: amax / 448. compressed-tensors (strategy "token"; floor 2^-23) and vLLM
+      (`dynamic_per_token_scaled_fp8_quant`; floor 1 / (448 * 512), which costs rows below 2^-9 precision).
+    * `fp8_block`: amax / 448. DeepGEMM (`per_token_cast_to_fp8`; amax at least 1e-4, and the reciprocal) and vLLM
+      (`per_token_group_quant_8bit`; amax at least 1e-10).
+    * `int8_token`: amax / 127. vLLM (`dynamic_scaled_int8_quant`, which multiplies by 127 / amax; compressed-tensors
+      divides amax by 127.5). No element reaches -128.
+    * `mxfp8`: see `jmx.mxfp8`. `mxfp4`: see `jmx.quantization.quantize`, scale rule "round_even", that of
+      compressed-tensors (`mxfp4_utils.py`).
+    * `nvfp4`: e4m3 of amax / (6 * static_scale), at most 448; elements are x / (scale * static_scale). ModelOpt
+      (`NVFP4QTensor`; blocks whose scale would be 0 differ there). The global scale of compressed-tensors is the
+      reciprocal of `static_scale`, which here always multiplies.
+
+    Args:
+        x: float32, bfloat16 or float16 (..., K).
+        format: one of `INPUT_FORMATS`.
+        static_scale: float32 (), for formats that are `static`; None for others. It must be a normal float32 (2^-126
+            or more), and small enough for the largest number of the format to be finite. A traced one, which cannot be
+            looked at, makes everything NaN if it is not.
+
+    Raises:
+        ValueError: another format, K not a whole number of blocks, a scalar, a static scale that is missing, not
+            wanted, of another shape or out of range.
+        TypeError: another dtype.
+    """
+    if format not in INPUT_FORMATS.values():
+        raise ValueError(f"`format` (={format!r}) must be one of `INPUT_FORMATS`")
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
+    if x.ndim == 0:
+        raise ValueError("`x` (a scalar) must have a last axis to round along")
+    format.check_size("x.shape[-1]", x.shape[-1])
+    _check_static_scale(format, static_scale)
+    if format == MXFP8:
+        q = mxfp8.quantize(x)
+        return Quantised(q.values, q.scales)
+    if format == MXFP4:
+        q = quantization.quantize(x, formats.MXFP4, scale_rule="round_even", nonfinite="nan_block")
+        return Quantised(q.values, q.scales)
+    return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
+
+
+def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
+    if not format.static:
+        if scale is not None:
+            raise ValueError(
+                f"`static_scale` (={scale}) must be None for {format.name} inputs: their scales are dynamic"
+            )
+        return
+    if scale is None:
+        raise ValueError(f"`static_scale` (=None) must be given for {format.name} inputs")
+    if getattr(scale, "dtype", None) != jnp.float32:
+        raise TypeError(f"`static_scale` ({getattr(scale, 'dtype', type(scale).__name__)}) must be a float32 scalar")
+    if scale.shape != ():
+        raise ValueError(f"`static_scale` (shape {scale.shape}) must be a scalar: one scale a tensor")
+    least, most = _least_and_most(format)
+    if not isinstance(scale, Tracer) and not least <= scale <= most:
+        raise ValueError(f"`static_scale` (={scale}) must lie between {least} and {most} for {format.name} inputs")
+
+
+def _least_and_most(format: InputFormat) -> tuple[np.float32, np.float32]:
+    limits = np.finfo(np.float32)
+    return limits.tiny, np.nextafter(limits.max / np.float32(format.largest), np.float32(0))
+
+
+@partial(jax.jit, static_argnums=2)
+def _quantize_static(x: Array, static_scale: Array, format: InputFormat) -> Quantised:
+    magnitude, negative = _magnitude_and_sign(x)
+    scale = _in_range(static_scale, format)
+    elements = rounding.minifloat(rounding.divided(rounding.normalised(magnitude), scale), format.element_dtype)
+    elements = jnp.where((magnitude >= codes.F32_INF) | (scale == rounding.NAN), jnp.uint8(_E4M3_NAN), elements)
+    return Quantised(_signed(elements, negative, format.element_dtype), lax.bitcast_convert_type(scale, jnp.float32))
+
+
+@partial(jax.jit, static_argnums=2)
+def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat) -> Quantised:
+    magnitude, negative = _magnitude_and_sign(x)
+    shared = x.shape[-1] if format.block_size == "row" else int(format.block_size)
+    blocks = magnitude.reshape(*format.scales_shape(x.shape), shared)
+    amax = blocks.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
+    is_nan = amax >= codes.F32_INF
+    if static_scale is not None:
+        given = _in_range(static_scale, format)
+        is_nan |= given == rounding.NAN
+        code, scale = _nvfp4_scale(amax, given)
+        scales = lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(_E4M3_NAN), code), format.scale_dtype)
+    else:
+        scale = rounding.divided(rounding.normalised(amax), rounding.bits_of(format.largest))
+        scale = jnp.maximum(scale, _LEAST_SCALE)
+        scales = lax.bitcast_convert_type(jnp.where(is_nan, rounding.NAN, scale), format.scale_dtype)
+    quotient = rounding.divided(rounding.normalised(blocks), rounding.normalised(scale))
+    if format == INT8_TOKEN:
+        elements = rounding.integer(quotient).astype(jnp.int8)
+    else:
+        elements = rounding.minifloat(quotient, format.element_dtype)
+    elements = jnp.where(is_nan, jnp.zeros_like(elements), elements).reshape(x.shape)
+    return Quantised(_signed(elements, negative, format.element_dtype), scales[..., 0], static_scale)
+
+
+def _magnitude_and_sign(x: Array) -> tuple[jax.Array, jax.Array]:
+    bits = codes.float32_bits(x)
+    return (bits & 0x7FFFFFFF).astype(jnp.int32), bits >> 31 == 1
+
+
+def _in_range(static_scale: Array, format: InputFormat) -> jax.Array:
+    """float32 bits; NaN, for want of an error, of a traced scale that is out of range."""
+    least, most = (rounding.bits_of(limit) for limit in _least_and_most(format))
+    given = lax.bitcast_convert_type(static_scale, jnp.int32)
+    return jnp.where((given >= least) & (given <= most), given, rounding.NAN)
+
+
+def _nvfp4_scale(amax: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes of the scales of blocks, and float32 bits of what elements are divided by."""
+    limit = rounding.times(rounding.bits_of(6.0), given)
+    code = rounding.minifloat(rounding.divided(rounding.normalised(amax), limit), _E4M3)
+    code = jnp.maximum(code, 1)
+    return code, rounding.times(_float32_bits(lax.bitcast_convert_type(code, _E4M3)), given)
+
+
+def _signed(elements: jax.Array, negative: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Magnitudes, as codes or integers, and signs -> `dtype`."""
+    if dtype == np.int8:
+        return jnp.where(negative, -elements, elements)
+    if dtype == _E4M3:
+        return lax.bitcast_convert_type(elements | negative.astype(jnp.uint8) << 7, dtype)
+    elements |= negative.astype(jnp.uint8) << 3
+    packed = elements[..., 0::2] | elements[..., 1::2] << 4
+    return lax.bitcast_convert_type(packed, dtype).reshape(elements.shape)
+
+
+def dequantize(q: Quantised) -> jax.Array:
+    """What `q` is worth: float32 (..., K), the exact product of value and scales, rounded to nearest, ties to even.
+
+    The same bits on every platform, subnormals included; products too large are infinite. Where the value or a scale is
+    NaN, so is the result; a scale of infinity counts as NaN. Traceable.
+
+    Raises:
+        ValueError: scales that do not fit the values.
+    """
+    return _dequantize(q)
+
+
+@jax.jit
+def _dequantize(q: Quantised) -> jax.Array:
+    bits = _float32_bits(q.values)
+    shape = q.values.shape
+    scale = _float32_bits(q.scales)
+    if scale.ndim:
+        if shape[:-1] != scale.shape[:-1] or (scale.shape[-1] and shape[-1] % scale.shape[-1]):
+            raise ValueError(f"`q.scales` (shape {scale.shape}) must divide the last axis of values of shape {shape}")
+        bits = bits.reshape(*scale.shape, shape[-1] // max(scale.shape[-1], 1))
+        scale = scale[..., None]
+    magnitude = bits & 0x7FFFFFFF
+    worth = rounding.times(magnitude, scale)
+    if q.global_scale is not None:  # value times scale is exact: six significant bits at most
+        worth = rounding.times(worth, _float32_bits(q.global_scale))
+    signed = jnp.where(bits < 0, worth | -0x80000000, worth)
+    return lax.bitcast_convert_type(signed, jnp.float32).reshape(shape)
+
+
+def _float32_bits(x: Array) -> jax.Array:
+    """Signed float32 bits (int32) of values or scales, which float32 holds exactly."""
+    if x.dtype == _E8M0:
+        return lax.bitcast_convert_type(codes.power_of_two(lax.bitcast_convert_type(x, jnp.uint8)), jnp.int32)
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def reduce_static_scales(scales: Array) -> np.float32:
+    """One static scale for all experts: the largest, under which no expert's inputs are cut off that were not before.
+
+    Warns (UserWarning) when they differ, as experts of smaller scales then get coarser inputs. It is what vLLM does.
+
+    Args:
+        scales: float32, bfloat16 or float16 (E,), factors of the elements' worth. (Global scales that divide, as those
+            of compressed-tensors do, must be inverted before: their largest is the wrong one.)
+
+    Raises:
+        ValueError: scales that are NaN, infinite, zero or negative; none at all; another rank; traced ones.
+        TypeError: another dtype.
+    """
+    if isinstance(scales, Tracer):
+        raise ValueError("`scales` must be looked at, and are traced: reduce them outside jit")
+    if scales.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"`scales` (dtype {scales.dtype}) must be float32, bfloat16 or float16")
+    if scales.ndim != 1 or not scales.size:
+        raise ValueError(f"`scales` (shape {scales.shape}) must be one an expert, (E,)")
+    given = np.asarray(scales).astype(np.float32)
+    bad = np.flatnonzero(~(np.isfinite(given) & (given > 0)))
+    if bad.size:
+        raise ValueError(f"`scales[{bad[0]}]` (={given[bad[0]]}) must be positive and finite, as all {len(given)} must")
+    most = given.max()
+    if smaller := int((given < most).sum()):
+        warnings.warn(
+            f"static input scales differ: {smaller} of {len(given)} experts' are below the largest, {most}, which all "
+            f"now use; the least is {given.min()}",
+            UserWarning,
+            stacklevel=2,
+        )
+    return most
+
+
+def resolve(checkpoint: str | None, user: str | None, supported: Sequence[str | None]) -> str | None:
+    """Which input format a layer takes: a key of `INPUT_FORMATS`, or None for the activations' own 16 or 32 bits.
+
+    A checkpoint's format holds; a user may name the same, or its family. Where the checkpoint names none, the user's
+    holds; of a family the first variant, in the order of `FAMILIES`, that is supported. Where nobody names any, None is
+    preferred, if supported, and else the first that is. As vLLM resolves them (`oracle/mxfp4.py`).
+
+    Args:
+        checkpoint: the format that a checkpoint declares, or None.
+        user: the format or family (a key of `FAMILIES`) that a user asks for, or None.
+        supported: the formats that can be had, in order of preference, None among them if inputs may stay as they are.
+
+    Raises:
+        ValueError: an unknown name, checkpoint and user disagreeing, or nothing left.
+    """
+    if checkpoint is not None and checkpoint not in INPUT_FORMATS:
+        raise ValueError(f"`checkpoint` (={checkpoint!r}) must be one of {[*INPUT_FORMATS]}")
+    if user is not None and user not in INPUT_FORMATS and user not in FAMILIES:
+        raise ValueError(f"`user` (={user!r}) must be one of {[*INPUT_FORMATS]}, or a family: {[*FAMILIES]}")
+    variants = FAMILIES.get(user, (user,)) if user is not None else ()
+    if checkpoint is not None and user is not None and checkpoint not in variants:
+        raise ValueError(
+            f"the checkpoint declares {checkpoint!r} inputs and the user asks for {user!r}: leave that out, or align it"
+        )
+    if checkpoint is not None:
+        wanted: Sequence[str | None] = (checkpoint,)
+    elif user is not None:
+        wanted = variants
+    else:
+        wanted = (None, *supported)
+    for name in wanted:
+        if name in supported:
+            return name
+    asked = repr(checkpoint or user) if checkpoint or user else "any"
+    raise ValueError(f"{asked} inputs are not supported; supported: {[*supported]}")

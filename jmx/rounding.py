@@ -1,0 +1,99 @@
+"""Quotients, products and roundings of floats by integers: what quantisers need, the same bits on every platform.
+
+Compilers leave nothing else to rely on. XLA divides floats correctly rounded on CPUs, and within two units in the last
+place on NVIDIA GPUs; it multiplies by the reciprocal of a constant; its CPU code flushes subnormals, and may fuse a
+product with what is added to it.
+
+Magnitudes are float32 bits without a sign, as int32. *Extended* bits have an exponent field that may be below 1, where
+float32 would have a subnormal: the significand then has 24 bits all the same. `normalised` gives them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jmx import codes
+
+Array = jax.Array
+
+_BIAS = 127
+_MANTISSA = 23  # bits of float32, of 24 in its significand
+_HIDDEN = 1 << _MANTISSA
+_NEVER_ROUNDS_UP = _MANTISSA + 2  # places by which any significand is less than half of a step
+NAN = 0x7FC00000  # as float32 bits
+
+
+def bits_of(number: float | np.floating) -> int:
+    """float32 bits of a constant that float32 has."""
+    return int(np.float32(number).view(np.int32))
+
+
+def normalised(magnitude: Array) -> Array:
+    """float32 bits -> extended bits. Of zero: those of 2^-151, below every float32."""
+    return codes.over_power_of_two(magnitude, jnp.int32(_BIAS))
+
+
+def divided(dividend: Array, divisor: Array | int) -> Array:
+    """Quotient of finite magnitudes, extended bits each, rounded to 24 bits, to nearest: as float32 has it, but for its
+    subnormals. A quotient of 2^128 or more has exponent field 255."""
+    m, n = _significand(dividend), _significand(divisor)
+    less = (m < n).astype(jnp.int32)
+    # A quotient of floats that is off by some units has a remainder which 32 bits hold, whatever the terms overflow.
+    # The remainder says how far off. It never lies in the middle: such a dividend would have more than 24 bits.
+    quotient = (_about(m, n) * jnp.where(less == 1, 2.0**24, 2.0**23)).astype(jnp.int32)
+    remainder = (m << (_MANTISSA + less)) - quotient * n
+    off = jnp.rint(_about(remainder, n)).astype(jnp.int32)
+    remainder -= off * n
+    quotient += off + (2 * remainder > n).astype(jnp.int32) - (2 * remainder < -n).astype(jnp.int32)
+    field = (dividend >> _MANTISSA) - (divisor >> _MANTISSA) + _BIAS - less
+    return (jnp.minimum(field, 255) << _MANTISSA) + quotient - _HIDDEN
+
+
+def _about(dividend: Array, divisor: Array | int) -> Array:
+    return dividend.astype(jnp.float32) / jnp.asarray(divisor, jnp.float32)
+
+
+def times(a: Array | int, b: Array) -> Array:
+    """Product of two magnitudes, float32 bits each, as float32 bits: rounded once, to nearest, ties to even, subnormals
+    included. `a` has at most 8 significant bits, as every element and every narrow scale has. NaN where either is NaN
+    or infinite."""
+    zero, finite = (a == 0) | (b == 0), (a < codes.F32_INF) & (b < codes.F32_INF)
+    a, b = normalised(jnp.asarray(a, jnp.int32)), normalised(b)
+    product = (_significand(a) >> 16).astype(jnp.uint32) * _significand(b).astype(jnp.uint32)  # 31 or 32 bits
+    carry = (product >> 31).astype(jnp.int32)
+    word = (product >> 4).astype(jnp.int32) | (product & 15 != 0)  # what is cut off stays below every half
+    field = (a >> _MANTISSA) + (b >> _MANTISSA) - _BIAS + carry
+    significand = _shifted(word, jnp.minimum(3 + carry + jnp.maximum(1 - field, 0), 30))
+    bits = jnp.minimum((jnp.clip(field - 1, 0, 254) << _MANTISSA) + significand, codes.F32_INF)
+    return jnp.where(finite, jnp.where(zero, 0, bits), NAN)
+
+
+def minifloat(bits: Array, dtype: Any) -> Array:
+    """Extended bits -> codes (uint8, no sign) of a narrower float: to nearest, ties to even, saturating. What
+    `normalised` makes of zero becomes zero, also when it was divided by a float32 of 2^-140 or more."""
+    limits = ml_dtypes.finfo(dtype)
+    dropped = _MANTISSA - limits.nmant
+    below = _BIAS + limits.minexp - 1  # float32's exponent field under which `dtype` has its subnormals
+    bits = jnp.minimum(bits, bits_of(float(limits.max)))
+    field = (bits >> _MANTISSA) - below
+    normal = _shifted(bits - (below << _MANTISSA), jnp.int32(dropped))
+    subnormal = _shifted(_significand(bits), jnp.clip(dropped + 1 - field, dropped + 1, _NEVER_ROUNDS_UP))
+    return jnp.where(field >= 1, normal, subnormal).astype(jnp.uint8)
+
+
+def integer(bits: Array) -> Array:
+    """Extended bits of numbers below 2^22 -> int32: to nearest, ties to even."""
+    places = _BIAS + _MANTISSA - (bits >> _MANTISSA)
+    return _shifted(_significand(bits), jnp.clip(places, 1, _NEVER_ROUNDS_UP))
+
+
+def _significand(bits: Array | int) -> Any:
+    return bits & _HIDDEN - 1 | _HIDDEN
+
+
+def _shifted(word: Array, places: Array) -> Array:
+    """word / 2^places, rounded to nearest, ties to even."""
+    return (word + (1 << (places - 1)) - 1 + (word >> places & 1)) >> places

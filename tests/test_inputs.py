@@ -1,0 +1,497 @@
+"""Input formats against a statement of their rules in numpy's floats and ml_dtypes, and as properties."""
+
+import warnings
+from dataclasses import FrozenInstanceError, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from jmx.inputs import (
+    FAMILIES,
+    FP8_STATIC,
+    INPUT_FORMATS,
+    INT8_TOKEN,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    InputFormat,
+    Quantised,
+    dequantize,
+    quantize,
+    reduce_static_scales,
+    resolve,
+)
+
+ALL = [*INPUT_FORMATS.values()]
+DYNAMIC = [format for format in ALL if format.dynamic]
+K = 256  # whole blocks of every format
+SHAPE = (3, K)  # one shape for all hypothesis examples: one compilation a format
+TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+SINGLE = np.float32
+
+formats = pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
+dynamic = pytest.mark.parametrize("format", DYNAMIC, ids=lambda format: format.name)
+any_floats = hnp.arrays(SINGLE, SHAPE, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+modest_floats = hnp.arrays(SINGLE, SHAPE, elements=st.floats(-(2.0**100), 2.0**100, width=32))
+static_scales = st.floats(float(TINY), 2.0**110, width=32).map(SINGLE)
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.itemsize])
+
+
+def same(a, b):
+    assert [array is None for array in a] == [array is None for array in b]
+    for left, right in zip(a, b, strict=True):
+        if left is not None:
+            assert left.dtype == right.dtype
+            np.testing.assert_array_equal(bits(left), bits(right))
+
+
+def static_for(format, scale=0.01):
+    return SINGLE(scale) if format.static else None
+
+
+def shared(format, size):
+    """How many elements of a row of `size` share a scale."""
+    return format.block_size if isinstance(format.block_size, int) else size
+
+
+def as_element(quotient, dtype):
+    """float32 quotients, rounded to nearest, ties to even, saturating."""
+    if dtype == np.int8:
+        return np.clip(np.rint(quotient), -127, 127).astype(np.int8)
+    most = SINGLE(float(jnp.finfo(dtype).max))
+    return np.clip(quotient, -most, most).astype(dtype)
+
+
+def power_of_two(exponents):
+    return np.ldexp(1.0, np.clip(exponents, -127, 127))
+
+
+def reference(x, format, static=None):
+    """values and scales of finite `x`. Quotients rounded to float64 and then to float32 are as if rounded once."""
+    x = np.asarray(x).astype(np.float64)
+    blocks = x.reshape(*x.shape[:-1], -1, shared(format, x.shape[-1]))
+    amax = np.abs(blocks).max(axis=-1)
+    divisor = None
+    if format == FP8_STATIC:
+        scales = divisor = np.broadcast_to(np.float64(static), amax.shape)
+    elif format == NVFP4:
+        limit = SINGLE(6 * np.float64(static)).astype(np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            ratio = (amax / limit).astype(SINGLE)
+        scales = np.clip(ratio, 2.0**-9, 448).astype(format.scale_dtype)  # the floor is the least e4m3
+        divisor = (scales.astype(np.float64) * np.float64(static)).astype(SINGLE)
+    elif format == MXFP8:
+        scales = power_of_two(-127 + np.searchsorted(448 * power_of_two(np.arange(-127, 128)), amax))
+    elif format == MXFP4:
+        fraction, exponent = np.frexp(amax)
+        scales = power_of_two(np.where(amax == 0, 0, exponent - 1 + (fraction >= 0.875) - 2))
+    else:
+        scales = np.maximum(SINGLE(amax / format.largest), TINY)
+    divisor = scales if divisor is None else divisor
+    with np.errstate(under="ignore", over="ignore"):
+        quotient = (blocks / divisor[..., None].astype(np.float64)).astype(SINGLE)
+    values = as_element(quotient, format.element_dtype).reshape(x.shape)
+    return values, np.asarray(static) if format == FP8_STATIC else scales.astype(format.scale_dtype)
+
+
+def assert_as_reference(x, format, static=None):
+    static = static_for(format) if static is None else static
+    q = quantize(x, format, static)
+    values, scales = reference(x, format, static)
+    assert (q.values.dtype, q.scales.dtype) == (format.element_dtype, format.scale_dtype)
+    assert q.scales.shape == format.scales_shape(x.shape)
+    np.testing.assert_array_equal(bits(q.scales), bits(scales))
+    np.testing.assert_array_equal(bits(q.values), bits(values))
+    return q
+
+
+def every_finite(dtype):
+    values = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    return values[np.isfinite(values.astype(np.float32))]
+
+
+@formats
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_every_16_bit_value_as_the_largest_of_its_block(rng, format, dtype):
+    largest = every_finite(dtype)
+    size = min(shared(format, 32), 32) if format.block_size != 128 else 128
+    part = rng.uniform(-1, 1, (len(largest), size)) * rng.choice([1, 1 / 16, 1 / 512], (len(largest), size))
+    x = (part * np.abs(largest.astype(np.float64))[:, None]).astype(dtype)
+    x[np.arange(len(x)), rng.integers(0, size, len(x))] = largest
+    assert_as_reference(x, format)
+
+
+@formats
+@pytest.mark.parametrize("amax", [500.0, 2.0**-100, 2.0**-124, 2.0**-130])
+def test_every_bfloat16_below_some_largest(format, amax):
+    values = every_finite(jnp.bfloat16)
+    values = values[np.abs(values.astype(np.float64)) <= amax]
+    size = shared(format, K) - 1
+    blocks = np.resize(values, (-(-len(values) // size), size))
+    x = np.column_stack([np.full(len(blocks), amax, jnp.bfloat16), blocks])
+    for static in (1.0, 2.0**-100, float(TINY)) if format.static else (None,):
+        assert_as_reference(x, format, None if static is None else SINGLE(static))
+
+
+@pytest.mark.parametrize("static", [1.0, 0.1, 3e-5, 2.0**-126, 1e30])
+def test_every_scale_of_nvfp4(rng, static):
+    """amax at each e4m3, between two, next to that, below and above all."""
+    scales = np.arange(1, 0x7F, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
+    between = (scales[:-1] + scales[1:]) / 2
+    wanted = np.concatenate(
+        [scales, between, between * (1 + 2.0**-20), between * (1 - 2.0**-20), [1e-9, 1e-3, 449, 1e4]]
+    )
+    x = (rng.uniform(-1, 1, (len(wanted), 16)) * wanted[:, None] * 6 * static).astype(SINGLE)
+    x[:, 3] = wanted * 6 * static
+    q = assert_as_reference(x, NVFP4, SINGLE(static))
+    np.testing.assert_array_equal(np.unique(bits(q.scales)), np.arange(1, 0x7F))
+
+
+def test_a_static_scale_saturates_and_keeps_its_bits():
+    static = SINGLE(0.37)
+    edge = 448 * static
+    x = np.array([[edge, np.nextafter(edge, SINGLE(np.inf)), -100 * edge, LARGEST, -LARGEST, edge / 2]], SINGLE)
+    q = assert_as_reference(x, FP8_STATIC, static)
+    np.testing.assert_array_equal(np.asarray(q.values).astype(SINGLE), [[448, 448, -448, 448, -448, 224]])
+    assert bits(q.scales) == bits(static)
+
+
+@formats
+@given(x=any_floats, static=static_scales)
+def test_any_floats(format, x, static):
+    assert_as_reference(x, format, static if format.static else None)
+
+
+@formats
+@given(x=modest_floats, static=static_scales)
+def test_what_is_quantised_stays_under_the_same_scale(format, x, static):
+    """A value divided by its own scale once more is the same element."""
+    q = quantize(x, format, static if format.static else None)
+    worth = np.asarray(dequantize(q)).astype(np.float64).reshape(*SHAPE[:-1], -1, shared(format, K))
+    scale = np.broadcast_to(np.asarray(q.scales).astype(np.float64), worth.shape[:-1] if format.dynamic else ())
+    if q.global_scale is not None:
+        scale = scale * np.float64(q.global_scale)
+    normal = scale >= TINY  # below, the product itself has lost bits
+    again = as_element((worth / scale[..., None]).astype(SINGLE), format.element_dtype)
+    values = np.asarray(q.values).reshape(worth.shape)
+    np.testing.assert_array_equal(bits(again)[normal], bits(values)[normal])
+
+
+@formats
+@given(x=any_floats, static=static_scales)
+def test_order_is_preserved(format, x, static):
+    x = np.sort(x, axis=-1)  # within each block, too
+    worth = np.asarray(dequantize(quantize(x, format, static if format.static else None)))
+    blocks = worth.reshape(*SHAPE[:-1], -1, shared(format, K))
+    assert (blocks[..., :-1] <= blocks[..., 1:]).all()
+
+
+# Half a step of the element, relative to the value, and half its least step, in scales.
+BOUNDS = {
+    "fp8_static": (2.0**-4, 2.0**-10),
+    "fp8_token": (2.0**-4, 2.0**-10),
+    "fp8_block": (2.0**-4, 2.0**-10),
+    "mxfp8": (2.0**-4, 2.0**-10),
+    "mxfp4": (0.25, 0.25),
+    "nvfp4": (0.25, 0.25),
+    "int8_token": (0, 0.5),
+}
+
+
+@formats
+def test_the_error_is_at_most_half_a_step(rng, format):
+    x = (rng.standard_normal((64, 8 * K)) * np.exp(rng.normal(0, 2, (64, 8 * K)))).astype(SINGLE)
+    static = SINGLE(np.abs(x).max() / format.largest) if format.static else None
+    q = quantize(x, format, static)
+    scale = np.asarray(q.scales).astype(np.float64) * (1 if q.global_scale is None else np.float64(q.global_scale))
+    scale = np.repeat(scale, 8 * K // scale.shape[-1], axis=-1) if scale.ndim else scale
+    relative, least = BOUNDS[format.name]
+    error = np.abs(np.asarray(dequantize(q)).astype(np.float64) - x)
+    allowed = np.maximum(relative * np.abs(x), least * scale) * (1 + 2.0**-20)
+    element = 127 if format == INT8_TOKEN else float(jnp.finfo(format.element_dtype).max)
+    inside = np.abs(x) <= element * scale
+    assert (error <= allowed)[inside].all()
+    # Beyond that an element saturates: where scales are rounded down, and by as much.
+    outside = {"mxfp4": 7 / 6, "nvfp4": 1 + 2.0**-4}.get(format.name, 1 + 2.0**-20)
+    assert (np.abs(x) <= outside * element * scale).all()
+    assert inside.mean() > 0.9
+
+
+@formats
+def test_zeros_get_the_least_scale_and_keep_their_sign(format):
+    x = np.zeros(SHAPE, SINGLE)
+    x[1] = -0.0
+    q = assert_as_reference(x, format)
+    if format.dynamic:
+        least = {"nvfp4": 2.0**-9, "mxfp4": 1.0, "mxfp8": 2.0**-127}.get(format.name, TINY)
+        assert (np.asarray(q.scales).astype(np.float64) == least).all()
+    worth = np.asarray(dequantize(q))
+    assert (worth == 0).all()
+    assert not np.signbit(worth)[[0, 2]].any()
+    assert np.signbit(worth)[1].all() == (format != INT8_TOKEN)
+
+
+@formats
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_and_its_neighbours_stay(rng, format, bad):
+    x = rng.standard_normal((3, 2 * K)).astype(SINGLE)
+    expected = np.asarray(dequantize(quantize(x, format, static_for(format)))).copy()
+    size = shared(format, 2 * K) if format.dynamic else 1
+    first = 37 // size * size
+    x[1, 37] = bad
+    q = quantize(x, format, static_for(format))
+    assert np.isnan(dequantize(q))[1, first : first + size].all()
+    if format.dynamic:
+        assert np.isnan(np.asarray(q.scales).astype(SINGLE)).sum() == 1
+        assert (np.asarray(q.values)[1, first : first + size].astype(SINGLE) == 0).all()
+    expected[1, first : first + size] = np.nan
+    np.testing.assert_array_equal(dequantize(q), expected)
+
+
+@formats
+def test_a_tensor_with_nothing_finite(format):
+    for bad in (np.nan, np.inf):
+        x = np.full(SHAPE, bad, SINGLE)
+        assert np.isnan(dequantize(quantize(x, format, static_for(format)))).all()
+
+
+@formats
+@pytest.mark.parametrize("dtype", [SINGLE, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_subnormals(rng, format, dtype):
+    count = np.dtype(dtype).itemsize * 8
+    word = {16: np.uint16, 32: np.uint32}[count]
+    codes = rng.integers(0, 1 << (count - 9), SHAPE).astype(word)
+    x = (codes | rng.integers(0, 2, SHAPE).astype(word) << word(count - 1)).view(dtype)
+    assert (np.abs(x.astype(np.float64)) < TINY).all()
+    assert_as_reference(x, format, SINGLE(TINY) if format.static else None)
+    q = quantize(x, format, static_for(format, float(TINY)))
+    if format.name in ("fp8_token", "fp8_block", "mxfp8"):  # the floor costs rows this small no more than some bits
+        error = np.asarray(dequantize(q)).astype(np.float64) - x.astype(np.float64)
+        assert np.abs(error).max() <= 2.0**-4 * np.abs(x.astype(np.float64)).max()
+
+
+@formats
+def test_the_same_bits_under_jit_vmap_and_in_any_shape(rng, format):
+    x = rng.standard_normal((2, 3, 5, K)).astype(jnp.bfloat16)
+    static = static_for(format)
+    q = quantize(x, format, static)
+    same(jax.jit(quantize, static_argnums=1)(x, format, static), q)
+    same(quantize(jnp.asarray(x), format, None if static is None else jnp.asarray(static)), q)
+    mapped = jax.vmap(lambda row: quantize(row, format, static))(x)
+    np.testing.assert_array_equal(bits(mapped.values), bits(q.values))
+    flat = quantize(x.reshape(-1, K), format, static)
+    np.testing.assert_array_equal(bits(flat.values).ravel(), bits(q.values).ravel())
+    np.testing.assert_array_equal(bits(flat.scales).ravel(), bits(q.scales).ravel())
+    worth = np.asarray(dequantize(q))
+    np.testing.assert_array_equal(bits(jax.jit(dequantize)(q)), bits(worth))
+    np.testing.assert_array_equal(bits(jax.jit(lambda x: dequantize(quantize(x, format, static)))(x)), bits(worth))
+    # A sum next to the product would be fused with it, if the product were one of floats.
+    added = jax.jit(lambda x: dequantize(quantize(x, format, static)) + SINGLE(0.1))(x)
+    np.testing.assert_array_equal(bits(added), bits(worth + SINGLE(0.1)))
+
+
+@formats
+def test_a_token_does_not_depend_on_the_others(rng, format):
+    x = (rng.standard_normal((64, K)) * np.exp(rng.normal(0, 5, (64, 1)))).astype(jnp.bfloat16)
+    order = rng.permutation(64)
+    q, turned = (quantize(part, format, static_for(format)) for part in (x, x[order]))
+    np.testing.assert_array_equal(bits(turned.values), bits(q.values)[order])
+    if format.dynamic:
+        np.testing.assert_array_equal(bits(turned.scales), bits(q.scales)[order])
+
+
+@formats
+def test_odd_sizes_and_empty_arrays(rng, format):
+    size = format.block_size if isinstance(format.block_size, int) else 1
+    for shape in [(1, size), (5, 3 * size), (7 * size,), (2, 3, 37 * size)]:
+        assert_as_reference(rng.standard_normal(shape).astype(SINGLE), format)
+    for shape in [(0, 2 * size), (3, 0), (0,), (2, 0, size)]:
+        q = quantize(np.zeros(shape, SINGLE), format, static_for(format))
+        assert (q.values.shape, q.scales.shape) == (shape, format.scales_shape(shape))
+        assert dequantize(q).shape == shape
+
+
+@formats
+def test_every_element_under_scales_of_every_size(rng, format):
+    """Products are exact in float64, so rounding that to float32 is what `dequantize` promises."""
+    if format == INT8_TOKEN:
+        elements = np.arange(-128, 128).astype(np.int8)
+    else:
+        elements = np.arange(
+            256 if format.element_dtype.itemsize == 1 and format.largest == 448 else 16, dtype=np.uint8
+        )
+        elements = elements.view(format.element_dtype)
+    count = 4096
+    size = shared(format, 64)
+    values = rng.choice(elements, (count, size)).astype(format.element_dtype)
+    global_scale = None
+    if format.scale_dtype == np.float32:
+        scales = rng.integers(1, 0x7F800000, (count, 1), np.uint32).view(SINGLE)
+    else:
+        scales = rng.integers(0, 0x7F if format == NVFP4 else 255, (count, 1), np.uint8).view(format.scale_dtype)
+    if format == NVFP4:
+        global_scale = rng.integers(1, 0x7F800000, (), np.uint32).view(SINGLE)
+    if format == FP8_STATIC:
+        cases = [Quantised(values, scale[0]) for scale in scales[:64]]
+    else:
+        cases = [Quantised(values, scales, global_scale)]
+    for q in cases:
+        exact = q.values.astype(np.float64) * q.scales.astype(np.float64)
+        exact = exact if global_scale is None else exact * np.float64(global_scale)
+        with np.errstate(over="ignore", under="ignore"):
+            expected = exact.astype(SINGLE)
+        got = np.asarray(dequantize(Quantised(*(None if array is None else jnp.asarray(array) for array in q))))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+        np.testing.assert_array_equal(bits(got)[~np.isnan(got)], bits(expected)[~np.isnan(got)])
+
+
+def test_scales_that_do_not_fit_are_refused():
+    q = quantize(np.ones(SHAPE, SINGLE), INPUT_FORMATS["fp8_block"])
+    for scales in (q.scales[:2], jnp.ones((3, 7)), jnp.ones(3)):
+        with pytest.raises(ValueError, match=r"`q.scales` \(shape .* must divide the last axis of values of shape"):
+            dequantize(q._replace(scales=scales))
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if isinstance(f.block_size, int)], ids=lambda format: format.name)
+def test_part_of_a_block_is_refused(format):
+    message = rf"`x.shape\[-1\]` \(=33\) must be a multiple of {format.block_size}"
+    with pytest.raises(ValueError, match=message):
+        quantize(np.ones((2, 33), SINGLE), format, static_for(format))
+
+
+@formats
+def test_what_cannot_be_quantised_is_refused(format):
+    with pytest.raises(ValueError, match="scalar"):
+        quantize(SINGLE(1), format, static_for(format))
+    for x in (np.ones(K), np.ones(K, np.int32), np.ones(K, jnp.float8_e4m3fn)):
+        with pytest.raises(TypeError, match=f"`x` .dtype {x.dtype}. must be float32"):
+            quantize(x, format, static_for(format))
+
+
+def test_formats_of_no_table_are_refused():
+    for format in ("mxfp8", replace(NVFP4, block_size=32), replace(MXFP8, name="mine")):
+        with pytest.raises(ValueError, match=r"`format` \(=.*\) must be one of `INPUT_FORMATS`"):
+            quantize(np.ones(SHAPE, SINGLE), format)  # pyright: ignore[reportArgumentType]
+
+
+@formats
+def test_static_scales_are_given_where_they_belong(format):
+    x = np.ones(SHAPE, SINGLE)
+    if not format.static:
+        with pytest.raises(ValueError, match=rf"`static_scale` \(=1.0\) must be None for {format.name}"):
+            quantize(x, format, SINGLE(1))
+        return
+    with pytest.raises(ValueError, match=rf"`static_scale` \(=None\) must be given for {format.name}"):
+        quantize(x, format)
+    for scale in (0.5, np.float64(0.5), np.ones((), jnp.bfloat16)):
+        with pytest.raises(TypeError, match=r"`static_scale` \(.*\) must be a float32 scalar"):
+            quantize(x, format, scale)
+    with pytest.raises(ValueError, match=r"`static_scale` \(shape \(3,\)\) must be a scalar"):
+        quantize(x, format, np.ones(3, SINGLE))
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.static], ids=lambda format: format.name)
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf, -np.inf, 2.0**-127, 2.0**127])
+def test_a_static_scale_out_of_range_is_refused_or_nan(format, bad):
+    x, bad = np.ones(SHAPE, SINGLE), SINGLE(bad)
+    for scale in (bad, jnp.asarray(bad)):
+        with pytest.raises(ValueError, match=r"`static_scale` \(=.*\) must lie between 1.17.*e-38 and .*e\+35"):
+            quantize(x, format, scale)
+    q = jax.jit(quantize, static_argnums=1)(x, format, bad)
+    assert np.isnan(dequantize(q)).all()
+
+
+@pytest.mark.parametrize("format", [f for f in ALL if f.static], ids=lambda format: format.name)
+def test_static_scales_reach_as_far_as_they_may(format):
+    x = np.full(SHAPE, LARGEST, SINGLE)
+    most = SINGLE(np.nextafter(LARGEST / SINGLE(format.largest), SINGLE(0)))
+    q = quantize(x, format, most)
+    assert np.isfinite(dequantize(q)).all()
+    with pytest.raises(ValueError, match="must lie between"):
+        quantize(x, format, SINGLE(most * 1.001))
+    assert np.isfinite(dequantize(quantize(x, format, TINY))).all()
+
+
+def test_the_table_and_what_its_formats_say():
+    assert [*INPUT_FORMATS] == ["fp8_static", "fp8_token", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int8_token"]
+    assert all(format.name == name for name, format in INPUT_FORMATS.items())
+    assert [format.largest for format in ALL] == [448, 448, 448, 448, 6, 2688, 127]
+    assert [format.name for format in ALL if format.static] == ["fp8_static", "nvfp4"]
+    assert [format.name for format in ALL if not format.dynamic] == ["fp8_static"]
+    assert len({*ALL}) == len(ALL)  # hashable, as jit's static arguments must be
+    with pytest.raises(FrozenInstanceError):
+        ALL[0].name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+    assert {name for names in FAMILIES.values() for name in names} <= {*INPUT_FORMATS}
+    assert not {*FAMILIES} & {*INPUT_FORMATS}
+    assert isinstance(ALL[0], InputFormat)
+
+
+def test_static_scales_of_experts_become_the_largest():
+    scales = np.array([0.5, 0.25, 0.5, 0.125], SINGLE)
+    with pytest.warns(UserWarning, match=r"2 of 4 experts' are below the largest, 0.5, .* the least is 0.125"):
+        most = reduce_static_scales(scales)
+    assert (most.dtype, most.shape, most) == (np.float32, (), 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reduce_static_scales(np.full(7, 0.3, SINGLE)) == SINGLE(0.3)
+        assert reduce_static_scales(jnp.full(1, 0.3, jnp.bfloat16)) == np.float32(jnp.bfloat16(0.3))
+    quantize(np.ones(SHAPE, SINGLE), FP8_STATIC, most)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, np.nan, np.inf])
+def test_static_scales_that_cannot_be_are_refused(bad):
+    with pytest.raises(ValueError, match=r"`scales\[2\]` \(=.*\) must be positive and finite, as all 4 must"):
+        reduce_static_scales(np.array([1, 2, bad, 3], SINGLE))
+    with pytest.raises(ValueError, match="must be one an expert"):
+        reduce_static_scales(np.ones((2, 2), SINGLE))
+    with pytest.raises(ValueError, match="must be one an expert"):
+        reduce_static_scales(np.ones(0, SINGLE))
+    with pytest.raises(TypeError, match="must be float32"):
+        reduce_static_scales(np.ones(2, np.int32))
+    with pytest.raises(ValueError, match="traced"):
+        jax.jit(reduce_static_scales)(np.ones(2, SINGLE))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "user", "supported", "expected"),
+    [
+        (None, None, (None, "fp8_token"), None),
+        (None, None, ("fp8_token", None), None),  # 16 bits are preferred, wherever they stand
+        (None, None, ("mxfp8", "fp8_token"), "mxfp8"),
+        ("mxfp8", None, (None, "mxfp8"), "mxfp8"),
+        ("mxfp8", "mxfp8", (None, "mxfp8"), "mxfp8"),
+        (None, "int8", (None, "int8_token"), "int8_token"),
+        ("fp8_static", "fp8", (None, "fp8_token", "fp8_static"), "fp8_static"),
+        (None, "fp8", (None, "fp8_static", "fp8_block"), "fp8_block"),  # the family's order, not that of `supported`
+        (None, "fp8", (None, "fp8_block", "fp8_token"), "fp8_token"),
+        (None, "fp4", ("nvfp4",), "nvfp4"),
+    ],
+)
+def test_which_format_a_layer_takes(checkpoint, user, supported, expected):
+    assert resolve(checkpoint, user, supported) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "user", "supported", "message"),
+    [
+        ("mxfp8", "fp8", (None, "mxfp8"), "checkpoint declares 'mxfp8' inputs and the user asks for 'fp8'"),
+        ("fp8_block", "fp8_token", ("fp8_block", "fp8_token"), "declares 'fp8_block' .* asks for 'fp8_token'"),
+        ("nvfp4", None, (None, "mxfp8"), r"'nvfp4' inputs are not supported; supported: \[None, 'mxfp8'\]"),
+        (None, "fp8", (None, "mxfp8"), "'fp8' inputs are not supported"),
+        (None, None, (), "any inputs are not supported"),
+        (None, "e5m2", (None,), r"`user` \(='e5m2'\) must be one of .*'fp8_static'.*family.*'fp8'"),
+        ("fp8", None, (None,), r"`checkpoint` \(='fp8'\) must be one of"),  # a file says exactly what it has
+    ],
+)
+def test_formats_that_a_layer_cannot_take(checkpoint, user, supported, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(checkpoint, user, supported)
