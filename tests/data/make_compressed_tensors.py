@@ -1,10 +1,10 @@
-"""How compressed_tensors/ was made: by the package of that name, 0.20.0, with torch 2.13 and transformers 5.23, on a CPU.
+"""How compressed_tensors/ was made: by that package's 0.20.0, with torch 2.13 and transformers 5.23, on a CPU.
 
     python tests/data/make_compressed_tensors.py tests/data/compressed_tensors
 
-Act-order with groups (`actorder: group`) left the package after 0.18.0; under that version the script makes those schemes
-and no other. ModelOpt's and Quark's forms of the same weights are none that the package writes: here their tensors are
-stated by hand, from values and scales that the package found.
+Act-order with groups (`actorder: group`) left the package after 0.18.0; under that version the script makes those
+schemes and no other. ModelOpt's and Quark's forms of the same weights are none that the package writes: here their
+tensors are stated by hand, from values and scales that the package found.
 
 A folder holds a model of two layers, of which the first is a mixture of experts, named as Qwen3-MoE names its modules:
 config.json and model.safetensors as the package leaves them, and golden.safetensors, the weights that it makes of the
@@ -200,6 +200,7 @@ def make(case: Case, folder: Path) -> None:
     apply_quantization_config(whole, config)
     modules = {name: module for name, module in whole.named_modules() if hasattr(module, "quantization_scheme")}
     assert len(modules) == 3 * case.num_experts
+    order = torch.empty(0)
     for name, module in modules.items():
         if not name.endswith("up_proj"):  # which has gate's inputs, and so its order
             order = torch.randperm(module.weight.shape[1])

@@ -1,0 +1,342 @@
+"""What `quantization_config` of a compressed-tensors checkpoint says of each module.
+
+Its meaning is that of the package that writes it (https://github.com/vllm-project/compressed-tensors; its
+QuantizationConfig, QuantizationScheme and QuantizationArgs). Files say more than a loader needs (how scales were
+observed, say), and some of it would change the model: every key is checked, and one that is not known is refused.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint.compressed_tensors.targets import Target, parse_target
+from jmx.checkpoint.shards import CheckpointError, read_json
+
+FILE = "config.json"
+METHOD = "compressed-tensors"
+MIXED = "mixed-precision"  # in place of the one storage of all groups: each names its own
+PLACES = ("quantization_config", "compression_config")  # in config.json, as newer and older files have it
+
+GROUP_SIZES = (32, 64, 128)  # of integers
+BLOCK = [128, 128]  # of FP8
+
+# Ways in which files hold weights (the package's `format`), and the kinds of weights that can lie so.
+STORAGES: dict[str, tuple[str, ...]] = {
+    "nvfp4-pack-quantized": ("nvfp4",),
+    "mxfp4-pack-quantized": ("mxfp4",),
+    "pack-quantized": ("int",),
+    "int-quantized": ("int",),
+    "float-quantized": ("fp8",),
+    "naive-quantized": ("int", "fp8"),
+}
+
+# Input formats of which files hold a scale, and the tensor that does.
+STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": "input_global_scale"}
+
+# (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs. A group's size is None where there is none.
+_INPUTS: dict[tuple[Any, ...], str] = {
+    ("float", 8, "tensor", None, False, None): "fp8_static",
+    ("float", 8, "token", None, True, None): "fp8_token",
+    ("float", 8, "group", 128, True, None): "fp8_block",
+    ("float", 8, "group", 32, True, "torch.uint8"): "mxfp8",
+    ("float", 4, "group", 32, True, "torch.uint8"): "mxfp4",
+    ("float", 4, "tensor_group", 16, "local", "torch.float8_e4m3fn"): "nvfp4",
+    ("int", 8, "token", None, True, None): "int8_token",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a module is quantised.
+
+    Args:
+        weights: name of the weights' format, a key of `jmx.formats.FORMATS`.
+        inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have.
+        storage: how files hold the weights, a key of `STORAGES`.
+    """
+
+    weights: str
+    inputs: str | None
+    storage: str
+
+    @property
+    def static_scale(self) -> str | None:
+        """The tensor that holds the inputs' scale; None where nothing of them is static."""
+        return STATIC_SCALES.get(self.inputs) if self.inputs is not None else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are quantised alike: the name of the group, whom it means, and how."""
+
+    name: str
+    targets: tuple[Target, ...]
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The schemes of a checkpoint.
+
+    Args:
+        file: that said so.
+        groups: in the file's order.
+        ignore: modules that stay as they are, whichever group means them.
+    """
+
+    file: Path
+    groups: tuple[Group, ...]
+    ignore: tuple[Target, ...]
+
+    def scheme(self, module: str, module_class: str = "Linear") -> Scheme | None:
+        """The scheme of a module, by its name and its class; None if it is not quantised.
+
+        A target that is the module's name goes before regular expressions, and these before its class.
+
+        Raises:
+            CheckpointError: targets of the same rank give it different schemes. (Which one counts is told by their
+                alphabetical order in one library and by the file's in another.)
+        """
+        if any(target.rank(module, module_class) is not None for target in self.ignore):
+            return None
+        found: dict[int, dict[Scheme, str]] = {}
+        for group in self.groups:
+            for target in group.targets:
+                rank = target.rank(module, module_class)
+                if rank is not None:
+                    found.setdefault(rank, {}).setdefault(group.scheme, group.name)
+        if not found:
+            return None
+        best = found[min(found)]
+        if len(best) > 1:
+            raise CheckpointError(self.file, f"module {module!r} must be of one group, but is of {[*best.values()]}")
+        return next(iter(best))
+
+
+def read_quantization(path: str | os.PathLike[str]) -> Quantization:
+    """What config.json in the directory `path` says. CheckpointError as `parse_quantization`, or if there is none."""
+    file = Path(path) / FILE
+    return parse_quantization(file, read_json(file))
+
+
+def parse_quantization(file: Path, contents: Any) -> Quantization:
+    """The quantisation of a config.json's contents.
+
+    Raises:
+        CheckpointError: there is none, of another method, or one with a key that is unknown, missing, of another kind,
+            or of a meaning that is not run here, naming the key and its value.
+    """
+    if not isinstance(contents, dict):
+        raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
+    places = [key for key in PLACES if contents.get(key) is not None]
+    if len(places) != 1:
+        raise CheckpointError(file, f"must have one of {list(PLACES)}, but has {places}")
+    top = _Entries(file, places[0], contents[places[0]])
+    top.one_of("quant_method", (METHOD,))
+    top.one_of("quantization_status", ("compressed", "frozen", None), None)  # the latter in files of older versions
+    top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
+    for key in ("transform_config", "kv_cache_scheme", "moe_sparsity_config"):
+        top.check(key, lambda value: value in (None, {}), "must be empty: it would change the model", None)
+    for key in ("version", "global_compression_ratio"):  # they say nothing of the tensors
+        top.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
+    storage = top.one_of("format", (*STORAGES, MIXED))
+    ignore = _targets(top, "ignore", top.strings("ignore", []))
+    groups = top.object("config_groups")
+    top.close()
+    if not groups.entries:
+        raise CheckpointError(file, f"`{groups.place}` must hold a group, but is empty")
+    return Quantization(file, tuple(_group(groups, name, storage) for name in groups.entries), ignore)
+
+
+class _Entries:
+    """A JSON object whose entries are taken one by one; what is left at the end is unknown."""
+
+    def __init__(self, file: Path, place: str, value: Any):
+        self.file, self.place = file, place
+        if not isinstance(value, dict):
+            raise CheckpointError(file, f"`{place}` (={value!r}) must be an object")
+        self.entries: Mapping[str, Any] = value
+        self._left = set(value)
+
+    def error(self, key: str, rule: str) -> CheckpointError:
+        return CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) {rule}")
+
+    def check(self, key: str, fits: Callable[[Any], bool], rule: str, *default: Any) -> Any:
+        """The entry, or the default if it is missing; without one it must be there."""
+        self._left.discard(key)
+        if key not in self.entries:
+            if default:
+                return default[0]
+            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
+        if not fits(self.entries[key]):
+            raise self.error(key, rule)
+        return self.entries[key]
+
+    def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
+        """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
+
+        def fits(value: Any) -> bool:
+            return any(type(value) is type(wanted) and value == wanted for wanted in values)
+
+        return self.check(key, fits, f"must be one of {list(values)}", *default)
+
+    def strings(self, key: str, *default: Any) -> list[str]:
+        def fits(value: Any) -> bool:
+            return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+        return self.check(key, fits, "must be a list of strings", *default) or []
+
+    def object(self, key: str) -> "_Entries":
+        self._left.discard(key)
+        if key not in self.entries:
+            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
+        return _Entries(self.file, f"{self.place}.{key}", self.entries[key])
+
+    def close(self) -> None:
+        if self._left:
+            key = min(self._left)
+            raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
+
+
+def _no_sparsity(value: Any) -> bool:
+    return value in (None, {}) or (isinstance(value, dict) and value.get("format") == "dense")
+
+
+def _targets(entries: _Entries, key: str, texts: list[str]) -> tuple[Target, ...]:
+    targets = []
+    for text in texts:
+        try:
+            targets.append(parse_target(text))
+        except ValueError as error:
+            raise CheckpointError(entries.file, f"`{entries.place}.{key}`: {error}") from error
+    return tuple(targets)
+
+
+def _group(groups: _Entries, name: str, storage: str) -> Group:
+    group = groups.object(name)
+    targets = _targets(group, "targets", group.strings("targets"))
+    if not targets:
+        raise group.error("targets", "must name a module")
+    group.one_of("output_activations", (None,), None)
+    its_storage = group.one_of("format", (*STORAGES, None), None) or storage
+    if its_storage == MIXED:
+        raise CheckpointError(groups.file, f"`{group.place}.format` is missing, which {MIXED!r} leaves to each group")
+    if storage not in (MIXED, its_storage):
+        raise group.error("format", f"must be {storage!r}, as `{PLACES[0]}.format` has it")
+    weights = group.object("weights")
+    its_weights, kind = _weights(weights)
+    group.check("input_activations", lambda value: value is None or isinstance(value, dict), "must be an object", None)
+    given = group.entries.get("input_activations")
+    inputs = None if given is None else _inputs(group.object("input_activations"))
+    group.close()
+    if kind not in STORAGES[its_storage]:
+        raise CheckpointError(
+            groups.file, f"`{weights.place}` is {its_weights}, which must not be stored as {its_storage!r}"
+        )
+    return Group(name, targets, Scheme(its_weights, inputs, its_storage))
+
+
+@dataclass(frozen=True)
+class _Args:
+    """Entries that weights and inputs share."""
+
+    type: str
+    num_bits: int
+    strategy: str
+    group_size: int | None
+    symmetric: bool
+    dynamic: bool | str
+    scale_dtype: str | None
+
+    def __str__(self) -> str:
+        size = "" if self.group_size is None else f" of {self.group_size}"
+        sign = "" if self.symmetric else "asymmetric "
+        dtype = "" if self.scale_dtype is None else f", {self.scale_dtype} scales"
+        dynamic = f"dynamic={self.dynamic!r}" if isinstance(self.dynamic, str) else ("static", "dynamic")[self.dynamic]
+        return f"{sign}{self.type}{self.num_bits} by {self.strategy}{size}, {dynamic}{dtype}"
+
+
+def _args(entries: _Entries) -> _Args:
+    """Checked as the package does, its defaults filled in."""
+    type_ = entries.one_of("type", ("int", "float"), "int")
+    num_bits = entries.one_of("num_bits", (4, 8), 8)
+    group_size = entries.check(
+        "group_size", lambda v: v is None or (type(v) is int and (v == -1 or v > 0)), "must be positive, or -1", None
+    )
+    inferred = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+    known = ("tensor", "channel", "group", "block", "token", "tensor_group")
+    strategy = entries.one_of("strategy", (*known, None), None) or inferred
+    group_size = None if group_size == -1 else group_size
+    if (strategy in ("group", "tensor_group")) != (group_size is not None):
+        rule = "must be given" if group_size is None else "must not be given"
+        raise CheckpointError(entries.file, f"`{entries.place}.group_size` {rule} for strategy {strategy!r}")
+    block = entries.one_of("block_structure", (BLOCK, "x".join(map(str, BLOCK)), None), None)
+    if (strategy == "block") != (block is not None):
+        rule = f"must be {BLOCK} for strategy 'block' alone"
+        raise CheckpointError(entries.file, f"`{entries.place}.block_structure` (={block}) {rule}")
+    entries.check("observer", lambda v: v is None or isinstance(v, str), "must be a string", None)
+    entries.check("observer_kwargs", lambda v: v is None or isinstance(v, dict), "must be an object", None)
+    entries.check("zp_dtype", lambda v: v is None or isinstance(v, str), "must be a string", None)
+    return _Args(
+        type_,
+        num_bits,
+        strategy,
+        group_size,
+        entries.one_of("symmetric", (True, False), True),
+        entries.one_of("dynamic", (False, True, "local"), False),
+        entries.check("scale_dtype", lambda v: v is None or isinstance(v, str), "must be a string", None),
+    )
+
+
+def _weights(entries: _Entries) -> tuple[str, str]:
+    """The weights' format, and its kind as `STORAGES` has it."""
+    args = _args(entries)
+    # "group" (once "dynamic", or true) leaves each column's group in a tensor; "weight" ("static") leaves no trace.
+    order = entries.one_of("actorder", (None, False, True, "group", "dynamic", "weight", "static"), None)
+    ordered = order in (True, "group", "dynamic")
+    entries.close()
+    unknown = CheckpointError(entries.file, f"`{entries.place}` ({args}) must be weights of a format that is known")
+    if args.dynamic is not False:
+        raise unknown
+    if ordered and (args.type != "int" or args.strategy != "group"):
+        raise entries.error("actorder", "must be of integers in groups")
+    if args.type == "int":
+        if args.strategy == "group":
+            if args.group_size not in GROUP_SIZES:
+                raise entries.error("group_size", f"must be one of {list(GROUP_SIZES)} for integers")
+            blocks = f"g{args.group_size}"
+        elif args.strategy == "channel":
+            blocks = "channel"
+        else:
+            raise unknown
+        suffixes = ["asym"] * (not args.symmetric) + ["order"] * ordered
+        return "_".join([f"int{args.num_bits}", blocks, *suffixes]), "int"
+    if args.symmetric:
+        four_bits = {
+            ("tensor_group", 16, "torch.float8_e4m3fn"): "nvfp4",
+            ("tensor_group", 16, None): "nvfp4",  # as older versions leave it
+            ("group", 32, "torch.uint8"): "mxfp4",
+            ("group", 32, None): "mxfp4",
+        }
+        key = (args.strategy, args.group_size, args.scale_dtype)
+        if args.num_bits == 4 and key in four_bits:
+            return four_bits[key], four_bits[key]
+        if args.num_bits == 8 and args.strategy in ("tensor", "channel", "block"):
+            return f"fp8_{args.strategy}", "fp8"
+    raise unknown
+
+
+def _inputs(entries: _Entries) -> str:
+    """The inputs' format."""
+    args = _args(entries)
+    entries.one_of("actorder", (None, False), None)
+    entries.close()
+    dtype = args.scale_dtype
+    if dtype is None and args.num_bits == 4:  # as older versions leave it
+        dtype = {"group": "torch.uint8", "tensor_group": "torch.float8_e4m3fn"}.get(args.strategy)
+    key = (args.type, args.num_bits, args.strategy, args.group_size, args.dynamic, dtype)
+    if not args.symmetric or key not in _INPUTS:
+        raise CheckpointError(entries.file, f"`{entries.place}` ({args}) must be inputs of a format that is known")
+    return _INPUTS[key]

@@ -1,0 +1,77 @@
+"""Which modules an entry of `targets` or `ignore` means: one by its name, a class, or those that a pattern matches."""
+
+import re
+import warnings
+from dataclasses import dataclass
+
+PATTERN = "re:"
+_LONGEST_PATTERN = 1000
+_MOST_REPEATS = 6
+
+
+@dataclass(frozen=True)
+class Target:
+    """An entry: its text, and the pattern after "re:", if it is one, which must match from a name's first character."""
+
+    text: str
+    pattern: re.Pattern[str] | None
+
+    def rank(self, module: str, module_class: str) -> int | None:
+        """How closely it means the module: 0 by its name, 1 by a pattern, 2 by its class; None if it does not."""
+        if self.pattern is not None:
+            return 1 if self.pattern.match(module) else None
+        return 0 if self.text == module else 2 if self.text == module_class else None
+
+
+def parse_target(text: str) -> Target:
+    """The target that `text` spells.
+
+    Raises:
+        ValueError: an empty text, or a pattern that is no regular expression or that may take for ever to match.
+    """
+    if not text.startswith(PATTERN):
+        if not text:
+            raise ValueError("a target must not be empty")
+        return Target(text, None)
+    pattern = text.removeprefix(PATTERN)
+    if len(pattern) > _LONGEST_PATTERN:
+        raise ValueError(f"pattern {pattern[:50] + '...'!r} must have at most {_LONGEST_PATTERN} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what a later Python reads otherwise
+            compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError, Warning) as error:
+        raise ValueError(f"pattern {pattern!r} must be a regular expression: {error}") from error
+    if _may_hang(pattern):
+        raise ValueError(
+            f"pattern {pattern!r} must have at most {_MOST_REPEATS} repeats, none of a group that holds one or a choice"
+        )
+    return Target(text, compiled)
+
+
+def _may_hang(pattern: str) -> bool:
+    """Whether matching might take time exponential in a name's length, or a power of it that is as bad.
+
+    Files come from anywhere, and Python's engine tries every way to match. A group that repeats and holds another
+    repeat, or a choice, is where their number explodes.
+    """
+    without_escapes = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
+    bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", without_escapes)
+    repeats, groups = 0, [False]  # of each group that is open: whether it holds a repeat or a choice
+    risky = False  # whether what stands just before is a group of that kind
+    for before, character in zip("^" + bare, bare, strict=False):
+        if character == ")" and len(groups) > 1:
+            risky = groups.pop()
+            groups[-1] |= risky
+            continue
+        if character == "(":
+            groups.append(False)
+        elif character == "|" or (character == "?" and before != "("):
+            groups[-1] = True
+        elif character in "*+{":
+            if risky:
+                return True
+            repeats += 1
+            groups[-1] = True
+        risky = False
+    return repeats > _MOST_REPEATS

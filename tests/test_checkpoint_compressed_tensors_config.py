@@ -1,0 +1,400 @@
+import contextlib
+import copy
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
+from jmx.checkpoint.compressed_tensors.config import parse_quantization
+from jmx.checkpoint.compressed_tensors.targets import parse_target
+from jmx.checkpoint.shards import CheckpointError
+
+GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
+FILE = Path("somewhere/config.json")
+EXPERT = "model.layers.0.mlp.experts.1.gate_proj"
+
+# What each golden checkpoint's config says of an expert's projection.
+SCHEMES = {
+    "nvfp4": Scheme("nvfp4", "nvfp4", "nvfp4-pack-quantized"),
+    "nvfp4a16": Scheme("nvfp4", None, "nvfp4-pack-quantized"),
+    "mxfp4": Scheme("mxfp4", "mxfp4", "mxfp4-pack-quantized"),
+    "mxfp4a16": Scheme("mxfp4", None, "mxfp4-pack-quantized"),
+    "fp8_tensor_static": Scheme("fp8_tensor", "fp8_static", "float-quantized"),
+    "fp8_tensor_dynamic": Scheme("fp8_tensor", "fp8_token", "float-quantized"),
+    "fp8_channel_static": Scheme("fp8_channel", "fp8_static", "float-quantized"),
+    "fp8_channel_dynamic": Scheme("fp8_channel", "fp8_token", "float-quantized"),
+    "fp8_block_static": Scheme("fp8_block", "fp8_static", "float-quantized"),
+    "fp8_block_dynamic": Scheme("fp8_block", "fp8_block", "float-quantized"),
+    "w4a16_g32": Scheme("int4_g32", None, "pack-quantized"),
+    "w4a16_g64": Scheme("int4_g64", None, "pack-quantized"),
+    "w4a16_g128": Scheme("int4_g128", None, "pack-quantized"),
+    "w4a16_channel": Scheme("int4_channel", None, "pack-quantized"),
+    "w4a16_g32_asym": Scheme("int4_g32_asym", None, "pack-quantized"),
+    "w4a16_channel_asym": Scheme("int4_channel_asym", None, "pack-quantized"),
+    "w4a16_g32_order": Scheme("int4_g32_order", None, "pack-quantized"),
+    "w4a16_g64_asym_order": Scheme("int4_g64_asym_order", None, "pack-quantized"),
+    "w4a16_g128_order": Scheme("int4_g128_order", None, "pack-quantized"),
+    "w8a16_g32": Scheme("int8_g32", None, "pack-quantized"),
+    "w8a16_g128": Scheme("int8_g128", None, "pack-quantized"),
+    "w8a16_channel": Scheme("int8_channel", None, "pack-quantized"),
+    "w8a16_g32_asym": Scheme("int8_g32_asym", None, "pack-quantized"),
+    "w8a16_g32_order": Scheme("int8_g32_order", None, "pack-quantized"),
+    "w4a8_channel": Scheme("int4_channel", "int8_token", "int-quantized"),
+    "w4a8_g32": Scheme("int4_g32", "int8_token", "int-quantized"),
+    "w4afp8_g32": Scheme("int4_g32", "fp8_token", "int-quantized"),
+    "w8a8_channel": Scheme("int8_channel", "int8_token", "int-quantized"),
+}
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None, "output_activations": None}
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": GROUP},
+    "ignore": ["lm_head"],
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A config.json with some entries changed, by path: keys joined by two underscores. ... takes one out."""
+    found = copy.deepcopy(QUANTIZATION)
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        entries: Any = found
+        for parent in parents:
+            entries = entries[parent]
+        if value is ...:
+            del entries[key]
+        else:
+            entries[key] = value
+    return {"hidden_size": 64, "quantization_config": found}
+
+
+def scheme(contents: dict[str, Any], name: str = EXPERT, module_class: str = "Linear") -> Scheme | None:
+    return parse_quantization(FILE, contents).scheme(name, module_class)
+
+
+def weights(**changes: Any) -> dict[str, Any]:
+    return config(config_groups__group_0__weights=WEIGHTS | changes)
+
+
+def inputs(**given: Any) -> dict[str, Any]:
+    return config(config_groups__group_0__input_activations={"symmetric": True} | given)
+
+
+def test_every_golden_checkpoint_is_listed():
+    assert {path.name for path in GOLDEN.iterdir()} - {"modelopt_nvfp4", "quark_gpt_oss"} == SCHEMES.keys()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes_are_those_that_the_package_was_given(name):
+    quantization = read_quantization(GOLDEN / name)
+    assert quantization.scheme(EXPERT) == SCHEMES[name]
+    assert quantization.scheme("model.layers.0.mlp.gate") is None
+    assert quantization.scheme("model.norm", "RMSNorm") is None
+
+
+def test_static_inputs_name_the_tensor_of_their_scale():
+    assert SCHEMES["nvfp4"].static_scale == "input_global_scale"
+    assert SCHEMES["fp8_channel_static"].static_scale == "input_scale"
+    assert {SCHEMES[name].static_scale for name in ("nvfp4a16", "mxfp4", "fp8_block_dynamic", "w4a8_g32")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"strategy": None}, "int4_g128"),
+        ({"strategy": None, "group_size": -1}, "int4_channel"),
+        ({"strategy": "channel", "group_size": None}, "int4_channel"),
+        ({"strategy": "channel", "group_size": -1, "num_bits": 8}, "int8_channel"),
+        ({"group_size": 64, "symmetric": False, "actorder": "dynamic"}, "int4_g64_asym_order"),
+        ({"actorder": True}, "int4_g128_order"),
+        ({"actorder": False}, "int4_g128"),
+        ({"actorder": "weight"}, "int4_g128"),
+        ({"actorder": "static"}, "int4_g128"),
+        ({"observer": "mse", "observer_kwargs": {"maxshrink": 0.2}, "zp_dtype": "torch.int8"}, "int4_g128"),
+    ],
+)
+def test_weights_may_be_said_in_several_ways(changes, expected):
+    assert scheme(weights(**changes)) == Scheme(expected, None, "pack-quantized")
+
+
+def test_the_packages_defaults_are_filled_in():
+    contents = config(config_groups__group_0={"targets": ["Linear"], "weights": {"group_size": 32}})
+    assert scheme(contents) == Scheme("int8_g32", None, "pack-quantized")
+    contents = config(ignore=..., quantization_status=...)
+    assert scheme(contents) == Scheme("int4_g128", None, "pack-quantized")
+
+
+def test_older_spellings_of_the_same(tmp_path):
+    contents = config(quantization_status="frozen", sparsity_config={"format": "dense"}, ignore=None)
+    contents["compression_config"] = contents.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    assert read_quantization(tmp_path).scheme("lm_head") == Scheme("int4_g128", None, "pack-quantized")
+    block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
+    contents = config(config_groups__group_0__weights=block, format="float-quantized")
+    assert scheme(contents) == Scheme("fp8_block", None, "float-quantized")
+    for group_size, strategy, expected in ((16, "tensor_group", "nvfp4"), (32, "group", "mxfp4")):
+        four_bits = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group_size}
+        contents = config(config_groups__group_0__weights=four_bits, format=f"{expected}-pack-quantized")
+        assert scheme(contents) == Scheme(expected, None, f"{expected}-pack-quantized")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "fp8_token"),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, "fp8_static"),
+        ({"num_bits": 8, "type": "float"}, "fp8_static"),
+        ({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}, "fp8_block"),
+        ({"type": "float", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"}, "mxfp8"),
+        ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp4"),
+        ({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "nvfp4"),
+        ({"strategy": "token", "dynamic": True}, "int8_token"),
+    ],
+)
+def test_inputs(given, expected):
+    found = scheme(inputs(**given))
+    assert found is not None
+    assert found.inputs == expected
+
+
+# Whom a group means
+
+
+def grouped(**groups: tuple[list[str], int]) -> dict[str, Any]:
+    """Groups by name: targets, and the size of the groups of their weights, by which they are told apart."""
+    return config(
+        config_groups={
+            n: GROUP | {"targets": t, "weights": WEIGHTS | {"group_size": s}} for n, (t, s) in groups.items()
+        }
+    )
+
+
+def size(contents: dict[str, Any], name: str = EXPERT, module_class: str = "Linear") -> int | None:
+    found = scheme(contents, name, module_class)
+    return None if found is None else int(found.weights.removeprefix("int4_g"))
+
+
+@pytest.mark.parametrize(
+    ("target", "matches"),
+    [
+        (EXPERT, True),
+        ("model.layers.0.mlp.experts.1", False),
+        ("gate_proj", False),
+        ("Linear", True),
+        ("linear", False),
+        (r"re:.*\.experts\.\d+\..*_proj$", True),
+        ("re:.*gate$", False),
+        ("re:gate_proj", False),
+        ("re:model", True),
+        ("re:^(?!.*gate_proj).*", False),
+        ("re:.*(gate|up)_proj", True),
+        (r"re:.*experts\.(\d+\.)?gate_proj", True),
+    ],
+)
+def test_targets_are_names_classes_or_patterns_from_the_first_character(target, matches):
+    assert size(grouped(a=([target], 32))) == (32 if matches else None)
+    contents = grouped(a=(["Linear"], 32))
+    contents["quantization_config"]["ignore"] = [target]
+    assert size(contents) == (None if matches else 32)
+
+
+def test_names_go_before_patterns_and_patterns_before_classes():
+    contents = grouped(c=(["Linear"], 32), b=(["re:.*_proj"], 64), a=([EXPERT], 128))
+    assert size(contents) == 128
+    assert size(contents, "model.layers.0.mlp.experts.1.up_proj") == 64
+    assert size(contents, "model.layers.0.self_attn.qkv") == 32
+    assert size(contents, "model.layers.0.self_attn.qkv", "Conv1d") is None
+
+
+def test_targets_of_one_rank_that_disagree_are_refused_by_name():
+    contents = grouped(a=(["re:.*gate.*"], 32), b=(["re:.*_proj"], 64))
+    assert size(contents, "model.layers.0.mlp.experts.1.up_proj") == 64
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"module {EXPERT!r} must be of one group, but is of ['a', 'b']")
+    ):
+        size(contents)
+    assert size(grouped(a=(["re:.*gate.*"], 32), b=(["re:.*_proj"], 32))) == 32
+
+
+def test_groups_may_store_differently_under_mixed_precision():
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    contents = grouped(a=(["re:.*gate_proj"], 32), b=(["re:.*up_proj"], 64))
+    groups = contents["quantization_config"]["config_groups"]
+    groups["a"] |= {"weights": fp8, "format": "float-quantized", "input_activations": TOKEN}
+    with pytest.raises(CheckpointError, match=r"`.*config_groups.a.format` .* must be 'pack-quantized'"):
+        scheme(contents)
+    contents["quantization_config"]["format"] = "mixed-precision"
+    with pytest.raises(CheckpointError, match=r"`.*config_groups.b.format` is missing"):
+        scheme(contents)
+    groups["b"]["format"] = "pack-quantized"
+    assert scheme(contents) == Scheme("fp8_channel", "fp8_token", "float-quantized")
+    assert scheme(contents, EXPERT.replace("gate", "up")) == Scheme("int4_g64", None, "pack-quantized")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(a|a)*$", "(a*)*", "(a?){30}a{30}", "([ab]|b)+c", "(?:x(?:y|z))*", ".*" * 7]
+)
+def test_patterns_that_may_take_for_ever_are_refused(pattern):
+    with pytest.raises(ValueError, match=r"must have at most 6 repeats"):
+        parse_target(f"re:{pattern}")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"re:.*layers\.\d+\.(mlp|self_attn)\..*_proj$",
+        r"re:model\.layers\.(?:[0-9]|1[0-9])\.mlp\.experts\.\d+\.(gate|up|down)_proj",
+        r"re:^(?!.*(lm_head|router)).*$",
+        r"re:(model\.)?layers[.]\d+?[.](?P<what>mlp|\(.*\)+)",
+        r"re:.*[)*+|(].*",
+    ],
+)
+def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
+    start = time.perf_counter()
+    parse_target(pattern).rank("model.layers.7.mlp.experts.12.gate_proj" * 20, "Linear")
+    assert time.perf_counter() - start < 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ([], "must be a JSON object, not list"),
+        ({}, "must have one of ['quantization_config', 'compression_config'], but has []"),
+        ({"quantization_config": {}, "compression_config": {}}, "must have one of"),
+        ({"quantization_config": 3}, "`quantization_config` (=3) must be an object"),
+        (config(quant_method=...), "`quantization_config.quant_method` is missing"),
+        (config(quant_method="modelopt"), "`quantization_config.quant_method` (='modelopt') must be one of"),
+        (config(quantization_status="calibration"), "quantization_status` (='calibration') must be one of"),
+        (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config` (={'format'"),
+        (config(transform_config={"config_groups": {}}), "must be empty: it would change the model"),
+        (config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme` (={'num_bits': 8}) must be empty"),
+        (config(version={}), "`quantization_config.version` (={}) must be a number or a string"),
+        (config(format="marlin-24"), "`quantization_config.format` (='marlin-24') must be one of"),
+        (config(format=...), "`quantization_config.format` is missing"),
+        (config(bits=4), "`quantization_config.bits` (=4) is not a known key"),
+        (config(ignore="lm_head"), "`quantization_config.ignore` (='lm_head') must be a list of strings"),
+        (config(ignore=["re:("]), "`quantization_config.ignore`: pattern '(' must be a regular expression"),
+        (config(ignore=["re:[[]"]), "must be a regular expression"),
+        (config(ignore=[""]), "`quantization_config.ignore`: a target must not be empty"),
+        (config(ignore=["re:" + "a" * 1001]), "must have at most 1000 characters"),
+        (config(config_groups=...), "`quantization_config.config_groups` is missing"),
+        (config(config_groups={}), "must hold a group, but is empty"),
+        (config(config_groups={"W4A16": ["Linear"]}), "`quantization_config.config_groups.W4A16` (=['Linear']) must"),
+        (config(config_groups__group_0__targets=[]), "group_0.targets` (=[]) must name a module"),
+        (config(config_groups__group_0__targets=...), "group_0.targets` is missing"),
+        (config(config_groups__group_0__weights=None), "group_0.weights` (=None) must be an object"),
+        (config(config_groups__group_0__weights=...), "group_0.weights` is missing"),
+        (config(config_groups__group_0__bits=4), "group_0.bits` (=4) is not a known key"),
+        (config(config_groups__group_0__output_activations=TOKEN), "group_0.output_activations` (={"),
+        (config(config_groups__group_0__input_activations=8), "group_0.input_activations` (=8) must be an object"),
+        (config(config_groups__group_0__format="mixed-precision"), "group_0.format` (='mixed-precision') must be one"),
+        (config(format="float-quantized"), "is int4_g128, which must not be stored as 'float-quantized'"),
+        (weights(num_bits=3), "group_0.weights.num_bits` (=3) must be one of [4, 8]"),
+        (weights(num_bits=4.0), "group_0.weights.num_bits` (=4.0) must be one of"),
+        (weights(type="bfloat"), "group_0.weights.type` (='bfloat') must be one of"),
+        (weights(group_size=48), "group_0.weights.group_size` (=48) must be one of [32, 64, 128]"),
+        (weights(group_size=0), "group_0.weights.group_size` (=0) must be positive, or -1"),
+        (weights(group_size=True), "group_0.weights.group_size` (=True) must be positive, or -1"),
+        (weights(group_size=None), "group_0.weights.group_size` must be given for strategy 'group'"),
+        (weights(strategy="channel"), "group_0.weights.group_size` must not be given for strategy 'channel'"),
+        (weights(strategy="tensor", group_size=None), "(int4 by tensor, static) must be weights of a format"),
+        (weights(strategy="attn_head"), "group_0.weights.strategy` (='attn_head') must be one of"),
+        (weights(strategy="block", group_size=None), "block_structure` (=None) must be [128, 128]"),
+        (
+            weights(strategy="block", group_size=None, block_structure=[64, 128]),
+            "block_structure` (=[64, 128]) must be",
+        ),
+        (weights(block_structure=[128, 128]), "must be [128, 128] for strategy 'block' alone"),
+        (weights(symmetric=1), "group_0.weights.symmetric` (=1) must be one of"),
+        (weights(dynamic=True), "(int4 by group of 128, dynamic) must be weights of a format"),
+        (weights(actorder="random"), "group_0.weights.actorder` (='random') must be one of"),
+        (weights(actorder="group", strategy="channel", group_size=None), "actorder` (='group') must be of integers"),
+        (weights(zp_bits=4), "group_0.weights.zp_bits` (=4) is not a known key"),
+        (weights(observer_kwargs=[]), "group_0.weights.observer_kwargs` (=[]) must be an object"),
+        (weights(type="float", group_size=32, symmetric=False), "(asymmetric float4 by group of 32, static) must be"),
+        (weights(type="float", num_bits=8, group_size=32, scale_dtype="torch.uint8"), "(float8 by group of 32, static"),
+        (weights(type="float", group_size=32, scale_dtype="torch.int8"), "torch.int8 scales) must be weights"),
+        (
+            inputs(num_bits=4, strategy="token", dynamic=True),
+            "input_activations` (int4 by token, dynamic) must be inputs",
+        ),
+        (inputs(strategy="token", dynamic=True, symmetric=False), "(asymmetric int8 by token, dynamic) must be inputs"),
+        (inputs(strategy="token", dynamic=False), "(int8 by token, static) must be inputs"),
+        (inputs(type="float", dynamic=True), "(float8 by tensor, dynamic) must be inputs"),
+        (inputs(type="float", dynamic="local"), "(float8 by tensor, dynamic='local') must be inputs"),
+        (inputs(type="float", num_bits=4, strategy="tensor_group", group_size=16, dynamic=True), "must be inputs"),
+        (inputs(strategy="token", dynamic=True, actorder="group"), "input_activations.actorder` (='group') must be"),
+    ],
+)
+def test_what_is_unknown_or_half_said_is_refused_by_name(contents, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)) as raised:
+        scheme(contents)
+    assert str(raised.value).startswith(f"{FILE}: ")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json: the file is missing"):
+        read_quantization(tmp_path)
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from(
+            ["group", "token", "local", "Linear", "re:.*", "re:(", "float", "int", "channel", "block", "tensor"]
+        ),
+        st.sampled_from([-1, 4, 8, 16, 32, 128]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["num_bits", "type", "strategy", "group_size", "targets"]), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+def paths(entries: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = entries.items() if isinstance(entries, dict) else enumerate(entries) if isinstance(entries, list) else ()
+    return [here, *(path for key, value in inner for path in paths(value, (*here, key)))]
+
+
+@hypothesis.given(st.sampled_from(sorted(SCHEMES)), st.data())
+@hypothesis.settings(max_examples=300)
+def test_mutated_configs_are_understood_or_refused(name, data):
+    contents = json.loads((GOLDEN / name / "config.json").read_text())
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(paths(contents["quantization_config"])))
+        entries: Any = contents
+        for key in ("quantization_config", *path)[:-1]:
+            entries = entries[key]
+        key = ("quantization_config", *path)[-1]
+        change = data.draw(st.sampled_from(["replace", "remove", "add"]))
+        if change == "remove":
+            del entries[key]
+            break
+        if change == "add" and isinstance(entries[key], dict):
+            entries[key][data.draw(st.text(max_size=5))] = data.draw(VALUES)
+        else:
+            entries[key] = data.draw(VALUES)
+        if not isinstance(contents["quantization_config"], dict):
+            break
+    with contextlib.suppress(CheckpointError):  # and no other error
+        found = parse_quantization(FILE, contents).scheme(EXPERT)
+        assert found is None or isinstance(found, Scheme)
