@@ -1,6 +1,7 @@
 """From a file's bytes to devices: whole tensors, or only the slices that each device needs."""
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -10,6 +11,16 @@ _ALIGNMENT = 64  # bytes; XLA's, on a CPU
 
 Index = tuple[slice, ...]
 ShardingLike = Sharding | Mapping[str, Sharding | None] | Callable[[str], Sharding | None] | None
+
+
+class View(Protocol):
+    """What can be placed: an array, or something that makes parts of one when it is sliced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    def __getitem__(self, index: Index, /) -> np.ndarray: ...
 
 
 def sharding_of(name: str, sharding: ShardingLike) -> Sharding | None:
@@ -29,13 +40,13 @@ def sharding_of(name: str, sharding: ShardingLike) -> Sharding | None:
 
 
 def place(
-    name: str, view: np.ndarray, sharding: ShardingLike, check: Callable[[np.ndarray, Index], None] | None = None
+    name: str, view: View, sharding: ShardingLike, check: Callable[[np.ndarray, Index], None] | None = None
 ) -> jax.Array:
     """Puts an array on its devices and waits for it, so that the host holds one at a time.
 
     Args:
         name: what `sharding` and errors call it.
-        view: a map of a file. Only what the devices of this process need is read.
+        view: a map of a file, or what reads files when sliced. Only what the devices of this process need is read.
         sharding: see `sharding_of`; None puts it on the default device, uncommitted.
         check: is shown each slice that is read, and where it lies, before it goes to a device.
 

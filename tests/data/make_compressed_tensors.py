@@ -7,8 +7,8 @@ schemes and no other. ModelOpt's and Quark's forms of the same weights are none 
 tensors are stated by hand, from values and scales that the package found.
 
 A folder holds a model of two layers, of which the first is a mixture of experts, named as Qwen3-MoE names its modules:
-config.json and model.safetensors as the package leaves them, and golden.safetensors, the weights that it makes of the
-last expert's in float32: all three, or those that fit into 300 kB.
+config.json and model.safetensors as the package leaves them. The file beside it, of the same name, holds the weights
+that the package makes of the last expert's in float32: all three, or those that fit into 300 kB.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -229,6 +229,10 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
+def answers_of(folder: Path) -> Path:
+    return folder.with_suffix(".safetensors")
+
+
 def save_answers(folder: Path, answers: dict[str, torch.Tensor]) -> None:
     last = max(int(name.split(".")[5]) for name in answers)
     kept, size = {}, 0
@@ -236,7 +240,7 @@ def save_answers(folder: Path, answers: dict[str, torch.Tensor]) -> None:
         size += tensor.nbytes + 200
         if f".experts.{last}." in name and size < LIMIT:
             kept[name] = tensor.contiguous()
-    save_file(kept, folder / "golden.safetensors")
+    save_file(kept, answers_of(folder))
 
 
 # Stated by hand
@@ -278,7 +282,7 @@ def modelopt(folder: Path, of: Path) -> None:
 def quark(folder: Path, of: Path) -> None:
     """MXFP4 gpt-oss as Quark writes it: an expert's gate and up in one tensor, their rows in turn, with biases."""
     folder.mkdir(parents=True, exist_ok=True)
-    found, whole = load_file(of / "model.safetensors"), load_file(of / "golden.safetensors")
+    found, whole = load_file(of / "model.safetensors"), load_file(answers_of(of))
     tensors, answers = {}, {}
 
     def in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -328,7 +332,7 @@ def main(path: str) -> None:
     if not ORDERED:
         modelopt(folder / "modelopt_nvfp4", folder / "nvfp4")
         quark(folder / "quark_gpt_oss", folder / "mxfp4")
-    for file in sorted(folder.glob("*/*.safetensors")):
+    for file in sorted(folder.rglob("*.safetensors")):
         assert file.stat().st_size < LIMIT, file
         print(file.relative_to(folder), file.stat().st_size)
 

@@ -1,6 +1,9 @@
 """compressed-tensors checkpoints: experts of any scheme that the package of that name writes."""
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme, read_quantization
+from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.checkpoint.compressed_tensors.reader import Reader
+from jmx.checkpoint.compressed_tensors.writer import convert
 from jmx.checkpoint.shards import CheckpointError
 
-__all__ = ["CheckpointError", "Quantization", "Scheme", "read_quantization"]
+__all__ = ["CheckpointError", "Layer", "Quantization", "Reader", "Scheme", "convert", "read_quantization"]

@@ -1,0 +1,256 @@
+"""The experts of a layer, out of the modules that files keep of each: stacked, gate over up, when they are read.
+
+Files name projections in one of the ways of `PROJECTIONS`, and hold each expert's apart, as in
+"experts.3.down_proj.weight", or all in tensors whose first axis is the expert, as in "experts.down_proj.weight".
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.standin import Format
+from jmx.checkpoint.compressed_tensors.tensors import Module, Piece, Shape
+from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
+
+ROLES = ("gate_up", "down")
+
+# Names of the projections of each role, gate before up.
+PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
+    {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)},
+    {"gate_up": ("w1", "w3"), "down": ("w2",)},
+    {"gate_up": ("gate_up_proj",), "down": ("down_proj",)},
+)
+
+WHOLE = "weight_shape"  # of a tensor, also where that holds all experts
+
+_APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
+_TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)\.([^.]+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of a layer: E of them, of hidden size H and intermediate size I, all quantised alike.
+
+    Args:
+        name: of the module that holds them, such as "model.layers.0.mlp.experts".
+        modules: by role, for each expert the modules whose rows follow each other.
+        gate_up_order: "concatenated" or "interleaved", as `jmx.Experts` has it.
+    """
+
+    name: str
+    modules: Mapping[str, Sequence[tuple[Module, ...]]]
+    gate_up_order: str
+
+    @property
+    def _first(self) -> Module:
+        return self.modules["gate_up"][0][0]
+
+    @property
+    def scheme(self) -> Scheme:
+        return self._first.scheme
+
+    @property
+    def format(self) -> Format:
+        return self._first.format
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.modules["gate_up"])
+
+    @property
+    def hidden_size(self) -> int:
+        return self._first.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.modules["down"][0][0].shape[1]
+
+    def arrays(self) -> dict[str, "Stacked"]:
+        """The layer's arrays, packed, by name as `jmx.Experts.arrays` names them."""
+        names = [*self.format.arrays, *["bias"] * ("bias" in self._first.pieces)]
+        return {f"{role}_{name}": Stacked(self.modules[role], name) for role in ROLES for name in names}
+
+    def static_scales(self, role: str) -> np.ndarray | None:
+        """float32 (E, parts): the static scales of a role's inputs, of gate and up each, as files have them.
+
+        `input_scale` multiplies inputs' elements; `input_global_scale` divides inputs' block scales.
+
+        Raises:
+            CheckpointError: one that is not finite and positive.
+        """
+        if self.scheme.static_scale is None:
+            return None
+        return np.array([[module.static_scale() for module in parts] for parts in self.modules[role]], np.float32)
+
+
+class Stacked:
+    """An array of all experts, (E, ...), whose parts are read from files when they are asked for.
+
+    Indexed by slices, as `jmx.checkpoint.placement.place` does: experts, then rows, then the rest.
+    """
+
+    def __init__(self, modules: Sequence[tuple[Module, ...]], name: str):
+        self._modules, self._name = modules, name
+        parts = [module.abstract(name) for module in modules[0]]
+        (shape, self.dtype), *others = parts
+        if name != "order":
+            shape = (shape[0] + sum(other[0] for other, _ in others), *shape[1:])
+        self.shape: Shape = (len(modules), *shape)
+        self.ndim = len(self.shape)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        experts = range(len(self._modules))[index[0]]
+        found: np.ndarray | None = None
+        for i, expert in enumerate(experts):
+            part = self._expert(expert)[index[1:]]
+            if found is None:
+                found = np.empty((len(experts), *part.shape), self.dtype)
+            found[i] = part
+        return self._expert(0)[None, *index[1:]][:0] if found is None else found
+
+    def whole(self) -> np.ndarray:
+        return self[(slice(None),) * self.ndim]
+
+    def _expert(self, expert: int) -> np.ndarray:
+        modules = self._modules[expert]
+        parts = [module.array(self._name) for module in modules]
+        if len(parts) == 1:
+            return parts[0]
+        if self._name == "order":
+            for module, part in zip(modules[1:], parts[1:], strict=True):
+                if not np.array_equal(part, parts[0]):
+                    raise module.pieces["weight_g_idx"].error(
+                        f"must group columns as that of {modules[0].name!r}, which has the same inputs"
+                    )
+            return parts[0]
+        return np.concatenate(parts)
+
+
+# Tensors of a layer's experts: by expert (None: of all), by projection, by their name after the module's.
+_Found = dict[int | None, dict[str, dict[str, Tensor]]]
+
+
+def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order: str | None) -> dict[str, Layer]:
+    """The layers of quantised experts among a checkpoint's tensors, by the name of the module that holds them.
+
+    Args:
+        found: the tensors.
+        quantization: their schemes.
+        gate_up_order: how rows lie in a tensor that holds gate and up, which files do not say.
+
+    Raises:
+        CheckpointError: experts that are missing or differ in more than their numbers, tensors that no scheme calls
+            for, and what `Module` raises.
+        ValueError: `gate_up_order` is None, but files hold gate and up in one tensor.
+    """
+    layers: dict[str, _Found] = {}
+    for name, tensor in found.items():
+        if (match := _APART.fullmatch(name)) is not None:
+            layer, expert, projection, last = match[1], int(match[2]), match[3], match[4]
+        elif (match := _TOGETHER.fullmatch(name)) is not None:
+            layer, expert, projection, last = match[1], None, match[2], match[3]
+        else:
+            continue
+        layers.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
+    built = {name: _layer(name, experts, quantization, gate_up_order) for name, experts in layers.items()}
+    return {name: layer for name, layer in built.items() if layer is not None}
+
+
+def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: str | None) -> Layer | None:
+    projections = {projection for its in found.values() for projection in its}
+    file = next(tensor.file for its in found.values() for tensors in its.values() for tensor in tensors.values())
+    spelling = next((s for s in PROJECTIONS if {p for names in s.values() for p in names} == projections), None)
+    if spelling is None:
+        known = " or ".join(str([p for names in s.values() for p in names]) for s in PROJECTIONS)
+        raise CheckpointError(file, f"experts of {name!r} must be of {known}, but are of {sorted(projections)}")
+    experts = [*_experts(file, name, found)]
+    names = [f"{its_name}.{projection}" for its_name, _ in experts for projection in sorted(projections)]
+    schemes = {its_name: quantization.scheme(its_name) for its_name in dict.fromkeys(names)}
+    if None in schemes.values():
+        _check_unquantised(file, name, found, schemes)
+        return None
+    if len(spelling["gate_up"]) > 1:
+        gate_up_order = "concatenated"  # here, from two tensors
+    elif gate_up_order is None:
+        raise ValueError(
+            f"`gate_up_order` (=None) must be 'concatenated' or 'interleaved': experts of {name!r} hold gate and up in "
+            "one tensor, and files do not say how its rows lie"
+        )
+
+    def module(its_name: str, pieces: Mapping[str, Mapping[str, Piece]], projection: str) -> Module:
+        full, scheme = f"{its_name}.{projection}", schemes[f"{its_name}.{projection}"]
+        if projection not in pieces:
+            raise CheckpointError(file, f"module {full!r} is missing, which other experts have")
+        assert scheme is not None
+        return Module(full, pieces[projection], scheme)
+
+    modules = {role: [tuple(module(*expert, p) for p in spelling[role]) for expert in experts] for role in ROLES}
+    _check_alike(file, name, modules)
+    return Layer(name, modules, gate_up_order)
+
+
+def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[str, dict[str, Piece]]]]:
+    """The name of each expert, in turn, and its tensors by projection."""
+    if None not in found:
+        for expert in range(len(found)):
+            if expert not in found:
+                raise CheckpointError(file, f"expert {expert} of {name!r} is missing, where there are {len(found)}")
+            pieces = {p: {last: Piece(t) for last, t in its.items()} for p, its in found[expert].items()}
+            yield f"{name}.{expert}", pieces
+        return
+    if len(found) > 1:
+        raise CheckpointError(file, f"experts of {name!r} must be apart or in one tensor, but are both")
+    tensors = {(p, last): tensor for p, its in found[None].items() for last, tensor in its.items()}
+    counts = {t.shape[0] if t.shape else 0 for (_, last), t in tensors.items() if last != WHOLE}
+    if len(counts) != 1 or 0 in counts:
+        raise CheckpointError(file, f"tensors of {name!r} must have one number of experts, but have {sorted(counts)}")
+    for expert in range(counts.pop()):
+        pieces: dict[str, dict[str, Piece]] = {projection: {} for projection in found[None]}
+        for (projection, last), tensor in tensors.items():
+            pieces[projection][last] = Piece(tensor, None if last == WHOLE else expert)
+        yield name, pieces
+
+
+def _check_unquantised(file: Path, name: str, found: _Found, schemes: Mapping[str, Scheme | None]) -> None:
+    """CheckpointError if some of the experts are quantised, or have tensors as if they were."""
+    quantised = [its_name for its_name, scheme in schemes.items() if scheme is not None]
+    if quantised:
+        raise CheckpointError(file, f"experts of {name!r} must all be quantised or none, but {quantised[0]!r} is")
+    for its in found.values():
+        for tensors in its.values():
+            for last, tensor in tensors.items():
+                if last not in ("weight", "bias") or DTYPES[tensor.dtype].itemsize < 2:
+                    raise Piece(tensor).error(f"({tensor.dtype}) is of a module that no target of the config means")
+
+
+def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]]) -> None:
+    """CheckpointError unless the experts' modules can stand in one array, and gate, up and down fit each other."""
+    first, down = modules["gate_up"][0][0], modules["down"][0][0]
+    for role, model in (("gate_up", first), ("down", down)):
+        dtypes = {last: piece.dtype for last, piece in model.pieces.items()}
+        for module in (module for its in modules[role] for module in its):
+            its_dtypes = {last: piece.dtype for last, piece in module.pieces.items()}
+            for what, its, wanted in (
+                ("scheme", module.scheme, first.scheme),
+                ("shape", module.shape, model.shape),
+                ("tensors", its_dtypes, dtypes),
+                ("biases", "bias" in module.pieces, "bias" in first.pieces),
+            ):
+                if its != wanted:
+                    raise CheckpointError(
+                        module.file,
+                        f"{what} of {module.name!r} (={its}) must be {wanted}, as other experts of {name!r}",
+                    )
+    rows = len(modules["gate_up"][0]) * first.shape[0]
+    if down.shape[0] != first.shape[1] or rows != 2 * down.shape[1]:
+        raise CheckpointError(
+            file,
+            f"experts of {name!r} must be gate and up (2 I, H) and down (H, I), but are {(rows, first.shape[1])} and "
+            f"{down.shape}",
+        )

@@ -1,0 +1,71 @@
+"""Reading a compressed-tensors checkpoint: checked whole before anything is built, then expert by expert."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jmx.activations import GATE_UP_ORDERS
+from jmx.checkpoint import shards
+from jmx.checkpoint.compressed_tensors import layers
+from jmx.checkpoint.compressed_tensors.config import Quantization, read_quantization
+from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.checkpoint.placement import ShardingLike, place
+from jmx.checkpoint.shards import CheckpointError
+
+
+class Reader:
+    """The experts of a compressed-tensors checkpoint, in the formats that they have.
+
+    Making one reads config.json and the headers of the files, and checks that every tensor of experts is there, and no
+    other. Numbers are checked as they are read.
+
+    Args:
+        path: the directory.
+        gate_up_order: "concatenated" or "interleaved": how rows lie in a tensor that holds gate and up, which files do
+            not say. Not asked for where they are two.
+
+    Attributes:
+        quantization: what config.json says; `quantization.scheme(name)` is that of any module.
+        layers: `Layer` by the name of the module that holds the experts, of quantised ones alone.
+        tensors: where each tensor of the checkpoint lies, experts' or not, by name.
+
+    Raises:
+        CheckpointError: files that are wrong or broken, naming the file, the tensor or key, and the expectation.
+        ValueError: an unknown `gate_up_order`, or None where it is needed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], gate_up_order: str | None = None):
+        if gate_up_order not in (*GATE_UP_ORDERS, None):
+            raise ValueError(f"`gate_up_order` (={gate_up_order!r}) must be one of {(*GATE_UP_ORDERS, None)}")
+        self.path = Path(path)
+        self.quantization: Quantization = read_quantization(path)
+        self.tensors = shards.read_headers(self.path)
+        self.layers: dict[str, Layer] = layers.find(self.tensors, self.quantization, gate_up_order)
+
+    def layer(self, name: str) -> Layer:
+        """The layer of that name. ValueError if there is none of quantised experts."""
+        if name not in self.layers:
+            raise ValueError(f"`name` (={name!r}) must be one of {[*self.layers]}")
+        return self.layers[name]
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as it lies in its file, which is mapped. CheckpointError if there is none of that name."""
+        if name not in self.tensors:
+            raise CheckpointError(self.path, f"tensor {name!r} is missing")
+        return self.tensors[name].view()
+
+    def arrays(self, name: str, sharding: ShardingLike = None) -> dict[str, jax.Array]:
+        """The packed arrays of a layer's experts, by name as `jmx.Experts.arrays` names them.
+
+        Args:
+            name: a key of `layers`.
+            sharding: a `jax.sharding.Sharding` for every array, or a mapping or function that gives one (or None) by
+                the array's name. Only experts that the devices need are read. None is the default device.
+
+        Raises:
+            CheckpointError: numbers that no such tensor holds; see `Module.array`.
+            ValueError: a `name` that is not there, a `sharding` that cannot split an array.
+        """
+        return {key: place(key, array, sharding) for key, array in self.layer(name).arrays().items()}

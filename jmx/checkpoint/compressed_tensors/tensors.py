@@ -1,0 +1,377 @@
+"""The tensors of one quantised module, and the arrays that they hold: both ways, bit for bit.
+
+Tensors are those that the compressed-tensors package writes (its compressors' `compression_param_names`), for a weight
+of N rows and K columns:
+
+    weight_packed       nvfp4, mxfp4: uint8 (N, K/2), the even element low; integers: int32 (N, ceil(K bits / 32))
+    weight              fp8: float8_e4m3fn (N, K); integers that are not packed: int8 (N, K)
+    weight_scale        (N, blocks), which multiplies; fp8_tensor: one; fp8_block: (ceil(N/128), ceil(K/128))
+    weight_global_scale nvfp4: float32, which *divides*
+    weight_shape        of packed integers: N, K
+    weight_zero_point   of packed integers int32 (ceil(N bits / 32), blocks), packed along rows; of others int8
+    weight_g_idx        int32 (K,): each column's group
+    input_scale, input_global_scale  of inputs that are static
+    bias                (N,)
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+
+from jmx.checkpoint.compressed_tensors import packing
+from jmx.checkpoint.compressed_tensors.config import BLOCK, Scheme
+from jmx.checkpoint.compressed_tensors.standin import FORMATS, BlockScaled
+from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
+
+Shape = tuple[int, ...]
+
+FLOATS = ("BF16", "F16", "F32")
+PACKED = "pack-quantized"
+
+# Tensors whose bits the arrays do not give back: reciprocals round, and files shape a single number in several ways.
+KEPT = ("weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "bias")
+
+_ONE = ((1,), (), (1, 1))
+_LEAST_NORMAL = np.finfo(np.float32).tiny
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a file, or the part of it that is one expert's, where it holds them all along its first axis."""
+
+    tensor: Tensor
+    expert: int | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    def view(self) -> np.ndarray:
+        whole = self.tensor.view()
+        return whole if self.expert is None else whole[self.expert]
+
+    def error(self, rule: str) -> CheckpointError:
+        whose = "" if self.expert is None else f" (expert {self.expert})"
+        return CheckpointError(self.tensor.file, f"tensor {self.tensor.name!r}{whose} {rule}")
+
+
+class Module:
+    """A quantised module: its tensors, checked by their shapes and dtypes, and its arrays, read when asked for.
+
+    Args:
+        name: in the checkpoint.
+        pieces: its tensors, by their name after the module's.
+        scheme: how it is quantised.
+
+    Attributes:
+        shape: (N, K), the contracted axis last.
+        format: the weights' `jmx.formats.Format`.
+
+    Raises:
+        CheckpointError: a tensor that is missing, that its scheme does not know, or of another shape or dtype; a number
+            of columns that is not a whole number of groups.
+    """
+
+    def __init__(self, name: str, pieces: Mapping[str, Piece], scheme: Scheme):
+        if not pieces:
+            raise ValueError(f"`pieces` of {name!r} must hold a tensor")
+        self.name, self.scheme, self.pieces = name, scheme, pieces
+        self.format = FORMATS[scheme.weights]
+        self.file = next(iter(pieces.values())).tensor.file
+        self._values_name = "weight_packed" if scheme.storage.endswith("pack-quantized") else "weight"
+        self.shape = self._shape()
+        rows, columns = self.shape
+        try:
+            self.format.check_size("columns", columns)
+        except ValueError as error:
+            raise self.pieces[self._values_name].error(f"does not fit its scheme: {error}") from error
+        self._check_headers(rows, columns)
+
+    # What must be there
+
+    def _piece(self, tensor: str) -> Piece:
+        if tensor not in self.pieces:
+            raise CheckpointError(self.file, f"tensor '{self.name}.{tensor}' is missing, for {self.scheme.weights}")
+        return self.pieces[tensor]
+
+    def _shape(self) -> tuple[int, int]:
+        values = self._piece(self._values_name)
+        if len(values.shape) != 2 or 0 in values.shape:
+            raise values.error(f"has shape {values.shape}, but must have rows and columns")
+        rows, columns = values.shape
+        if self.scheme.storage != PACKED:
+            return rows, columns * (2 if self._values_name == "weight_packed" else 1)
+        piece = self._piece("weight_shape")
+        if piece.dtype not in ("I64", "I32") or piece.tensor.shape not in ((2,), (3,)):
+            raise piece.error(f"is {piece.dtype} {piece.tensor.shape}, but must be two or three I64")
+        told = [int(size) for size in piece.tensor.view()]  # of a tensor with all experts, the whole's
+        words = packing.num_words(told[-1], self.format.element_bits)
+        if told[-2] != rows or words != columns or told[-1] < 1 or len(told) != len(values.tensor.shape):
+            whole = [*values.tensor.shape]
+            raise piece.error(f"(={told}) must fit {values.tensor.name!r}, of {whole} words")
+        return rows, told[-1]
+
+    def _expected(self, rows: int, columns: int) -> Iterator[tuple[str, tuple[str, ...], tuple[Shape, ...]]]:
+        """Name, dtypes and shapes of each tensor that must be there."""
+        format, storage = self.format, self.scheme.storage
+        bits, blocks = format.element_bits, format.num_blocks(columns, "columns")
+        if storage == PACKED:
+            yield "weight_packed", ("I32",), ((rows, packing.num_words(columns, bits)),)
+        elif self._values_name == "weight_packed":
+            yield "weight_packed", ("U8",), ((rows, columns // 2),)
+        else:
+            yield "weight", ("F8_E4M3",) if format.name.startswith("fp8") else ("I8",), ((rows, columns),)
+        scale_dtypes = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8",)}.get(format.name, FLOATS)
+        if format.name == "fp8_tensor":
+            yield "weight_scale", scale_dtypes, _ONE
+        else:
+            scale_rows = -(-rows // BLOCK[0]) if format.name == "fp8_block" else rows
+            yield "weight_scale", scale_dtypes, ((scale_rows, blocks),)
+        if "global_scales" in format.arrays:
+            yield "weight_global_scale", ("F32",), _ONE
+        if "zero_points" in format.arrays:
+            packed = storage == PACKED
+            shape = (packing.num_words(rows, bits) if packed else rows, blocks)
+            yield "weight_zero_point", ("I32",) if packed else ("I8",), (shape,)
+        if "order" in format.arrays:
+            yield "weight_g_idx", ("I32",), ((columns,),)
+        if self.scheme.static_scale is not None:
+            yield self.scheme.static_scale, ("F32",) if format.name == "nvfp4" else FLOATS, _ONE
+        if "bias" in self.pieces:
+            yield "bias", FLOATS, ((rows,),)
+
+    def _check_headers(self, rows: int, columns: int) -> None:
+        known = {"weight_shape"} if self.scheme.storage == PACKED else set()
+        for name, dtypes, shapes in self._expected(rows, columns):
+            known.add(name)
+            piece = self._piece(name)
+            if piece.dtype not in dtypes or piece.shape not in shapes:
+                raise piece.error(
+                    f"is {piece.dtype} {piece.shape}, but must be {' or '.join(dtypes)} {shapes[0]} "
+                    f"for {self.format.name} of {self.shape}"
+                )
+        for name, piece in self.pieces.items():
+            if name not in known:
+                raise piece.error(f"is not one of {self.format.name} as {self.scheme.storage!r} stores it")
+
+    # Arrays
+
+    def array(self, name: str) -> np.ndarray:
+        """One of the module's arrays, by its name in `BlockScaled`, packed; or "bias", (N,).
+
+        Raises:
+            CheckpointError: numbers that no such tensor holds: scales that are not finite and positive, values that
+                are NaN, integers of too many bits, groups of other sizes than the scheme's.
+        """
+        return getattr(self, f"_{name}")()
+
+    def abstract(self, name: str) -> tuple[Shape, np.dtype]:
+        """Shape and dtype of one of the arrays, or of "bias"."""
+        (rows, columns), blocks = self.shape, self.format.num_blocks(self.shape[1], "columns")
+        scales = DTYPES[self.pieces["weight_scale"].dtype]
+        shapes: dict[str, tuple[Shape, np.dtype]] = {
+            "values": ((rows, columns * self.format.element_bits // 8), np.dtype(np.uint8)),
+            "scales": ((rows, blocks), np.dtype(np.uint8) if scales.itemsize == 1 else scales),
+            "global_scales": ((rows,), np.dtype(np.float32)),
+            "zero_points": ((rows, blocks), np.dtype(np.int8)),
+            "order": ((columns,), np.dtype(np.int32)),
+        }
+        return shapes[name] if name != "bias" else ((rows,), DTYPES[self.pieces["bias"].dtype])
+
+    def weight(self) -> BlockScaled:
+        """All of them. CheckpointError as `array`."""
+        return BlockScaled(**{name: self.array(name) for name in self.format.arrays})
+
+    def static_scale(self) -> np.ndarray | None:
+        """The scale of the inputs as files have it, float32 (); None if it is not static.
+
+        `input_scale` multiplies inputs' elements, `input_global_scale` divides inputs' block scales.
+
+        Raises:
+            CheckpointError: one that is not finite and positive.
+        """
+        if self.scheme.static_scale is None:
+            return None
+        piece = self.pieces[self.scheme.static_scale]
+        return self._positive(piece).astype(np.float32).reshape(())
+
+    def kept(self) -> dict[str, np.ndarray]:
+        """Tensors that `tensors` must be given to write the same bytes."""
+        names = (*KEPT, *["weight_scale"] * (self.format.name == "fp8_tensor"))
+        return {name: self.pieces[name].view() for name in names if name in self.pieces}
+
+    def _positive(self, piece: Piece) -> np.ndarray:
+        scales = piece.view()
+        wide = scales.astype(np.float32)
+        good = np.isfinite(wide) & (wide > 0)
+        if not good.all():
+            place = tuple(int(i) for i in np.argwhere(~good)[0])
+            raise piece.error(f"must hold finite scales above 0, but has {wide[place]} at {place}")
+        return scales
+
+    def _values(self) -> np.ndarray:
+        piece = self.pieces[self._values_name]
+        stored = piece.view()
+        bits, columns = self.format.element_bits, self.shape[1]
+        if self.scheme.storage == PACKED:
+            try:
+                packed = packing.bytes_of_words(stored, bits, columns)
+            except ValueError as error:
+                raise piece.error(str(error)) from error
+        elif stored.dtype == np.int8:
+            self._check_bits(piece, stored)
+            packed = packing.bytes_of_elements(stored, bits)
+        else:
+            packed = stored.view(np.uint8)
+            if self.format.name.startswith("fp8") and ((packed & 0x7F) == 0x7F).any():
+                raise piece.error("must hold no NaN")
+        if "order" not in self.format.arrays:
+            return packed
+        elements = packing.elements_of_bytes(packed, bits, columns)
+        return packing.bytes_of_elements(elements[:, self._sorted], bits)
+
+    def _check_bits(self, piece: Piece, integers: np.ndarray) -> None:
+        limit = 1 << self.format.element_bits - 1
+        if integers.size and not -limit <= int(integers.min()) <= int(integers.max()) < limit:
+            raise piece.error(f"must hold integers of {self.format.element_bits} bits, {-limit} to {limit - 1}")
+
+    def _scales(self) -> np.ndarray:
+        piece = self.pieces["weight_scale"]
+        rows, _ = self.shape
+        if self.format.name == "mxfp4":
+            codes = piece.view()
+            if codes.max() == 255:
+                place = tuple(int(i) for i in np.argwhere(codes == 255)[0])
+                raise piece.error(f"must have no scale of 255 (NaN), but has one at {place}")
+            return codes
+        scales = self._positive(piece)
+        if self.format.name == "nvfp4":
+            return scales.view(np.uint8)
+        if self.format.name == "fp8_tensor":
+            return np.broadcast_to(scales.reshape(1, 1), (rows, 1))
+        if self.format.name == "fp8_block":
+            return np.repeat(scales, BLOCK[0], axis=0)[:rows]
+        return scales
+
+    def _global_scales(self) -> np.ndarray:
+        piece = self.pieces["weight_global_scale"]
+        divisor = self._positive(piece).reshape(())
+        with np.errstate(over="ignore", under="ignore"):
+            factor = np.float32(1) / divisor
+        if not _LEAST_NORMAL <= factor < math.inf:
+            raise piece.error(f"(={divisor}) must have a reciprocal that float32 holds in full")
+        return np.full(self.shape[0], factor, np.float32)
+
+    def _zero_points(self) -> np.ndarray:
+        piece = self.pieces["weight_zero_point"]
+        stored = piece.view()
+        bits, rows = self.format.element_bits, self.shape[0]
+        if self.scheme.storage != PACKED:
+            self._check_bits(piece, stored)
+            return stored
+        try:
+            packed = packing.bytes_of_words(stored.T, bits, rows)
+        except ValueError as error:
+            raise piece.error(str(error)) from error
+        return np.ascontiguousarray(packing.elements_of_bytes(packed, bits, rows).T)
+
+    def _bias(self) -> np.ndarray:
+        piece = self.pieces["bias"]
+        bias = piece.view()
+        if not np.isfinite(bias.astype(np.float32)).all():
+            raise piece.error("must hold finite numbers")
+        return bias
+
+    def _order(self) -> np.ndarray:
+        return self._sorted
+
+    @cached_property
+    def _sorted(self) -> np.ndarray:
+        """int32 (K,): the columns, sorted by group, as they follow each other inside it."""
+        piece = self.pieces["weight_g_idx"]
+        groups = piece.view()
+        size = self.format.block_size
+        assert size is not None  # integers in groups alone have an order
+        order = np.argsort(groups, kind="stable").astype(np.int32)
+        if not np.array_equal(groups[order], np.arange(groups.size, dtype=np.int32) // size):
+            raise piece.error(f"must put {size} columns into each of the groups 0 to {groups.size // size - 1}")
+        return order
+
+
+def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a module, by their names after the module's: the inverse of `Module`.
+
+    Args:
+        scheme: how it is quantised.
+        weight: its packed arrays, (N, K) alone.
+        kept: tensors that go in as they are, of those in `KEPT` and an fp8_tensor's weight_scale. Inputs' static scale
+            must be here. Without `weight_global_scale` it is the reciprocal of the global scale.
+
+    Raises:
+        ValueError: arrays that the scheme's files cannot hold, or a static scale that is missing.
+    """
+    format = FORMATS[scheme.weights]
+    bits = format.element_bits
+    rows, columns = weight.values.shape[0], weight.values.shape[1] * 8 // bits
+    for name in format.arrays:
+        if getattr(weight, name) is None:
+            raise ValueError(f"`weight.{name}` (=None) must be there for {format.name}")
+    if scheme.static_scale is not None and scheme.static_scale not in kept:
+        raise ValueError(f"`kept` must hold {scheme.static_scale!r} for inputs of {scheme.inputs}")
+    packed = np.asarray(weight.values)
+    found: dict[str, np.ndarray] = {}
+    if "order" in format.arrays:
+        order = np.asarray(weight.order)
+        elements = packing.elements_of_bytes(packed, bits, columns)
+        unsorted = np.empty_like(elements)
+        unsorted[:, order] = elements
+        packed = packing.bytes_of_elements(unsorted, bits)
+        found["weight_g_idx"] = np.empty(columns, np.int32)
+        found["weight_g_idx"][order] = np.arange(columns, dtype=np.int32) // (columns // weight.scales.shape[-1])
+    if scheme.storage == PACKED:
+        found["weight_packed"] = packing.words_of_bytes(packed, bits, columns)
+        found["weight_shape"] = np.array([rows, columns], np.int64)
+    elif scheme.storage.endswith("pack-quantized"):
+        found["weight_packed"] = packed
+    elif format.name.startswith("fp8"):
+        found["weight"] = packed.view(ml_dtypes.float8_e4m3fn)
+    else:
+        found["weight"] = packing.elements_of_bytes(packed, bits, columns)
+    found["weight_scale"] = _file_scales(format.name, np.asarray(weight.scales))
+    if "global_scales" in format.arrays and "weight_global_scale" not in kept:
+        factors = np.asarray(weight.global_scales)
+        _check_equal("global_scales", factors[:1], factors)
+        found["weight_global_scale"] = np.float32(1) / factors[:1]
+    if "zero_points" in format.arrays:
+        points = np.asarray(weight.zero_points)
+        if scheme.storage == PACKED:
+            points = np.ascontiguousarray(points.T)
+            points = packing.words_of_bytes(packing.bytes_of_elements(points, bits), bits, rows).T
+        found["weight_zero_point"] = np.ascontiguousarray(points)
+    return found | dict(kept)
+
+
+def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:
+    if format == "nvfp4":
+        return scales.view(ml_dtypes.float8_e4m3fn)
+    if format == "fp8_tensor":
+        _check_equal("scales", scales[:1], scales)
+        return scales[0].copy()
+    if format == "fp8_block":
+        firsts = scales[:: BLOCK[0]]
+        _check_equal("scales", np.repeat(firsts, BLOCK[0], axis=0)[: len(scales)], scales)
+        return firsts
+    return scales
+
+
+def _check_equal(name: str, expected: np.ndarray, array: np.ndarray) -> None:
+    if (array != expected).any():
+        raise ValueError(f"`weight.{name}` must be the same in all rows that a file's single one stands for")
