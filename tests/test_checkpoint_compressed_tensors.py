@@ -534,7 +534,7 @@ def test_mutated_tensors_are_refused_or_come_back_as_they_are(tmp_path_factory, 
     for _ in range(data.draw(st.integers(1, 3))):
         key = data.draw(st.sampled_from(experts))
         array = arrays.get(key)
-        if array is None:
+        if array is None or not array.size:
             continue
         match data.draw(st.sampled_from(["drop", "bits", "shape", "dtype", "rename", "cut"])):
             case "drop":
