@@ -20,7 +20,7 @@ from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
-NAMES = sorted({path.name for path in GOLDEN.iterdir() if path.is_dir()} - {"modelopt_nvfp4", "quark_gpt_oss"})
+NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 LAYER = "model.layers.0.mlp.experts"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -53,8 +53,8 @@ def wholes(layer: compressed_tensors.Layer) -> Tensors:
     return {name: array.whole() for name, array in layer.arrays().items()}
 
 
-def reader(name: str, **options: Any) -> compressed_tensors.Reader:
-    return compressed_tensors.Reader(GOLDEN / name, **options)
+def reader(name: str) -> compressed_tensors.Reader:
+    return compressed_tensors.Reader(GOLDEN / name, gate_up_order="interleaved" if name == "quark_gpt_oss" else None)
 
 
 def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
@@ -100,17 +100,18 @@ def test_weights_are_those_that_the_package_makes(name):
     gate_up, down = floats(layer, "gate_up"), floats(layer, "down")
     assert gate_up.shape == (layer.num_experts, 2 * layer.intermediate_size, layer.hidden_size)
     assert down.shape == (layer.num_experts, layer.hidden_size, layer.intermediate_size)
-    assert layer.gate_up_order == "concatenated"
+    assert layer.gate_up_order == ("interleaved" if name == "quark_gpt_oss" else "concatenated")
     middle = layer.intermediate_size
+    places = {"gate": gate_up[:, :middle], "up": gate_up[:, middle:], "gate_up": gate_up, "down": down}
     for key, answer in answers.items():
         expert, projection = re.fullmatch(rf"{LAYER}\.(\d+)\.(\w+)_proj\.weight", key).groups()  # type: ignore[union-attr]
-        ours = {"gate": gate_up[:, :middle], "up": gate_up[:, middle:], "down": down}[projection][int(expert)]
-        # Both round one exact product; but for NVFP4, where the package divides and the arrays multiply.
-        if name.startswith("nvfp4"):
+        ours = places[projection][int(expert)]
+        # Both round one exact product; but for NVFP4's of three factors, of which the package divides by one.
+        if "nvfp4" in name:
             np.testing.assert_allclose(ours, answer, rtol=3e-7, atol=0)
         else:
             np.testing.assert_array_equal(ours.astype(np.float32), answer)
-    assert {key.rsplit(".", 2)[1] for key in answers} >= {"up_proj", "down_proj"}
+    assert {key.rsplit(".", 2)[1] for key in answers} & {"up_proj", "gate_up_proj"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +120,8 @@ def test_arrays_have_the_shapes_that_the_format_declares(name):
     for key, array in layer.arrays().items():
         whole = array.whole()
         assert (whole.shape, whole.dtype, whole.nbytes) == (array.shape, array.dtype, array.nbytes), key
-    names = [f"{role}_{array}" for role in ("gate_up", "down") for array in layer.format.arrays]
+    arrays = [*layer.format.arrays, *["bias"] * (name == "quark_gpt_oss")]
+    names = [f"{role}_{array}" for role in ("gate_up", "down") for array in arrays]
     assert [*layer.arrays()] == names
 
 
@@ -143,6 +145,26 @@ def test_global_scales_multiply_and_gate_and_up_keep_their_own():
         assert (scales[expert, 64:] == np.float32(1) / up).all()
 
 
+def test_modelopts_scales_multiply_as_they_are():
+    arrays, _ = golden("modelopt_nvfp4")
+    layer = reader("modelopt_nvfp4").layer(LAYER)
+    scales, inputs = wholes(layer)["down_global_scales"], layer.static_scales("down")
+    assert inputs is not None
+    for expert in range(3):
+        assert (scales[expert] == arrays[f"{LAYER}.{expert}.down_proj.weight_scale_2"]).all()
+        assert inputs[expert, 0] == arrays[f"{LAYER}.{expert}.down_proj.input_scale"]
+    assert (scales < 1).all()
+
+
+def test_quarks_rows_alternate_and_have_biases():
+    arrays, _ = golden("quark_gpt_oss")
+    layer = reader("quark_gpt_oss").layer(LAYER)
+    assert (layer.hidden_size, layer.intermediate_size, layer.scheme.inputs) == (96, 64, "fp8_static")
+    assert same(wholes(layer)["gate_up_bias"][2], arrays[f"{LAYER}.2.gate_up_proj.bias"])
+    with pytest.raises(ValueError, match=r"`gate_up_order` \(=None\) must be"):
+        compressed_tensors.Reader(GOLDEN / "quark_gpt_oss")
+
+
 def test_a_block_of_128_rows_begins_anew_with_up():
     arrays, _ = golden("fp8_block_dynamic")
     scales = wholes(reader("fp8_block_dynamic").layer(LAYER))["gate_up_scales"]
@@ -157,11 +179,12 @@ def test_static_scales_of_gate_and_up_stay_apart(name):
     arrays, _ = golden(name)
     layer = reader(name).layer(LAYER)
     last = "input_global_scale" if name == "nvfp4" else "input_scale"
+    as_factor = np.reciprocal if name == "nvfp4" else np.positive
     for role, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
         expected = [[arrays[f"{LAYER}.{e}.{p}_proj.{last}"][0] for p in parts] for e in range(layer.num_experts)]
         found = layer.static_scales(role)
         assert found is not None
-        assert same(found, np.array(expected, np.float32))
+        assert same(found, as_factor(np.array(expected, np.float32)))
     assert reader("fp8_tensor_dynamic").layer(LAYER).static_scales("down") is None
 
 
@@ -335,12 +358,12 @@ def test_read_then_written_is_the_same_to_the_bit(tmp_path, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_made_without_the_files_own_mean_the_same(name):
     for module in (m for its in reader(name).layer(LAYER).modules["gate_up"] for m in its):
-        kept = {n: a for n, a in module.kept().items() if n.startswith("input")}
+        kept = {n: a for n, a in module.kept().items() if n.startswith("input") or n == "bias"}
         made = tensors(module.scheme, module.weight(), kept)
         assert made.keys() == module.pieces.keys()
         for key, array in made.items():
             read = module.pieces[key].view()
-            if key == "weight_global_scale":
+            if key == "weight_global_scale":  # the reciprocal of a reciprocal, and one number for ()
                 np.testing.assert_allclose(array, read, rtol=2e-7)
             else:
                 assert same(array, read), key
@@ -435,13 +458,16 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("nvfp4", put("weight_global_scale", 0, 0.0), "must hold finite scales above 0, but has 0.0 at (0,)"),
     ("nvfp4", put("weight_global_scale", 0, -3.0), "must hold finite scales above 0, but has -3.0"),
     ("nvfp4", put("weight_global_scale", 0, np.inf), "must hold finite scales above 0, but has inf"),
-    ("nvfp4", put("weight_global_scale", 0, 3e38), "must have a reciprocal that float32 holds in full"),
-    ("nvfp4", put("weight_global_scale", 0, 1e-40), "must have a reciprocal that float32 holds in full"),
+    ("nvfp4", put("weight_global_scale", 0, 3e38), "must stand for a factor that float32 holds in full"),
+    ("nvfp4", put("weight_global_scale", 0, 1e-40), "must stand for a factor that float32 holds in full"),
     ("nvfp4", put("weight_scale", (3, 2), np.nan), "must hold finite scales above 0, but has nan at (3, 2)"),
     ("nvfp4", put("weight_scale", (0, 1), -2.0), "must hold finite scales above 0, but has -2.0 at (0, 1)"),
     ("nvfp4", swap("weight_scale", lambda a: a.view(np.uint8)), "is U8 (64, 6), but must be F8_E4M3 (64, 6)"),
     ("nvfp4", swap("weight_packed", lambda a: a[:, :44]), "`columns` (=88) must be a multiple of 16 for NVFP4"),
     ("nvfp4", swap("weight_packed", lambda a: a[0]), "has shape (48,), but must have rows and columns"),
+    ("modelopt_nvfp4", drop(at("weight_scale_2")), f"tensor '{at('weight_scale_2')}' is missing, for nvfp4"),
+    ("modelopt_nvfp4", swap("weight_scale_2", np.negative), "must hold finite scales above 0, but has -"),
+    ("modelopt_nvfp4", add(at("weight_global_scale"), ONES), "is not one of nvfp4 as 'modelopt' stores it"),
     ("mxfp4", put("weight_scale", (5, 2), 255), "must have no scale of 255 (NaN), but has one at (5, 2)"),
     ("mxfp4", swap("weight_scale", lambda a: a[:, :2]), "is U8 (64, 2), but must be U8 (64, 3) for mxfp4 of (64, 96)"),
     ("fp8_channel_dynamic", put("weight", (1, 1), np.nan), "must hold no NaN"),
@@ -551,7 +577,7 @@ def test_mutated_tensors_are_refused_or_come_back_as_they_are(tmp_path_factory, 
             case "rename":
                 arrays[key.replace(*data.draw(st.sampled_from(RENAMINGS)))] = arrays.pop(key)
             case "cut":
-                arrays[key] = array[: data.draw(st.integers(0, len(array)))]
+                arrays[key] = np.atleast_1d(array)[: data.draw(st.integers(0, array.size))]
     directory = tmp_path_factory.mktemp("mutated")
     with contextlib.suppress(CheckpointError):  # and no other error
         ours = compressed_tensors.Reader(write(directory / "mutated", arrays, config), "concatenated")

@@ -51,6 +51,11 @@ SCHEMES = {
     "w8a8_channel": Scheme("int8_channel", "int8_token", "int-quantized"),
 }
 
+OTHERS = {
+    "modelopt_nvfp4": Scheme("nvfp4", "nvfp4", "modelopt"),
+    "quark_gpt_oss": Scheme("mxfp4", "fp8_static", "quark"),
+}
+
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None, "output_activations": None}
@@ -97,11 +102,12 @@ def test_every_golden_checkpoint_is_listed():
     } == SCHEMES.keys()
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_schemes_are_those_that_the_package_was_given(name):
+@pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
+def test_schemes_are_those_that_the_tool_was_given(name):
     quantization = read_quantization(GOLDEN / name)
-    assert quantization.scheme(EXPERT) == SCHEMES[name]
-    assert quantization.scheme("model.layers.0.mlp.gate") is None
+    assert quantization.scheme(EXPERT) == (SCHEMES | OTHERS)[name]
+    assert quantization.scheme("model.layers.0.mlp.router" if "quark" in name else "model.layers.0.mlp.gate") is None
+    assert not quantization.kv_cache
     assert quantization.scheme("model.norm", "RMSNorm") is None
 
 
@@ -283,7 +289,7 @@ def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
         (config(quantization_status="calibration"), "quantization_status` (='calibration') must be one of"),
         (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config` (={'format'"),
         (config(transform_config={"config_groups": {}}), "must be empty: it would change the model"),
-        (config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme` (={'num_bits': 8}) must be empty"),
+        (config(kv_cache_scheme=8), "kv_cache_scheme` (=8) must be an object"),
         (config(version={}), "`quantization_config.version` (={}) must be a number or a string"),
         (config(format="marlin-24"), "`quantization_config.format` (='marlin-24') must be one of"),
         (config(format=...), "`quantization_config.format` is missing"),
@@ -353,6 +359,109 @@ def test_a_missing_file_is_named(tmp_path):
         read_quantization(tmp_path)
 
 
+def test_a_cache_that_is_quantised_can_be_asked_for():
+    assert parse_quantization(FILE, config(kv_cache_scheme={"num_bits": 8, "type": "float"})).kv_cache
+
+
+# Other tools
+
+
+def placed(directory: Path, contents: Any, file: str = "config.json") -> Path:
+    (directory / file).write_text(json.dumps(contents))
+    return directory
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "model.layers.*.mlp.gate", "*self_attn*"],
+    "producer": {"name": "modelopt", "version": "0.33.0"},
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4, "input_activations": NVFP4}},
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
+MX = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": MX | {"observer_cls": "PerBlockMXObserver", "symmetric": None},
+        "input_tensors": MX | {"is_dynamic": True},
+        "bias": None,
+        "output_tensors": None,
+    },
+    "exclude": ["lm_head", "re:.*self_attn.*", "*.mlp.gate"],
+    "export": {"pack_method": "reorder"},
+    "layer_quant_config": {},
+}
+
+
+def test_modelopt_in_newer_and_older_files(tmp_path):
+    quantization = read_quantization(placed(tmp_path, {"quantization_config": MODELOPT}))
+    assert quantization.scheme(EXPERT) == Scheme("nvfp4", "nvfp4", "modelopt")
+    ignored = ("lm_head", "model.layers.12.mlp.gate", "model.layers.3.self_attn.q_proj")
+    assert [quantization.scheme(name) for name in ignored] == [None] * 3
+    assert quantization.kv_cache
+    older = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    placed(tmp_path, {"model_type": "qwen3_moe"})
+    placed(tmp_path, {"producer": {"name": "modelopt"}, "quantization": older}, "hf_quant_config.json")
+    quantization = read_quantization(tmp_path)
+    assert quantization.scheme(EXPERT) == Scheme("nvfp4", None, "modelopt")
+    assert not quantization.kv_cache
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        (None, None),
+        ({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}, "fp8_static"),
+        (MX | {"dtype": "fp8_e4m3", "is_dynamic": True}, "mxfp8"),
+        (MX | {"is_dynamic": True}, "mxfp4"),
+    ],
+)
+def test_quark(tmp_path, inputs, expected):
+    contents = QUARK | {"global_quant_config": QUARK["global_quant_config"] | {"input_tensors": inputs}}
+    quantization = read_quantization(placed(tmp_path, {"quantization_config": contents}))
+    assert quantization.scheme(EXPERT) == Scheme("mxfp4", expected, "quark")
+    assert quantization.scheme("model.layers.3.self_attn.q_proj") is None
+    assert quantization.scheme("model.layers.3.mlp.gate") is None
+
+
+def test_other_tools_configs_are_refused_by_name(tmp_path):
+    weight = {"weight": MX | {"group_size": 64}}
+    for contents, message in (
+        (MODELOPT | {"quant_algo": "FP8"}, "`quantization_config.quant_algo` (='FP8') must be one of"),
+        (MODELOPT | {"group_size": 32}, "`quantization_config.group_size` (=32) must be one of"),
+        (MODELOPT | {"rotate": True}, "`quantization_config.rotate` (=True) is not a known key"),
+        (MODELOPT | {"ignore": [""]}, "`quantization_config.ignore`: a target must have 1 to 1000 characters"),
+        (MODELOPT | {"config_groups": {}}, "`quantization_config.config_groups` must hold one group, but holds 0"),
+        (
+            MODELOPT | {"config_groups": {"a": {"weights": NVFP4 | {"num_bits": 8}}}},
+            "`quantization_config.config_groups.a.weights.num_bits` (=8) must be one of [4]",
+        ),
+        (QUARK | {"global_quant_config": weight}, "('fp4', 'per_group', 64, 'e8m0', False)) must be ('fp4'"),
+        (
+            QUARK | {"global_quant_config": {"weight": MX, "input_tensors": MX}},
+            "global_quant_config.input_tensors` (=('fp4', 'per_group', 32, 'e8m0', False)) must be one of",
+        ),
+        (QUARK | {"layer_quant_config": {"*gate*": {}}}, "`quantization_config.layer_quant_config` (={"),
+        (QUARK | {"scheme": 1}, "`quantization_config.scheme` (=1) is not a known key"),
+        (
+            {"quant_method": "gptq"},
+            "`quantization_config.quant_method` (='gptq') must be one of ['comp",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            read_quantization(placed(tmp_path, {"quantization_config": contents}))
+    with pytest.raises(CheckpointError, match=re.escape("must be a JSON object, not list")):
+        read_quantization(placed(tmp_path, []))
+    placed(tmp_path, {})
+    with pytest.raises(CheckpointError, match=re.escape("must have one of")):
+        read_quantization(tmp_path)
+    placed(tmp_path, [], "hf_quant_config.json")
+    with pytest.raises(CheckpointError, match=re.escape("config.json: `quantization` (=None) must be an object")):
+        read_quantization(tmp_path)
+
+
 VALUES = st.recursive(
     st.one_of(
         st.none(),
@@ -378,9 +487,14 @@ def paths(entries: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [here, *(path for key, value in inner for path in paths(value, (*here, key)))]
 
 
-@hypothesis.given(st.sampled_from(sorted(SCHEMES)), st.data())
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("mutated")
+
+
+@hypothesis.given(st.sampled_from(sorted(SCHEMES | OTHERS)), st.data())
 @hypothesis.settings(max_examples=300)
-def test_mutated_configs_are_understood_or_refused(name, data):
+def test_mutated_configs_are_understood_or_refused(folder, name, data):
     contents = json.loads((GOLDEN / name / "config.json").read_text())
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(paths(contents["quantization_config"])))
@@ -399,5 +513,5 @@ def test_mutated_configs_are_understood_or_refused(name, data):
         if not isinstance(contents["quantization_config"], dict):
             break
     with contextlib.suppress(CheckpointError):  # and no other error
-        found = parse_quantization(FILE, contents).scheme(EXPERT)
+        found = read_quantization(placed(folder, contents)).scheme(EXPERT)
         assert found is None or isinstance(found, Scheme)

@@ -1,7 +1,10 @@
-"""compressed-tensors checkpoints: experts of any scheme that the package of that name writes."""
+"""compressed-tensors checkpoints: experts of any scheme that the package of that name writes.
 
-from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme, read_quantization
+And ModelOpt's NVFP4 and Quark's MXFP4, which are the same bits under other names."""
+
+from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.checkpoint.compressed_tensors.methods import read_quantization
 from jmx.checkpoint.compressed_tensors.reader import Reader
 from jmx.checkpoint.compressed_tensors.writer import convert
 from jmx.checkpoint.shards import CheckpointError

@@ -5,17 +5,17 @@ QuantizationConfig, QuantizationScheme and QuantizationArgs). Files say more tha
 observed, say), and some of it would change the model: every key is checked, and one that is not known is refused.
 """
 
-import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.targets import Target, parse_target
-from jmx.checkpoint.shards import CheckpointError, read_json
+from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
+from jmx.checkpoint.compressed_tensors.targets import Target
+from jmx.checkpoint.shards import CheckpointError
 
 FILE = "config.json"
 METHOD = "compressed-tensors"
+OBJECT = "must be an object"
 MIXED = "mixed-precision"  # in place of the one storage of all groups: each names its own
 PLACES = ("quantization_config", "compression_config")  # in config.json, as newer and older files have it
 
@@ -32,7 +32,10 @@ STORAGES: dict[str, tuple[str, ...]] = {
     "naive-quantized": ("int", "fp8"),
 }
 
-# Input formats of which files hold a scale, and the tensor that does.
+# How weights lie in files of other tools than compressed-tensors.
+MODELOPT, QUARK = "modelopt", "quark"
+
+# Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
 STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": "input_global_scale"}
 
 # (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs. A group's size is None where there is none.
@@ -54,7 +57,7 @@ class Scheme:
     Args:
         weights: name of the weights' format, a key of `jmx.formats.FORMATS`.
         inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have.
-        storage: how files hold the weights, a key of `STORAGES`.
+        storage: how files hold the weights: a key of `STORAGES`, `MODELOPT` or `QUARK`.
     """
 
     weights: str
@@ -84,11 +87,14 @@ class Quantization:
         file: that said so.
         groups: in the file's order.
         ignore: modules that stay as they are, whichever group means them.
+        kv_cache: whether attention's keys and values are to be quantised as they are cached. That is nothing of
+            experts; who runs the whole model has to ask.
     """
 
     file: Path
     groups: tuple[Group, ...]
     ignore: tuple[Target, ...]
+    kv_cache: bool = False
 
     def scheme(self, module: str, module_class: str = "Linear") -> Scheme | None:
         """The scheme of a module, by its name and its class; None if it is not quantised.
@@ -115,12 +121,6 @@ class Quantization:
         return next(iter(best))
 
 
-def read_quantization(path: str | os.PathLike[str]) -> Quantization:
-    """What config.json in the directory `path` says. CheckpointError as `parse_quantization`, or if there is none."""
-    file = Path(path) / FILE
-    return parse_quantization(file, read_json(file))
-
-
 def parse_quantization(file: Path, contents: Any) -> Quantization:
     """The quantisation of a config.json's contents.
 
@@ -133,90 +133,31 @@ def parse_quantization(file: Path, contents: Any) -> Quantization:
     places = [key for key in PLACES if contents.get(key) is not None]
     if len(places) != 1:
         raise CheckpointError(file, f"must have one of {list(PLACES)}, but has {places}")
-    top = _Entries(file, places[0], contents[places[0]])
+    top = Entries(file, places[0], contents[places[0]])
     top.one_of("quant_method", (METHOD,))
     top.one_of("quantization_status", ("compressed", "frozen", None), None)  # the latter in files of older versions
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
-    for key in ("transform_config", "kv_cache_scheme", "moe_sparsity_config"):
+    for key in ("transform_config", "moe_sparsity_config"):
         top.check(key, lambda value: value in (None, {}), "must be empty: it would change the model", None)
     for key in ("version", "global_compression_ratio"):  # they say nothing of the tensors
         top.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
+    kv_cache = top.check("kv_cache_scheme", lambda value: value is None or isinstance(value, dict), OBJECT, None)
     storage = top.one_of("format", (*STORAGES, MIXED))
-    ignore = _targets(top, "ignore", top.strings("ignore", []))
+    ignore = targets_of(top, "ignore", top.strings("ignore", []))
     groups = top.object("config_groups")
     top.close()
     if not groups.entries:
         raise CheckpointError(file, f"`{groups.place}` must hold a group, but is empty")
-    return Quantization(file, tuple(_group(groups, name, storage) for name in groups.entries), ignore)
-
-
-class _Entries:
-    """A JSON object whose entries are taken one by one; what is left at the end is unknown."""
-
-    def __init__(self, file: Path, place: str, value: Any):
-        self.file, self.place = file, place
-        if not isinstance(value, dict):
-            raise CheckpointError(file, f"`{place}` (={value!r}) must be an object")
-        self.entries: Mapping[str, Any] = value
-        self._left = set(value)
-
-    def error(self, key: str, rule: str) -> CheckpointError:
-        return CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) {rule}")
-
-    def check(self, key: str, fits: Callable[[Any], bool], rule: str, *default: Any) -> Any:
-        """The entry, or the default if it is missing; without one it must be there."""
-        self._left.discard(key)
-        if key not in self.entries:
-            if default:
-                return default[0]
-            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
-        if not fits(self.entries[key]):
-            raise self.error(key, rule)
-        return self.entries[key]
-
-    def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
-        """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
-
-        def fits(value: Any) -> bool:
-            return any(type(value) is type(wanted) and value == wanted for wanted in values)
-
-        return self.check(key, fits, f"must be one of {list(values)}", *default)
-
-    def strings(self, key: str, *default: Any) -> list[str]:
-        def fits(value: Any) -> bool:
-            return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-
-        return self.check(key, fits, "must be a list of strings", *default) or []
-
-    def object(self, key: str) -> "_Entries":
-        self._left.discard(key)
-        if key not in self.entries:
-            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
-        return _Entries(self.file, f"{self.place}.{key}", self.entries[key])
-
-    def close(self) -> None:
-        if self._left:
-            key = min(self._left)
-            raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
+    return Quantization(file, tuple(_group(groups, name, storage) for name in groups.entries), ignore, bool(kv_cache))
 
 
 def _no_sparsity(value: Any) -> bool:
     return value in (None, {}) or (isinstance(value, dict) and value.get("format") == "dense")
 
 
-def _targets(entries: _Entries, key: str, texts: list[str]) -> tuple[Target, ...]:
-    targets = []
-    for text in texts:
-        try:
-            targets.append(parse_target(text))
-        except ValueError as error:
-            raise CheckpointError(entries.file, f"`{entries.place}.{key}`: {error}") from error
-    return tuple(targets)
-
-
-def _group(groups: _Entries, name: str, storage: str) -> Group:
+def _group(groups: Entries, name: str, storage: str) -> Group:
     group = groups.object(name)
-    targets = _targets(group, "targets", group.strings("targets"))
+    targets = targets_of(group, "targets", group.strings("targets"))
     if not targets:
         raise group.error("targets", "must name a module")
     group.one_of("output_activations", (None,), None)
@@ -227,7 +168,7 @@ def _group(groups: _Entries, name: str, storage: str) -> Group:
         raise group.error("format", f"must be {storage!r}, as `{PLACES[0]}.format` has it")
     weights = group.object("weights")
     its_weights, kind = _weights(weights)
-    group.check("input_activations", lambda value: value is None or isinstance(value, dict), "must be an object", None)
+    group.check("input_activations", lambda value: value is None or isinstance(value, dict), OBJECT, None)
     given = group.entries.get("input_activations")
     inputs = None if given is None else _inputs(group.object("input_activations"))
     group.close()
@@ -258,7 +199,7 @@ class _Args:
         return f"{sign}{self.type}{self.num_bits} by {self.strategy}{size}, {dynamic}{dtype}"
 
 
-def _args(entries: _Entries) -> _Args:
+def _args(entries: Entries) -> _Args:
     """Checked as the package does, its defaults filled in."""
     type_ = entries.one_of("type", ("int", "float"), "int")
     num_bits = entries.one_of("num_bits", (4, 8), 8)
@@ -277,7 +218,7 @@ def _args(entries: _Entries) -> _Args:
         rule = f"must be {BLOCK} for strategy 'block' alone"
         raise CheckpointError(entries.file, f"`{entries.place}.block_structure` (={block}) {rule}")
     entries.check("observer", lambda v: v is None or isinstance(v, str), "must be a string", None)
-    entries.check("observer_kwargs", lambda v: v is None or isinstance(v, dict), "must be an object", None)
+    entries.check("observer_kwargs", lambda v: v is None or isinstance(v, dict), OBJECT, None)
     entries.check("zp_dtype", lambda v: v is None or isinstance(v, str), "must be a string", None)
     return _Args(
         type_,
@@ -290,7 +231,7 @@ def _args(entries: _Entries) -> _Args:
     )
 
 
-def _weights(entries: _Entries) -> tuple[str, str]:
+def _weights(entries: Entries) -> tuple[str, str]:
     """The weights' format, and its kind as `STORAGES` has it."""
     args = _args(entries)
     # "group" (once "dynamic", or true) leaves each column's group in a tensor; "weight" ("static") leaves no trace.
@@ -328,7 +269,7 @@ def _weights(entries: _Entries) -> tuple[str, str]:
     raise unknown
 
 
-def _inputs(entries: _Entries) -> str:
+def _inputs(entries: Entries) -> str:
     """The inputs' format."""
     args = _args(entries)
     entries.one_of("actorder", (None, False), None)

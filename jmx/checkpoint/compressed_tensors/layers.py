@@ -76,9 +76,7 @@ class Layer:
         return {f"{role}_{name}": Stacked(self.modules[role], name) for role in ROLES for name in names}
 
     def static_scales(self, role: str) -> np.ndarray | None:
-        """float32 (E, parts): the static scales of a role's inputs, of gate and up each, as files have them.
-
-        `input_scale` multiplies inputs' elements; `input_global_scale` divides inputs' block scales.
+        """float32 (E, parts): the static scales of a role's inputs, of gate and up each, which multiply; or None.
 
         Raises:
             CheckpointError: one that is not finite and positive.

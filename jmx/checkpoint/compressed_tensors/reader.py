@@ -9,8 +9,9 @@ import numpy as np
 from jmx.activations import GATE_UP_ORDERS
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors import layers
-from jmx.checkpoint.compressed_tensors.config import Quantization, read_quantization
+from jmx.checkpoint.compressed_tensors.config import Quantization
 from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.checkpoint.compressed_tensors.methods import read_quantization
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
 

@@ -1,5 +1,6 @@
 """Which modules an entry of `targets` or `ignore` means: one by its name, a class, or those that a pattern matches."""
 
+import fnmatch
 import re
 import warnings
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ _MOST_REPEATS = 6
 
 @dataclass(frozen=True)
 class Target:
-    """An entry: its text, and the pattern after "re:", if it is one, which must match from a name's first character."""
+    """An entry: its text, and the pattern that it spells, if any, which matches from a name's first character on."""
 
     text: str
     pattern: re.Pattern[str] | None
@@ -47,6 +48,17 @@ def parse_target(text: str) -> Target:
             f"pattern {pattern!r} must have at most {_MOST_REPEATS} repeats, none of a group that holds one or a choice"
         )
     return Target(text, compiled)
+
+
+def parse_glob(text: str) -> Target:
+    """The target of a name in which "*" stands for anything, as ModelOpt and Quark have them.
+
+    Raises:
+        ValueError: an empty text, or one that is too long.
+    """
+    if not 0 < len(text) <= _LONGEST_PATTERN:
+        raise ValueError(f"a target must have 1 to {_LONGEST_PATTERN} characters, not {len(text)}")
+    return Target(text, re.compile(fnmatch.translate(text)) if "*" in text else None)
 
 
 def _may_hang(pattern: str) -> bool:

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import BLOCK, Scheme
+from jmx.checkpoint.compressed_tensors.config import BLOCK, MODELOPT, QUARK, Scheme
 from jmx.checkpoint.compressed_tensors.standin import FORMATS, BlockScaled
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 
@@ -34,6 +34,16 @@ PACKED = "pack-quantized"
 
 # Tensors whose bits the arrays do not give back: reciprocals round, and files shape a single number in several ways.
 KEPT = ("weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "bias")
+
+# Other tools' names of the same. ModelOpt's weight_scale_2 and input_scale are reciprocals besides: they multiply.
+NAMES: dict[str, dict[str, str]] = {
+    MODELOPT: {
+        "weight_packed": "weight",
+        "weight_global_scale": "weight_scale_2",
+        "input_global_scale": "input_scale",
+    },
+    QUARK: {"weight_packed": "weight"},
+}
 
 _ONE = ((1,), (), (1, 1))
 _LEAST_NORMAL = np.finfo(np.float32).tiny
@@ -72,6 +82,7 @@ class Module:
         scheme: how it is quantised.
 
     Attributes:
+        pieces: its tensors, by the names that compressed-tensors gives them, whichever tool wrote them.
         shape: (N, K), the contracted axis last.
         format: the weights' `jmx.formats.Format`.
 
@@ -83,10 +94,16 @@ class Module:
     def __init__(self, name: str, pieces: Mapping[str, Piece], scheme: Scheme):
         if not pieces:
             raise ValueError(f"`pieces` of {name!r} must hold a tensor")
-        self.name, self.scheme, self.pieces = name, scheme, pieces
+        self.name, self.scheme = name, scheme
+        self._names = NAMES.get(scheme.storage, {})
+        neutral = {theirs: ours for ours, theirs in self._names.items()}
+        self.pieces = {neutral.get(its, its): piece for its, piece in pieces.items() if its not in self._names}
         self.format = FORMATS[scheme.weights]
         self.file = next(iter(pieces.values())).tensor.file
-        self._values_name = "weight_packed" if scheme.storage.endswith("pack-quantized") else "weight"
+        for its, piece in pieces.items():
+            if its in self._names:
+                raise self._unknown(piece)
+        self._values_name = "weight_packed" if _is_packed(scheme) else "weight"
         self.shape = self._shape()
         rows, columns = self.shape
         try:
@@ -99,8 +116,12 @@ class Module:
 
     def _piece(self, tensor: str) -> Piece:
         if tensor not in self.pieces:
-            raise CheckpointError(self.file, f"tensor '{self.name}.{tensor}' is missing, for {self.scheme.weights}")
+            its = self._names.get(tensor, tensor)
+            raise CheckpointError(self.file, f"tensor '{self.name}.{its}' is missing, for {self.scheme.weights}")
         return self.pieces[tensor]
+
+    def _unknown(self, piece: Piece) -> CheckpointError:
+        return piece.error(f"is not one of {self.format.name} as {self.scheme.storage!r} stores it")
 
     def _shape(self) -> tuple[int, int]:
         values = self._piece(self._values_name)
@@ -160,7 +181,7 @@ class Module:
                 )
         for name, piece in self.pieces.items():
             if name not in known:
-                raise piece.error(f"is not one of {self.format.name} as {self.scheme.storage!r} stores it")
+                raise self._unknown(piece)
 
     # Arrays
 
@@ -191,9 +212,7 @@ class Module:
         return BlockScaled(**{name: self.array(name) for name in self.format.arrays})
 
     def static_scale(self) -> np.ndarray | None:
-        """The scale of the inputs as files have it, float32 (); None if it is not static.
-
-        `input_scale` multiplies inputs' elements, `input_global_scale` divides inputs' block scales.
+        """The static scale of the inputs, float32 (), which multiplies what they are rounded to; None if there is none.
 
         Raises:
             CheckpointError: one that is not finite and positive.
@@ -201,7 +220,19 @@ class Module:
         if self.scheme.static_scale is None:
             return None
         piece = self.pieces[self.scheme.static_scale]
+        return self._factor(piece) if self.format.name == "nvfp4" else self._number(piece)
+
+    def _number(self, piece: Piece) -> np.ndarray:
         return self._positive(piece).astype(np.float32).reshape(())
+
+    def _factor(self, piece: Piece) -> np.ndarray:
+        """A global scale as a factor, which it is in ModelOpt's files; in compressed-tensors' it divides."""
+        number = self._number(piece)
+        with np.errstate(over="ignore", under="ignore"):
+            factor = number if self.scheme.storage == MODELOPT else np.float32(1) / number
+        if not _LEAST_NORMAL <= factor < math.inf:
+            raise piece.error(f"(={number}) must stand for a factor that float32 holds in full, and not {factor}")
+        return np.asarray(factor, np.float32)
 
     def kept(self) -> dict[str, np.ndarray]:
         """Tensors that `tensors` must be given to write the same bytes."""
@@ -262,13 +293,7 @@ class Module:
         return scales
 
     def _global_scales(self) -> np.ndarray:
-        piece = self.pieces["weight_global_scale"]
-        divisor = self._positive(piece).reshape(())
-        with np.errstate(over="ignore", under="ignore"):
-            factor = np.float32(1) / divisor
-        if not _LEAST_NORMAL <= factor < math.inf:
-            raise piece.error(f"(={divisor}) must have a reciprocal that float32 holds in full")
-        return np.full(self.shape[0], factor, np.float32)
+        return np.full(self.shape[0], self._factor(self.pieces["weight_global_scale"]), np.float32)
 
     def _zero_points(self) -> np.ndarray:
         piece = self.pieces["weight_zero_point"]
@@ -307,7 +332,7 @@ class Module:
 
 
 def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a module, by their names after the module's: the inverse of `Module`.
+    """The tensors of a module, by the names that compressed-tensors gives them: the inverse of `Module`.
 
     Args:
         scheme: how it is quantised.
@@ -339,7 +364,7 @@ def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray])
     if scheme.storage == PACKED:
         found["weight_packed"] = packing.words_of_bytes(packed, bits, columns)
         found["weight_shape"] = np.array([rows, columns], np.int64)
-    elif scheme.storage.endswith("pack-quantized"):
+    elif _is_packed(scheme):
         found["weight_packed"] = packed
     elif format.name.startswith("fp8"):
         found["weight"] = packed.view(ml_dtypes.float8_e4m3fn)
@@ -349,7 +374,7 @@ def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray])
     if "global_scales" in format.arrays and "weight_global_scale" not in kept:
         factors = np.asarray(weight.global_scales)
         _check_equal("global_scales", factors[:1], factors)
-        found["weight_global_scale"] = np.float32(1) / factors[:1]
+        found["weight_global_scale"] = factors[:1] if scheme.storage == MODELOPT else np.float32(1) / factors[:1]
     if "zero_points" in format.arrays:
         points = np.asarray(weight.zero_points)
         if scheme.storage == PACKED:
@@ -357,6 +382,10 @@ def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray])
             points = packing.words_of_bytes(packing.bytes_of_elements(points, bits), bits, rows).T
         found["weight_zero_point"] = np.ascontiguousarray(points)
     return found | dict(kept)
+
+
+def _is_packed(scheme: Scheme) -> bool:
+    return scheme.storage.endswith("pack-quantized") or scheme.storage in NAMES
 
 
 def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:

@@ -1,0 +1,71 @@
+"""JSON objects of configs, read entry by entry, so that what nobody reads is found."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint.compressed_tensors.targets import Target, parse_target
+from jmx.checkpoint.shards import CheckpointError
+
+
+class Entries:
+    """A JSON object whose entries are taken one by one; what is left at the end is unknown."""
+
+    def __init__(self, file: Path, place: str, value: Any):
+        self.file, self.place = file, place
+        if not isinstance(value, dict):
+            raise CheckpointError(file, f"`{place}` (={value!r}) must be an object")
+        self.entries: Mapping[str, Any] = value
+        self._left = set(value)
+
+    def error(self, key: str, rule: str) -> CheckpointError:
+        return CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) {rule}")
+
+    def check(self, key: str, fits: Callable[[Any], bool], rule: str, *default: Any) -> Any:
+        """The entry, or the default if it is missing; without one it must be there."""
+        self._left.discard(key)
+        if key not in self.entries:
+            if default:
+                return default[0]
+            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
+        if not fits(self.entries[key]):
+            raise self.error(key, rule)
+        return self.entries[key]
+
+    def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
+        """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
+
+        def fits(value: Any) -> bool:
+            return any(type(value) is type(wanted) and value == wanted for wanted in values)
+
+        return self.check(key, fits, f"must be one of {list(values)}", *default)
+
+    def strings(self, key: str, *default: Any) -> list[str]:
+        def fits(value: Any) -> bool:
+            return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+        return self.check(key, fits, "must be a list of strings", *default) or []
+
+    def object(self, key: str) -> "Entries":
+        self._left.discard(key)
+        if key not in self.entries:
+            raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
+        return Entries(self.file, f"{self.place}.{key}", self.entries[key])
+
+    def close(self) -> None:
+        if self._left:
+            key = min(self._left)
+            raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
+
+
+def targets_of(
+    entries: Entries, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
+) -> tuple[Target, ...]:
+    """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
+    targets = []
+    for text in texts:
+        try:
+            targets.append(parse(text))
+        except ValueError as error:
+            raise CheckpointError(entries.file, f"`{entries.place}.{key}`: {error}") from error
+    return tuple(targets)

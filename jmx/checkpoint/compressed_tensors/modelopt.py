@@ -1,0 +1,62 @@
+"""What configs of NVIDIA's ModelOpt say of each module: NVFP4 alone.
+
+It stands in config.json, or in older files in hf_quant_config.json alone, and names modules that stay as they are; all
+other linear ones are quantised. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint.compressed_tensors.config import MODELOPT, Group, Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
+from jmx.checkpoint.compressed_tensors.targets import parse_glob, parse_target
+from jmx.checkpoint.shards import CheckpointError
+
+FILE = "hf_quant_config.json"
+METHODS = ("modelopt", "modelopt_fp4")
+
+KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")  # as config.json and hf_quant_config.json have it
+IGNORE = ("ignore", "exclude_modules")
+
+_INPUTS = {"NVFP4": "nvfp4", "W4A16_NVFP4": None}  # by algorithm
+
+
+def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
+    """The quantisation that the object at `place` says, of config.json or hf_quant_config.json.
+
+    Raises:
+        CheckpointError: a key that is unknown, missing, of another kind, or of another algorithm.
+    """
+    top = Entries(file, place, value)
+    top.one_of("quant_method", METHODS, None)
+    top.check("producer", lambda value: value is None or isinstance(value, dict), "must be an object", None)
+    algorithm = top.one_of("quant_algo", tuple(_INPUTS))
+    top.one_of("group_size", (16, None), None)
+    kv_cache = [top.check(key, _is_spec, "must be an object or a name", None) for key in KV_CACHE]
+    ignore = [t for key in IGNORE for t in targets_of(top, key, top.strings(key, []), parse_glob)]
+    if "config_groups" in top.entries:
+        _check_groups(top.object("config_groups"), inputs=_INPUTS[algorithm] is not None)
+    top.close()
+    scheme = Scheme("nvfp4", _INPUTS[algorithm], MODELOPT)
+    group = Group(algorithm, (parse_target("Linear"),), scheme)
+    return Quantization(file, (group,), tuple(ignore), any(kv_cache))
+
+
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, dict | str)
+
+
+def _check_groups(groups: Entries, inputs: bool) -> None:
+    """CheckpointError unless newer files' groups say once more what the algorithm does."""
+    if len(groups.entries) != 1:
+        raise CheckpointError(groups.file, f"`{groups.place}` must hold one group, but holds {len(groups.entries)}")
+    group = groups.object(*groups.entries)
+    group.one_of("targets", (["Linear"],), ["Linear"])
+    for key in ("weights", *["input_activations"] * inputs):
+        args = group.object(key)
+        for name, wanted in (("dynamic", False), ("num_bits", 4), ("type", "float"), ("group_size", 16)):
+            args.one_of(name, (wanted,))
+        args.close()
+    if not inputs:
+        group.one_of("input_activations", (None,), None)
+    group.close()
