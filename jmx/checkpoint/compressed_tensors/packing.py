@@ -48,14 +48,30 @@ def elements_of_bytes(packed: np.ndarray, bits: int, elements: int) -> np.ndarra
     """int8 (R, elements) of uint8 (R, bytes)."""
     if bits == 8:
         return packed[:, :elements].view(np.int8)
-    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)[:, :elements]
-    return ((nibbles ^ 8) - np.uint8(8)).view(np.int8)
+    return ((_nibbles(packed)[:, :elements] ^ 8) - np.uint8(8)).view(np.int8)
 
 
 def bytes_of_elements(values: np.ndarray, bits: int) -> np.ndarray:
     """uint8 (R, ceil(elements * bits / 8)) of int8 (R, elements), which fit in so many bits."""
     if bits == 8:
         return np.ascontiguousarray(values).view(np.uint8)
-    nibbles = np.zeros((values.shape[0], -(-values.shape[1] // 2) * 2), np.uint8)
-    nibbles[:, : values.shape[1]] = values.view(np.uint8) & 15
-    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return _pairs(np.pad(values.view(np.uint8) & 15, [(0, 0), (0, values.shape[1] % 2)]))
+
+
+def columns(packed: np.ndarray, bits: int, order: np.ndarray) -> np.ndarray:
+    """uint8 (R, bytes) with the elements of each row, of which no byte is half full, in another order."""
+    # np.take, and not an index, whose result lies column by column and takes three times as long
+    return np.take(packed, order, 1) if bits == 8 else _pairs(np.take(_nibbles(packed), order, 1))
+
+
+# As words of 16 bits, two nibbles each: many times faster than strided halves.
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    wide = packed.astype("<u2")
+    return ((wide | wide << 4) & 0x0F0F).view(np.uint8)
+
+
+def _pairs(nibbles: np.ndarray) -> np.ndarray:
+    wide = np.ascontiguousarray(nibbles).view("<u2")
+    return (wide | wide >> 4).astype(np.uint8)

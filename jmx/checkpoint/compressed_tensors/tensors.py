@@ -266,8 +266,7 @@ class Module:
                 raise piece.error("must hold no NaN")
         if "order" not in self.format.arrays:
             return packed
-        elements = packing.elements_of_bytes(packed, bits, columns)
-        return packing.bytes_of_elements(elements[:, self._sorted], bits)
+        return packing.columns(packed, bits, self._sorted)
 
     def _check_bits(self, piece: Piece, integers: np.ndarray) -> None:
         limit = 1 << self.format.element_bits - 1
@@ -355,10 +354,7 @@ def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray])
     found: dict[str, np.ndarray] = {}
     if "order" in format.arrays:
         order = np.asarray(weight.order)
-        elements = packing.elements_of_bytes(packed, bits, columns)
-        unsorted = np.empty_like(elements)
-        unsorted[:, order] = elements
-        packed = packing.bytes_of_elements(unsorted, bits)
+        packed = packing.columns(packed, bits, np.argsort(order))
         found["weight_g_idx"] = np.empty(columns, np.int32)
         found["weight_g_idx"][order] = np.arange(columns, dtype=np.int32) // (columns // weight.scales.shape[-1])
     if scheme.storage == PACKED:
