@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
 from jmx.checkpoint.compressed_tensors.config import parse_quantization
+from jmx.checkpoint.compressed_tensors.spelling import entries
 from jmx.checkpoint.compressed_tensors.targets import parse_target
 from jmx.checkpoint.shards import CheckpointError
 
@@ -361,6 +362,34 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_cache_that_is_quantised_can_be_asked_for():
     assert parse_quantization(FILE, config(kv_cache_scheme={"num_bits": 8, "type": "float"})).kv_cache
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_written_says_the_same(name):
+    written = entries({"experts": (["re:.*experts.*"], SCHEMES[name])}, ["lm_head"])
+    quantization = parse_quantization(FILE, {"quantization_config": json.loads(json.dumps(written))})
+    assert quantization.scheme(EXPERT) == SCHEMES[name]
+    assert quantization.scheme("lm_head") is None
+    theirs = json.loads((GOLDEN / name / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    for key in ("weights", "input_activations"):
+        ours = written["config_groups"]["experts"][key]
+        assert (ours is None) == (theirs[key] is None)
+        assert ours is None or ours == {name: theirs[key][name] for name in ours}
+
+
+def test_groups_that_are_written_may_differ():
+    gate, other = SCHEMES["w4a16_g32"], SCHEMES["fp8_block_dynamic"]
+    written = entries({"a": (["re:.*gate_proj"], gate), "b": (["Linear"], other)})
+    quantization = parse_quantization(FILE, {"quantization_config": written})
+    assert quantization.scheme(EXPERT) == gate
+    assert quantization.scheme("model.layers.0.mlp.experts.1.up_proj") == other
+    with pytest.raises(ValueError, match="`groups` must hold a group"):
+        entries({})
+    with pytest.raises(ValueError, match=r"storage of group 'a' \(='modelopt'\) must be one of"):
+        entries({"a": (["Linear"], OTHERS["modelopt_nvfp4"])})
 
 
 # Other tools

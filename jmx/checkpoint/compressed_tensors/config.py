@@ -39,7 +39,7 @@ MODELOPT, QUARK = "modelopt", "quark"
 STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": "input_global_scale"}
 
 # (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs. A group's size is None where there is none.
-_INPUTS: dict[tuple[Any, ...], str] = {
+INPUTS: dict[tuple[Any, ...], str] = {
     ("float", 8, "tensor", None, False, None): "fp8_static",
     ("float", 8, "token", None, True, None): "fp8_token",
     ("float", 8, "group", 128, True, None): "fp8_block",
@@ -278,6 +278,6 @@ def _inputs(entries: Entries) -> str:
     if dtype is None and args.num_bits == 4:  # as older versions leave it
         dtype = {"group": "torch.uint8", "tensor_group": "torch.float8_e4m3fn"}.get(args.strategy)
     key = (args.type, args.num_bits, args.strategy, args.group_size, args.dynamic, dtype)
-    if not args.symmetric or key not in _INPUTS:
+    if not args.symmetric or key not in INPUTS:
         raise CheckpointError(entries.file, f"`{entries.place}` ({args}) must be inputs of a format that is known")
-    return _INPUTS[key]
+    return INPUTS[key]
