@@ -523,8 +523,8 @@ def test_what_is_wrong_is_refused_by_name(tmp_path, name, change, message):
 @pytest.mark.parametrize(
     ("ignore", "message"),
     [
-        ([r"re:.*experts.*"], "is of a module that no target of the config means"),
-        ([r"re:.*experts\.1\..*"], "must all be quantised or none, but 'model.layers.0.mlp.experts.0.down_proj' is"),
+        ([r"re:.*experts.*"], "is of a quantised module, but no target of the config means"),
+        ([r"re:.*experts\.1\..*"], "but no target of the config means 'model.layers.0.mlp.experts.1.down_proj'"),
     ],
 )
 def test_quantised_tensors_that_no_target_means_are_refused(tmp_path, ignore, message):
@@ -532,6 +532,41 @@ def test_quantised_tensors_that_no_target_means_are_refused(tmp_path, ignore, me
     config["quantization_config"]["ignore"] = ignore
     with pytest.raises(CheckpointError, match=re.escape(message)):
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
+
+
+def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path):
+    arrays, config = golden("w4a16_g32")
+    for name in [name for name in arrays if f"{LAYER}.1." in name]:
+        del arrays[name]
+    arrays |= {f"{LAYER}.1.{p}_proj.weight": np.ones((2, 2), np.float32) for p in PARTS}
+    config["quantization_config"]["ignore"] += [r"re:.*experts\.1\..*"]
+    message = f"experts of '{LAYER}' must all be quantised or none, but '{LAYER}.0.down_proj' is"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
+
+
+def test_integers_that_no_target_means_are_refused_without_their_scales_too(tmp_path):
+    arrays, config = golden("w8a8_channel")
+    config["quantization_config"]["ignore"] += [r"re:.*experts.*"]
+    bare = {name: array for name, array in arrays.items() if not name.endswith("weight_scale")}
+    with pytest.raises(CheckpointError, match=re.escape("(I8) is of a module that no target of the config means")):
+        compressed_tensors.Reader(write(tmp_path / "wrong", bare, config))
+
+
+def test_other_modules_may_be_quantised_too(tmp_path):
+    arrays, config = golden("w4a16_g32")
+    moved = {name.replace(f"{LAYER}.0.down_proj", "model.layers.0.self_attn.q_proj"): a for name, a in arrays.items()}
+    ours = compressed_tensors.Reader(write(tmp_path / "more", arrays | moved, config))
+    module = ours.module("model.layers.0.self_attn.q_proj")
+    assert module.shape == (96, 64)
+    assert same(module.weight().values, wholes(ours.layer(LAYER))["down_values"][0])
+    for name in ("model.layers.0.mlp.gate", "model.layers.0.self_attn.k_proj"):
+        with pytest.raises(ValueError, match=re.escape(f"`name` (={name!r}) must be that of a quantised module")):
+            ours.module(name)
+    config["quantization_config"]["ignore"] += ["model.layers.0.self_attn.q_proj"]
+    message = "is of a quantised module, but no target of the config means 'model.layers.0.self_attn.q_proj'"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        compressed_tensors.Reader(write(tmp_path / "wrong", arrays | moved, config))
 
 
 def test_roles_of_different_schemes_are_refused(tmp_path):

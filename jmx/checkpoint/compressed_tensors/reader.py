@@ -12,6 +12,7 @@ from jmx.checkpoint.compressed_tensors import layers
 from jmx.checkpoint.compressed_tensors.config import Quantization
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.methods import read_quantization
+from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
 
@@ -19,8 +20,8 @@ from jmx.checkpoint.shards import CheckpointError
 class Reader:
     """The experts of a compressed-tensors checkpoint, in the formats that they have.
 
-    Making one reads config.json and the headers of the files, and checks that every tensor of experts is there, and no
-    other. Numbers are checked as they are read.
+    Making one reads config.json and the headers of the files, and checks that every tensor of experts is there and no
+    other, and that nothing is quantised which the config does not name. Numbers are checked as they are read.
 
     Args:
         path: the directory.
@@ -43,6 +44,12 @@ class Reader:
         self.path = Path(path)
         self.quantization: Quantization = read_quantization(path)
         self.tensors = shards.read_headers(self.path)
+        self._modules: dict[str, dict[str, Piece]] = {}
+        for name, tensor in self.tensors.items():
+            module, _, last = name.rpartition(".")
+            self._modules.setdefault(module, {})[last] = Piece(tensor)
+            if last in QUANTISED and self.quantization.scheme(module) is None:
+                raise Piece(tensor).error(f"is of a quantised module, but no target of the config means {module!r}")
         self.layers: dict[str, Layer] = layers.find(self.tensors, self.quantization, gate_up_order)
 
     def layer(self, name: str) -> Layer:
@@ -50,6 +57,18 @@ class Reader:
         if name not in self.layers:
             raise ValueError(f"`name` (={name!r}) must be one of {[*self.layers]}")
         return self.layers[name]
+
+    def module(self, name: str) -> Module:
+        """A quantised module outside experts, such as a projection of attention.
+
+        Raises:
+            CheckpointError: its tensors are not those that its scheme calls for.
+            ValueError: there is none of that name, or it is not quantised.
+        """
+        scheme, pieces = self.quantization.scheme(name), self._modules.get(name)
+        if scheme is None or pieces is None:
+            raise ValueError(f"`name` (={name!r}) must be that of a quantised module")
+        return Module(name, pieces, scheme)
 
     def view(self, name: str) -> np.ndarray:
         """A tensor as it lies in its file, which is mapped. CheckpointError if there is none of that name."""

@@ -45,6 +45,19 @@ NAMES: dict[str, dict[str, str]] = {
     QUARK: {"weight_packed": "weight"},
 }
 
+# What no module has that is not quantised, by any tool's names.
+QUANTISED = (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "input_scale",
+    "input_global_scale",
+)
+
 _ONE = ((1,), (), (1, 1))
 _LEAST_NORMAL = np.finfo(np.float32).tiny
 
