@@ -145,6 +145,28 @@ def test_global_scales_multiply_and_gate_and_up_keep_their_own():
         assert (scales[expert, 64:] == np.float32(1) / up).all()
 
 
+def test_static_scales_mean_what_the_inputs_format_says_whatever_the_weights_are(tmp_path):
+    arrays, config = golden("nvfp4")
+    fp8, fp8_config = golden("fp8_tensor_static")
+    theirs, ours = ("input_global_scale", "input_scale")
+    group, fp8_group = (c["quantization_config"]["config_groups"]["group_0"] for c in (config, fp8_config))
+    group["input_activations"], fp8_group["input_activations"] = (
+        fp8_group["input_activations"],
+        group["input_activations"],
+    )
+    swapped = {name.replace(theirs, ours): array for name, array in arrays.items()}
+    layer = compressed_tensors.Reader(write(tmp_path / "a", swapped, config)).layer(LAYER)
+    scales = layer.static_scales("down")
+    assert scales is not None
+    assert scales[1, 0] == arrays[f"{LAYER}.1.down_proj.{theirs}"][0]
+    swapped = {name.replace(ours, theirs): array for name, array in fp8.items()}
+    swapped |= {name: array.astype(np.float32) for name, array in swapped.items() if name.endswith(theirs)}
+    layer = compressed_tensors.Reader(write(tmp_path / "b", swapped, fp8_config)).layer(LAYER)
+    scales = layer.static_scales("down")
+    assert scales is not None
+    assert scales[1, 0] == np.float32(1) / fp8[f"{LAYER}.1.down_proj.{ours}"][0].astype(np.float32)
+
+
 def test_modelopts_scales_multiply_as_they_are():
     arrays, _ = golden("modelopt_nvfp4")
     layer = reader("modelopt_nvfp4").layer(LAYER)

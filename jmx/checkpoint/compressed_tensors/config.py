@@ -36,7 +36,8 @@ STORAGES: dict[str, tuple[str, ...]] = {
 MODELOPT, QUARK = "modelopt", "quark"
 
 # Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
-STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": "input_global_scale"}
+GLOBAL = "input_global_scale"  # which divides there, unlike the other
+STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": GLOBAL}
 
 # (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs. A group's size is None where there is none.
 INPUTS: dict[tuple[Any, ...], str] = {

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import BLOCK, MODELOPT, QUARK, Scheme
+from jmx.checkpoint.compressed_tensors.config import BLOCK, GLOBAL, MODELOPT, QUARK, Scheme
 from jmx.checkpoint.compressed_tensors.standin import FORMATS, BlockScaled
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 
@@ -40,7 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
     MODELOPT: {
         "weight_packed": "weight",
         "weight_global_scale": "weight_scale_2",
-        "input_global_scale": "input_scale",
+        GLOBAL: "input_scale",
     },
     QUARK: {"weight_packed": "weight"},
 }
@@ -178,7 +178,7 @@ class Module:
         if "order" in format.arrays:
             yield "weight_g_idx", ("I32",), ((columns,),)
         if self.scheme.static_scale is not None:
-            yield self.scheme.static_scale, ("F32",) if format.name == "nvfp4" else FLOATS, _ONE
+            yield self.scheme.static_scale, ("F32",) if self.scheme.static_scale == GLOBAL else FLOATS, _ONE
         if "bias" in self.pieces:
             yield "bias", FLOATS, ((rows,),)
 
@@ -233,7 +233,7 @@ class Module:
         if self.scheme.static_scale is None:
             return None
         piece = self.pieces[self.scheme.static_scale]
-        return self._factor(piece) if self.format.name == "nvfp4" else self._number(piece)
+        return self._factor(piece) if self.scheme.static_scale == GLOBAL else self._number(piece)
 
     def _number(self, piece: Piece) -> np.ndarray:
         return self._positive(piece).astype(np.float32).reshape(())
