@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
 from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
+from jmx.formats import WHOLE_ROW
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -72,7 +73,7 @@ def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
         factors = np.exp2(scales.astype(np.float64) - 127)
     else:
         factors = (scales.view(ml_dtypes.float8_e4m3fn) if kind == "nvfp4" else scales).astype(np.float64)
-    block = elements.shape[-1] if block is None else block
+    block = elements.shape[-1] if block == WHOLE_ROW else block
 
     def widen(array: np.ndarray) -> np.ndarray:
         return np.repeat(array, block, axis=-1)[..., : elements.shape[-1]]
@@ -240,6 +241,35 @@ def test_arrays_go_to_their_devices(name):
         assert found.keys() == expected.keys()
         assert all(same(array, expected[key]) for key, array in found.items())
         assert sharding is None or all(array.sharding == sharding for array in found.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_are_what_the_arrays_mean(name):
+    ours = reader(name)
+    layer = ours.layer(LAYER)
+    for layout in ("packed", "canonical"):
+        experts = ours.experts(LAYER, layout)
+        assert (experts.layout, experts.format, experts.gate_up_order) == (layout, layer.format, layer.gate_up_order)
+        for role, weight in zip(("gate_up", "down"), experts.dequantize(np.float32), strict=True):
+            np.testing.assert_allclose(weight, floats(layer, role), rtol=3e-7, atol=0)
+    with pytest.raises(ValueError, match="`layout`"):
+        ours.experts(LAYER, "striped")
+
+
+@pytest.mark.parametrize("name", ["nvfp4a16", "w4a16_g32_order", "fp8_block_dynamic"])
+@pytest.mark.devices(2)
+def test_experts_take_a_sharding(name):
+    ours = reader(name)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",))
+
+    def sharding(key: str) -> NamedSharding | None:
+        whole = PartitionSpec() if key.endswith(("order", "block")) else PartitionSpec(None, "rows")
+        return NamedSharding(mesh, whole)
+
+    experts = ours.experts(LAYER, "packed", sharding)
+    expected = ours.experts(LAYER, "packed").arrays()
+    assert all(same(array, expected[key]) for key, array in experts.arrays().items())
+    assert all(array.sharding == sharding(key) for key, array in experts.arrays().items())
 
 
 def test_other_tensors_stay_within_reach():

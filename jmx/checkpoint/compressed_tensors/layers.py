@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.standin import Format
 from jmx.checkpoint.compressed_tensors.tensors import Module, Piece, Shape
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
+from jmx.formats import Format
 
 ROLES = ("gate_up", "down")
 

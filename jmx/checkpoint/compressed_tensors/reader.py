@@ -8,6 +8,7 @@ import numpy as np
 
 from jmx.activations import GATE_UP_ORDERS
 from jmx.checkpoint import shards
+from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.compressed_tensors import layers
 from jmx.checkpoint.compressed_tensors.config import Quantization
 from jmx.checkpoint.compressed_tensors.layers import Layer
@@ -15,6 +16,7 @@ from jmx.checkpoint.compressed_tensors.methods import read_quantization
 from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
+from jmx.experts import Experts
 
 
 class Reader:
@@ -57,6 +59,19 @@ class Reader:
         if name not in self.layers:
             raise ValueError(f"`name` (={name!r}) must be one of {[*self.layers]}")
         return self.layers[name]
+
+    def experts(self, name: str, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
+        """A layer's experts, in their format all the way.
+
+        Args:
+            name, sharding: as in `arrays`.
+            layout: a name in `jmx.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
+
+        Raises:
+            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format.
+        """
+        layer = self.layer(name)
+        return experts_of(lambda: self.arrays(name, sharding), layer.format, layer.gate_up_order, layout, sharding)
 
     def module(self, name: str) -> Module:
         """A quantised module outside experts, such as a projection of attention.

@@ -24,8 +24,8 @@ import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.config import BLOCK, GLOBAL, MODELOPT, QUARK, Scheme
-from jmx.checkpoint.compressed_tensors.standin import FORMATS, BlockScaled
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
+from jmx.formats import FORMATS, BlockScaled
 
 Shape = tuple[int, ...]
 
@@ -336,7 +336,6 @@ class Module:
         piece = self.pieces["weight_g_idx"]
         groups = piece.view()
         size = self.format.block_size
-        assert size is not None  # integers in groups alone have an order
         order = np.argsort(groups, kind="stable").astype(np.int32)
         if not np.array_equal(groups[order], np.arange(groups.size, dtype=np.int32) // size):
             raise piece.error(f"must put {size} columns into each of the groups 0 to {groups.size // size - 1}")

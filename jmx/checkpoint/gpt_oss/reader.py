@@ -11,17 +11,16 @@ import jax
 import numpy as np
 
 from jmx import codes
-from jmx.backends import resolve_layout
 from jmx.checkpoint import shards
+from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import read_config
 from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_name
 from jmx.checkpoint.gpt_oss.sources import open_source
-from jmx.checkpoint.placement import Index, ShardingLike, place, sharding_of
+from jmx.checkpoint.placement import Index, ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
-from jmx.formats import BlockScaled
-from jmx.selection import Environment
+from jmx.formats import MXFP4
 
 
 class Reader:
@@ -85,23 +84,11 @@ class Reader:
             ValueError: an unknown `layout`, a `layer` that is not there, a `sharding` that cannot split an array.
         """
         self._check_layer(layer)
-        if layout != "auto":
-            resolve_layout(layout, Environment.probe())  # an unknown one, before anything is read
-        arrays = {name: self._read(layer_name(layer, name), name, sharding) for name in EXPERT_NAMES}
-        experts = Experts.of(
-            BlockScaled(arrays["gate_up_values"], arrays["gate_up_scales"]),
-            BlockScaled(arrays["down_values"], arrays["down_scales"]),
-            arrays["gate_up_bias"],
-            arrays["down_bias"],
-            gate_up_order="interleaved",
-        )
-        del arrays  # the layout's arrays replace them one by one
-        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts)), donate=True)
-        wanted = {name: sharding_of(name, sharding) for name in EXPERT_NAMES}
-        arrays = experts.arrays()
-        return experts.with_arrays(
-            arrays | {n: jax.device_put(arrays[n], s) for n, s in wanted.items() if s is not None}
-        )
+
+        def read() -> dict[str, jax.Array]:
+            return {name: self._read(layer_name(layer, name), name, sharding) for name in EXPERT_NAMES}
+
+        return experts_of(read, MXFP4, "interleaved", layout, sharding)
 
     def nbytes(self, layer: int | None = None) -> int:
         """Bytes of the whole checkpoint's tensors, or of one layer's experts."""
