@@ -11,10 +11,12 @@ import pytest
 from hypothesis import strategies as st
 
 from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
-from jmx.checkpoint.compressed_tensors.config import parse_quantization
+from jmx.checkpoint.compressed_tensors.config import INPUTS, parse_quantization
 from jmx.checkpoint.compressed_tensors.spelling import entries
 from jmx.checkpoint.compressed_tensors.targets import parse_target
 from jmx.checkpoint.shards import CheckpointError
+from jmx.formats import FORMATS
+from jmx.inputs import INPUT_FORMATS
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
 FILE = Path("somewhere/config.json")
@@ -110,6 +112,13 @@ def test_schemes_are_those_that_the_tool_was_given(name):
     assert quantization.scheme("model.layers.0.mlp.router" if "quark" in name else "model.layers.0.mlp.gate") is None
     assert not quantization.kv_cache
     assert quantization.scheme("model.norm", "RMSNorm") is None
+
+
+def test_schemes_name_formats_that_there_are():
+    for scheme in (SCHEMES | OTHERS).values():
+        assert scheme.weights in FORMATS
+        assert scheme.inputs is None or (scheme.static_scale is not None) == INPUT_FORMATS[scheme.inputs].static
+    assert {*INPUTS.values()} == {*INPUT_FORMATS}
 
 
 def test_static_inputs_name_the_tensor_of_their_scale():
