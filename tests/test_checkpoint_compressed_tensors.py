@@ -15,6 +15,7 @@ import safetensors
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
 from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
@@ -254,6 +255,24 @@ def test_experts_are_what_the_arrays_mean(name):
             np.testing.assert_allclose(weight, floats(layer, role), rtol=3e-7, atol=0)
     with pytest.raises(ValueError, match="`layout`"):
         ours.experts(LAYER, "striped")
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4a16", "modelopt_nvfp4", "w4a16_g64_asym_order", "w8a16_channel", "fp8_block_dynamic"]
+)
+def test_a_layer_runs_on_what_was_read(name, rng):
+    ours = reader(name)
+    layer = ours.layer(LAYER)
+    x = rng.standard_normal((5, layer.hidden_size)).astype(np.float32)
+    ids = np.array([[0, 1], [1, 0], [1, 1], [0, 0], [1, 0]], np.int32)
+    weights = rng.random((5, 2)).astype(np.float32)
+    found = jmx.moe(x, jmx.Routing(ids, weights), ours.experts(LAYER), activation=jmx.SiLUAndMul())
+    gate_up, down = floats(layer, "gate_up"), floats(layer, "down")
+    expected = np.zeros(x.shape)
+    for token, slot in np.ndindex(5, 2):
+        gate, up = np.split(gate_up[ids[token, slot]] @ x[token], 2)
+        expected[token] += weights[token, slot] * (down[ids[token, slot]] @ (gate / (1 + np.exp(-gate)) * up))
+    assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)  # of products in TF32, where they are so
 
 
 @pytest.mark.parametrize("name", ["nvfp4a16", "w4a16_g32_order", "fp8_block_dynamic"])
