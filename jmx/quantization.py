@@ -4,7 +4,7 @@ MXFP4 is built by integer operations, exact and the same bits on every platform.
 float32 arithmetic, each operation rounded to nearest even:
 
     weight = (element - zero_point) * scale, times global_scale where there is one
-    element = round(x / scale + zero_point), saturated; scale as the format's `_scale_*` below says
+    element = round(x / scale + zero_point), saturated; scale as `quantize` says
 """
 
 from functools import partial
@@ -31,6 +31,7 @@ SCALE_RULES: dict[str, int] = {
 
 _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
+_LEAST_NORMAL = 1 << 23  # as float32 bits
 
 
 def _midpoints() -> list[int]:
@@ -153,7 +154,8 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
     global_scales, zero_points = None, None
     if format == NVFP4:
         total = jnp.broadcast_to(amax.max(axis=(-2, -1), keepdims=True)[..., 0], amax.shape[:-1])
-        global_scales = jnp.where(total == 0, 1, _divide(total, jnp.float32(_E4M3_MAX * _E2M1_MAX)))
+        least = jnp.finfo(jnp.float32).smallest_normal
+        global_scales = jnp.where(total == 0, 1, jnp.maximum(_divide(total, jnp.float32(_E4M3_MAX * _E2M1_MAX)), least))
         scales = _scales(_divide(_divide(amax, steps), global_scales[..., None]), format.scale_dtype, amax == 0)
         step = scales.astype(jnp.float32) * global_scales[..., None]
     elif "zero_points" in format.arrays:
@@ -173,8 +175,14 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """a / b, rounded once. XLA would take the reciprocal of a divisor that it knew to be constant or a block's own."""
-    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+    """a / b, rounded once, for positive b; less than the least normal number is zero."""
+
+    def extended(x: Array) -> Array:
+        return rounding.normalised((codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
+
+    bits = rounding.divided(extended(a), extended(b))
+    bits = jnp.where((a == 0) | (bits < _LEAST_NORMAL), 0, jnp.minimum(bits, codes.F32_INF))
+    return jnp.copysign(lax.bitcast_convert_type(bits, jnp.float32), a)
 
 
 def _cut(x: Array, format: Format) -> Array:
