@@ -1,6 +1,7 @@
 """The battery that every backend runs, on every backend there is."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +89,7 @@ OTHER_FORMATS = [
     (backend.name, case)
     for case in (
         Case(top_k=2, num_experts=4, hidden=256, intermediate=128, format=format, **form)
-        for number, form in enumerate(FORMS)
-        for format in (jmx.FORMATS if number == 1 else KINDS)
-        if format != "mxfp4"
+        for form, format in itertools.product(FORMS, KINDS)
     )
     for backend in BACKENDS
     if backend.supports(case.problem(), jmx.Environment.probe()) is None
