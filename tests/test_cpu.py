@@ -212,14 +212,14 @@ def digest():
 def test_bits_do_not_depend_on_the_number_of_threads(limit, request):
     if limit == "one core" and not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system gives a process no cores of its own")
-    flags = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"} if limit == "one thread" else {}
+    flags = os.environ.get("XLA_FLAGS", "") + (" --xla_cpu_multi_thread_eigen=false" if limit == "one thread" else "")
     code = (
         BITS if limit == "one thread" else "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})" + BITS
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=request.config.rootpath,
-        env=os.environ | flags,
+        env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=300,
