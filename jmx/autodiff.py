@@ -68,7 +68,10 @@ def differentiable(run: Run, computation: Computation) -> Run:
             for d, bias in zip(dbiases, (experts.gate_up_bias, experts.down_bias), strict=True)
         ]
         dexperts = dataclasses.replace(
-            experts, gate_up=None, down=None, index=None, gate_up_bias=gradients[0], down_bias=gradients[1]
+            experts,
+            **dict.fromkeys(("gate_up", "down", "index", "gate_up_input_scale", "down_input_scale")),
+            gate_up_bias=gradients[0],
+            down_bias=gradients[1],
         )
         return dx, Routing(None, dweights), dexperts  # None: no cotangent
 
@@ -78,6 +81,9 @@ def differentiable(run: Run, computation: Computation) -> Run:
 
 def _refuse_weight_gradients(experts: Any) -> None:
     for role in ("gate_up", "down"):
+        scale = getattr(experts, f"{role}_input_scale")
+        if scale is not None and scale.perturbed:
+            raise TypeError(f"a gradient was asked of `{role}_input_scale`: what inputs are rounded to has none")
         for name, leaf in getattr(experts, role)._asdict().items():
             if leaf is not None and leaf.perturbed:
                 raise TypeError(

@@ -13,11 +13,13 @@ from jax.core import Tracer
 from jmx import formats, layouts, quantization
 from jmx.activations import GATE_UP_ORDERS, Activation, join_gate_up, split_gate_up
 from jmx.formats import MXFP4, BlockScaled, Format
+from jmx.inputs import INPUT_FORMATS
 from jmx.layouts import WeightSpec
 
 Array = Any
 
 ROLES = ("gate_up", "down")
+OTHER_ARRAYS = ("bias", "input_scale")  # of a role, beside those of its weight
 
 # Logical axes of the arrays of each role, for partitioning. Layouts keep the expert axis first.
 AXES = {"gate_up": ("expert", "intermediate", "hidden"), "down": ("expert", "hidden", "intermediate")}
@@ -25,8 +27,8 @@ AXES = {"gate_up": ("expert", "intermediate", "hidden"), "down": ("expert", "hid
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index"],
-    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size"],
+    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
+    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format"],
 )
 @dataclass(frozen=True)
 class Experts:
@@ -38,6 +40,8 @@ class Experts:
         gate_up_bias: (E, 2I) or (E, I), floating, or None.
         down_bias: (E, H), floating, or None.
         index: None, or () int32 where the arrays hold a stack of layers (L, E, ...): the layer meant; see `layer`.
+        gate_up_input_scale, down_input_scale: None, or () float32 (a stack: (L,)), the static scales of the two
+            products' inputs, for input formats that are static.
 
     Static fields:
         format: the block format.
@@ -45,6 +49,7 @@ class Experts:
             None for un-gated experts.
         layout: name of the layout in which gate_up and down lie. Biases are canonical in every layout.
         hidden_size, intermediate_size: logical sizes, which a layout may pad.
+        input_format: name of the format in which a checkpoint declares the inputs of both products; None: of 16 bits.
     """
 
     gate_up: BlockScaled
@@ -57,6 +62,9 @@ class Experts:
     layout: str
     hidden_size: int
     intermediate_size: int
+    gate_up_input_scale: Array | None = None
+    down_input_scale: Array | None = None
+    input_format: str | None = None
 
     # Construction
 
@@ -259,17 +267,53 @@ class Experts:
     def arrays(self) -> dict[str, Array]:
         """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and the others there are."""
         named = {f"{role}_{name}": getattr(getattr(self, role), name) for role in ROLES for name in self.format.arrays}
-        biases = {f"{role}_bias": getattr(self, f"{role}_bias") for role in ROLES}
-        return named | {name: bias for name, bias in biases.items() if bias is not None}
+        others = {f"{role}_{name}": getattr(self, f"{role}_{name}") for role in ROLES for name in OTHER_ARRAYS}
+        return named | {name: array for name, array in others.items() if array is not None}
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> "Experts":
         """These experts with other arrays, named as `arrays` names them; one that is not named becomes None."""
         quantised = {
             role: BlockScaled(*(arrays.get(f"{role}_{name}") for name in BlockScaled._fields)) for role in ROLES
         }
+        others = {f"{role}_{name}": arrays.get(f"{role}_{name}") for role in ROLES for name in OTHER_ARRAYS}
+        return dataclasses.replace(self, **quantised, **others)
+
+    # Inputs
+
+    def with_inputs(
+        self, format: str | None, gate_up_scale: Array | None = None, down_scale: Array | None = None
+    ) -> "Experts":
+        """These experts, declaring the format in which both products take their inputs, as a checkpoint does.
+
+        Args:
+            format: a key of `inputs.INPUT_FORMATS`; None: the activations' own 16 or 32 bits.
+            gate_up_scale, down_scale: for formats that are static, float32 () each, or (L,) for a stack of layers.
+
+        Raises:
+            ValueError, TypeError: an unknown format, one whose blocks do not divide the sizes, scales that are missing,
+                not wanted, or of another shape or dtype.
+        """
+        if format is not None and format not in INPUT_FORMATS:
+            raise ValueError(f"`format` (={format!r}) must be one of {[*INPUT_FORMATS]}, or None")
+        static = format is not None and INPUT_FORMATS[format].static
+        shape = self.canonical_shape()[:-3]
+        for name, scale in (("gate_up_scale", gate_up_scale), ("down_scale", down_scale)):
+            if (scale is not None) != static:
+                needed = f"float32 {shape}" if static else "None"
+                raise ValueError(f"`{name}` (={scale}) must be {needed} for {format} inputs")
+            if scale is not None and (scale.dtype != jnp.float32 or tuple(scale.shape) != shape):
+                raise TypeError(f"`{name}` ({scale.dtype} {tuple(scale.shape)}) must be float32 {shape}")
+        if format is not None:
+            INPUT_FORMATS[format].check_size("hidden_size", self.hidden_size)
+            INPUT_FORMATS[format].check_size("intermediate_size", self.intermediate_size)
         return dataclasses.replace(
-            self, **quantised, gate_up_bias=arrays.get("gate_up_bias"), down_bias=arrays.get("down_bias")
+            self, input_format=format, gate_up_input_scale=gate_up_scale, down_input_scale=down_scale
         )
+
+    def input_scale(self, role: str) -> Array | None:
+        """The static scale () of the inputs of "gate_up" or "down"; None where there is none."""
+        scale = getattr(self, f"{role}_input_scale")
+        return scale if scale is None or self.index is None else scale[self.index]
 
     # Views
 
@@ -289,8 +333,9 @@ class Experts:
         """All layers' experts in one axis, so that no layer is cut out of a stack; see `first_expert`."""
         if self.index is None:
             return self
-        arrays = {name: array.reshape(-1, *array.shape[2:]) for name, array in self.arrays().items()}
-        return dataclasses.replace(self.with_arrays(arrays), index=None)
+        scales = {f"{role}_input_scale": self.input_scale(role) for role in ROLES}
+        arrays = {n: array.reshape(-1, *array.shape[2:]) for n, array in self.arrays().items() if n not in scales}
+        return dataclasses.replace(self.with_arrays(arrays), **scales, index=None)
 
     @property
     def first_expert(self) -> Array | int:
@@ -358,7 +403,15 @@ class Experts:
 
     def _check_like(self, other: "Experts", name: str, purpose: str) -> None:
         """Raises ValueError, naming the difference, unless these, called `name`, and `other` differ in values alone."""
-        for field in ("num_experts", "hidden_size", "intermediate_size", "format", "gate_up_order", "layout"):
+        for field in (
+            "num_experts",
+            "hidden_size",
+            "intermediate_size",
+            "format",
+            "gate_up_order",
+            "layout",
+            "input_format",
+        ):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 raise ValueError(f"`{name}.{field}` (={ours!r}) must be {theirs!r} {purpose}")

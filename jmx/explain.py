@@ -201,7 +201,7 @@ def explain(subject: Any, *arguments: Any, device: str | None = None, **options:
 
     Forms:
         explain(layer, x): a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
-        explain(x, routing, experts, activation=..., weights_on=...): the arguments of `jmx.moe`.
+        explain(x, routing, experts, activation=..., weights_on=..., input_format=...): the arguments of `jmx.moe`.
         explain(problem): a `Problem`, that is plain shapes.
     Arrays may be `jax.ShapeDtypeStruct`.
 
@@ -234,11 +234,12 @@ def _explain_arrays(
     environment: Environment | None,
     activation: Activation,
     weights_on: str = "output",
+    input_format: str | None = None,
     backend: str | None = None,
 ) -> Explanation:
     check_arguments(x, routing, experts, activation, weights_on)
     top_k = routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
-    problem = Problem.of(x, top_k, experts, activation, weights_on)
+    problem = Problem.of(x, top_k, experts, activation, weights_on, input_format)
     return explain_problem(problem, environment or Environment.probe(x, routing, experts), backend)
 
 

@@ -13,7 +13,7 @@ from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
-from jmx.selection import WEIGHTS_ON, Computation, Environment, Problem, select
+from jmx.selection import WEIGHTS_ON, Computation, Environment, Problem, resolve_input_format, select
 
 Array = Any
 
@@ -25,6 +25,7 @@ def moe(
     *,
     activation: Activation,
     weights_on: str = "output",
+    input_format: str | None = None,
     mask: Array | None = None,
     backend: str | None = None,
 ) -> jax.Array:
@@ -39,6 +40,8 @@ def moe(
         experts: the weights.
         activation: gated if and only if the experts are.
         weights_on: "output": routing weights multiply what an expert returns; "input": what it is given.
+        input_format: what both products' inputs are rounded to first: a key of `inputs.INPUT_FORMATS`, or a family of
+            them; None: what the experts declare, else nothing. Gradients pass the rounding as if it were not there.
         mask: (...) bool or None; False is a padding token, which routes nowhere and gets y = 0.
         backend: name of the backend that must run; None takes the `use_backend` context, else the first that can.
 
@@ -53,7 +56,8 @@ def moe(
     environment = Environment.probe(x, routing, experts)
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    return _run(tokens, routing, experts, Computation(activation, weights_on), environment, backend).reshape(x.shape)
+    computation = Computation(activation, weights_on, resolve_input_format(experts, input_format))
+    return _run(tokens, routing, experts, computation, environment, backend).reshape(x.shape)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))  # so that calls outside of any jit are traced and compiled once, too
@@ -68,7 +72,9 @@ def _run(
     def run(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         # Selected in here, so that a vmapped call is judged by all the tokens it has.
         top_k = routing.expert_ids.shape[-1]
-        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
+        problem = Problem.of(
+            x, top_k, experts, computation.activation, computation.weights_on, computation.input_format
+        )
         selection = select(problem, environment, backend, BACKENDS)
         return selection.backend.apply(computation, x, routing, experts, environment)
 

@@ -40,6 +40,7 @@ class MoE(nn.Module):
     router_bias: bool | None = None
     correction_bias: bool = False
     weights_on: str = "output"
+    input_format: str | None = None
     backend: str | None = None
     layout: str = "auto"
     param_dtype: Any = jnp.bfloat16
@@ -90,6 +91,7 @@ class MoE(nn.Module):
             self.experts,
             activation=self.activation,
             weights_on=self.weights_on,
+            input_format=self.input_format,
             mask=mask,
             backend=self.backend,
         )
@@ -108,7 +110,7 @@ class MoE(nn.Module):
     def problem(self, x: Array) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
         experts = jax.eval_shape(self._random, jax.random.key(0))
-        return Problem.of(x, self.top_k, experts, self.activation, self.weights_on)
+        return Problem.of(x, self.top_k, experts, self.activation, self.weights_on, self.input_format)
 
     def _method(self) -> Method:
         return resolve_method(self.routing, self.top_k, self.num_experts, correction_bias=self.correction_bias)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jmx.activations import Activation, SwiGLU
 from jmx.backends import resolve_layout
-from jmx.experts import ROLES, Experts, partition_names
+from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import flat_routing, moe
 from jmx.modules import check_arguments, resolve_method, resolve_order
@@ -52,6 +52,7 @@ class MoE(nnx.Module):
         router_bias: whether the router has a bias; default as `bias`.
         correction_bias: whether there is a bias (E,) for selection only (see `routing`).
         weights_on: whether routing weights multiply experts' "output" or "input".
+        input_format: what both products' inputs are rounded to first, see `jmx.moe`; None: what `experts` declare.
         backend: name of the backend that must run, or None.
         layout: layout of the weights; "auto" is that of this machine's engine family.
         param_dtype: dtype of biases and router. The router computes in float32.
@@ -88,6 +89,7 @@ class MoE(nnx.Module):
         router_bias: bool | None = None,
         correction_bias: bool = False,
         weights_on: str = "output",
+        input_format: str | None = None,
         backend: str | None = None,
         layout: str = "auto",
         param_dtype: Any = jnp.bfloat16,
@@ -123,6 +125,7 @@ class MoE(nnx.Module):
         experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), experts.format))
         self.activation = activation
         self.weights_on = weights_on
+        self.input_format = input_format
         self.backend = backend
         self.top_k = top_k
         names = partition_names(experts, axes or {})
@@ -151,7 +154,7 @@ class MoE(nnx.Module):
     @property
     def experts(self) -> Experts:
         """The weights as a pytree, in the layout in which they lie."""
-        names = [f"{role}_{name}" for role in ROLES for name in (*self.skeleton.format.arrays, "bias")]
+        names = [f"{role}_{name}" for role in ROLES for name in (*self.skeleton.format.arrays, *OTHER_ARRAYS)]
         return self.skeleton.with_arrays(
             {name: getattr(self, name).get_value() for name in names if hasattr(self, name)}
         )
@@ -197,10 +200,11 @@ class MoE(nnx.Module):
             self.experts,
             activation=self.activation,
             weights_on=self.weights_on,
+            input_format=self.input_format,
             mask=mask,
             backend=self.backend,
         )
 
     def problem(self, x: Array) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
-        return Problem.of(x, self.routing.top_k, self.experts, self.activation, self.weights_on)
+        return Problem.of(x, self.routing.top_k, self.experts, self.activation, self.weights_on, self.input_format)

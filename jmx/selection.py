@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from jmx.activations import Activation
 from jmx.experts import Experts
+from jmx.inputs import INPUT_FORMATS, resolve
 from jmx.routing import Routing
 
 Array = Any
@@ -60,9 +61,18 @@ class Problem:
 
     @classmethod
     def of(
-        cls, x: Array, top_k: int, experts: Experts, activation: Activation, weights_on: str = "output"
+        cls,
+        x: Array,
+        top_k: int,
+        experts: Experts,
+        activation: Activation,
+        weights_on: str = "output",
+        input_format: str | None = None,
     ) -> "Problem":
-        """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`."""
+        """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`.
+
+        `input_format`: a name or a family that the caller asks for; see `inputs.resolve`.
+        """
         tokens: int | None = 1
         for size in x.shape[:-1]:
             tokens = tokens * size if isinstance(size, int) and tokens is not None else None
@@ -79,6 +89,7 @@ class Problem:
             bias=experts.gate_up_bias is not None or experts.down_bias is not None,
             layout=experts.layout,
             weights_on=weights_on,
+            input_format=resolve_input_format(experts, input_format),
             mesh_axes=tuple(jax.sharding.get_abstract_mesh().manual_axes),
         )
 
@@ -88,6 +99,28 @@ class Problem:
             f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
             f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
         )
+
+
+def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
+    """The format that both products' inputs are rounded to: a key of `inputs.INPUT_FORMATS`, or None for 16 or 32 bits.
+
+    Args:
+        experts: which may declare one, as a checkpoint does.
+        wanted: a format or family that the caller asks for, or None.
+
+    Raises:
+        ValueError: `inputs.resolve`'s, a format whose blocks do not divide the experts' sizes, and a static one for
+            experts that have no static scales.
+    """
+    name = resolve(experts.input_format, wanted, (None, *INPUT_FORMATS))
+    if name is None:
+        return None
+    format = INPUT_FORMATS[name]
+    format.check_size("hidden_size", experts.hidden_size)
+    format.check_size("intermediate_size", experts.intermediate_size)
+    if format.static and experts.gate_up_input_scale is None:
+        raise ValueError(f"`input_format` (={name!r}) is static: give `experts` its scales, by `experts.with_inputs`")
+    return name
 
 
 @dataclass(frozen=True)
@@ -240,10 +273,12 @@ class Computation:
     Args:
         activation: the activation between the two products.
         weights_on: whether routing weights multiply the experts' "output" or "input".
+        input_format: name of the format that the inputs of both products are rounded to; None: of 16 or 32 bits.
     """
 
     activation: Activation
     weights_on: str = "output"
+    input_format: str | None = None
 
 
 class Backend(Protocol):

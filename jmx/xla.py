@@ -4,7 +4,10 @@ Few assignments: each (token, expert) pair is computed by itself, straight from 
 Many: rows are sorted by expert and cut into blocks, and a loop over the blocks that exist expands the weights of the
 experts at hand. Either way work grows with the experts that tokens use, and memory neither with E nor with those used.
 
-Products: bfloat16 activations meet weights expanded to bfloat16; float32 and float16 ones meet float32 weights at
+Inputs of a product are rounded to their format first, where there is one, and multiplied in float32 as what they are
+then worth. Gradients pass that rounding straight through.
+
+Products: other bfloat16 activations meet weights expanded to bfloat16; float32 and float16 ones meet float32 weights at
 `Precision.HIGHEST`; sums are float32. Between the two products the activation is rounded to x's dtype (float16 stays
 float32, which its range would not hold). A token's result does not depend on its neighbours: it is summed in the order
 of its slots (few) or of its experts' ids (many). Only a token that names one expert twice may find those two sums in
@@ -21,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import activations, formats, grouping, xla_dot
+from jmx import activations, formats, grouping, inputs, xla_dot
 from jmx.experts import Experts
 from jmx.formats import MXFP4
 from jmx.routing import Routing
@@ -54,8 +57,9 @@ class Xla:
             return Rejection(
                 Reason.FORMAT, f"weights in {problem.format}", f"quantise to one of {', '.join(formats.FORMATS)}"
             )
-        if problem.input_format is not None:
-            return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", "leave inputs in x's dtype")
+        if problem.input_format not in (None, *inputs.INPUT_FORMATS):
+            known = ", ".join(inputs.INPUT_FORMATS)
+            return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", f"take one of {known}, or none")
         return None
 
     def apply(
@@ -118,8 +122,16 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
     return carry
 
 
-def _compute_dtype(x: Array) -> Any:
-    return jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+def _compute_dtype(computation: Computation, x: Array) -> Any:
+    return jnp.bfloat16 if x.dtype == jnp.bfloat16 and computation.input_format is None else jnp.float32
+
+
+def _rounded(computation: Computation, experts: Experts, role: str, a: Array) -> Array:
+    """The inputs of a product as their format has them: what they are worth, in float32."""
+    if computation.input_format is None:
+        return a
+    format = inputs.INPUT_FORMATS[computation.input_format]
+    return inputs.dequantize(inputs.quantize(a, format, experts.input_scale(role)))
 
 
 class _Chosen:
@@ -193,11 +205,11 @@ def _forward_few(
         experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
 
     def product(role: str, chosen: Array, a: Array) -> Array:
-        q = experts.take(role, chosen)
+        a, q = _rounded(computation, experts, role, a), experts.take(role, chosen)
         if experts.format == MXFP4:
             y = xla_dot.fused(a, q)
         else:
-            y = xla_dot.expanded(a[:, None], q, experts.format, _compute_dtype(x))[:, 0]
+            y = xla_dot.expanded(a[:, None], q, experts.format, _compute_dtype(computation, x))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 
@@ -239,7 +251,7 @@ def _add(total: Array, index: Array, rows: Array) -> Array:
 
 
 def _forward_many(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
-    dtype = _compute_dtype(x)
+    dtype = _compute_dtype(computation, x)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
 
     def body(step: _Step, y: Array) -> Array:
@@ -248,9 +260,9 @@ def _forward_many(computation: Computation, x: Array, routing: Routing, experts:
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         if computation.weights_on == "input":
             rows = (rows * weight).astype(x.dtype)
-        h = chosen.product("gate_up", rows)
+        h = chosen.product("gate_up", _rounded(computation, experts, "gate_up", rows))
         a = activations.apply(computation.activation, h, experts.gate_up_order).astype(_between(x))
-        out = chosen.product("down", a)
+        out = chosen.product("down", _rounded(computation, experts, "down", a))
         if computation.weights_on == "output":
             out *= weight
         return _add(y, step.tokens, out)
@@ -278,7 +290,7 @@ def backward(
 
     `biases`: whether the cotangents of (gate_up_bias, down_bias) are wanted.
     """
-    dtype, num_experts, order = _compute_dtype(x), experts.num_experts, experts.gate_up_order
+    dtype, num_experts, order = _compute_dtype(computation, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros(bias.shape, jnp.float32) if wanted and bias is not None else None
         for bias, wanted in zip((experts.gate_up_bias, experts.down_bias), biases, strict=True)
@@ -299,7 +311,7 @@ def backward(
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
-        h = chosen.product("gate_up", rows_in)
+        h = chosen.product("gate_up", _rounded(computation, experts, "gate_up", rows_in))
         a, activation_vjp = jax.vjp(lambda h: activations.apply(computation.activation, h, order), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
         da = chosen.transposed("down", dout)  # without the routing weight, which is linear and comes after
@@ -311,7 +323,7 @@ def backward(
         else:
             (dh,) = activation_vjp(da * weight)
             drows = chosen.transposed("gate_up", dh)
-            dweight = (da * a).sum(-1)
+            dweight = (da * _rounded(computation, experts, "down", a)).sum(-1)
             bias = experts.take_bias("down", step.experts)
             if bias is not None:
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)

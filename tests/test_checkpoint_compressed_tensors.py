@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_experts_are_what_the_arrays_mean(name):
     ours = reader(name)
     layer = ours.layer(LAYER)
     for layout in ("packed", "canonical"):
-        experts = ours.experts(LAYER, layout)
+        experts = ours.experts(LAYER, layout, inputs=False)
         assert (experts.layout, experts.format, experts.gate_up_order) == (layout, layer.format, layer.gate_up_order)
         for role, weight in zip(("gate_up", "down"), experts.dequantize(np.float32), strict=True):
             np.testing.assert_allclose(weight, floats(layer, role), rtol=3e-7, atol=0)
@@ -266,13 +267,37 @@ def test_a_layer_runs_on_what_was_read(name, rng):
     x = rng.standard_normal((5, layer.hidden_size)).astype(np.float32)
     ids = np.array([[0, 1], [1, 0], [1, 1], [0, 0], [1, 0]], np.int32)
     weights = rng.random((5, 2)).astype(np.float32)
-    found = jmx.moe(x, jmx.Routing(ids, weights), ours.experts(LAYER), activation=jmx.SiLUAndMul())
+    found = jmx.moe(x, jmx.Routing(ids, weights), ours.experts(LAYER, inputs=False), activation=jmx.SiLUAndMul())
     gate_up, down = floats(layer, "gate_up"), floats(layer, "down")
     expected = np.zeros(x.shape)
     for token, slot in np.ndindex(5, 2):
         gate, up = np.split(gate_up[ids[token, slot]] @ x[token], 2)
         expected[token] += weights[token, slot] * (down[ids[token, slot]] @ (gate / (1 + np.exp(-gate)) * up))
     assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)  # of products in TF32, where they are so
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_declare_the_inputs_of_their_scheme(name):
+    ours = reader(name)
+    layer = ours.layer(LAYER)
+    wanted = layer.scheme.inputs
+    sizes = {layer.hidden_size, layer.intermediate_size}
+    if wanted == "fp8_block" and any(size % 128 for size in sizes):
+        with pytest.raises(ValueError, match="must be a multiple of 128 for fp8_block inputs"):
+            ours.experts(LAYER)
+        return
+    differ = [s for s in map(layer.static_scales, ("gate_up", "down")) if s is not None and np.ptp(s) > 0]
+    with pytest.warns(UserWarning, match="static input scales differ") if differ else contextlib.nullcontext():
+        experts = ours.experts(LAYER)
+    assert experts.input_format == wanted
+    assert ours.experts(LAYER, inputs=False).input_format is None
+    for role in ("gate_up", "down"):
+        scales, scale = layer.static_scales(role), experts.input_scale(role)
+        assert (scale is None) == (scales is None)
+        assert scales is None or scale == scales.max()
+    x = jnp.ones((2, layer.hidden_size))
+    y = jmx.moe(x, jmx.Routing(np.array([[0], [1]]), np.ones((2, 1), np.float32)), experts, activation=jmx.SiLUAndMul())
+    assert np.isfinite(y).all()
 
 
 @pytest.mark.parametrize("name", ["nvfp4a16", "w4a16_g32_order", "fp8_block_dynamic"])
@@ -285,8 +310,8 @@ def test_experts_take_a_sharding(name):
         whole = PartitionSpec() if key.endswith(("order", "block")) else PartitionSpec(None, "rows")
         return NamedSharding(mesh, whole)
 
-    experts = ours.experts(LAYER, "packed", sharding)
-    expected = ours.experts(LAYER, "packed").arrays()
+    experts = ours.experts(LAYER, "packed", sharding, inputs=False)
+    expected = ours.experts(LAYER, "packed", inputs=False).arrays()
     assert all(same(array, expected[key]) for key, array in experts.arrays().items())
     assert all(array.sharding == sharding(key) for key, array in experts.arrays().items())
 

@@ -3,11 +3,14 @@
 import aot
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from backend_cases import NEITHER, Case, activated, draw_routing, draw_weights, draw_x
 from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
 
 import jmx
-from jmx import Environment, Problem, Reason, SwiGLU
+from jmx import Environment, Problem, Reason, SwiGLU, inputs
+from jmx.selection import resolve_input_format
 from jmx.xla import Xla
 
 SIZE = 1024
@@ -75,3 +78,98 @@ def test_dtypes_that_are_refused(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_it_runs_everywhere(device, dtype):
     assert jmx.select(problem(dtype), Environment.named(device), None, [Xla()]).backend == Xla()
+
+
+# Input formats
+
+
+def rounded(a, name, scale):
+    format = inputs.INPUT_FORMATS[name]
+    return np.asarray(inputs.dequantize(inputs.quantize(jnp.asarray(a, jnp.float32), format, scale)), np.float64)
+
+
+def static_scales(name):
+    """Under which a few elements saturate."""
+    format = inputs.INPUT_FORMATS[name]
+    return [jnp.float32(2.5 / format.largest) for _ in "12"] if format.static else [None, None]
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("name", inputs.INPUT_FORMATS)
+def test_inputs_are_rounded_before_each_product(name, tokens, rng):
+    case = Case(tokens=tokens, top_k=2, num_experts=4, hidden=128, intermediate=128, format="nvfp4", bias=NEITHER)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    scales = static_scales(name)
+    experts = weights.experts(case)
+    gate_up, down = weights.floats(case)
+    expected = np.zeros(x.shape)
+    for token, (ids, shares) in enumerate(zip(*routing, strict=True)):
+        for expert, share in zip(ids, shares, strict=True):
+            h = gate_up[expert] @ rounded(x[token], name, scales[0])
+            expected[token] += share * (down[expert] @ rounded(activated(case, h), name, scales[1]))
+
+    def layer(experts, **options):
+        y = jmx.moe(x, routing, experts, activation=case.activation, backend="xla", **options)
+        return np.asarray(y, np.float64)
+
+    y = layer(experts.with_inputs(name, *scales))
+    assert np.linalg.norm(y - expected) < 4e-3 * np.linalg.norm(expected)  # an element may round to its neighbour
+    assert np.linalg.norm(y - layer(experts)) > 5e-3 * np.linalg.norm(expected)
+    if scales[0] is None:
+        np.testing.assert_array_equal(layer(experts, input_format=name), y)
+
+
+def test_gradients_pass_the_rounding_of_inputs(rng):
+    case = Case(tokens=40, top_k=2, num_experts=4, hidden=128, intermediate=128, dtype="bfloat16")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts, x = weights.experts(case), jnp.asarray(x)
+
+    def gradients(input_format):
+        def loss(x, shares):
+            given = jmx.Routing(jnp.asarray(routing.expert_ids), shares)
+            y = jmx.moe(x, given, experts, activation=case.activation, input_format=input_format)
+            return (y.astype(jnp.float32) ** 2).sum()
+
+        return jax.tree.map(
+            lambda g: np.asarray(g, np.float64), jax.grad(loss, (0, 1))(x, jnp.asarray(routing.weights))
+        )
+
+    for ours, theirs in zip(gradients("int8_token"), gradients(None), strict=True):
+        assert 0 < np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs)
+
+
+def test_which_inputs_a_layer_takes(rng):
+    case = Case(num_experts=4, hidden=128, intermediate=96)
+    experts = draw_weights(rng, case).experts(case)
+    scale = jnp.float32(0.01)
+    declared = experts.with_inputs("nvfp4", scale, scale)
+    assert resolve_input_format(experts, None) is None
+    assert resolve_input_format(experts, "fp8") == "fp8_token"
+    assert resolve_input_format(declared, None) == resolve_input_format(declared, "fp4") == "nvfp4"
+    with pytest.raises(ValueError, match="the checkpoint declares 'nvfp4' inputs and the user asks for 'fp8'"):
+        resolve_input_format(declared, "fp8")
+    with pytest.raises(ValueError, match=r"`intermediate_size` \(=96\) must be a multiple of 128 for fp8_block inputs"):
+        resolve_input_format(experts, "fp8_block")
+    with pytest.raises(ValueError, match=r"`input_format` \(='nvfp4'\) is static: give `experts` its scales"):
+        resolve_input_format(experts, "nvfp4")
+    with pytest.raises(ValueError, match=r"`gate_up_scale` \(=None\) must be float32 \(\) for nvfp4 inputs"):
+        experts.with_inputs("nvfp4")
+    with pytest.raises(ValueError, match=r"`down_scale` \(=0.0.*\) must be None for fp8_token inputs"):
+        experts.with_inputs("fp8_token", None, scale)
+    with pytest.raises(TypeError, match=r"`down_scale` \(float32 \(1,\)\) must be float32 \(\)"):
+        experts.with_inputs("nvfp4", scale, scale[None])
+    with pytest.raises(ValueError, match=r"`format` \(='fp7'\) must be one of"):
+        experts.with_inputs("fp7")
+
+
+def test_static_scales_of_a_stack_are_each_layers_own(rng):
+    case = Case(tokens=3, num_experts=4, hidden=64, intermediate=64)
+    x, routing = jnp.asarray(draw_x(rng, case)), jax.tree.map(jnp.asarray, draw_routing(rng, case))
+    layers = [
+        draw_weights(rng, case).experts(case).with_inputs("fp8_static", jnp.float32(s), jnp.float32(2 * s))
+        for s in (0.002, 0.01)
+    ]
+    stack = jmx.Experts.stack(layers)
+    for i, experts in enumerate(layers):
+        ys = [jmx.moe(x, routing, e, activation=case.activation) for e in (stack.layer(i), experts)]
+        np.testing.assert_array_equal(ys[0], ys[1])

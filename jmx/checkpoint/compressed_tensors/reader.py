@@ -1,9 +1,11 @@
 """Reading a compressed-tensors checkpoint: checked whole before anything is built, then expert by expert."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmx.activations import GATE_UP_ORDERS
@@ -16,7 +18,8 @@ from jmx.checkpoint.compressed_tensors.methods import read_quantization
 from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
-from jmx.experts import Experts
+from jmx.experts import ROLES, Experts
+from jmx.inputs import reduce_static_scales
 
 
 class Reader:
@@ -60,18 +63,29 @@ class Reader:
             raise ValueError(f"`name` (={name!r}) must be one of {[*self.layers]}")
         return self.layers[name]
 
-    def experts(self, name: str, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
+    def experts(
+        self, name: str, layout: str = "auto", sharding: ShardingLike = None, *, inputs: bool = True
+    ) -> Experts:
         """A layer's experts, in their format all the way.
 
         Args:
             name, sharding: as in `arrays`.
             layout: a name in `jmx.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
+            inputs: whether they declare the format of inputs that their scheme names, if it does. Static scales become
+                one a product, the largest; a UserWarning says so where experts' differ. False: inputs stay as they are.
 
         Raises:
-            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format.
+            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format; blocks
+                of inputs that do not divide the experts' sizes.
         """
         layer = self.layer(name)
-        return experts_of(lambda: self.arrays(name, sharding), layer.format, layer.gate_up_order, layout, sharding)
+        read = partial(self.arrays, name, sharding)
+        experts = experts_of(read, layer.format, layer.gate_up_order, layout, sharding)
+        if not inputs:
+            return experts
+        scales = (layer.static_scales(role) for role in ROLES)
+        reduced = (None if s is None else jnp.asarray(reduce_static_scales(s.reshape(-1))) for s in scales)
+        return experts.with_inputs(layer.scheme.inputs, *reduced)
 
     def module(self, name: str) -> Module:
         """A quantised module outside experts, such as a projection of attention.
