@@ -16,9 +16,11 @@ def table(text):
     return {name: (float(normal), float(heavy)) for name, normal, heavy in ROW.findall(text)}
 
 
-def test_the_errors_are_those_of_the_docs(rng, capsys):
-    seed = int(rng.integers(1 << 31))
-    assert input_error.main(["--tokens", "64", "--rows", "128", "--draws", "3", "--seed", str(seed)]) == 0
+def test_the_errors_are_those_of_the_docs(capsys):
+    # The page's own command, whose seed stands: static scales come from a heavy tail's largest magnitude, on which
+    # fresh draws do not agree.
+    (command,) = re.findall(r"^    python benchmarks/input_error\.py (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert input_error.main(command.split()) == 0
     measured, written = table(capsys.readouterr().out), table(PAGE.read_text())
     assert [*measured] == [*written] == ["bfloat16", *INPUT_FORMATS]
     for name, (normal, heavy) in measured.items():
