@@ -9,7 +9,6 @@ minute to the next, so all are timed once in each round, in an order that the ne
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -37,7 +36,6 @@ from jmx.selection import Environment
 
 PEER = "llama.cpp"
 SYSTEMS = ("cpu", "xla", PEER)
-around_a_round = contextlib.nullcontext
 _DRAWN = 16  # experts
 
 
@@ -142,10 +140,9 @@ def _time(systems: Sequence[Timed], rounds: int, limits: list[Limits]) -> list[R
     """Their rows, with microseconds of a layer; a round adds what the machine reaches at its time to `limits`."""
     samples: list[list[float]] = [[] for _ in systems]
     for nth in range(rounds):
-        with around_a_round():
-            limits.append(bench.measure_limits(1))
-            for i in [*range(len(systems))][:: -1 if nth % 2 else 1]:
-                samples[i].append(bench.seconds(systems[i].call, 1)[0])
+        limits.append(bench.measure_limits(1))
+        for i in [*range(len(systems))][:: -1 if nth % 2 else 1]:
+            samples[i].append(bench.seconds(systems[i].call, 1)[0])
     medians = [statistics.median(times) for times in samples]
     return [
         dataclasses.replace(
@@ -156,9 +153,8 @@ def _time(systems: Sequence[Timed], rounds: int, limits: list[Limits]) -> list[R
 
 
 def _as_peers(experts: Experts) -> llama_cpp.Weights:
-    floats = (np.asarray(bias, np.float32) for bias in (experts.gate_up_bias, experts.down_bias))
     gate_up, down = (jax.tree.map(np.asarray, q) for q in (experts.gate_up, experts.down))
-    gate_up_bias, down_bias = floats
+    gate_up_bias, down_bias = (np.asarray(bias, np.float32) for bias in (experts.gate_up_bias, experts.down_bias))
     return llama_cpp.Weights(gate_up.values, gate_up.scales, gate_up_bias, down.values, down.scales, down_bias)
 
 

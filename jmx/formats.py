@@ -198,7 +198,7 @@ def pack(q: BlockScaled) -> BlockScaled:
     if is_packed(q):
         return q
     scales = _bytes(q.scales) if q.scales.dtype.itemsize == 1 else q.scales
-    if q.values.dtype.itemsize == 1 and q.values.dtype in (_E4M3, np.dtype(np.int8)):
+    if q.values.dtype in (_E4M3, np.dtype(np.int8)):
         return q._replace(values=_bytes(q.values), scales=scales)
     pairs = q.values.reshape(*q.values.shape[:-1], q.values.shape[-1] // 2, 2)
     if isinstance(q.values, np.ndarray):

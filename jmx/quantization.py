@@ -176,13 +176,14 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
 
 def _divide(a: Array, b: Array) -> Array:
     """a / b, rounded once, for positive b; less than the least normal number is zero."""
-
-    def extended(x: Array) -> Array:
-        return rounding.normalised((codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
-
-    bits = rounding.divided(extended(a), extended(b))
+    bits = rounding.divided(_extended(a), _extended(b))
     bits = jnp.where((a == 0) | (bits < _LEAST_NORMAL), 0, jnp.minimum(bits, codes.F32_INF))
     return jnp.copysign(lax.bitcast_convert_type(bits, jnp.float32), a)
+
+
+def _extended(x: Array) -> Array:
+    """Extended bits of a float32's magnitude, as `rounding` takes them."""
+    return rounding.normalised((codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
 
 
 def _cut(x: Array, format: Format) -> Array:
@@ -227,9 +228,8 @@ def _scales(exact: Array, dtype: np.dtype, empty: Array) -> Array:
 
 def _e4m3(x: Array) -> Array:
     """float32 to float8_e4m3fn, saturated, and rounded once, which not every platform's own conversion does."""
-    bits = codes.float32_bits(x)
-    code = rounding.minifloat(rounding.normalised((bits & 0x7FFFFFFF).astype(jnp.int32)), jnp.float8_e4m3fn)
-    return lax.bitcast_convert_type(code | (bits >> 24).astype(jnp.uint8) & 0x80, jnp.float8_e4m3fn)
+    sign = (codes.float32_bits(x) >> 24).astype(jnp.uint8) & 0x80
+    return lax.bitcast_convert_type(rounding.minifloat(_extended(x), jnp.float8_e4m3fn) | sign, jnp.float8_e4m3fn)
 
 
 def _elements_of(quotients: Array, format: Format) -> Array:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits, bits
 from dequantized import KINDS
 
 from jmx.formats import FORMATS, MXFP4, NVFP4, BlockScaled, is_packed, logical_shape, pack, pad, unpack, unpad
@@ -14,18 +15,6 @@ from jmx.quantization import dequantize, random
 SHAPE = (2, 6, 256)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 every_kind = pytest.mark.parametrize("format", [FORMATS[name] for name in ("mxfp4", *KINDS)], ids=["mxfp4", *KINDS])
-
-
-def bits(array):
-    array = np.asarray(array)
-    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.itemsize])
-
-
-def assert_same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert left.dtype == right.dtype
-        np.testing.assert_array_equal(bits(left), bits(right))
 
 
 @pytest.fixture

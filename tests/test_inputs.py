@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits, bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -39,19 +40,6 @@ dynamic = pytest.mark.parametrize("format", DYNAMIC, ids=lambda format: format.n
 any_floats = hnp.arrays(SINGLE, SHAPE, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 modest_floats = hnp.arrays(SINGLE, SHAPE, elements=st.floats(-(2.0**100), 2.0**100, width=32))
 static_scales = st.floats(float(TINY), 2.0**110, width=32).map(SINGLE)
-
-
-def bits(array):
-    array = np.asarray(array)
-    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.itemsize])
-
-
-def same(a, b):
-    assert [array is None for array in a] == [array is None for array in b]
-    for left, right in zip(a, b, strict=True):
-        if left is not None:
-            assert left.dtype == right.dtype
-            np.testing.assert_array_equal(bits(left), bits(right))
 
 
 def static_for(format, scale=0.01):
@@ -284,8 +272,8 @@ def test_the_same_bits_under_jit_vmap_and_in_any_shape(rng, format):
     x = rng.standard_normal((2, 3, 5, K)).astype(jnp.bfloat16)
     static = static_for(format)
     q = quantize(x, format, static)
-    same(jax.jit(quantize, static_argnums=1)(x, format, static), q)
-    same(quantize(jnp.asarray(x), format, None if static is None else jnp.asarray(static)), q)
+    assert_same_bits(jax.jit(quantize, static_argnums=1)(x, format, static), q)
+    assert_same_bits(quantize(jnp.asarray(x), format, None if static is None else jnp.asarray(static)), q)
     mapped = jax.vmap(lambda row: quantize(row, format, static))(x)
     np.testing.assert_array_equal(bits(mapped.values), bits(q.values))
     flat = quantize(x.reshape(-1, K), format, static)

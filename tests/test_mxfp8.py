@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from bits import bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -20,11 +21,6 @@ GOLDEN = np.load(Path(__file__).parent / "data" / "blackwell.npz")  # see data/m
 MAGNITUDES = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)  # 0 to 448, in order
 MIDPOINTS = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2
 SHAPE = (3, 2 * BLOCK)  # one shape for all hypothesis examples: one compilation
-
-
-def bits(array):
-    array = np.asarray(array)
-    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.itemsize])
 
 
 def reference(x):

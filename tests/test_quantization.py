@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits, bits
 from dequantized import by_column, dequantized, with_odd_scales
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,17 +36,6 @@ no_deadline = settings(deadline=None)  # the first example compiles
 finite_arrays = hnp.arrays(np.float32, SHAPE, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 modest_arrays = hnp.arrays(np.float32, SHAPE, elements=st.floats(-(2.0**127), 2.0**127, width=32))
 seeds = st.integers(0, 2**32 - 1)
-
-
-def bits(array):
-    array = np.asarray(array)
-    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.itemsize])
-
-
-def assert_same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(bits(left), bits(right))
 
 
 def from_codes(codes, scale_codes):

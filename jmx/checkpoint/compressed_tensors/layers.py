@@ -15,9 +15,8 @@ import numpy as np
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.tensors import Module, Piece, Shape
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
+from jmx.experts import ROLES
 from jmx.formats import Format
-
-ROLES = ("gate_up", "down")
 
 # Names of the projections of each role, gate before up.
 PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
