@@ -236,6 +236,11 @@ def _of_bytes(array: Array, dtype: np.dtype) -> Array:
     return array.view(dtype) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, dtype)
 
 
+def one(format: Format, dtype: Any) -> float:
+    """What fills an array of scales, of that dtype, with 1.0."""
+    return _SCALE_BYTES[format.scale_dtype] if dtype == jnp.uint8 else 1.0
+
+
 def pad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> BlockScaled:
     """Extends the last two axes (N, K) to `shape` with zero values and scales of 1.0, canonical or packed.
 
@@ -247,8 +252,7 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> Block
         raise ValueError(f"`shape` (={tuple(shape)}) must be at least {(rows, columns)}, the weight's own")
     target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))
     # e8m0 has no zero: a scale filled with zeros would be NaN.
-    one = _SCALE_BYTES[format.scale_dtype] if q.scales.dtype == jnp.uint8 else 1.0
-    fills = BlockScaled(values=0, scales=one, global_scales=1.0, zero_points=0, order=0)
+    fills = BlockScaled(values=0, scales=one(format, q.scales.dtype), global_scales=1.0, zero_points=0, order=0)
     padded = jax.tree.map(_extend, q, target, fills._replace(**{n: None for n, a in q._asdict().items() if a is None}))
     if q.zero_points is not None and format.block_size == WHOLE_ROW:  # a row's own zero is what adds nothing to it
         inside = jnp.arange(padded.values.shape[-1]) < q.values.shape[-1]

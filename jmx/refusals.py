@@ -1,13 +1,14 @@
-"""What kernels for MXFP4 weights and 16-bit activations do not take, whatever the GPU."""
+"""What kernels for quantised weights and 16-bit activations do not take, whatever the GPU."""
 
-from jmx import formats
+from jmx.formats import MXFP4
 from jmx.selection import Problem, Reason, Rejection
 
 
-def refusal(problem: Problem, layout: str) -> Rejection | None:
-    """Why a kernel that reads weights in `layout` cannot run `problem`; None where it can."""
-    if problem.format != formats.MXFP4.name:
-        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not 'mxfp4'", "quantise to MXFP4")
+def refusal(problem: Problem, layout: str, formats: tuple[str, ...] | None = (MXFP4.name,)) -> Rejection | None:
+    """Why a kernel that reads weights of `formats` (None: all) in `layout` cannot run `problem`; None where it can."""
+    if formats is not None and problem.format not in formats:
+        wanted = " or ".join(formats)
+        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not {wanted}", f"quantise to {wanted}")
     if problem.input_format is not None:
         return Rejection(
             Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"

@@ -9,7 +9,9 @@ def run_ptx(text, *operands):
     registers = {f"${i}": np.asarray(value, np.uint32) for i, value in enumerate(operands, 1)}
 
     def value(name):
-        return registers[name] if name in registers else np.uint32(int(name, 0))
+        if name in registers:
+            return registers[name]
+        return np.uint32(int(name[2:], 16) if name.startswith("0f") else int(name, 0))
 
     for line in text.strip("{} ").split(";"):
         name, _, rest = line.strip().partition(" ")
@@ -38,8 +40,23 @@ def _prmt(a, b, selector):
 
 
 def _lop3(a, b, c, table):
-    assert int(table) == (0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF)
-    return a & c | b & ~c
+    tables = {(0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF): a & c | b & ~c, (0xF0 & 0xCC) | 0xAA: a & b | c}
+    return tables[int(table)]
+
+
+def _float(word):
+    return np.asarray(word, np.uint32).view(np.float32)
+
+
+def _bits(value):
+    return np.asarray(value, np.float32).view(np.uint32)
+
+
+def _to_bfloat16(high, low):
+    high, low = (
+        np.asarray(_float(x).astype(ml_dtypes.bfloat16)).view(np.uint16).astype(np.uint32) for x in (high, low)
+    )
+    return high << 16 | low
 
 
 def _shf(low, high, left):
@@ -52,11 +69,19 @@ _OPERATIONS = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
+    "shr.b32": lambda a, b: a >> b,
+    "shr.u32": lambda a, b: a >> b,
     "shf.l.wrap.b32": _shf,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "mul.bf16x2": lambda a, b: _rounded(halves(a) * halves(b)),
     "max.bf16x2": lambda a, b: _rounded(np.maximum(halves(a), halves(b))),
+    "sub.bf16x2": lambda a, b: _rounded(halves(a) - halves(b)),
+    "mul.f32": lambda a, b: _bits(_float(a) * _float(b)),
+    "sub.f32": lambda a, b: _bits(_float(a) - _float(b)),
+    "cvt.u16.u32": lambda a: a & 0xFFFF,
+    "cvt.f32.f16": lambda a: _bits(np.asarray(a).astype(np.uint16).view(np.float16)),
+    "cvt.rn.bf16x2.f32": _to_bfloat16,
     "fma.rn.bf16x2": lambda a, b, c: _rounded(halves(a) * halves(b) + halves(c)),
 }

@@ -17,9 +17,10 @@ from sass import hazards, parse, register_limits
 import jmx
 from jmx import Environment, Experts, Routing, tuning
 from jmx.bench import MODELS, Shape
+from jmx.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import MosaicSm90
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY, Config
-from jmx.pallas.mosaic_sm90_layout import LAYOUT
+from jmx.pallas.mosaic_sm90_layout import LAYOUT, Tile
 
 ENGINE, H200 = MosaicSm90(), Environment.named("h200")
 TABLES = sorted((pathlib.Path(jmx.__file__).parent / "tuned").glob(f"{ENGINE.name}-*.json"))
@@ -90,7 +91,7 @@ def test_every_configuration_compiles_into_a_sound_kernel(call, capfd):
     with tuning.override(ENGINE.name, call.config):
         compiled, kernels = aot.kernels_for_h200(capfd, partial(layer, shape), *abstract_arguments(shape, call.tokens))
     (kernel,) = kernels
-    assert_sound(kernel, call.config)
+    assert_sound(kernel, call.config, Tile.of(MXFP4).bytes)
     # Rows twice, what is between the products, and what is to be added up; of no expert's weights a copy.
     assignments = call.tokens * shape.method.top_k
     rows = assignments + 16 * min(assignments, shape.num_experts)
@@ -98,10 +99,10 @@ def test_every_configuration_compiles_into_a_sound_kernel(call, capfd):
     assert temporary_bytes(compiled) < rows * bytes_
 
 
-def assert_sound(kernel: aot.Kernel, config: Config) -> None:
+def assert_sound(kernel: aot.Kernel, config: Config, tile_bytes: int) -> None:
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
     assert "wgmma" not in kernel.report, kernel.report  # C7510 and the like: products that were serialised
-    assert kernel.shared_memory <= config.shared_memory <= SHARED_MEMORY
+    assert kernel.shared_memory <= config.shared_memory(tile_bytes) <= SHARED_MEMORY
     program = parse(kernel.sass)
     assert sum(instruction.opcode.startswith(("HGMMA", "HMMA")) for instruction in program) >= 8 * config.k_tiles
     assert hazards(program) == []

@@ -25,11 +25,12 @@ from test_backends import check
 import jmx
 from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul, tuning
 from jmx.backends import resolve_layout
+from jmx.formats import FORMATS
 from jmx.layouts import WeightSpec
 from jmx.pallas import mosaic_sm90_kernel
 from jmx.pallas.mosaic_sm90 import MosaicSm90
 from jmx.pallas.mosaic_sm90_config import Config
-from jmx.pallas.mosaic_sm90_layout import LAYOUT
+from jmx.pallas.mosaic_sm90_layout import LAYOUT, Tile
 from jmx.selection import Computation
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
@@ -44,7 +45,7 @@ HOPPER = Environment.named("h200")
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
-        ({"format": "nvfp4"}, Reason.FORMAT, "'nvfp4'"),
+        ({"format": "mxfp6"}, Reason.FORMAT, "'mxfp6'"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
@@ -94,10 +95,11 @@ def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores):
 
 def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
     """One of the two: (split_k, R, its outputs), float32."""
-    rows, order, weight = one.rows, one.rows.gate_up_order, one.weight
-    columns = 64 * (weight.scales.shape[2] - 1)
-    spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, jmx.MXFP4)
-    floats = np.asarray(jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32))
+    rows, order, weight = one.rows, one.rows.gate_up_order, one.weight._replace(order=None)
+    columns = 64 * (weight.values.shape[2] // Tile.of(one.format).value_rows)
+    format = FORMATS[one.format.name.removesuffix("_order")]  # `x` comes in the order of columns
+    spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, format)
+    floats = np.asarray(jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32, format))
     out = np.full((split_k, num_rows, rows.num_outputs), np.nan, np.float32)
     assert x.shape[1] == columns
     experts = np.asarray(blocks.experts)
@@ -123,7 +125,8 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
                 h = np.asarray(one.activation(gate, up))
             elif one.activation is not None:
                 h = np.asarray(one.activation(h))
-            out[part, here] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
+            places = np.arange(rows.num_outputs) if one.columns is None else np.asarray(one.columns[experts[b]])
+            out[part, here][:, places] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
     return out
 
 
@@ -141,11 +144,17 @@ AROUND = [
     Case(tokens=7, activation=GELUAndMul(approximate=False)),
     Case(tokens=7, activation=ReLU2(), order=None),
     Case(tokens=7, activation=ReLU(), order=None),
+    Case(tokens=5, hidden=128, format="nvfp4"),
+    Case(tokens=5, hidden=256, intermediate=128, format="int4_g128_order"),
+    Case(tokens=40, hidden=128, intermediate=192, format="int8_g64_asym_order", ids="anywhere", weights_on="input"),
+    Case(tokens=40, format="fp8_block"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "layers"), [*((case, None) for case in AROUND), (Case(tokens=5), 3), (AROUND[5], 3)], ids=str
+    ("case", "layers"),
+    [*((case, None) for case in AROUND), (Case(tokens=5), 3), (AROUND[5], 3), (AROUND[-3], 3)],
+    ids=str,
 )
 def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     monkeypatch.setattr(mosaic_sm90_kernel, "expert_products", expert_products)
@@ -196,6 +205,35 @@ def test_biases_of_sixteen_bits(rng):
         rounded = weights._replace(gate_up_bias=biases[0].astype(float), down_bias=biases[1].astype(float))
         y = call("mosaic", case, experts, x, routing)
         assert_agrees("mosaic", case, y, reference(case, rounded, x, routing))
+
+
+# Formats
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*FORMATS])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 600])
+def test_every_format(tokens, name, rng):
+    """By both products' instructions, at odd numbers of tiles where the format has them."""
+    size = 256 if FORMATS[name].block_size == 128 and not FORMATS[name].short_block else 192
+    order = "concatenated" if tokens == 5 else "interleaved"
+    check("mosaic", Case(tokens=tokens, hidden=size, intermediate=size + 128, format=name, order=order), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64_asym", "int8_channel", "fp8_block"])
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_scales_of_any_dtype(tokens, name, dtypes, rng):
+    case = suited("mosaic", Case(tokens=tokens, hidden=192, intermediate=320, format=name, dtype="bfloat16"))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    changed = [
+        q._replace(scales=(q.scales.astype(np.float32) * rng.uniform(0.9, 1, q.scales.shape)).astype(jnp.dtype(dtype)))
+        for q, dtype in zip(weights[:2], dtypes, strict=True)
+    ]
+    weights = weights._replace(gate_up=changed[0], down=changed[1])
+    y = call("mosaic", case, weights.experts(case), x, routing)
+    assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
 
 
 # Scales

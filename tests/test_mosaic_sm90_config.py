@@ -18,6 +18,7 @@ from jmx.pallas.mosaic_sm90_config import (
 )
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
+TILES = (2048, 2176, 4096, 4864)  # bytes: of 4 and of 8 bits, with and without scales
 EXPERTS = (1, 8, 32, 128, 256, 512)
 
 
@@ -25,13 +26,15 @@ EXPERTS = (1, 8, 32, 128, 256, 512)
 @pytest.mark.parametrize("top_k", range(1, 9))
 def test_the_heuristic_is_valid_at_every_size(top_k, num_experts):
     for tokens in TOKENS:
-        config = heuristic(tokens, min(top_k, num_experts), num_experts)  # a Config refuses what cannot run
-        assert config.num_stages >= 2  # else nothing is fetched while something is computed
+        for tile_bytes in TILES:
+            config = heuristic(tile_bytes, tokens, min(top_k, num_experts), num_experts)
+            config.check(tile_bytes)
+            assert config.num_stages >= 2  # else nothing is fetched while something is computed
 
 
 def test_the_heuristics_blocks_grow_with_an_experts_rows():
     for num_experts in EXPERTS:
-        sizes = [heuristic(tokens, 1, num_experts).block_n for tokens in TOKENS if tokens > 16]
+        sizes = [heuristic(2176, tokens, 1, num_experts).block_n for tokens in TOKENS if tokens > 16]
         assert sizes == sorted(sizes)
         assert sizes[-1] >= min(192, TOKENS[-1] / num_experts)
 
@@ -41,16 +44,16 @@ def test_an_unknown_number_of_tokens_has_a_configuration():
         None, 64, 64, 8, 2, "bfloat16", "mxfp4", jmx.SwiGLU(), "interleaved", False, "mosaic_sm90"
     )  # fmt: skip
     here = jmx.Environment.named("h200")
-    assert MosaicSm90().heuristic(problem, here) == heuristic(1, 2, 8)
+    assert MosaicSm90().heuristic(problem, here) == heuristic(2176, 1, 2, 8)
 
 
 @pytest.mark.parametrize("num_experts", EXPERTS)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 9, 16, 17, 64, 256, 1024, 4096, 32768])
 def test_candidates_are_distinct_and_begin_with_the_heuristics_own(tokens, num_experts):
-    for top_k in (1, 4, 8):
-        found = candidates(tokens, top_k, num_experts)
-        assert found[0] == heuristic(tokens, top_k, num_experts)
-        assert len(found) == len(set(found)) > 4
+    for top_k, tile_bytes in itertools.product((1, 4, 8), (2176, 4352)):
+        found = candidates(tile_bytes, tokens, top_k, num_experts)
+        assert found[0] == heuristic(tile_bytes, tokens, top_k, num_experts)
+        assert len(found) == len(set(found)) > (4 if tile_bytes < 4096 else 2)
         assert all(config.num_stages >= 2 for config in found)
 
 
@@ -59,17 +62,19 @@ def test_shared_memory_counts_what_a_block_holds():
     values_and_scales = 64 * 64 // 2 + 64 * 64 // 32
     stage = 15 * (values_and_scales + 24 * 64 * 2)
     sums = 2 * 64 * 24 * 4
-    assert 0 <= config.shared_memory - 2 * stage - sums <= 4096  # barriers, and what alignment costs
+    assert 0 <= config.shared_memory(values_and_scales) - 2 * stage - sums <= 4096  # barriers, and what alignment costs
     assert config.partial_sums == sums // 4
     assert Config(64, 4, 1, 3, 2).partial_sums == 0
     assert SHARED_MEMORY == 227 * 1024
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1, 1), (8, 1, 3, 5, 3), (40, 5, 1, 3), (192, 3, 1, 2), (256, 2, 1, 1)])
-def test_deepest_leaves_no_room_for_another_stage(shape):
-    config = deepest(*shape)
+@pytest.mark.parametrize("tile_bytes", TILES)
+def test_deepest_leaves_no_room_for_another_stage(tile_bytes, shape):
+    config = deepest(tile_bytes, *shape)
     assert (config.block_n, config.warpgroups_m, config.warpgroups_k, config.k_tiles) == shape[:4]
-    assert config.num_stages == MAX_STAGES or config.shared_memory + config.stage_bytes > SHARED_MEMORY
+    more = config.shared_memory(tile_bytes) + config.stage_bytes(tile_bytes)
+    assert config.num_stages == MAX_STAGES or more > SHARED_MEMORY
 
 
 @pytest.mark.parametrize("block_n", range(8, 257, 8))
@@ -108,10 +113,10 @@ def test_widths_hold_every_count_of_rows(block_n):
         ),
         (lambda: Config(104, 5, 1, 1, 2), "`block_n` (=104) must be at most 96, for which 5 warpgroups have registers"),
         (
-            lambda: Config(256, 1, 1, 4, 2),
+            lambda: Config(256, 1, 1, 4, 2).check(2176),
             "`num_stages` (=2) must be such that 232448 bytes of shared memory hold them",
         ),
-        (lambda: deepest(256, 1, 1, 8), "`num_stages` (=1) must be such that 232448 bytes"),
+        (lambda: deepest(2176, 256, 1, 1, 8), "`num_stages` (=1) must be such that 232448 bytes"),
     ],
 )
 def test_a_refusal_names_the_field_its_value_and_the_rule(make, message):

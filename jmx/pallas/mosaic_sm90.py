@@ -15,11 +15,12 @@ from jax import lax
 
 from jmx import grouping, tuning
 from jmx.experts import Experts
-from jmx.grouping import Blocks
+from jmx.formats import FORMATS, BlockScaled, Format
+from jmx.grouping import Blocks, Work
 from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
-from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE
+from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE, Tile
 from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
@@ -37,7 +38,7 @@ class MosaicSm90:
 
     @property
     def summary(self) -> str:
-        return "Pallas Mosaic GPU kernels for Hopper: MXFP4 weights dequantised in registers"
+        return "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantised in registers"
 
     @property
     def config_type(self) -> type[Config]:
@@ -51,18 +52,21 @@ class MosaicSm90:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
             )
-        return refusal(problem, LAYOUT.name)
+        return refusal(problem, LAYOUT.name, LAYOUT.formats)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
-        return mosaic_sm90_config.heuristic(problem.num_tokens or 1, problem.top_k, problem.num_experts)
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        return mosaic_sm90_config.heuristic(_tile_bytes(problem), *sizes)
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
         del environment
-        return mosaic_sm90_config.candidates(problem.num_tokens or 1, problem.top_k, problem.num_experts)
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        return mosaic_sm90_config.candidates(_tile_bytes(problem), *sizes)
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
-        del config, problem, environment  # a Config that can be made runs every problem
+        del environment
+        config.check(_tile_bytes(problem))
 
     def apply(
         self,
@@ -80,27 +84,35 @@ class MosaicSm90:
         problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
-        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
+        every = experts.merged()
+        gate_up, down = _alike(every.gate_up, every.down, experts.format)
+        order = every.gate_up.order
+        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input and order is None:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
             rows, num_rows = x, work.blocks.experts.shape[0] * -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
             assert work.token_of_row is not None
-            rows = _gather(x, work.token_of_row)
-            num_rows = rows.shape[0]
+            num_rows = work.token_of_row.size
+            if order is not None:
+                columns = order[_expert_of_row(work, routing, num_rows) + experts.first_expert]
+                rows = x.at[work.token_of_row[:, None], columns].get(mode="promise_in_bounds")
+            else:
+                rows = _gather(x, work.token_of_row)
             if on_input:
                 rows = grouping.weigh(rows, work, routing.weights)
-        every = experts.merged()
         out = expert_products(
             jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),
             Product(
-                every.gate_up,
+                gate_up,
+                experts.format,
                 every.gate_up_bias,
                 Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
                 jnp.bfloat16,
                 in_kernel(computation.activation),
+                down.order,
             ),
-            Product(every.down, every.down_bias, Rows(experts.hidden_size, None), jnp.float32),
+            Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32),
             _blocks(work.blocks, experts.first_expert),
             config=config,
             num_rows=num_rows,
@@ -115,6 +127,24 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
     rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
     return rows.reshape(index.size, x.shape[1])
+
+
+def _expert_of_row(work: Work, routing: Routing, num_rows: int) -> jax.Array:
+    """The expert of each row (R,); some expert's number for those that no assignment has."""
+    rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
+    return jnp.zeros(num_rows, jnp.int32).at[rows].set(routing.expert_ids.astype(jnp.int32), mode="drop")
+
+
+def _alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
+    """Both weights with scales of one dtype, where these come by the tile: their stages have one, too."""
+    if not Tile.of(format).scales or gate_up.scales.dtype == down.scales.dtype:
+        return gate_up, down
+    gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
+    return gate_up, down
+
+
+def _tile_bytes(problem: Problem) -> int:
+    return Tile.of(FORMATS[problem.format]).bytes
 
 
 def _blocks(blocks: Blocks, first_expert: jax.Array | int) -> Blocks:

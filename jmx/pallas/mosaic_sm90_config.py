@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from math import sqrt
 
-from jmx.pallas.mosaic_sm90_layout import SCALE_BYTES, TILE, VALUE_BYTES
+from jmx.pallas.mosaic_sm90_layout import TILE
 
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
+_LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
 MAX_BLOCK_N = 256  # wgmma's largest N
 FEW_TOKENS = 8  # up to here every active expert sees all tokens, so that nothing is sorted
@@ -52,11 +53,6 @@ class Config:
                 f"`block_n` (={self.block_n}) must be at most {self.max_block_n}, for which "
                 f"{self.num_warpgroups} warpgroups have registers"
             )
-        if self.shared_memory > SHARED_MEMORY:
-            raise ValueError(
-                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
-                f"them, and {self!r} needs {self.shared_memory}"
-            )
 
     @property
     def num_warpgroups(self) -> int:
@@ -79,15 +75,22 @@ class Config:
         launched = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
         return min(MAX_BLOCK_N, 2 * (launched - _OTHER_REGISTERS) // 8 * 8)
 
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of shared memory that the kernel uses."""
-        return self.num_stages * self.stage_bytes + self.partial_sums * 4 + _BARRIER_BYTES
+    def check(self, tile_bytes: int) -> None:
+        """Raises ValueError unless shared memory holds the stages, where a tile of the weight has so many bytes."""
+        needed = self.shared_memory(tile_bytes)
+        if needed > SHARED_MEMORY:
+            raise ValueError(
+                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
+                f"them, and {self!r} needs {needed}"
+            )
 
-    @property
-    def stage_bytes(self) -> int:
+    def shared_memory(self, tile_bytes: int) -> int:
+        """Bytes of shared memory that the kernel uses."""
+        return self.num_stages * self.stage_bytes(tile_bytes) + self.partial_sums * 4 + _BARRIER_BYTES
+
+    def stage_bytes(self, tile_bytes: int) -> int:
         """Bytes of one stage: weights, and `block_n` rows."""
-        return self.stage_tiles * (self.warpgroups_m * (VALUE_BYTES + SCALE_BYTES) + self.block_n * TILE * 2)
+        return self.stage_tiles * (self.warpgroups_m * tile_bytes + self.block_n * TILE * 2)
 
     @property
     def partial_sums(self) -> int:
@@ -95,10 +98,13 @@ class Config:
         return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
 
 
-def deepest(block_n: int, warpgroups_m: int, warpgroups_k: int, k_tiles: int, split_k: int = 1) -> Config:
+def deepest(
+    tile_bytes: int, block_n: int, warpgroups_m: int, warpgroups_k: int, k_tiles: int, split_k: int = 1
+) -> Config:
     """The configuration with as many stages as fit. ValueError where not even one does, or registers do not suffice."""
     one = Config(block_n, warpgroups_m, warpgroups_k, k_tiles, 1, split_k)
-    more = (SHARED_MEMORY - one.shared_memory) // one.stage_bytes
+    one.check(tile_bytes)
+    more = (SHARED_MEMORY - one.shared_memory(tile_bytes)) // one.stage_bytes(tile_bytes)
     return replace(one, num_stages=min(MAX_STAGES, 1 + more))
 
 
@@ -115,23 +121,24 @@ def widths(block_n: int) -> tuple[int, ...]:
     return (*range(32, half - 8, 32), *range(half, block_n, step), block_n)
 
 
-def heuristic(num_tokens: int, top_k: int, num_experts: int) -> Config:
+def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    k_tiles = 1 if tile_bytes > _LARGE_TILE else 2
     assignments = num_tokens * top_k
     if assignments <= 8:  # so few tiles that warpgroups had better share them
-        return deepest(8, 1, 3, 5, split_k=3)
+        return deepest(tile_bytes, 8, 1, 3, 5 if k_tiles > 1 else 3, split_k=3)
     if assignments <= 24:
-        return deepest(8, 1, 5, 3)
+        return deepest(tile_bytes, 8, 1, 5, 3 if k_tiles > 1 else 2)
     rows = max(1.0, assignments / num_experts)
     most = rows + 3 * sqrt(rows)  # of random routing
     if most > 96:
-        return deepest(192, 3, 1, 2)
-    return deepest(-(-int(most) // 8) * 8, 5, 1, 3)
+        return deepest(tile_bytes, 192, 3, 1, k_tiles)
+    return deepest(tile_bytes, -(-int(most) // 8) * 8, 5, 1, 1 + k_tiles)
 
 
-def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
+def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
     """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
-    first = heuristic(num_tokens, top_k, num_experts)
+    first = heuristic(tile_bytes, num_tokens, top_k, num_experts)
     n = first.block_n
     if num_tokens * top_k <= 24:
         shapes = [(n, m, k, t, split) for m, k, t in [(1, 3, 5), (1, 3, 3), (1, 5, 3), (5, 1, 3)] for split in (1, 3)]
@@ -143,7 +150,7 @@ def candidates(num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
     found = [first]
     for shape in shapes:
         try:
-            config = deepest(*shape)
+            config = deepest(tile_bytes, *shape)
         except ValueError:  # registers or shared memory do not hold it
             continue
         if config not in found and config.num_stages > 1:

@@ -29,12 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.formats import BlockScaled
+from jmx.formats import MXFP4, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_fragments as fragments
 from jmx.pallas.mosaic_sm90_config import Config, widths
-from jmx.pallas.mosaic_sm90_fragments import Rows
-from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, SCALE_BYTES, TILE, VALUE_SHAPE
+from jmx.pallas.mosaic_sm90_dequantize import decoder_of
+from jmx.pallas.mosaic_sm90_fragments import Rows, Weights
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE, Tile
 from jmx.pallas.mosaic_sm90_schedule import Place, Schedule, schedules
 
 Array = Any
@@ -47,17 +48,42 @@ class Product(NamedTuple):
 
     Args:
         weight: in the layout `mosaic_sm90`, with one leading axis of experts.
+        format: of the weight.
         bias: (E, N) or None.
         rows: what the weight's rows are.
         dtype: of the result.
         activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
+        columns: int32 (E, rows.num_outputs), the column that each output goes to; None: its own.
     """
 
     weight: BlockScaled
+    format: Format
     bias: Array | None
     rows: Rows
     dtype: Any
     activation: Callable[..., Array] | None = None
+    columns: Array | None = None
+
+
+class _Operands(NamedTuple):
+    """A product's arrays as the kernel takes them, or refs of them; None for what there is not."""
+
+    values: Any
+    scales: Any  # that come by the tile
+    zero_points: Any
+    by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
+    bias: Any
+    columns: Any
+
+    @classmethod
+    def of(cls, product: Product) -> "_Operands":
+        q, of_blocks = product.weight, Tile.of(product.format).scales > 0
+        scales, by_row = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
+        return cls(q.values, scales, q.zero_points, by_row, product.bias, product.columns)
+
+    @property
+    def by_tile(self) -> Weights:
+        return Weights(self.values, self.scales, self.zero_points)
 
 
 class _Phase(NamedTuple):
@@ -65,9 +91,8 @@ class _Phase(NamedTuple):
 
     product: Product
     schedule: Schedule
+    refs: _Operands
     x: Any
-    weight: BlockScaled
-    bias: Any
     out: Any
     x_rows: Any
     before: Schedule | None  # of the product that gives `x`
@@ -81,10 +106,12 @@ class _Item(NamedTuple):
     """One piece of work as a computing warpgroup sees it: known before the item before it is done."""
 
     place: Place  # whose tile is this warpgroup's own
+    expert: Array
     first: Array
     count: Array
-    exponent: Array
-    raised: Array
+    exponent: Array | None
+    raised: Array | None
+    by_row: tuple[Array, Array] | None
     bias: tuple[Array, Array] | None
 
 
@@ -112,9 +139,13 @@ def expert_products(
         (config.split_k * R, down.rows.num_outputs): the parts' sums one below the other.
     """
     products = (gate_up, down)
-    tiles = [(product.weight.values.shape[1], product.weight.scales.shape[2] - 1) for product in products]
+    tile, decoder = Tile.of(gate_up.format), decoder_of(gate_up.format, gate_up.weight.scales.dtype)
+    tiles = [
+        (values.shape[1], values.shape[2] // tile.value_rows) for values in (gate_up.weight.values, down.weight.values)
+    ]
     tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
-    both = schedules(config, tiles[0], tiles[1], tile_columns, blocks.experts.size)
+    in_order = gate_up.columns is None
+    both = schedules(config, tiles[0], tiles[1], tile_columns, blocks.experts.size if in_order else 0)
     num_compute, num_stages, block_n = config.num_warpgroups, config.num_stages, config.block_n
     few = block_n <= FEW_ROWS
     outputs = [
@@ -132,23 +163,24 @@ def expert_products(
     def body(*refs: Any) -> None:
         rest = [*refs]
         x_g = rest.pop(0)
-        weights_g = [BlockScaled(rest.pop(0), rest.pop(0)) for _ in products]
-        biases_g = [None if product.bias is None else rest.pop(0) for product in products]
+        of_products = [operands._make(None if one is None else rest.pop(0) for one in operands) for operands in given]
         work = Blocks(rest.pop(0), *(field if isinstance(field, int) else rest.pop(0) for field in blocks[1:]))
-        written, h_g, out_g, x_s, values_s, scales_s, sums_s, full, empty, sums_full, sums_empty = rest
+        written, h_g, out_g, x_s, *rest = rest
+        weights_s = Weights(*(None if stage is None else rest.pop(0) for stage in stages))
+        sums_s, full, empty, sums_full, sums_empty = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_blocks = work.num_blocks if isinstance(work.num_blocks, int) else work.num_blocks[0]
 
         def phases() -> Iterator[_Phase]:
             """The first product's items go round the cores, and the second one's go on from where those ended."""
             first_item, stages, items, before = core, jnp.int32(0), jnp.int32(0), None
-            for product, schedule, weight, bias, x, out, x_rows in zip(
-                products, both, weights_g, biases_g, (x_g, h_g), (h_g, out_g), (work.x_rows, work.out_rows), strict=True
+            for product, schedule, refs, x, out, x_rows in zip(
+                products, both, of_products, (x_g, h_g), (h_g, out_g), (work.x_rows, work.out_rows), strict=True
             ):
                 num_items = schedule.num_items(num_blocks)
                 num_mine = lax.div(num_items - first_item + (num_cores - 1), num_cores)
                 share = (first_item, num_mine, stages, items)
-                yield _Phase(product, schedule, x, weight, bias, out, x_rows, before, *share)
+                yield _Phase(product, schedule, refs, x, out, x_rows, before, *share)
                 first_item += num_mine * num_cores - num_items
                 stages, items = stages + num_mine * schedule.k_steps, items + num_mine
                 before = schedule
@@ -170,7 +202,7 @@ def expert_products(
             return jnp.where(slot + 1 == num_stages, 0, slot + 1)
 
         def compute(phase: _Phase) -> None:
-            product, schedule = phase.product, phase.schedule
+            product, schedule, refs = phase.product, phase.schedule, phase.refs
             k_steps, rows, activation = schedule.k_steps, product.rows, product.activation
             wm, wk = lax.rem(warpgroup, config.warpgroups_m), lax.div(warpgroup, config.warpgroups_m)
 
@@ -179,10 +211,15 @@ def expert_products(
                 at = at._replace(tile=at.tile + wm)
                 expert = work.experts[at.block]
                 inside = jnp.minimum(at.tile, schedule.m_tiles - 1)
-                exponent, raised = fragments.tile_scalars(phase.weight.scales, expert, inside)
-                loaded = None if phase.bias is None else fragments.load_bias(phase.bias, rows, expert, at.tile)
+                exponent = raised = None
+                if product.format == MXFP4:
+                    exponent, raised = fragments.tile_scalars(refs.scales, expert, inside)
+                by_row, bias = (
+                    None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
+                    for ref in (refs.by_row, refs.bias)
+                )
                 first, count = first_row(work.out_rows, at.block), count_of(at.block)
-                return _Item(at, first, count, exponent, raised, loaded)
+                return _Item(at, expert, first, count, exponent, raised, by_row, bias)
 
             def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
@@ -199,21 +236,22 @@ def expert_products(
                     pl.when(wk > 0)(partial(hand_over, turn, width, sums))
                     pl.when(wk == 0)(lambda: finish(item, width, take_over(width, sums)))
 
-            def share(slot: Array, width: int) -> tuple[Any, Any, Any]:
-                """Values and scales of the warpgroup's tiles in a stage, and the rows that they multiply."""
+            def share(slot: Array, width: int) -> tuple[Weights, Any]:
+                """The warpgroup's tiles in a stage, and the rows that they multiply."""
                 first = wk * config.k_tiles
-                values = values_s.at[slot, wm, pl.ds(first * VALUE_SHAPE[0], config.k_tiles * VALUE_SHAPE[0])]
-                columns = pl.ds(first * TILE, config.k_tiles * TILE)
-                scales = scales_s.at[slot, wm, pl.ds(first, config.k_tiles)]
-                return values, scales, x_s.at[slot, pl.ds(0, width), columns]
+                tiles = [
+                    None if ref is None else ref.at[slot, wm, pl.ds(first * rows, config.k_tiles * rows)]
+                    for ref, rows in zip(weights_s, rows_of_tile, strict=True)
+                ]
+                return Weights(*tiles), x_s.at[slot, pl.ds(0, width), pl.ds(first * TILE, config.k_tiles * TILE)]
 
             def accumulate_few(turn: Array, item: _Item, width: int, acc: Array) -> Array:
                 def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                     acc, slot = carry
                     plgpu.barrier_wait(full.at[slot])
-                    values, scales, x = share(slot, width)
+                    weights, x = share(slot, width)
                     for i in range(config.k_tiles):
-                        acc = fragments.multiply_few(acc, values, scales, item.exponent, x, i)
+                        acc = fragments.multiply_few(acc, decoder, weights, item.exponent, x, i)
                     plgpu.barrier_arrive(empty.at[slot])
                     return acc, after(slot)
 
@@ -223,9 +261,9 @@ def expert_products(
                 def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                     acc, slot = carry
                     plgpu.barrier_wait(full.at[slot])
-                    values, scales, x = share(slot, width)
+                    weights, x = share(slot, width)
                     for i in range(config.k_tiles):
-                        for half, a in enumerate(fragments.dequantize(values, scales, item.exponent, i)):
+                        for half, a in enumerate(fragments.dequantize(decoder, weights, item.exponent, i)):
                             acc = fragments.multiply(acc, a, x, i, half)
                             fragments.wait_for_earlier_products()
                     acc = fragments.wait_for_product(acc)
@@ -254,7 +292,9 @@ def expert_products(
                 return totals[0], totals[1]
 
             def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
-                outs = [total * item.raised for total in sums]
+                outs = [total * (2.0**decoder.raised if item.raised is None else item.raised) for total in sums]
+                if item.by_row is not None:
+                    outs = [out * fragments.repeat(row, width) for out, row in zip(outs, item.by_row, strict=True)]
                 if item.bias is not None:
                     once = jnp.where(item.place.part == 0, jnp.float32(1), jnp.float32(0))
                     outs = [out + fragments.repeat(row, width) * once for out, row in zip(outs, item.bias, strict=True)]
@@ -263,7 +303,8 @@ def expert_products(
                     outs = [activation(*outs)] if gated else [activation(out) for out in outs]
                 first = item.place.part * num_rows + item.first
                 outs = [out.astype(product.dtype) for out in outs]
-                fragments.store(phase.out, outs, rows, item.place.tile, first, item.count)
+                columns = None if refs.columns is None else (refs.columns, item.expert)
+                fragments.store(phase.out, outs, rows, item.place.tile, first, item.count, columns)
                 if phase.before is None:
                     fragments.signal(written, schedule.counter(item.place))
 
@@ -295,11 +336,10 @@ def expert_products(
 
                 def fill(step: Array, slot: Array) -> None:
                     k = phase.schedule.first_tile(at.part, step)
-                    values = pl.ds(k * VALUE_SHAPE[0], config.stage_tiles * VALUE_SHAPE[0])
-                    values = phase.weight.values.at[expert, m, values]
-                    scales = phase.weight.scales.at[expert, m, pl.ds(k, config.stage_tiles)]
-                    plgpu.copy_gmem_to_smem(values, values_s.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
+                    for here, there, rows in zip(phase.refs.by_tile, weights_s, rows_of_tile, strict=True):
+                        if here is not None:
+                            tiles = here.at[expert, m, pl.ds(k * rows, config.stage_tiles * rows)]
+                            plgpu.copy_gmem_to_smem(tiles, there.at[slot], full.at[slot])
 
                 return fill
 
@@ -346,7 +386,15 @@ def expert_products(
                     for phase in phases():
                         fetch_rows(phase)
 
-    stage = (num_stages, config.warpgroups_m)
+    given = [_Operands.of(product) for product in products]
+    rows_of_tile = Weights(tile.value_rows, 1, 1)  # as their arrays have them along the columns
+    stages = [
+        None
+        if array is None
+        else plgpu.SMEM((num_stages, config.warpgroups_m, config.stage_tiles * rows, array.shape[-1]), array.dtype)
+        for array, rows in zip(given[0].by_tile, rows_of_tile, strict=True)
+    ]
+    copies = 1 + sum(stage is not None for stage in stages)  # into a stage
     others = max(1, config.warpgroups_k - 1)
     shared = config.warpgroups_k > 1
     sums = (config.warpgroups_m, others, 2, fragments.row_size(block_n)) if shared else (1, 1, 1, 128)
@@ -359,10 +407,9 @@ def expert_products(
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=fragments.SWIZZLED),
-            plgpu.SMEM((*stage, config.stage_tiles * VALUE_SHAPE[0], VALUE_SHAPE[1]), jnp.uint8),
-            plgpu.SMEM((*stage, config.stage_tiles, SCALE_BYTES), jnp.uint8),
+            *(stage for stage in stages if stage is not None),
             plgpu.SMEM(sums, jnp.float32),
-            plgpu.Barrier(num_barriers=num_stages, num_arrivals=3),
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
             plgpu.Barrier(num_barriers=config.warpgroups_m, num_arrivals=others),
             plgpu.Barrier(num_barriers=config.warpgroups_m),
@@ -373,9 +420,6 @@ def expert_products(
             unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
         ),
     )
-    operands = [x]
-    for product in products:
-        operands += [product.weight.values, product.weight.scales]
-    operands += [product.bias for product in products if product.bias is not None]
+    operands = [x, *(array for operands in given for array in operands if array is not None)]
     written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
     return kernel(*operands, *(field for field in blocks if not isinstance(field, int)), written)[1]

@@ -1,0 +1,139 @@
+"""What the kernel for Hopper makes of weights in its layout: its own PTX, run in numpy, against ml_dtypes' numbers."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from dequantized import dequantized, with_odd_scales
+from ptx import halves, run_ptx
+
+from jmx import formats
+from jmx.formats import FORMATS, BlockScaled
+from jmx.layouts import WeightSpec
+from jmx.pallas.mosaic_sm90_dequantize import Decoder, decoder_of
+from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE, num_tiles
+from jmx.quantization import random
+
+_HALF_UNIT = 2.0**-8  # of bfloat16, relative to the least number of an octave
+
+forward = jax.jit(LAYOUT.forward, static_argnums=1)
+
+
+def words_of(array: np.ndarray, *shape: int) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint32).reshape(shape)
+
+
+def as_the_kernel_has_it(held: BlockScaled, decoder: Decoder, spec: WeightSpec) -> np.ndarray:
+    """One expert's weight by the kernel's instructions, float64 (N, K) padded to tiles, scales of rows not in it."""
+    tiles, columns = num_tiles(spec)
+    values = words_of(held.values, tiles, columns, -1, 128, 4)
+    words = [values[:, :, load, :, nth] for load in range(values.shape[2]) for nth in range(4)]
+
+    def of_groups(array, count):
+        found = words_of(array, tiles, -1, 32, count)[:, :columns] if count else np.zeros((1, 1, 32, 0), np.uint32)
+        return [np.repeat(found[..., nth], 4, axis=-1) for nth in range(count)]
+
+    exponent = None
+    if spec.format == formats.MXFP4:
+        exponent = np.broadcast_to((126 - held.scales[:, -1:, :1].astype(np.uint32)) * 0x00800080, (tiles, 1, 1))
+    scales = of_groups(held.scales, decoder.scale_words)
+    zero_points = of_groups(held.zero_points, decoder.zero_point_words)
+    pairs = decoder.pairs(words, scales, zero_points, exponent, run_ptx)
+    assert pairs.shape == (8, 2)
+    out = np.full((tiles, TILE, columns, TILE), np.nan)
+    thread = np.arange(128)
+    warp, lane = np.divmod(thread, 32)
+    for eight, below in np.ndindex(8, 2):
+        pair = halves(np.broadcast_to(pairs[eight, below], (tiles, columns, 128)))
+        for even in range(2):
+            rows, column = 16 * warp + lane // 4 + 8 * below, 8 * eight + 2 * (lane % 4) + even
+            out[:, rows, :, column] = pair[..., even].transpose(2, 0, 1)
+    return out.reshape(tiles * TILE, columns * TILE) * 2.0**decoder.raised
+
+
+def draw(key: int, format: formats.Format, shape: tuple[int, int], scale_dtype: str | None) -> BlockScaled:
+    """Packed, numpy. Every code is in it, and scales are as odd as their dtype has them."""
+    rng = np.random.default_rng(key)
+    q = jax.tree.map(np.asarray, random(jax.random.key(key), (1, *shape), format))
+    q = with_odd_scales(rng, q)
+    if q.values.dtype == np.uint8:
+        q = q._replace(values=rng.integers(0, 256, q.values.shape, np.uint8))
+    if format.element_dtype == jnp.float8_e4m3fn:  # without its NaN
+        q = q._replace(values=np.where(q.values & 0x7F == 0x7F, np.uint8(0x3A), q.values))
+    if scale_dtype is not None:
+        scales = q.scales.astype(np.float32) * rng.uniform(0.5, 1, q.scales.shape).astype(np.float32)
+        q = q._replace(scales=scales.astype(ml_dtypes.bfloat16 if scale_dtype == "bfloat16" else scale_dtype))
+    if q.zero_points is not None:
+        low, high = (-128, 128) if format.element_bits == 8 else (-8, 8)
+        q = q._replace(zero_points=rng.integers(low, high, q.zero_points.shape, np.int8))
+    return q
+
+
+# One of each kind of elements, of scales, and of zero points a tile.
+CASES = [
+    *(
+        (name, None)
+        for name in ("mxfp4", "nvfp4", "mxint4", "int4_g64", "int4_channel_asym", "int8_g128", "fp8_channel")
+    ),
+    ("int4_g32_asym", "float16"),
+    ("int4_g128_asym", "bfloat16"),
+    ("int4_g64_asym", "float32"),
+    ("int8_channel", "float16"),
+    ("int8_g32", "float32"),
+    ("fp8_block", "float32"),
+    ("fp8_block", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "scale_dtype"), CASES)
+def test_every_weight_is_what_it_should_be_rounded_once(name, scale_dtype):
+    """Exact under scales of 8 bits and where the epilogue scales; else the nearest bfloat16, or nearly so where a scale
+    is two of them."""
+    format = FORMATS[name]
+    spec = WeightSpec("down", (96, 384), None, format)
+    q = draw(3, format, spec.shape, scale_dtype)
+    held = jax.tree.map(np.asarray, forward(jax.tree.map(jnp.asarray, q), spec))
+    held = jax.tree.map(lambda array: array[0], held)
+    decoder = decoder_of(format, held.scales.dtype)
+    got = as_the_kernel_has_it(held, decoder, spec)[:96, :384]
+    plain = formats.unpack(q, format)._replace(global_scales=None)
+    if not decoder.tile.scales:
+        plain = plain._replace(scales=np.ones_like(plain.scales))
+    expected = dequantized(plain, format)[0]
+    assert len(np.unique(expected)) > 100 or format.element_bits == 4
+    if not decoder.tile.scales or decoder.scale_dtype.itemsize == 1:
+        np.testing.assert_array_equal(got, expected)
+        if format.element_dtype not in (jnp.int4, jnp.int8):
+            np.testing.assert_array_equal(np.signbit(got), np.signbit(expected))
+        return
+    nearest = expected.astype(ml_dtypes.bfloat16).astype(np.float64)
+    if decoder.scale_dtype == ml_dtypes.bfloat16:
+        np.testing.assert_array_equal(got, nearest)
+    else:
+        assert (got != nearest).mean() < 0.02
+        np.testing.assert_allclose(got, expected, rtol=_HALF_UNIT * 1.01, atol=0)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "int4_g32", "int8_g32_asym", "fp8_block"])
+def test_every_scale_and_zero_point_is_read_where_it_lies(name):
+    """All codes of a scale, zero and subnormal ones too, at every row and block of a tile."""
+    format = FORMATS[name]
+    spec = WeightSpec("gate_up", (320, 256), "interleaved", format)
+    q = draw(5, format, spec.shape, None)
+    rng = np.random.default_rng(5)
+    if q.scales.dtype == np.uint8:
+        q = q._replace(scales=rng.integers(0, 127, q.scales.shape, np.uint8))
+    else:
+        exponents = rng.integers(-60, 30, q.scales.shape)
+        drawn = rng.uniform(-1, 1, q.scales.shape) * 2.0**exponents * (rng.random(q.scales.shape) < 0.9)
+        q = q._replace(scales=drawn.astype(q.scales.dtype))
+    held = jax.tree.map(np.asarray, forward(jax.tree.map(jnp.asarray, q), spec))
+    held = jax.tree.map(lambda array: array[0], held)
+    decoder = decoder_of(format, held.scales.dtype)
+    got = as_the_kernel_has_it(held, decoder, spec)
+    expected = dequantized(formats.unpack(q, format)._replace(global_scales=None), format)[0]
+    # Of each warp's 16 rows the upper 8 are gates, the lower 8 their ups.
+    gates = got.reshape(-1, 4, 2, 8, 256).swapaxes(2, 3).reshape(-1, 256)[:320]
+    bound = 0 if name == "nvfp4" else _HALF_UNIT * 1.01
+    np.testing.assert_allclose(gates, expected, rtol=bound, atol=0)
