@@ -34,6 +34,7 @@ class Few {
   typedef typename Vector<float, 16>::Type Sum;
   static constexpr int kMaxRows = 4;   // of a tile
   static constexpr int kTogether = 4;  // blocks of a step, and vectors that they are decoded to
+  static constexpr int kWeights = kTogether * jmx::kBlock;
   static constexpr int kPair = 2;      // rows of the weight that are read side by side: hardware sees few streams
   static constexpr int kAhead = 4096;  // bytes between what is asked for and what is read
 
@@ -85,13 +86,14 @@ class Few {
     return _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(15), halves, 0xEA), pair.tables);  // a & b | c
   }
 
-  // `count` blocks under any scales, to weights.
-  static void Decode(const Format& format, int column, int64_t block, int count, __m512i* step) {
+  // A step under any scales, to weights.
+  static void Decode(const Format& format, int column, int64_t block, __m512i* step) {
     const __m512i shifts = _mm512_set_epi64(0x000C000C000C000C, 0x000C000C000C000C, 0x0008000800080008, 0x0008000800080008,
                                             0x0004000400040004, 0x0004000400040004, 0, 0);
     std::fill(step, step + kTogether, __m512i{});
-    for (int i = 0; i < count; ++i, ++block) {
+    for (int i = 0; i < kTogether; ++i, ++block) {
       const int64_t left = (format.k - block * jmx::kBlock) / 2;
+      if (left <= 0) return;
       const uint8_t* values = format.Values(column) + block * (jmx::kBlock / 2);
       const bool whole = left >= jmx::kBlock / 2;
       const __m512i words = _mm512_maskz_broadcast_i32x4(0xFFFF, whole ? Load<__m128i>(values) : LoadSome<__m128i>(values, left));
@@ -123,22 +125,22 @@ class Few {
 
     for (int first = 0; first < jmx::kStep; first += kPair) {
       Sum here[rows][kPair] = {};  // in registers
-      const auto step = [&](int64_t block, int count, bool whole) __attribute__((always_inline)) {
+      const auto step = [&](int64_t block, int64_t count) __attribute__((always_inline)) {  // of weights
         for (int n = 0; n < kPair; ++n) {
           const uint8_t* at = format.Values(first + n) + block * (jmx::kBlock / 2);
           __m512i weights[kTogether];
           Sum factor, zeros;
           if constexpr (mode == kAnyScales) {
-            Decode(format, first + n, block, count, weights);
+            Decode(format, first + n, block, weights);
           } else {
-            const __m512i words = whole ? Load<__m512i>(at) : _mm512_maskz_loadu_epi8((1ull << (k / 2 - block * (jmx::kBlock / 2))) - 1, at);
+            const __m512i words = count == kWeights ? Load<__m512i>(at) : _mm512_maskz_loadu_epi8((1ull << count / 2) - 1, at);
             weights[0] = _mm512_permutexvar_epi16(words, table);
             weights[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
             weights[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
             weights[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
             factor = (Sum)format.Factors(first + n, block, count);
             if constexpr (mode == kWithZeros)
-              zeros = (Sum)_mm512_cvtepi32_ps(_mm512_srai_epi32(format.Zeros(first + n, block, count), 24));
+              zeros = (Sum)_mm512_cvtepi32_ps(format.Zeros(first + n, block, count));
           }
           for (int m = 0; m < rows; ++m) {
             const __m512i* these = x + m * stride + block / kTogether * kVectors;
@@ -153,13 +155,13 @@ class Few {
       };
       const uint8_t* next = format.Values(first) + kAhead;
       int64_t block = 0;
-      for (; (block + kTogether) * jmx::kBlock <= k; block += kTogether) {  // asks for as much as is read, in the order of memory
+      for (; block * jmx::kBlock + kWeights <= k; block += kTogether) {  // asks for as much as is read, in the order of memory
         for (int line = 0; line < kPair; ++line) __builtin_prefetch(next + (block * kPair / kTogether + line) * 64);
         if (block % (2 * Format::kScalesEvery) == 0)
           __builtin_prefetch(format.Ahead(first * blocks + kAhead / (jmx::kBlock / 2) + block * kPair));
-        step(block, kTogether, true);
+        step(block, kWeights);
       }
-      if (block < blocks) step(block, static_cast<int>(blocks - block), false);
+      if (block < blocks) step(block, k - block * jmx::kBlock);
       for (int m = 0; m < rows; ++m)
         for (int n = 0; n < kPair; ++n) sums[m][first + n] = here[m][n];
     }

@@ -44,62 +44,58 @@ class Int4 : public Packed {
 
   template <typename Lanes, bool tail>
   auto Table(int64_t column, int64_t block, int) const {
-    return Lanes::Of(Line{static_cast<float>(Zero(column, block)), ScaleOf(column, block)});
+    const float scale = ScaleOf(column, block);
+    if (zeros_ == nullptr) return Lanes::Of(Line{0, scale});  // a table the sooner
+    return Lanes::Of(Line{static_cast<float>(Zero(column, block)), scale});
   }
 
   float Factor(int64_t column) const { return shift_ == kNone ? ToFloat(column) : 1; }
 
   const void* Ahead(int64_t blocks) const { return scales_ + (blocks >> shift_) * sizeof(typename Scale::Bits); }
 
-  // Of `count` blocks, four lanes each: scales; and zero points plus 8, in bytes.
+  // Of as many blocks as `lanes` are for, four each, those past the end of the row without scale: scales, and zero points.
   template <int lanes>
-  auto Scales(int64_t column, int64_t block, int count) const {
+  auto Scales(int64_t column, int64_t block, int64_t weights) const {
     if constexpr (lanes == 16) {
-      return this->Factors(column, block, count);
+      return this->Factors(column, block, weights);
     } else {
       typename Vector<float, lanes>::Type scales = {};
-      for (int i = 0; i < 4 * count; ++i) scales[i] = ScaleOf(column, block + i / 4);
+      for (int i = 0; i < lanes && i * 8 < weights; ++i) scales[i] = ScaleOf(column, block + i / 4);
       return scales;
     }
   }
-  template <int bytes>
-  auto Offsets(int64_t column, int64_t block, int count) const {
-    typename Vector<int8_t, bytes>::Type offsets = {};
-    offsets += 8;
-    if (zeros_ == nullptr) return offsets;
-    if constexpr (bytes == 64) return offsets + (decltype(offsets))this->Zeros(column, block, count);
-    for (int i = 0; i < 16 * count; ++i) offsets[i] += Zero(column, block + i / 16);
-    return offsets;
+  template <int lanes>
+  auto ZeroPoints(int64_t column, int64_t block, int64_t weights) const {
+    if constexpr (lanes == 16) {
+      return this->Zeros(column, block, weights);
+    } else {
+      typename Vector<int32_t, lanes>::Type zeros = {};
+      for (int i = 0; i < lanes && i * 8 < weights; ++i) zeros[i] = Zero(column, block + i / 4);
+      return zeros;
+    }
   }
 
 #if defined(__AVX512BW__)
   static constexpr bool kMayHaveZeros = true;
 
-  // Of `count` blocks, four at most, each one's scale to four lanes.
-  __m512 Factors(int64_t column, int64_t block, int count) const {
+  // Of 128 weights, or the last ones of a row, each group's scale in its lanes.
+  __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     if (shift_ == kNone) return _mm512_set1_ps(1);
     const char* scales = scales_ + (column * groups_ + (block >> shift_)) * sizeof(typename Scale::Bits);
-    const uint32_t here = (1u << Groups(count)) - 1;
-    const __m512i lanes = Spread();
     if constexpr (sizeof(typename Scale::Bits) == 4) {
-      return _mm512_permutexvar_ps(lanes, _mm512_maskz_loadu_ps(here, scales));
+      return _mm512_permutexvar_ps(Spread(), _mm512_maskz_loadu_ps(Here(weights), scales));
     } else {
-      const __m512i few = _mm512_maskz_loadu_epi16(here, scales);
-      // A lane's number is a word's number twice: in its lower half, as well as, times 2^16, in its upper one.
-      const __m512i words = _mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16));
-      const __m512i both = _mm512_permutexvar_epi16(words, few);
-      if constexpr (std::is_same_v<Scale, Bfloat16>) return (__m512)_mm512_slli_epi32(both, 16);
-      else return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+      const __m512i few = _mm512_permutexvar_epi32(Spread(), _mm512_cvtepu16_epi32(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(Here(weights), scales))));
+      if constexpr (std::is_same_v<Scale, Bfloat16>) return (__m512)_mm512_slli_epi32(few, 16);
+      else return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(few));
     }
   }
 
-  // Zero points of the same, in every byte of their lanes.
-  __m512i Zeros(int64_t column, int64_t block, int count) const {
-    if (shift_ == kNone) return _mm512_set1_epi8(zeros_[column]);
-    uint32_t four = 0;
-    std::memcpy(&four, zeros_ + column * groups_ + (block >> shift_), Groups(count));
-    const __m512i lanes = Spread();
-    return _mm512_shuffle_epi8(_mm512_set1_epi32(four), _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x01010101)));
+  // Zero points of the same.
+  __m512i Zeros(int64_t column, int64_t block, int64_t weights) const {
+    if (shift_ == kNone) return _mm512_set1_epi32(zeros_[column]);
+    const __m512i few = _mm512_maskz_loadu_epi8(Here(weights), zeros_ + column * groups_ + (block >> shift_));
+    return _mm512_permutexvar_epi32(Spread(), _mm512_cvtepi8_epi32(_mm512_castsi512_si128(few)));
   }
 #endif
 #if defined(__AVX512BF16__)
@@ -122,7 +118,8 @@ class Int4 : public Packed {
   }
 
 #if defined(__AVX512BW__)
-  int Groups(int blocks) const { return shift_ == 0 ? blocks : shift_ == 1 ? (blocks + 1) / 2 : 1; }
+  // Bits for the groups of so many weights.
+  uint32_t Here(int64_t weights) const { return (1u << (weights / jmx::kBlock >> shift_)) - 1; }
 
   // Of each lane, which of the step's groups it is of.
   __m512i Spread() const {

@@ -35,10 +35,10 @@ class Mxfp4 : public Packed {
   }
 
   // Of four scales, the i-th becomes the exponents of lane i.
-  __m512 Factors(int64_t column, int64_t block, int count) const {
+  __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     const __m512i spread = _mm512_set_epi32(~252, ~252, ~252, ~252, ~253, ~253, ~253, ~253, ~254, ~254, ~254, ~254, ~255, ~255, ~255, ~255);
     uint32_t four = 0;
-    std::memcpy(&four, Scale(column, block), count);
+    std::memcpy(&four, Scale(column, block), weights / jmx::kBlock);
     return (__m512)_mm512_slli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi32(four + kShift * 0x01010101), spread), 23);
   }
 #endif

@@ -40,15 +40,13 @@ class Nvfp4 : public Packed {
   }
 
   // The i-th of eight scales, to two lanes: its seven bits stand where a float32 has its exponent and mantissa.
-  __m512 Factors(int64_t column, int64_t block, int count) const {
+  __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     constexpr uint32_t kOnly = 0x80008080;  // that byte, and zeros
     const __m512i spread = (__m512i)(typename Vector<uint32_t, 16>::Type){
         kOnly,           kOnly,           kOnly | 1 << 16, kOnly | 1 << 16, kOnly | 2 << 16, kOnly | 2 << 16, kOnly | 3 << 16, kOnly | 3 << 16,
         kOnly | 4 << 16, kOnly | 4 << 16, kOnly | 5 << 16, kOnly | 5 << 16, kOnly | 6 << 16, kOnly | 6 << 16, kOnly | 7 << 16, kOnly | 7 << 16};
-    const int64_t left = k / kGroup - 2 * block;
     uint64_t eight = 0;
-    if (count == 4 && left >= 8) std::memcpy(&eight, Scale(column, block), 8);
-    else std::memcpy(&eight, Scale(column, block), left);
+    std::memcpy(&eight, Scale(column, block), weights / kGroup);
     const __m512i bits = _mm512_slli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi64(eight), spread), 4);
     return (__m512)_mm512_add_epi32(bits, _mm512_set1_epi32((127 - 7 + kShift) << 23));
   }

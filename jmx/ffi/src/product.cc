@@ -64,6 +64,13 @@ inline void Tile(const Piece& piece, const typename L::X* x, const Format& forma
   typename L::Sum sums[rows][kStep] = {};
   const auto add = [&]<bool tail>(int64_t step) __attribute__((always_inline)) {
     for (int part = 0; part < L::kParts; ++part) {
+      if constexpr (L::kArranged) {
+        for (int n = 0; n < kStep; ++n) {
+          const typename L::Part w = weights.template At<tail>(n, step, part);
+          for (int m = 0; m < rows; ++m) sums[m][n] = L::Add(sums[m][n], w, L::template LoadX<tail>(x + m * stride, step, part, k));
+        }
+        continue;
+      }
       typename L::Part w[kStep];
       for (int n = 0; n < kStep; ++n) w[n] = weights.template At<tail>(n, step, part);
       for (int m = 0; m < rows; ++m) {
@@ -191,11 +198,17 @@ bool RunsHere() { return true; }
 template <typename L, typename Format>
 constexpr jmx::Way kWay = {Room<L>, Run<L, Format>};
 
+template <typename Format>
+void RunIntegers(const Piece& piece) {
+  if (piece.zero_points != nullptr) Run<Integers<true>, Format>(piece);
+  else Run<Integers<false>, Format>(piece);
+}
+
 // The ways of a format. A kernel with a base adds none but through integers.
 template <typename Format, bool integers>
 constexpr jmx::Ways WaysOf() {
   jmx::Ways ways = {};
-  if constexpr (integers) ways.of[jmx::kInt8] = kWay<Integers, Format>;
+  if constexpr (integers) ways.of[jmx::kInt8] = {Room<Integers<true>>, RunIntegers<Format>};  // the one that needs more
 #if defined(__AVX512BF16__)
   ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
   ways.of[jmx::kBfloat16] = kWay<Bfloats, Format>;
