@@ -33,6 +33,8 @@ FORMATS = tuple(
     if format in (formats.MXFP4, formats.NVFP4) or format.element_dtype == jnp.int4
 )
 
+_STEP = 4  # `kStep` of product.h
+
 # Rows of a block: its weights are decoded once for all of them, which then costs nothing beside the products.
 _BLOCK_M = 256
 # Mean rows an expert up to which reading the weights is what takes the time, and they are decoded accordingly.
@@ -84,6 +86,14 @@ class Cpu:
                 f"inputs in {problem.input_format} and weights in {problem.format!r}, whose elements are no integers",
                 "use xla, or leave inputs in x's dtype",
             )
+        halves = 1 if problem.gate_up_order is None else 2
+        for what, rows in (
+            ("hidden_size", problem.hidden_size),
+            ("rows of gate_up", halves * problem.intermediate_size),
+        ):
+            if rows % _STEP:
+                detail = f"{what} (={rows}) must be a multiple of {_STEP}, rows of a weight that are read together"
+                return Rejection(Reason.SHAPE, detail, "use xla")
         if problem.dtype not in DTYPES:
             return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
         if problem.layout != "packed":

@@ -172,7 +172,7 @@ class Few {
       float* out = piece.out + (row + m) * piece.out_stride + column;
       for (int n = 0; n < jmx::kStep; ++n) {
         const float over = mode == kAnyScales ? 1 : Format::kElementsOver;
-        out[n] = totals[n] * over * format.Factor(n) + (piece.bias == nullptr ? 0.0f : piece.bias[column + n]);
+        out[n] = Fused(totals[n] * over, format.Factor(n), piece.bias == nullptr ? 0 : piece.bias[column + n]);
       }
     }
   }

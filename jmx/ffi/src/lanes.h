@@ -63,6 +63,15 @@ inline void Totals(const typename Vector<float, n>::Type (&sums)[4], float (&out
   }
 }
 
+// a * b + c, rounded as the target has it, and never in another way where the compiler would like to.
+inline float Fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // What four bits stand for where they are an integer of two's complement: (code - zero) * scale.
 struct Line {
   float zero, scale;

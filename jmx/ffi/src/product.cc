@@ -64,7 +64,7 @@ inline void Tile(const Piece& piece, const typename L::X* x, const Format& forma
   typename L::Sum sums[rows][kStep] = {};
   const auto add = [&]<bool tail>(int64_t step) __attribute__((always_inline)) {
     for (int part = 0; part < L::kParts; ++part) {
-      if constexpr (L::kArranged) {
+      if constexpr (L::kArranged) {  // a part is several vectors: one at a time
         for (int n = 0; n < kStep; ++n) {
           const typename L::Part w = weights.template At<tail>(n, step, part);
           for (int m = 0; m < rows; ++m) sums[m][n] = L::Add(sums[m][n], w, L::template LoadX<tail>(x + m * stride, step, part, k));
@@ -97,7 +97,7 @@ inline void Tile(const Piece& piece, const typename L::X* x, const Format& forma
     const float scale = piece.x_scales == nullptr ? 1 : piece.x_scales[row + m];
     float* out = piece.out + (row + m) * piece.out_stride + column;
     for (int n = 0; n < kStep; ++n)
-      out[n] = totals[n] * format.Factor(n) * scale + (piece.bias == nullptr ? 0.0f : piece.bias[column + n]);
+      out[n] = Fused(totals[n] * format.Factor(n), scale, piece.bias == nullptr ? 0 : piece.bias[column + n]);
   }
 }
 
