@@ -53,32 +53,8 @@ class Int4 : public Packed {
 
   const void* Ahead(int64_t blocks) const { return scales_ + (blocks >> shift_) * sizeof(typename Scale::Bits); }
 
-  // Of as many blocks as `lanes` are for, four each, those past the end of the row without scale: scales, and zero points.
-  template <int lanes>
-  auto Scales(int64_t column, int64_t block, int64_t weights) const {
-    if constexpr (lanes == 16) {
-      return this->Factors(column, block, weights);
-    } else {
-      typename Vector<float, lanes>::Type scales = {};
-      for (int i = 0; i < lanes && i * 8 < weights; ++i) scales[i] = ScaleOf(column, block + i / 4);
-      return scales;
-    }
-  }
-  template <int lanes>
-  auto ZeroPoints(int64_t column, int64_t block, int64_t weights) const {
-    if constexpr (lanes == 16) {
-      return this->Zeros(column, block, weights);
-    } else {
-      typename Vector<int32_t, lanes>::Type zeros = {};
-      for (int i = 0; i < lanes && i * 8 < weights; ++i) zeros[i] = Zero(column, block + i / 4);
-      return zeros;
-    }
-  }
-
+  // Of as many blocks as lanes are for, four each, or of the last `weights` of a row: scales. Lanes past them have any.
 #if defined(__AVX512BW__)
-  static constexpr bool kMayHaveZeros = true;
-
-  // Of 128 weights, or the last ones of a row, each group's scale in its lanes.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     if (shift_ == kNone) return _mm512_set1_ps(1);
     const char* scales = scales_ + (column * groups_ + (block >> shift_)) * sizeof(typename Scale::Bits);
@@ -97,8 +73,21 @@ class Int4 : public Packed {
     const __m512i few = _mm512_maskz_loadu_epi8(Here(weights), zeros_ + column * groups_ + (block >> shift_));
     return _mm512_permutexvar_epi32(Spread(), _mm512_cvtepi8_epi32(_mm512_castsi512_si128(few)));
   }
+#else
+  auto Factors(int64_t column, int64_t block, int64_t weights) const {
+    typename Vector<float, kFloatLanes>::Type scales = {};
+    for (int i = 0; i < kFloatLanes && i * 8 < weights; ++i) scales[i] = ScaleOf(column, block + i / 4);
+    return scales;
+  }
+  auto Zeros(int64_t column, int64_t block, int64_t weights) const {
+    typename Vector<int32_t, kFloatLanes>::Type zeros = {};
+    for (int i = 0; i < kFloatLanes && i * 8 < weights; ++i) zeros[i] = Zero(column, block + i / 4);
+    return zeros;
+  }
 #endif
+
 #if defined(__AVX512BF16__)
+  static constexpr bool kMayHaveZeros = true;
   static const uint16_t* Elements() { return kIntegers; }
   static constexpr float kElementsOver = 256;  // so that no x is too large for products without their scale
   static bool Plain(const jmx::Piece&) { return true; }

@@ -61,8 +61,8 @@ struct Integers {
     Part part;
     part.even = (codes & 15) ^ 8;
     part.odd = (codes >> 4) ^ 8;
-    part.factors = (Sum)format.template Scales<kLanes>(column, block, weights);
-    if constexpr (zeros) part.starts = -8 - (Ints)format.template ZeroPoints<kLanes>(column, block, weights);
+    part.factors = (Sum)format.Factors(column, block, weights);
+    if constexpr (zeros) part.starts = -8 - (Ints)format.Zeros(column, block, weights);
     return part;
   }
 
