@@ -52,7 +52,7 @@ test-sanitized: $(VENV)/installed-test$(extra)
 	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
 	    > $(sanitized)/tree/sitecustomize.py  # or else the installed jmx is found first
 	cd $(sanitized)/tree && PYTHONPATH=. LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(abspath $(bin)/python) -m pytest tests/test_cpu.py tests/test_backends.py -k cpu $(ARGS)
+	    $(abspath $(bin)/python) -m pytest tests/test_cpu.py tests/test_cpu_formats.py tests/test_backends.py -k cpu $(ARGS)
 
 lint: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check .

@@ -3,9 +3,11 @@
 
     python benchmarks/peers/llama_cpp.py DIR     # once: llama.cpp's library, built for this machine
     python benchmarks/cpu.py --peer DIR --model gpt-oss-20b --tokens 1,4,16,64,512 --json out.json --png out.png
+    python benchmarks/cpu.py --format mxfp4,nvfp4,int4_g64 --input-format int8_token --tokens 1,512 --json out.json
 
-All compute the same layers on the same tokens. On a shared machine the rate of memory differs by a third from one
-minute to the next, so all are timed once in each round, in an order that the next one turns around; the limits, too.
+All compute the same layers on the same tokens; formats have weights of their own, and ours alone is timed in them. On a
+shared machine the rate of memory differs by a third from one minute to the next, so all are timed once in each round,
+in an order that the next one turns around; the limits, too.
 """
 
 import argparse
@@ -29,7 +31,10 @@ import rich
 from benchmarks.peers import llama_cpp
 from jmx import bench
 from jmx.activations import SwiGLU
+from jmx.backends import BACKENDS
 from jmx.experts import Experts
+from jmx.formats import FORMATS
+from jmx.inputs import INPUT_FORMATS
 from jmx.roofline import Limits, Report, Row, draw
 from jmx.routing import Logits, route
 from jmx.selection import Environment
@@ -49,25 +54,27 @@ class Timed(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Runs what `argv` asks for. Returns 1 if any row has an error, else 0."""
     arguments = _parse(argv)
-    shape, count = bench.MODELS[arguments.model], arguments.layers
     seed = secrets.randbits(32)
-    weights_key, data_key = jax.random.split(jax.random.key(seed))
-    experts = [_draw_experts(shape, key) for key in jax.random.split(weights_key, count)]
-    ggml = llama_cpp.Ggml(arguments.peer, bench.num_cpus())
-    peers = [llama_cpp.Layer(ggml, _as_peers(layer)) for layer in experts]
-    limits, measured = [], []
-    for tokens in arguments.tokens:
-        key = jax.random.fold_in(data_key, tokens)
-        case = bench.Case.draw(shape, tokens, "uniform", count, key, experts[0])
-        systems = [_ours("cpu", shape, case, experts), _ours("xla", shape, case, experts), _peer(shape, case, peers)]
-        for row in _time(systems, arguments.rounds, limits):
-            measured.append(row)
-            print(f"{row.system}, {tokens} tokens: {row.us:.0f} us", file=sys.stderr, flush=True)
+    limits: list[Limits] = []
+    measured = (_measure_formats if arguments.peer is None else _measure_peer)(arguments, seed, limits)
     middle = Limits(*(statistics.median(rates) for rates in zip(*map(dataclasses.astuple, limits), strict=True)))
-    rows = [bench.judge(row, shape.problem(row.tokens, "packed"), middle) for row in measured]
+    shape = bench.MODELS[arguments.model]
+    rows = [
+        bench.judge(
+            row, dataclasses.replace(shape.problem(row.tokens, "packed"), format=row.format or shape.format), middle
+        )
+        for row in measured
+    ]
     machine = bench.describe_machine(jax.devices()[0])
-    versions = json.loads(pathlib.Path(arguments.peer, "versions.json").read_text())
-    settings = {"model": arguments.model, "tokens": arguments.tokens, "routing": "uniform", "layers": count} | {
+    versions = {}
+    if arguments.peer is not None:
+        versions = json.loads(pathlib.Path(arguments.peer, "versions.json").read_text())
+    settings = {
+        "model": arguments.model,
+        "tokens": arguments.tokens,
+        "routing": "uniform",
+        "layers": arguments.layers,
+    } | {
         "repeats": arguments.rounds,
         "seed": seed,
         "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
@@ -82,9 +89,65 @@ def main(argv: Sequence[str]) -> int:
     return int(any(row.error is not None for row in rows))
 
 
+def _measure_peer(arguments: argparse.Namespace, seed: int, limits: list[Limits]) -> list[Row]:
+    """Ours, the reference and the peer, on MXFP4."""
+    shape, count = bench.MODELS[arguments.model], arguments.layers
+    weights_key, data_key = jax.random.split(jax.random.key(seed))
+    experts = [_draw_experts(shape, key) for key in jax.random.split(weights_key, count)]
+    ggml = llama_cpp.Ggml(arguments.peer, bench.num_cpus())
+    peers = [llama_cpp.Layer(ggml, _as_peers(layer)) for layer in experts]
+    measured = []
+    for tokens in arguments.tokens:
+        key = jax.random.fold_in(data_key, tokens)
+        case = bench.Case.draw(shape, tokens, "uniform", count, key, experts[0])
+        systems = [_ours("cpu", shape, case, experts), _ours("xla", shape, case, experts), _peer(shape, case, peers)]
+        measured += _told(_time(systems, arguments.rounds, limits))
+    return measured
+
+
+def _measure_formats(arguments: argparse.Namespace, seed: int, limits: list[Limits]) -> list[Row]:
+    """Ours in each format, and in each that takes them with rounded inputs beside it."""
+    model, count = bench.MODELS[arguments.model], arguments.layers
+    weights_key, data_key = jax.random.split(jax.random.key(seed))
+    layer_keys = jax.random.split(weights_key, count)
+    shapes = [dataclasses.replace(model, format=name) for name in arguments.format]
+    experts = {shape.format: [_draw_experts(shape, key) for key in layer_keys] for shape in shapes}
+    if arguments.input_format is not None:
+        shapes += [dataclasses.replace(shape, input_format=arguments.input_format) for shape in shapes]
+    cpu = next(backend for backend in BACKENDS if backend.name == "cpu")
+    measured = []
+    for tokens in arguments.tokens:
+        key = jax.random.fold_in(data_key, tokens)
+        systems = []
+        for shape in shapes:
+            if shape.input_format is not None and cpu.supports(shape.problem(tokens, "packed"), Environment.probe()):
+                continue
+            case = bench.Case.draw(shape, tokens, "uniform", count, key, experts[shape.format][0])
+            timed = _ours("cpu", shape, case, experts[shape.format])
+            row = dataclasses.replace(timed.row, format=shape.format, input_format=shape.input_format)
+            systems.append(timed._replace(row=row))
+        measured += _told(_time(systems, arguments.rounds, limits))
+    return measured
+
+
+def _told(rows: list[Row]) -> list[Row]:
+    for row in rows:
+        print(f"{row.system}, {row.held}, {row.tokens} tokens: {row.us:.0f} us", file=sys.stderr, flush=True)
+    return rows
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True, metavar="DIR", help="what benchmarks/peers/llama_cpp.py filled")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--peer", metavar="DIR", help="what benchmarks/peers/llama_cpp.py filled")
+    what.add_argument(
+        "--format", metavar="NAME,...", type=_formats, help="of weights; ours alone, one beside the other"
+    )
+    parser.add_argument(
+        "--input-format",
+        choices=[*INPUT_FORMATS],
+        help="beside --format: also with inputs in it, where weights go with it",
+    )
     parser.add_argument("--model", default="gpt-oss-20b", choices=["gpt-oss-20b", "gpt-oss-120b"])
     parser.add_argument(
         "--tokens", default=[1, 512], metavar="N,...", type=lambda text: [int(n) for n in text.split(",")]
@@ -95,7 +158,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--png", metavar="FILE")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.input_format is not None and arguments.format is None:
+        parser.error("--input-format needs --format")
+    return arguments
+
+
+def _formats(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in FORMATS:
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {[*FORMATS]}")
+    return names
 
 
 def _draw_experts(shape: bench.Shape, key: Any) -> Experts:

@@ -50,6 +50,8 @@ class Shape:
     activation: Activation
     gate_up_order: str | None
     bias: bool
+    format: str = formats.MXFP4.name
+    input_format: str | None = None
 
     def problem(self, num_tokens: int, layout: str) -> Problem:
         """A call on bfloat16 tokens, with weights in `layout`."""
@@ -60,7 +62,8 @@ class Shape:
             num_experts=self.num_experts,
             top_k=self.method.top_k,
             dtype="bfloat16",
-            format=formats.MXFP4.name,
+            format=self.format,
+            input_format=self.input_format,
             activation=self.activation,
             gate_up_order=self.gate_up_order,
             bias=self.bias,
@@ -70,7 +73,8 @@ class Shape:
     def experts(self, key: Array) -> Experts:
         """Random weights of one layer."""
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
-        return Experts.random(key, *sizes, gate_up_order=self.gate_up_order, bias=self.bias)
+        format = formats.FORMATS[self.format]
+        return Experts.random(key, *sizes, gate_up_order=self.gate_up_order, format=format, bias=self.bias)
 
 
 # Sizes and activations as in the published model configurations and code.
@@ -312,7 +316,7 @@ class Case(NamedTuple):
 
     @classmethod
     def draw(cls, shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> "Case":
-        """Random tokens and logits, and what the reference makes of some of them.
+        """Random tokens and logits, and what the reference makes of some of them, with inputs in float32.
 
         Args:
             kind: a key of `ROUTINGS`.
@@ -323,7 +327,7 @@ class Case(NamedTuple):
         x = jax.random.normal(x_key, (num_tokens, shape.hidden_size), jnp.bfloat16)
         logits = draw_logits(logits_key, (layers, num_tokens, shape.num_experts), kind)
         checked = jax.random.permutation(checked_key, num_tokens)[:_CHECKED_TOKENS]
-        xla = jax.jit(partial(_jmx_layer, shape, "xla"))
+        xla = jax.jit(partial(_jmx_layer, dataclasses.replace(shape, input_format=None), "xla"))
         reference = xla(x[checked].astype(jnp.float32), logits[0, checked], first)
         ids = [np.asarray(route(Logits(layer, shape.method)).expert_ids) for layer in logits]
         return cls(x, logits, checked, reference, [len(np.unique(layer)) for layer in ids])
@@ -401,7 +405,8 @@ def usable_layout(problem: Problem, environment: Environment, backend: str) -> s
 
 
 def _jmx_layer(shape: Shape, backend: str, x: Array, logits: Array, experts: Experts) -> Array:
-    return moe(x, Logits(logits, shape.method), experts, activation=shape.activation, backend=backend)
+    call: dict[str, Any] = {"activation": shape.activation, "input_format": shape.input_format, "backend": backend}
+    return moe(x, Logits(logits, shape.method), experts, **call)
 
 
 class FloatWeights(NamedTuple):

@@ -39,6 +39,7 @@ class Row:
         over_floor: us / floor_us.
         rel_err: ||y - ref|| / ||ref|| of the first layer against float32, over up to 64 of the tokens.
         temporary_bytes: device memory of the call beside its arguments and results, or None where not known.
+        format, input_format: of weights and inputs, where a run has several; None: the run's own, and of 16 bits.
         error: why there are no numbers, or what is wrong with them; None where all is well.
     """
 
@@ -56,6 +57,8 @@ class Row:
     rel_err: float | None = None
     temporary_bytes: int | None = None
     error: str | None = None
+    format: str | None = None
+    input_format: str | None = None
 
     def __str__(self) -> str:
         told = [] if self.error is None else [self.error]
@@ -66,6 +69,12 @@ class Row:
                 f"relative error {self.rel_err:.1e}",
             )
         return f"{self.system}, {self.tokens} tokens: {'; '.join(told)}"
+
+    @property
+    def held(self) -> str:
+        """How its weights lie, and where a run has several formats, which."""
+        formats = [name for name in (self.format, self.input_format) if name is not None]
+        return " ".join([self.weights or "none", *([" x ".join(formats)] if formats else [])])
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ def _cells(row: Row) -> list[str]:
         (row.rel_err, ".1e"),
         (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, ".1f"),
     )
-    return [row.system, row.weights or "none", *("-" if n is None else format(n, spec) for n, spec in numbers)]
+    return [row.system, row.held, *("-" if n is None else format(n, spec) for n, spec in numbers)]
 
 
 def draw(report: Report, path: str) -> None:

@@ -43,10 +43,12 @@ std::vector<float> Compute(const jmx::Kernel& kernel, int helpers, int longest) 
   Pool pool;
   jmx::Share(pool, helpers, kColumns / kWidth, longest, [&](int64_t i) {
     const std::align_val_t line{64};
-    char* scratch = static_cast<char*>(::operator new(kernel.ways[jmx::kFloat32].room(kWidth, kK), line));
+    const jmx::Way& way = kernel.Find(jmx::kMxfp4, jmx::kFloat32);
+    char* scratch = static_cast<char*>(::operator new(way.room(kWidth, kK), line));
     const int64_t n = i * kWidth;
-    kernel.ways[jmx::kFloat32].run({reinterpret_cast<const char*>(x.data()), &values[n * kK / 2], &scales[n * kK / jmx::kBlock],
-                               &bias[n], &out[n], kRows, kWidth, kK, kColumns, scratch});
+    const char* of = reinterpret_cast<const char*>(&scales[n * kK / jmx::kBlock]);
+    way.run({reinterpret_cast<const char*>(x.data()), nullptr, &values[n * kK / 2], of, nullptr, nullptr, &bias[n], &out[n], kRows, kWidth, kK,
+             jmx::kBlock, kColumns, scratch});
     ::operator delete(scratch, line);
   });
   return out;  // before the pool's late ones are through

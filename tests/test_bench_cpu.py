@@ -76,3 +76,28 @@ def test_the_report_holds_all_systems_on_the_same_tokens(tmp_path, monkeypatch, 
     assert report.machine["versions"]["llama-cpp-python"] == "1"
     assert json.loads(file.read_text())["rows"][0]["shape"] == "gpt-oss-20b"
     assert "wrong result" in capsys.readouterr().out
+
+
+def test_formats_are_timed_beside_each_other(tmp_path, monkeypatch):
+    small = dataclasses.replace(bench.MODELS["gpt-oss-20b"], num_experts=4, hidden_size=64, intermediate_size=64)
+    monkeypatch.setitem(bench.MODELS, "gpt-oss-20b", small)
+    monkeypatch.setattr(bench, "measure_limits", lambda repeats: Limits(1e9, 5e9))
+    file = tmp_path / "r.json"
+    formats = ["--format", "nvfp4,int4_g64", "--input-format", "int8_token"]
+    assert cpu.main([*formats, "--tokens", "2", "--rounds", "1", "--layers", "1", "--json", str(file)]) == 0
+    found = [(row.format, row.input_format, row.error) for row in roofline.Report.load(str(file)).rows]
+    assert found == [("nvfp4", None, None), ("int4_g64", None, None), ("int4_g64", "int8_token", None)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--format", "int5"], "'int5' must be one of"),
+        (["--peer", "x", "--input-format", "int8_token"], "--input-format needs --format"),
+        ([], "one of the arguments --peer --format is required"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(flags, told, capsys):
+    with pytest.raises(SystemExit):
+        cpu.main(flags)
+    assert told in capsys.readouterr().err

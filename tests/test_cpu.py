@@ -1,6 +1,5 @@
 """What the backend `cpu` promises beyond its results: every instruction set, its memory, its threads, its refusals."""
 
-import ctypes
 import dataclasses
 import hashlib
 import importlib.util
@@ -11,12 +10,14 @@ import subprocess
 import sys
 import threading
 
+import cpu_product
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from backend_cases import BLOCK, Case, assert_agrees, decoded, draw_routing, draw_weights, draw_x, reference
+from cpu_product import protect
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
@@ -25,6 +26,7 @@ from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
 import jmx
 from jmx import Environment, Experts, Reason, ffi
 from jmx.ffi.cpu import Cpu
+from jmx.formats import BlockScaled
 from jmx.selection import Computation
 
 FOUND = ffi.library()
@@ -113,38 +115,9 @@ def draw_product(rng, rows, columns, k, dtype, low=110, high=134):
     return x, codes, scales, rng.standard_normal(columns).astype(np.float32)
 
 
-class Guarded:
-    """Memory that ends where a page begins that may not be touched."""
-
-    def __init__(self, array, before=0):
-        """`before`: bytes between the array's end and that page."""
-        size = -(-(array.nbytes + before) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.map = mmap.mmap(-1, size + mmap.PAGESIZE)
-        whole = np.frombuffer(self.map, np.uint8)
-        assert protect(whole.ctypes.data + size, mmap.PAGESIZE, 0) == 0
-        start = size - array.nbytes - before
-        self.array = whole[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        self.array[...] = array
-
-
-def protect(address, size, protection):
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), protection)
-
-
 def product(instructions, x, codes, scales, bias, few=False, before=0):
-    """x (M, K) times weights (N, K) by one kernel, every argument at the end of memory; `before` shifts what may be."""
-    way = 0 if x.itemsize == 4 else 2 if few else 1
-    library = ctypes.CDLL(str(ffi._PATH))
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
-    held = [Guarded(np.ascontiguousarray(a), n) for a, n in [
-        (x, before * x.itemsize), (packed, before), (scales, before), (bias, 4 * before),
-        (np.full((x.shape[0], len(codes)), np.nan, np.float32), 4 * before),
-    ]]  # fmt: skip
-    addresses = [ctypes.c_void_p(g.array.ctypes.data) for g in held]
-    sizes = [ctypes.c_int64(n) for n in (x.shape[0], *codes.shape)]
-    assert library.jmx_cpu_product(instructions.encode(), way, *addresses, *sizes) == 0
-    return held[-1].array.copy()
+    weight = BlockScaled(codes[:, ::2] | codes[:, 1::2] << 4, scales)
+    return cpu_product.product(instructions, x, weight, bias, few=few, before=before)
 
 
 @built
@@ -330,7 +303,7 @@ CASE = Case().problem()
     [
         ({}, "h200", Reason.PLATFORM),
         ({"num_tokens": None}, "cpu", Reason.SYMBOLIC_TOKENS),
-        ({"format": "nvfp4"}, "cpu", Reason.FORMAT),
+        ({"format": "fp8_channel"}, "cpu", Reason.FORMAT),
         ({"input_format": "mxfp8"}, "cpu", Reason.INPUT_FORMAT),
         ({"dtype": "float8_e5m2"}, "cpu", Reason.DTYPE),
         ({"layout": "canonical"}, "cpu", Reason.LAYOUT),
@@ -373,9 +346,10 @@ def test_blocks_outside_of_the_arrays_are_errors(argument, value):
     blocks = [jnp.array([n], jnp.int32) for n in rows.values()]
     values, scales = jnp.zeros((2, 32, 16), jnp.uint8), jnp.zeros((2, 32, 1), jnp.uint8)
     call = jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct((4, 32), jnp.float32))
-    arguments = jnp.ones((4, 32)), values, scales, jnp.zeros((0, 0)), *blocks
+    nothing = jnp.zeros(0)
+    arguments = jnp.ones((4, 32)), nothing, values, scales, nothing.astype(jnp.int8), nothing, nothing[None], *blocks
     with pytest.raises(jax.errors.JaxRuntimeError, match="block 0 lies outside of the arrays"):
-        jax.block_until_ready(call(*arguments, instructions="best", few=False))
+        jax.block_until_ready(call(*arguments, instructions="best", format="mxfp4", group=np.int64(32), few=False))
 
 
 @built

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import jax
 
-TARGET = "jmx_cpu_grouped_product"  # the custom call's name, as an exported program has it
+# The custom calls' names, as an exported program has them.
+TARGET = "jmx_cpu_grouped_product"
+ROUND_ROWS = "jmx_cpu_round_rows"
+ORDER_COLUMNS = "jmx_cpu_order_columns"
 BUILD = "install it anew with a C++20 compiler in PATH (g++ 12, clang 16): pip install --force-reinstall --no-deps jmx"
 _PATH = pathlib.Path(__file__).parent / "libjmx_cpu.so"
 
@@ -28,7 +31,8 @@ def library() -> Library:
         loaded = ctypes.CDLL(str(_PATH))
         loaded.jmx_cpu_kernels.restype = ctypes.c_char_p
         names = loaded.jmx_cpu_kernels().decode().split()
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(loaded, TARGET)), platform="cpu")
+        for target in (TARGET, ROUND_ROWS, ORDER_COLUMNS):
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform="cpu")
     except Exception as e:  # of another machine, or built for another jax: whatever it is, the other backends still run
         return Library(fault=f"{_PATH.name} does not load: {' '.join(str(e).split())}")
     return Library(tuple(names))

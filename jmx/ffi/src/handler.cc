@@ -1,5 +1,6 @@
 // The XLA FFI handler of the grouped product: checks its arguments, cuts them into pieces and hands these to threads.
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <new>
 #include <string>
@@ -52,28 +53,60 @@ char* Scratch(size_t bytes) {
 
 ffi::Error Wrong(const std::string& what) { return ffi::Error::InvalidArgument("jmx_cpu_grouped_product: " + what); }
 
+// kFormats where there is none.
+Format FormatOf(std::string_view name, ffi::DataType scale) {
+  if (name == "mxfp4" && scale == ffi::U8) return kMxfp4;
+  if (name == "nvfp4" && scale == ffi::U8) return kNvfp4;
+  if (name == "int4" && scale == ffi::BF16) return kInt4Bfloat16;
+  if (name == "int4" && scale == ffi::F16) return kInt4Float16;
+  if (name == "int4" && scale == ffi::F32) return kInt4Float32;
+  return kFormats;
+}
+
+bool MayShareAScale(Format format, int64_t group) {
+  if (format == kMxfp4) return group == kBlock;
+  if (format == kNvfp4) return group == kBlock / 2;
+  return group == kWholeRow || (group >= kBlock && std::has_single_bit(static_cast<uint64_t>(group)));
+}
+
 // For each block b and each m below counts[b], with e = experts[b]:
 //   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantised(weight[e]).T + bias[b]
 // Rows of `out` that no block names are left as they are. `few` says that calls of these shapes have few rows an expert:
-// their sums may have an order of their own, which must not depend on what the blocks are.
-ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> values,
-                          ffi::Buffer<ffi::U8> scales, ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> experts,
-                          ffi::Buffer<ffi::S32> x_rows, ffi::Buffer<ffi::S32> out_rows, ffi::Buffer<ffi::S32> counts,
-                          ffi::Result<ffi::Buffer<ffi::F32>> out, std::string_view instructions, bool few) {
+// their sums may have an order of their own, which must not depend on what the blocks are. Arrays that a format or a type
+// of x lacks are empty.
+ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> x_scales, ffi::Buffer<ffi::U8> values,
+                          ffi::AnyBuffer scales, ffi::Buffer<ffi::S8> zero_points, ffi::Buffer<ffi::F32> global_scales,
+                          ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> experts, ffi::Buffer<ffi::S32> x_rows,
+                          ffi::Buffer<ffi::S32> out_rows, ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::Buffer<ffi::F32>> out,
+                          std::string_view instructions, std::string_view format_name, int64_t group, bool few) {
   const Kernel* kernel = Find(instructions);
   if (kernel == nullptr) return Wrong("`instructions` (=" + std::string(instructions) + ") are not this machine's");
-  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) return Wrong("`x` must be float32 or bfloat16");
-  const Input input = x.element_type() == ffi::F32 ? kFloat32 : few ? kFewBfloat16 : kBfloat16;
+  const Format format = FormatOf(format_name, scales.element_type());
+  if (format == kFormats || !MayShareAScale(format, group))
+    return Wrong("`format` (=" + std::string(format_name) + "), `group` (=" + std::to_string(group) + ") and scales are of no format here");
+  const ffi::DataType type = x.element_type();
+  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::S8) return Wrong("`x` must be float32, bfloat16 or int8");
+  const Input input = type == ffi::S8 ? kInt8 : type == ffi::F32 ? kFloat32 : few ? kFewBfloat16 : kBfloat16;
+  const Way& way = kernel->Find(format, input);
+  if (way.run == nullptr) return Wrong("`x` (int8) must meet int4");
 
   const auto weight = values.dimensions();
   if (x.dimensions().size() != 2 || weight.size() != 3 || scales.dimensions().size() != 3 ||
       out->dimensions().size() != 2 || experts.dimensions().size() != 1)
     return Wrong("`x`, `out` must have two axes, `values`, `scales` three, `experts` one");
   const int64_t num_experts = weight[0], columns = weight[1], k = 2 * weight[2], blocks = experts.dimensions()[0];
-  if (k % kBlock != 0 || columns % kStep != 0) return Wrong("sizes of the weight must be multiples of the block");
-  if (scales.dimensions()[0] != num_experts || scales.dimensions()[1] != columns ||
-      scales.dimensions()[2] * kBlock != k || x.dimensions()[1] != k || out->dimensions()[1] != columns)
+  const int64_t shared = group == kWholeRow ? k : group, groups = scales.dimensions()[2];
+  if ((shared != 0 && k % shared != 0) || columns % kStep != 0) return Wrong("sizes of the weight must be multiples of the block");
+  if (scales.dimensions()[0] != num_experts || scales.dimensions()[1] != columns || (k != 0 && groups * shared != k) ||
+      x.dimensions()[1] != k || out->dimensions()[1] != columns)
     return Wrong("`scales`, `x` and `out` must fit `values`");
+  const auto fits = [](size_t count, int64_t wanted, bool needed) {
+    return count == static_cast<size_t>(wanted) || (count == 0 && !needed);
+  };
+  if (!fits(zero_points.element_count(), num_experts * columns * groups, false) ||
+      !fits(global_scales.element_count(), num_experts * columns, format == kNvfp4))
+    return Wrong("`zero_points` and `global_scales` must fit `values`");
+  if (!fits(x_scales.element_count(), x.dimensions()[0], input == kInt8)) return Wrong("`x_scales` must be one a row of `x`");
   for (const auto& rows : {x_rows, out_rows, counts})
     if (rows.element_count() != static_cast<size_t>(blocks)) return Wrong("every block must have its rows");
   const bool biased = bias.element_count() != 0;
@@ -92,25 +125,29 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   }
   if (rows == 0 || columns == 0 || k == 0) return ffi::Error::Success();
 
-  const Way& way = kernel->ways[input];
   int64_t width = std::min(kMaxColumns, columns);
   while (width > kStep && way.room(width, k) - way.room(0, k) > kPanelBytes) width -= kStep;
   const int64_t room = way.room(width, k);
-  const int64_t row_bytes = k * (input == kFloat32 ? 4 : 2);
+  const int64_t row_bytes = k * ffi::ByteWidth(type);
   const int64_t pieces = (columns + width - 1) / width;
   const auto work = [&](int64_t i) {
     const int64_t b = i / pieces, column = i % pieces * width, count = counts.typed_data()[b];
     if (count <= 0) return;
     const int64_t row = experts.typed_data()[b] * columns + column;  // among the weight rows of all experts
+    const int64_t from = x_rows.typed_data()[b];
     Piece piece;
-    piece.x = static_cast<const char*>(x.untyped_data()) + x_rows.typed_data()[b] * row_bytes;
+    piece.x = static_cast<const char*>(x.untyped_data()) + from * row_bytes;
+    piece.x_scales = input == kInt8 ? x_scales.typed_data() + from : nullptr;
     piece.values = values.typed_data() + row * (k / 2);
-    piece.scales = scales.typed_data() + row * (k / kBlock);
+    piece.scales = static_cast<const char*>(scales.untyped_data()) + row * groups * ffi::ByteWidth(scales.element_type());
+    piece.zero_points = zero_points.element_count() != 0 ? zero_points.typed_data() + row * groups : nullptr;
+    piece.global_scales = global_scales.element_count() != 0 ? global_scales.typed_data() + row : nullptr;
     piece.bias = biased ? bias.typed_data() + b * columns + column : nullptr;
     piece.out = out->typed_data() + out_rows.typed_data()[b] * columns + column;
     piece.rows = count;
     piece.columns = std::min(width, columns - column);
     piece.k = k;
+    piece.group = group;
     piece.out_stride = columns;
     piece.scratch = Scratch(room);
     way.run(piece);
@@ -128,8 +165,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S8>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
@@ -137,6 +177,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<std::string_view>("instructions")
+                                  .Attr<std::string_view>("format")
+                                  .Attr<int64_t>("group")
                                   .Attr<bool>("few"));
 
 // Names of the kernels that this machine runs, the best one last: "portable avx2 ".
@@ -152,12 +194,13 @@ extern "C" const char* jmx_cpu_kernels() {
 }
 
 // One piece on this thread, without XLA: what tests hold to its memory and to its bits. 0, or 1 for a name not known.
-extern "C" int jmx_cpu_product(const char* instructions, int input, const char* x, const uint8_t* values,
-                               const uint8_t* scales, const float* bias, float* out, int64_t rows, int64_t columns,
-                               int64_t k) {
+extern "C" int jmx_cpu_product(const char* instructions, int format, int input, const char* x, const float* x_scales,
+                               const uint8_t* values, const char* scales, const int8_t* zero_points, const float* global_scales,
+                               const float* bias, float* out, int64_t rows, int64_t columns, int64_t k, int64_t group) {
   const jmx::Kernel* kernel = jmx::Find(instructions);
   if (kernel == nullptr) return 1;
-  const jmx::Way& way = kernel->ways[input];
-  way.run({x, values, scales, bias, out, rows, columns, k, columns, jmx::Scratch(way.room(columns, k))});
+  const jmx::Way& way = kernel->Find(static_cast<jmx::Format>(format), static_cast<jmx::Input>(input));
+  way.run({x, x_scales, values, scales, zero_points, global_scales, bias, out, rows, columns, k, group, columns,
+           jmx::Scratch(way.room(columns, k))});
   return 0;
 }

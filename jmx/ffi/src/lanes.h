@@ -1,16 +1,18 @@
-// The abstraction over instruction sets: how a block of 32 weights becomes vectors, and how these multiply x.
+// The abstraction over instruction sets: how 32 weights become vectors, and how these multiply x.
 //
 // Arithmetic is on the compiler's own vector types (GCC's and Clang's), which every target has: NEON, too. Intrinsics
-// stand only where those lack the operation: the look-up in a table that lies in a register, and bfloat16's products.
+// stand only where those lack the operation: the look-up in a table that lies in a register, and products of narrow types.
 //
-// A type of lanes has: `Part`, a vector of weights; kParts of them a block; `Sum`, float32 partial sums; kRows, how many
-// rows of x meet a decoded part in registers; and the functions of `Floats`.
+// A type of lanes has: `X`, what x is; `Part`, weights in vectors; kParts of them a step of kBlocks blocks; `Sum`, float32
+// partial sums in kLanes lanes; kTileRows and kFewRows, how many rows of x meet decoded weights in registers, where they
+// come from a panel and where they are decoded on the way; and the functions of `Floats`. Formats fill in what its table is
+// (mxfp4.h, nvfp4.h, int4.h).
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "tables.h"
+#include "product.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -26,6 +28,14 @@ template <typename V>
 inline V Load(const void* from) {
   V v;
   std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// The first `bytes` of a vector, the others zero; none of those is read.
+template <typename V>
+inline V LoadSome(const void* from, int64_t bytes) {
+  V v = {};
+  std::memcpy(&v, from, bytes < 0 ? 0 : bytes < static_cast<int64_t>(sizeof v) ? bytes : sizeof v);
   return v;
 }
 
@@ -53,42 +63,108 @@ inline void Totals(const typename Vector<float, n>::Type (&sums)[4], float (&out
   }
 }
 
+// a * b + c, rounded as the target has it, and never in another way where the compiler would like to.
+inline float Fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// What four bits stand for where they are an integer of two's complement: (code - zero) * scale.
+struct Line {
+  float zero, scale;
+};
+
+#if defined(__AVX512F__)
+constexpr int kFloatLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kFloatLanes = 8;
+#else
+constexpr int kFloatLanes = 4;
+#endif
+
 // Weights as n floats a part, and x as float32 or, one exact step before that, bfloat16.
-template <int n, typename X>
+template <typename Input>
 struct Floats {
+  static constexpr int n = kFloatLanes;
+  typedef Input X;
+  typedef uint32_t Entry;  // of a table
   typedef typename Vector<float, n>::Type Part;
   typedef Part Sum;
-  static constexpr int kLanes = n, kParts = jmx::kBlock / n;
+  static constexpr int kLanes = n, kBlocks = 1, kParts = jmx::kBlock / n;
+  static constexpr int kTileRows = n == 16 ? 6 : n == 8 ? 3 : 4, kFewRows = n == 8 ? 2 : 4;  // 32 registers, or 16
+  static constexpr bool kArranged = false;
 
-  static Part Decode(const uint8_t* values, const uint8_t* scale, int part) {
-    const uint32_t* table = jmx::kFloats.bits[*scale];
-    values += part * n / 2;
+  // Tables of sixteen weights, as `Decode` takes them.
 #if defined(__AVX512F__)
-    static_assert(n == 16);
+  static __m512 Of(const uint32_t* weights) { return _mm512_load_ps(weights); }
+  static __m512 Of(Line line) {
+    const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    return _mm512_mul_ps(_mm512_sub_ps(integers, _mm512_set1_ps(line.zero)), _mm512_set1_ps(line.scale));
+  }
+#else
+  static const uint32_t* Of(const uint32_t* weights) { return weights; }
+  static Line Of(Line line) { return line; }
+#endif
+
+#if defined(__AVX512F__)
+  static Part Decode(const uint8_t* values, __m512 table) {
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_cvtsi64_si128(Load<int64_t>(values)));
     const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // the low four bits of 32 count
-    return (Part)_mm512_permutexvar_ps(codes, _mm512_load_ps(table));
+    return (Part)_mm512_permutexvar_ps(codes, table);
+  }
 #elif defined(__AVX2__)
-    static_assert(n == 8);
+  static __m256i Codes(const uint8_t* values) {  // in the low four bits of 32
     const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(Load<int32_t>(values)));
-    const __m256i codes = _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
-    const __m256 magnitudes = _mm256_permutevar8x32_ps(_mm256_load_ps(reinterpret_cast<const float*>(table)), codes);
+    return _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
+  }
+  static Part Decode(const uint8_t* values, const uint32_t* table) {
+    const __m256i codes = Codes(values);
+    const __m256 first = _mm256_permutevar8x32_ps(_mm256_load_ps(reinterpret_cast<const float*>(table)), codes);
     const __m256i signs = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(8)), 28);
-    return (Part)_mm256_or_ps(magnitudes, _mm256_castsi256_ps(signs));
+    return (Part)_mm256_xor_ps(first, _mm256_castsi256_ps(signs));  // the second half of a table is the first, negated
+  }
+  static Part Decode(const uint8_t* values, Line line) {
+    const __m256i integers = _mm256_srai_epi32(_mm256_slli_epi32(Codes(values), 28), 28);
+    return ((Part)_mm256_cvtepi32_ps(integers) - line.zero) * line.scale;
+  }
 #else
+  static Part Decode(const uint8_t* values, const uint32_t* table) {
     typename Vector<uint32_t, n>::Type bits;
     for (int i = 0; i < n; ++i) bits[i] = table[values[i / 2] >> 4 * (i % 2) & 15];
     return (Part)bits;
+  }
+  static Part Decode(const uint8_t* values, Line line) {
+    typename Vector<int32_t, n>::Type integers;
+    for (int i = 0; i < n; ++i) integers[i] = ((values[i / 2] >> 4 * (i % 2) & 15) ^ 8) - 8;
+    return (__builtin_convertvector(integers, Part) - line.zero) * line.scale;
+  }
 #endif
+
+  // A part of the weights of row `column`. In a tail, k ends within the block: what is past it is never read.
+  template <bool tail, typename Format>
+  static Part Decode(const Format& format, int column, int64_t block, int part) {
+    const int64_t first = block * jmx::kBlock + part * n;
+    const uint8_t* values = format.Values(column) + first / 2;
+    uint8_t some[n / 2] = {};
+    if constexpr (tail) {
+      const int64_t left = (format.k - first) / 2;
+      for (int i = 0; i < n / 2 && i < left; ++i) some[i] = values[i];
+      values = some;
+    }
+    return Decode(values, format.template Table<Floats, tail>(column, block, part));
   }
 
-  static Part LoadX(const X* x) {
-    if constexpr (sizeof(X) == 4) {
-      return Load<Part>(x);
-    } else {
-      typedef typename Vector<uint32_t, n>::Type Wide;
-      return (Part)(__builtin_convertvector(Load<typename Vector<uint16_t, n>::Type>(x), Wide) << 16);
-    }
+  // A part of a row of x.
+  template <bool tail>
+  static Part LoadX(const X* row, int64_t block, int part, int64_t k) {
+    const int64_t first = block * jmx::kBlock + part * n;
+    typedef typename Vector<X, n>::Type Given;
+    const Given x = tail ? LoadSome<Given>(row + (first < k ? first : k), (k - first) * static_cast<int64_t>(sizeof(X))) : Load<Given>(row + first);
+    if constexpr (sizeof(X) == 4) return x;
+    else return (Part)(__builtin_convertvector(x, typename Vector<uint32_t, n>::Type) << 16);
   }
 
   static Sum Add(Sum sum, Part weights, Part x) { return sum + weights * x; }  // fused where the target can
@@ -97,18 +173,49 @@ struct Floats {
 #if defined(__AVX512BF16__)
 // Weights as 32 bfloat16, whose neighbours' products the instruction adds to one float32.
 struct Bfloats {
+  typedef uint16_t X;
+  typedef uint16_t Entry;
   typedef __m512i Part;
   typedef typename Vector<float, 16>::Type Sum;
-  static constexpr int kLanes = 16, kParts = 1;
+  static constexpr int kLanes = 16, kBlocks = 1, kParts = 1, kTileRows = 6, kFewRows = 4;
+  static constexpr bool kArranged = false;
 
-  static Part Decode(const uint8_t* values, const uint8_t* scale, int) {
-    const __m256i table = _mm256_load_si256(reinterpret_cast<const __m256i*>(jmx::kBfloats.bits[*scale]));
-    const __m512i bytes = _mm512_cvtepu8_epi32(Load<__m128i>(values));
-    const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));  // bit 4 of 16 finds the table's copy
-    return _mm512_permutexvar_epi16(codes, _mm512_broadcast_i64x4(table));
+  struct Pair {  // one table for each half of a block
+    __m512i tables;
+  };
+
+  static __m256i Half(const uint16_t* weights) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(weights)); }
+  static __m512i Of(const uint16_t* weights) { return _mm512_broadcast_i64x4(Half(weights)); }
+  static Pair Of(const uint16_t* first, const uint16_t* second) {
+    return {_mm512_inserti64x4(_mm512_castsi256_si512(Half(first)), Half(second), 1)};
+  }
+  static __m512i Of(Line line) {  // weights are rounded once
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(Floats<float>::Of(line)));
   }
 
-  static Part LoadX(const uint16_t* x) { return Load<Part>(x); }
+  static __m512i Codes(__m128i values) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(values);
+    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));  // in the low four bits of 16
+  }
+  static Part Decode(__m128i values, __m512i table) { return _mm512_permutexvar_epi16(Codes(values), table); }  // any fifth bit
+  static Part Decode(__m128i values, Pair pair) {
+    const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i codes = _mm512_ternarylogic_epi32(Codes(values), _mm512_set1_epi16(15), half, 0xEA);  // a & b | c
+    return _mm512_permutexvar_epi16(codes, pair.tables);
+  }
+
+  template <bool tail, typename Format>
+  static Part Decode(const Format& format, int column, int64_t block, int) {
+    const uint8_t* values = format.Values(column) + block * (jmx::kBlock / 2);
+    const __m128i some = tail ? LoadSome<__m128i>(values, format.k / 2 - block * (jmx::kBlock / 2)) : Load<__m128i>(values);
+    return Decode(some, format.template Table<Bfloats, tail>(column, block, 0));
+  }
+
+  template <bool tail>
+  static Part LoadX(const X* row, int64_t block, int, int64_t k) {
+    const X* x = row + block * jmx::kBlock;
+    return tail ? LoadSome<Part>(x, (k - block * jmx::kBlock) * static_cast<int64_t>(sizeof(X))) : Load<Part>(x);
+  }
 
   static Sum Add(Sum sum, Part weights, Part x) { return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x); }
 };

@@ -2,39 +2,33 @@
 //
 // A tile is some rows of x by kStep rows of the weight, all sums in registers. Where x has few rows, weights are decoded
 // between the load and the product. Where it has many, a panel of weights is decoded once, into what the second-level
-// cache holds, and tiles run over it. Both add up in one order.
+// cache holds, and tiles run over it. Both add up in one order. Formats and types of x are parameters of one loop.
 #include "product.h"
 
+#include "int4.h"
+#include "integers.h"
 #include "lanes.h"
+#include "mxfp4.h"
+#include "nvfp4.h"
 #if defined(__AVX512BF16__)
 #include "few.h"
 #endif
 
 namespace {
 
-using jmx::kBlock;
 using jmx::kStep;
 using jmx::Piece;
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kTileRows = 6, kFewRows = 4;  // 32 registers
-#elif defined(__AVX2__)
-constexpr int kLanes = 8, kTileRows = 3, kFewRows = 2;  // 16 registers
-#else
-constexpr int kLanes = 4, kTileRows = 4, kFewRows = 4;
-#endif
-
 constexpr int kAhead = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
 
-// Where the weights of a tile come from: bytes, or a decoded panel (columns, k).
-template <typename L>
-struct Packed {
+// Where the weights of a tile come from: bytes, or a decoded panel (columns, steps).
+template <typename L, typename Format>
+struct Streamed {
   static constexpr bool kStreamed = true;
-  const uint8_t *values, *scales;
-  int64_t blocks;
-  typename L::Part operator()(int column, int64_t block, int part) const {
-    const int64_t at = column * blocks + block;
-    return L::Decode(values + at * (kBlock / 2), scales + at, part);
+  const Format& format;
+  template <bool tail>
+  typename L::Part At(int column, int64_t step, int part) const {
+    return L::template Decode<tail>(format, column, step, part);
   }
 };
 
@@ -42,109 +36,193 @@ template <typename L>
 struct Decoded {
   static constexpr bool kStreamed = false;
   const typename L::Part* parts;
-  int64_t blocks;
-  const typename L::Part& operator()(int column, int64_t block, int part) const {
-    return parts[(column * blocks + block) * L::kParts + part];
+  int64_t steps;
+  template <bool>
+  const typename L::Part& At(int column, int64_t step, int part) const {
+    return parts[(column * steps + step) * L::kParts + part];
   }
 };
 
-template <typename L, typename X, int rows, typename Weights>
-inline void Tile(const X* x, const Weights weights, const float* bias, const Piece& piece, float* out) {
-  const int64_t k = piece.k;  // which stores to `out` could change, for all that the compiler knows
+// Steps through k, of which the last may be cut short.
+template <typename L>
+int64_t Steps(int64_t k) {
+  constexpr int kWeights = L::kBlocks * jmx::kBlock;
+  return (k + kWeights - 1) / kWeights;
+}
+
+// Elements from one row of x to the next, as `L` reads them.
+template <typename L>
+int64_t Stride(int64_t k) {
+  if constexpr (L::kArranged) return Steps<L>(k);
+  else return k;
+}
+
+// The tile of rows from `row` and columns from `column` of a piece, given x from its first row on.
+template <typename L, int rows, typename Format, typename Weights>
+inline void Tile(const Piece& piece, const typename L::X* x, const Format& format, const Weights& weights, int64_t row, int64_t column) {
+  const int64_t k = piece.k, stride = Stride<L>(k);  // which stores to `out` could change, for all that the compiler knows
   typename L::Sum sums[rows][kStep] = {};
-  for (int64_t block = 0; block < k / kBlock; ++block) {
-    if constexpr (Weights::kStreamed) {  // a tile reads kStep rows side by side: ask for as much, in the order of memory
-      __builtin_prefetch(weights.values + kAhead + block * (kStep * kBlock / 2));
-      if (block % 16 == 0) __builtin_prefetch(weights.scales + kAhead / 16 + block * kStep);
-    }
+  const auto add = [&]<bool tail>(int64_t step) __attribute__((always_inline)) {
     for (int part = 0; part < L::kParts; ++part) {
+      if constexpr (L::kArranged) {  // a part is several vectors: one at a time
+        for (int n = 0; n < kStep; ++n) {
+          const typename L::Part w = weights.template At<tail>(n, step, part);
+          for (int m = 0; m < rows; ++m) sums[m][n] = L::Add(sums[m][n], w, L::template LoadX<tail>(x + m * stride, step, part, k));
+        }
+        continue;
+      }
       typename L::Part w[kStep];
-      for (int n = 0; n < kStep; ++n) w[n] = weights(n, block, part);
+      for (int n = 0; n < kStep; ++n) w[n] = weights.template At<tail>(n, step, part);
       for (int m = 0; m < rows; ++m) {
-        const typename L::Part a = L::LoadX(x + m * k + block * kBlock + part * (kBlock / L::kParts));
+        const auto a = L::template LoadX<tail>(x + m * stride, step, part, k);
         for (int n = 0; n < kStep; ++n) sums[m][n] = L::Add(sums[m][n], w[n], a);
       }
     }
+  };
+  const int64_t whole = k / (L::kBlocks * jmx::kBlock);
+  for (int64_t step = 0; step < whole; ++step) {
+    if constexpr (Weights::kStreamed) {  // a tile reads kStep rows side by side: ask for as much, in the order of memory
+      constexpr int kBytes = L::kBlocks * jmx::kBlock / 2;
+      for (int n = 0; n < kStep; n += 64 / kBytes < kStep ? 64 / kBytes : kStep)
+        __builtin_prefetch(format.Values(0) + kAhead + (step * kStep + n) * kBytes);
+      if (step * L::kBlocks % Format::kScalesEvery == 0)
+        __builtin_prefetch(format.Ahead(kAhead / (jmx::kBlock / 2) + step * L::kBlocks * kStep));
+    }
+    add.template operator()<false>(step);
   }
+  if (whole < Steps<L>(k)) add.template operator()<true>(whole);
   for (int m = 0; m < rows; ++m) {
     float totals[kStep];
     Totals<L::kLanes>(sums[m], totals);
-    for (int n = 0; n < kStep; ++n) out[m * piece.out_stride + n] = totals[n] + (bias == nullptr ? 0.0f : bias[n]);
+    const float scale = piece.x_scales == nullptr ? 1 : piece.x_scales[row + m];
+    float* out = piece.out + (row + m) * piece.out_stride + column;
+    for (int n = 0; n < kStep; ++n)
+      out[n] = Fused(totals[n] * format.Factor(n), scale, piece.bias == nullptr ? 0 : piece.bias[column + n]);
   }
 }
 
 // One tile of each number of rows up to `most`, of which the last may be fewer.
-template <typename L, typename X, int most, typename Weights>
-inline void Rows(int64_t rows, const X* x, const Weights& weights, const float* bias, const Piece& piece, float* out) {
+template <typename L, int most, typename Format, typename Weights>
+inline void Rows(const Piece& piece, const typename L::X* x, int64_t rows, const Format& format, const Weights& weights, int64_t row, int64_t column) {
   if constexpr (most > 0) {
-    for (; rows >= most; rows -= most, x += most * piece.k, out += most * piece.out_stride)
-      Tile<L, X, most>(x, weights, bias, piece, out);
-    if (rows > 0) Rows<L, X, most - 1>(rows, x, weights, bias, piece, out);
+    for (; rows >= most; rows -= most, x += most * Stride<L>(piece.k), row += most)
+      Tile<L, most>(piece, x, format, weights, row, column);
+    if (rows > 0) Rows<L, most - 1>(piece, x, rows, format, weights, row, column);
   }
 }
 
-template <typename L, typename X>
-void Run(const Piece& piece) {
-  const X* x = reinterpret_cast<const X*>(piece.x);
-  typedef typename L::Part Part;
-  const int64_t blocks = piece.k / kBlock;
-  if (piece.rows > kFewRows) {
-    Part* panel = reinterpret_cast<Part*>(piece.scratch);
-    for (int64_t n = 0; n < piece.columns; ++n) {
-      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * blocks, blocks};
-      for (int64_t block = 0; block < blocks; ++block)
-        for (int part = 0; part < L::kParts; ++part) *panel++ = packed(0, block, part);
-    }
+// Bytes of rows of x in the order of `L`, and of a decoded panel behind them.
+template <typename L>
+int64_t ArrangedBytes(int64_t k) {
+  constexpr int64_t kLine = 64;
+  return L::kArranged ? (L::kTileRows * Stride<L>(k) * static_cast<int64_t>(sizeof(typename L::X)) + kLine - 1) / kLine * kLine : 0;
+}
+
+template <typename L>
+int64_t Room(int64_t columns, int64_t k) {
+  return ArrangedBytes<L>(k) + columns * Steps<L>(k) * L::kParts * static_cast<int64_t>(sizeof(typename L::Part));
+}
+
+// `count` rows of x from `row` on, as `L` reads them.
+template <typename L>
+const typename L::X* Given(const Piece& piece, int64_t row, int64_t count) {
+  typedef typename L::X X;
+  if constexpr (L::kArranged) {
+    X* arranged = reinterpret_cast<X*>(piece.scratch);
+    for (int64_t m = 0; m < count; ++m)
+      L::Arrange(reinterpret_cast<const int8_t*>(piece.x) + (row + m) * piece.k, piece.k, arranged + m * Stride<L>(piece.k));
+    return arranged;
+  } else {
+    return reinterpret_cast<const X*>(piece.x) + row * piece.k;
   }
-  // Rows outside, so that a tile's rows stay in the first-level cache while the panel goes by.
-  if (piece.rows <= kFewRows) {
+}
+
+template <typename L, typename Format>
+void Run(const Piece& piece) {
+  typedef typename L::Part Part;
+  static_assert(L::kFewRows <= L::kTileRows);
+  if (piece.rows <= L::kFewRows) {
+    const typename L::X* x = Given<L>(piece, 0, piece.rows);
     for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Packed<L> packed{piece.values + n * (piece.k / 2), piece.scales + n * blocks, blocks};
-      Rows<L, X, kFewRows>(piece.rows, x, packed, piece.bias == nullptr ? nullptr : piece.bias + n, piece, piece.out + n);
+      const Format format(piece, n);
+      Rows<L, L::kFewRows>(piece, x, piece.rows, format, Streamed<L, Format>{format}, 0, n);
     }
     return;
   }
-  const Part* panel = reinterpret_cast<const Part*>(piece.scratch);
-  for (int64_t m = 0; m < piece.rows; m += kTileRows) {
-    const int64_t rows = piece.rows - m < kTileRows ? piece.rows - m : kTileRows;
-    for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Decoded<L> decoded{panel + n * blocks * L::kParts, blocks};
-      const float* bias = piece.bias == nullptr ? nullptr : piece.bias + n;
-      Rows<L, X, kTileRows>(rows, x + m * piece.k, decoded, bias, piece, piece.out + m * piece.out_stride + n);
-    }
+  const int64_t steps = Steps<L>(piece.k), whole = piece.k / (L::kBlocks * jmx::kBlock);
+  Part* const panel = reinterpret_cast<Part*>(piece.scratch + ArrangedBytes<L>(piece.k));
+  Part* next = panel;
+  for (int64_t n = 0; n < piece.columns; ++n) {
+    const Format format(piece, n);
+    for (int64_t step = 0; step < steps; ++step)
+      for (int part = 0; part < L::kParts; ++part)
+        *next++ = step < whole ? L::template Decode<false>(format, 0, step, part) : L::template Decode<true>(format, 0, step, part);
+  }
+  // Rows outside, so that a tile's rows stay in the first-level cache while the panel goes by.
+  for (int64_t m = 0; m < piece.rows; m += L::kTileRows) {
+    const int64_t rows = piece.rows - m < L::kTileRows ? piece.rows - m : L::kTileRows;
+    const typename L::X* x = Given<L>(piece, m, rows);
+    for (int64_t n = 0; n < piece.columns; n += kStep)
+      Rows<L, L::kTileRows>(piece, x, rows, Format(piece, n), Decoded<L>{panel + n * steps * L::kParts, steps}, m, n);
   }
 }
 
 #if defined(__AVX512BF16__)
 constexpr char kName[] = "avx512_bf16";
-bool RunsHere() { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw"); }
+constexpr const jmx::Kernel* const* kBase = nullptr;
+bool RunsHere() {
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
+}
+#elif defined(__AVX512VNNI__)
+constexpr char kName[] = "avx512_vnni";
+constexpr const jmx::Kernel* const* kBase = &jmx::kAvx512;
+bool RunsHere() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 #elif defined(__AVX512F__)
 constexpr char kName[] = "avx512";
+constexpr const jmx::Kernel* const* kBase = nullptr;
 bool RunsHere() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+#elif defined(__AVXVNNI__)
+constexpr char kName[] = "avx_vnni";
+constexpr const jmx::Kernel* const* kBase = &jmx::kAvx2;
+bool RunsHere() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"); }
 #elif defined(__AVX2__)
 constexpr char kName[] = "avx2";
+constexpr const jmx::Kernel* const* kBase = nullptr;
 bool RunsHere() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 constexpr char kName[] = "portable";
+constexpr const jmx::Kernel* const* kBase = nullptr;
 bool RunsHere() { return true; }
 #endif
 
-// Bytes of a decoded panel.
-template <typename L>
-int64_t Room(int64_t columns, int64_t k) {
-  return columns * (k / kBlock) * L::kParts * sizeof(typename L::Part);
+template <typename L, typename Format>
+constexpr jmx::Way kWay = {Room<L>, Run<L, Format>};
+
+template <typename Format>
+void RunIntegers(const Piece& piece) {
+  if (piece.zero_points != nullptr) Run<Integers<true>, Format>(piece);
+  else Run<Integers<false>, Format>(piece);
 }
 
-template <typename L, typename X>
-constexpr jmx::Way kWay = {Room<L>, Run<L, X>};
-
+// The ways of a format. A kernel with a base adds none but through integers.
+template <typename Format, bool integers>
+constexpr jmx::Ways WaysOf() {
+  jmx::Ways ways = {};
+  if constexpr (integers) ways.of[jmx::kInt8] = {Room<Integers<true>>, RunIntegers<Format>};  // the one that needs more
 #if defined(__AVX512BF16__)
-constexpr jmx::Way kBfloats = kWay<Bfloats, uint16_t>, kFewBfloats = {Few::Room, Few::Run};
-#else
-constexpr jmx::Way kBfloats = kWay<Floats<kLanes, uint16_t>, uint16_t>, kFewBfloats = kBfloats;
+  ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
+  ways.of[jmx::kBfloat16] = kWay<Bfloats, Format>;
+  ways.of[jmx::kFewBfloat16] = {Few<Format>::Room, Few<Format>::Run};
+#elif !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+  ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
+  ways.of[jmx::kBfloat16] = ways.of[jmx::kFewBfloat16] = kWay<Floats<uint16_t>, Format>;
 #endif
+  return ways;
+}
 
-const jmx::Kernel kKernel = {kName, RunsHere, {kWay<Floats<kLanes, float>, float>, kBfloats, kFewBfloats}};
+constexpr jmx::Kernel kKernel = {
+    kName, RunsHere, kBase,
+    {WaysOf<Mxfp4, false>(), WaysOf<Nvfp4, false>(), WaysOf<Int4<Bfloat16>, true>(), WaysOf<Int4<Float16>, true>(), WaysOf<Int4<Float32>, true>()}};
 
 }  // namespace
 

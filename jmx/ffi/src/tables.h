@@ -1,15 +1,19 @@
-// What an e2m1 element is worth under each e8m0 scale: made of integers while compiling, so exact wherever the type can
-// hold it, infinite above its range, and NaN for scale code 255. bfloat16 holds every value that float32 does.
+// What an e2m1 element is worth under each scale of one byte, made while compiling: exact wherever the type can hold it.
+// bfloat16 holds every value of float32 that is met here.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 namespace jmx {
 
-constexpr uint32_t FloatBits(int scale, int element) {
+constexpr uint32_t kNan = 0x7FC00000;
+
+// An e8m0 scale: made of integers, as values are infinite above float32's range, and subnormal below. NaN for code 255.
+constexpr uint32_t E8m0Bits(int scale, int element) {
   constexpr uint32_t kDoubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // twice the magnitudes 0, 0.5, 1 ... 6
   const uint32_t sign = element & 8 ? 0x80000000u : 0, doubled = kDoubled[element & 7];
-  if (scale == 255) return 0x7FC00000;
+  if (scale == 255) return kNan;
   if (doubled == 0) return sign;
   int log2 = 0;
   while (doubled >> (log2 + 1)) ++log2;
@@ -19,16 +23,31 @@ constexpr uint32_t FloatBits(int scale, int element) {
   return sign | static_cast<uint32_t>(exponent) << 23 | (doubled << (23 - log2) & 0x7FFFFF);
 }
 
-template <typename T, int kShift>
+// An e4m3 scale, of either sign: products have six significant bits, and lie far within the range. NaN for 127 and 255.
+constexpr uint32_t E4m3Bits(int scale, int element) {
+  constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  if ((scale & 127) == 127) return kNan;
+  const int field = scale >> 3 & 15, mantissa = scale & 7;
+  float magnitude = static_cast<float>(field == 0 ? mantissa : 8 + mantissa) / 512;  // in units of the least one, 2^-9
+  for (int i = 1; i < field; ++i) magnitude *= 2;
+  const uint32_t sign = static_cast<uint32_t>((scale >> 4 ^ element) & 8) << 28;
+  return sign | std::bit_cast<uint32_t>(magnitude * kMagnitudes[element & 7]);
+}
+
+// `Entry`: uint32_t, float32's bits; or uint16_t, their upper half, which is a bfloat16.
+template <typename Entry, uint32_t (*bits_of)(int scale, int element)>
 struct Table {
-  T bits[256][16];
+  Entry bits[256][16];
   constexpr Table() : bits() {
     for (int scale = 0; scale < 256; ++scale)
-      for (int element = 0; element < 16; ++element) bits[scale][element] = static_cast<T>(FloatBits(scale, element) >> kShift);
+      for (int element = 0; element < 16; ++element)
+        bits[scale][element] = static_cast<Entry>(bits_of(scale, element) >> (32 - 8 * sizeof(Entry)));
   }
 };
 
-alignas(64) inline constexpr Table<uint32_t, 0> kFloats;
-alignas(64) inline constexpr Table<uint16_t, 16> kBfloats;
+template <typename Entry>
+alignas(64) inline constexpr Table<Entry, E8m0Bits> kUnderE8m0;
+template <typename Entry>
+alignas(64) inline constexpr Table<Entry, E4m3Bits> kUnderE4m3;
 
 }  // namespace jmx

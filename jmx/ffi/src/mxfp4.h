@@ -1,0 +1,52 @@
+// MXFP4: 32 elements e2m1 under one scale e8m0.
+#pragma once
+
+#include "packed.h"
+#include "tables.h"
+
+namespace {
+
+class Mxfp4 : public Packed {
+ public:
+  static constexpr int kScalesEvery = 16;  // blocks of kStep rows whose scales fill a line of the cache
+
+  Mxfp4(const jmx::Piece& piece, int64_t column)
+      : Packed(piece, column), scales_(reinterpret_cast<const uint8_t*>(piece.scales) + column * (piece.k / jmx::kBlock)) {}
+
+  template <typename Lanes, bool tail>
+  auto Table(int64_t column, int64_t block, int) const {
+    return Lanes::Of(jmx::kUnderE8m0<typename Lanes::Entry>.bits[*Scale(column, block)]);
+  }
+
+  float Factor(int64_t) const { return 1; }
+
+  const void* Ahead(int64_t blocks) const { return scales_ + blocks; }
+
+#if defined(__AVX512BF16__)
+  // Products of elements alone, over 2^kShift so that no x is too large for them; a scale times 2^kShift is a number.
+  static constexpr int kShift = 8;
+  static constexpr bool kMayHaveZeros = false;
+  static const uint16_t* Elements() { return jmx::kUnderE8m0<uint16_t>.bits[127 - kShift]; }
+  static constexpr float kElementsOver = 1;  // by which sums are smaller than they should be
+
+  // Scales outside of this range are rare, and take tables of their own. Within it, weights are normal numbers.
+  static bool Plain(const jmx::Piece& piece) {
+    return AllWithin(reinterpret_cast<const uint8_t*>(piece.scales), piece.columns * piece.k / jmx::kBlock, 2, 246);
+  }
+
+  // Of four scales, the i-th becomes the exponents of lane i.
+  __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
+    const __m512i spread = _mm512_set_epi32(~252, ~252, ~252, ~252, ~253, ~253, ~253, ~253, ~254, ~254, ~254, ~254, ~255, ~255, ~255, ~255);
+    uint32_t four = 0;
+    std::memcpy(&four, Scale(column, block), weights / jmx::kBlock);
+    return (__m512)_mm512_slli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi32(four + kShift * 0x01010101), spread), 23);
+  }
+#endif
+
+ private:
+  const uint8_t* Scale(int64_t column, int64_t block) const { return scales_ + column * (k / jmx::kBlock) + block; }
+
+  const uint8_t* const scales_;
+};
+
+}  // namespace

@@ -1,0 +1,64 @@
+// NVFP4: 16 elements e2m1 under one scale e4m3, and a float32 for a whole row.
+#pragma once
+
+#include "packed.h"
+#include "tables.h"
+
+namespace {
+
+class Nvfp4 : public Packed {
+ public:
+  static constexpr int kScalesEvery = 8;
+
+  Nvfp4(const jmx::Piece& piece, int64_t column)
+      : Packed(piece, column),
+        scales_(reinterpret_cast<const uint8_t*>(piece.scales) + column * (piece.k / kGroup)),
+        factors_(piece.global_scales + column) {}
+
+  template <typename Lanes, bool tail>
+  auto Table(int64_t column, int64_t block, int part) const {
+    const auto of = [](int scale) { return jmx::kUnderE4m3<typename Lanes::Entry>.bits[scale]; };
+    const uint8_t* two = Scale(column, block);
+    const bool alone = tail && k % jmx::kBlock <= kGroup;  // then the second half has no weights
+    if constexpr (Lanes::kParts == 1) return Lanes::Of(of(two[0]), of(two[alone ? 0 : 1]));
+    else return Lanes::Of(of(two[alone ? 0 : part * 2 / Lanes::kParts]));
+  }
+
+  float Factor(int64_t column) const { return factors_[column]; }
+
+  const void* Ahead(int64_t blocks) const { return scales_ + 2 * blocks; }
+
+#if defined(__AVX512BF16__)
+  static constexpr int kShift = 8;  // as of Mxfp4
+  static constexpr bool kMayHaveZeros = false;
+  static const uint16_t* Elements() { return jmx::kUnderE8m0<uint16_t>.bits[127 - kShift]; }
+  static constexpr float kElementsOver = 1;
+
+  // Positive normal numbers.
+  static bool Plain(const jmx::Piece& piece) {
+    return AllWithin(reinterpret_cast<const uint8_t*>(piece.scales), piece.columns * piece.k / kGroup, 8, 126);
+  }
+
+  // The i-th of eight scales, to two lanes: its seven bits stand where a float32 has its exponent and mantissa.
+  __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
+    constexpr uint32_t kOnly = 0x80008080;  // that byte, and zeros
+    const __m512i spread = (__m512i)(typename Vector<uint32_t, 16>::Type){
+        kOnly,           kOnly,           kOnly | 1 << 16, kOnly | 1 << 16, kOnly | 2 << 16, kOnly | 2 << 16, kOnly | 3 << 16, kOnly | 3 << 16,
+        kOnly | 4 << 16, kOnly | 4 << 16, kOnly | 5 << 16, kOnly | 5 << 16, kOnly | 6 << 16, kOnly | 6 << 16, kOnly | 7 << 16, kOnly | 7 << 16};
+    uint64_t eight = 0;
+    std::memcpy(&eight, Scale(column, block), weights / kGroup);
+    const __m512i bits = _mm512_slli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi64(eight), spread), 4);
+    return (__m512)_mm512_add_epi32(bits, _mm512_set1_epi32((127 - 7 + kShift) << 23));
+  }
+#endif
+
+ private:
+  static constexpr int kGroup = 16;
+
+  const uint8_t* Scale(int64_t column, int64_t block) const { return scales_ + column * (k / kGroup) + 2 * block; }
+
+  const uint8_t* const scales_;
+  const float* const factors_;
+};
+
+}  // namespace
