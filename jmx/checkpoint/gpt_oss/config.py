@@ -146,6 +146,17 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config.quant_method": (MXFP4.name,),
 }
 
+# What the Hugging Face form says of its weights.
+QUANTIZATION: dict[str, Any] = {
+    "quant_method": MXFP4.name,
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
 
 def read_config(path: str | os.PathLike[str]) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
@@ -279,15 +290,7 @@ def entries(config: Config, spelling: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "quantization_config": {
-            "quant_method": MXFP4.name,
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        },
+        "quantization_config": QUANTIZATION,
     } | token_entries(config)
 
 
