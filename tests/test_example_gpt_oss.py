@@ -23,14 +23,16 @@ from tokenizers import Tokenizer
 
 import jmx
 import jmx.layer
+from examples.common.attention import QUERIES, attend, rotate
+from examples.common.cache import bucket, write
+from examples.common.flash_decode import flash_decode
+from examples.common.flash_prefill import flash_prefill
+from examples.common.model import Model
+from examples.common.runner import CHUNK
+from examples.common.text import TextStream
 from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
-from examples.gpt_oss.attention import QUERIES, attend, rotate, yarn_angles, yarn_frequencies
-from examples.gpt_oss.cache import bucket, write
-from examples.gpt_oss.flash_decode import flash_decode
-from examples.gpt_oss.flash_prefill import flash_prefill
 from examples.gpt_oss.generate import TINY, main
-from examples.gpt_oss.runner import CHUNK
-from examples.gpt_oss.text import TextStream
+from examples.gpt_oss.rope import yarn_angles, yarn_frequencies
 from jmx import ffi
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
@@ -62,7 +64,7 @@ def relative_error(got: jax.typing.ArrayLike, expected: np.ndarray) -> float:
 
 
 @jax.jit
-def whole(model: GptOss, expert_ids: list[jax.Array] | None = None) -> tuple[jax.Array, list[MoERecord]]:
+def whole(model: Model, expert_ids: list[jax.Array] | None = None) -> tuple[jax.Array, list[MoERecord]]:
     """Logits of the golden prompts, and what went through each layer's experts."""
     records: list[MoERecord] = []
     batch, length = GOLDEN["input_ids"].shape
@@ -72,7 +74,7 @@ def whole(model: GptOss, expert_ids: list[jax.Array] | None = None) -> tuple[jax
     return model.logits(x), records
 
 
-def chosen_experts(model: GptOss, records: list[MoERecord]) -> list[jax.Array]:
+def chosen_experts(model: Model, records: list[MoERecord]) -> list[jax.Array]:
     """Expert ids (B, T, k) of each layer."""
     return [
         jmx.route(jmx.Logits(layer.router(record.input), layer.moe.routing)).expert_ids
@@ -601,7 +603,7 @@ def test_the_command_tells_in_one_line_what_the_machine_cannot_do(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("examples.gpt_oss.generate.make_model", fail)
+    monkeypatch.setattr("examples.common.command.make_model", fail)
     assert main([]) == 1
     _, err = capsys.readouterr()
     assert err.startswith("generate.py: error: " + (str(error).split("\n")[0] or "MemoryError"))
