@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from examples.common import flash_decode, flash_prefill
@@ -19,6 +20,13 @@ NO_SINK = -1e30
 def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
     """Precision of products of `dtype`: GPUs would round float32 factors to TF32."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T): RoFormer's (Su et al., 2021)."""
+    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

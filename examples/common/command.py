@@ -16,6 +16,7 @@ from flax import nnx
 from rich.console import Console
 
 import jmx
+import jmx.nnx
 from examples.common.config import Config
 from examples.common.model import Model
 from examples.common.runner import Runner, check_prompts
@@ -24,8 +25,13 @@ from examples.common.text import IdStream, TextStream, read_tokenizer
 from jmx.backends import BACKENDS
 from jmx.checkpoint import CheckpointError
 from jmx.explain import Floor
+from jmx.formats import FORMATS
 
 RANDOM_PROMPT_LENGTH = 1024
+
+
+class UsageError(Exception):
+    """Something was asked for that cannot be; told in one line."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +41,27 @@ class Family:
     Args:
         description: what --help says first.
         configs: of published models, for --random.
-        default: the checkpoint where none is named.
-        prompt: for `default`.
         read_config: of a checkpoint's directory.
-        load: a checkpoint's directory, and `dtype`, `backend` and `progress`, to a model.
-        random: a config and a seed, and `dtype` and `backend`, to a model.
+        load: a checkpoint's directory, and `format`, `declared_inputs`, `dtype`, `backend` and `progress`, to a model.
+        random: a config and a seed, and `format`, `dtype` and `backend`, to a model.
+        default: the checkpoint where none is named; None: one must be.
+        prompt: for `default`.
     """
 
     description: str
     configs: Mapping[str, Config]
-    default: Path
-    prompt: str
     read_config: Callable[[Path], Config]
     load: Callable[..., Model]
     random: Callable[..., Model]
+    default: Path | None = None
+    prompt: str | None = None
 
-
-class UsageError(Exception):
-    """Something was asked for that cannot be; told in one line."""
+    def checkpoint(self, options: argparse.Namespace) -> Path:
+        """The directory that the options name, or the default."""
+        found = options.checkpoint or self.default
+        if found is None:
+            raise UsageError("give --checkpoint, or --random")
+        return found
 
 
 def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,11 +70,14 @@ def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> a
         description=f"{family.description} Times are of a second run, after one that compiles.",
     )
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="in either form; default: the tiny one beside")
+    beside = "" if family.default is None else "; default: the tiny one beside"
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help=f"a directory of safetensors files{beside}")
     source.add_argument("--random", choices=family.configs, help="random weights of a published model's shape")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "--prompt", metavar="TEXT", help=f"raw text for the checkpoint's tokenizer.json; default: {family.prompt!r}"
+        "--prompt",
+        metavar="TEXT",
+        help=f"raw text for the checkpoint's tokenizer.json{f'; default: {family.prompt!r}' if family.prompt else ''}",
     )
     prompt.add_argument(
         "--prompt-ids",
@@ -78,6 +90,18 @@ def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> a
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum to P")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random weights")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        metavar="NAME",
+        help="weight format of random experts (default: mxfp4), or to which those of a checkpoint in floats go",
+    )
+    parser.add_argument(
+        "--inputs",
+        choices=("declared", "float"),
+        default="declared",
+        help="whether experts round their inputs as the checkpoint declares (the default), or take them as they are",
+    )
     parser.add_argument("--backend", choices=[b.name for b in BACKENDS], metavar="NAME", help="the one that must run")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence id")
     parser.add_argument("--logits", type=Path, metavar="FILE.npy", help="write the prompt's, float32 (length, vocab)")
@@ -115,10 +139,12 @@ def read_prompt(family: Family, options: argparse.Namespace, config: Config) -> 
         ids = np.random.default_rng(options.seed).integers(config.vocab_size, size=RANDOM_PROMPT_LENGTH).tolist()
     else:
         try:
-            stream = TextStream(read_tokenizer(options.checkpoint or family.default))
+            stream = TextStream(read_tokenizer(family.checkpoint(options)))
         except (FileNotFoundError, ImportError) as error:
             raise UsageError(f"{error}; or give --prompt-ids") from error
         text = family.prompt if options.prompt is None else options.prompt
+        if text is None:
+            raise UsageError("give --prompt, or --prompt-ids")
         ids = stream.tokenizer.encode(text, add_special_tokens=False).ids
     try:
         check_prompts(config, [ids])
@@ -128,23 +154,28 @@ def read_prompt(family: Family, options: argparse.Namespace, config: Config) -> 
 
 
 def make_model(family: Family, options: argparse.Namespace) -> Model:
-    made = {"dtype": jnp.dtype(options.dtype), "backend": options.backend}
+    format = None if options.format is None else FORMATS[options.format]
+    made = {"dtype": jnp.dtype(options.dtype), "backend": options.backend, "format": format}
     if options.random:
         return family.random(family.configs[options.random], options.seed, **made)
-    return family.load(options.checkpoint or family.default, progress=True, **made)
+    return family.load(family.checkpoint(options), progress=True, declared_inputs=options.inputs == "declared", **made)
 
 
-def explain(model: Model, tokens: int) -> jmx.Explanation:
-    """Which backend runs the experts of a step of so many tokens, and why."""
+def explain(model: Model, tokens: int) -> jmx.Explanation | None:
+    """Which backend runs the experts of a step of so many tokens, and why; None where they are not quantised."""
+    moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), jmx.nnx.MoE)), None)
+    if moe is None:
+        return None
     x = jax.ShapeDtypeStruct((1, tokens, model.config.hidden_size), model.dtype)
-    return jmx.explain(model.layers[0].moe, x)
+    return jmx.explain(moe, x)
 
 
 def weights_read(model: Model) -> float:
     """Bytes of weights that a step of one token reads: not the embedding table, nor experts that it does not use."""
-    experts = _nbytes([layer.moe.experts for layer in model.layers])
+    experts = _nbytes([nnx.state(layer.moe) for layer in model.layers if hasattr(layer, "moe")])
     unused = 1 - model.config.top_k / model.config.num_experts
-    return _nbytes(nnx.state(model)) - _nbytes(model.embedding[...]) - unused * experts
+    table = 0 if model.unembedding is None else _nbytes(model.embedding[...])
+    return _nbytes(nnx.state(model)) - table - unused * experts
 
 
 def _nbytes(arrays: Any) -> int:
@@ -160,8 +191,7 @@ def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
 def run(family: Family, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Does what the options ask and tells it on the console. Returns what --json prints."""
     sampler = make_sampler(options)
-    checkpoint = options.checkpoint or family.default
-    config = family.configs[options.random] if options.random else family.read_config(checkpoint)
+    config = family.configs[options.random] if options.random else family.read_config(family.checkpoint(options))
     ids, stream = read_prompt(family, options, config)
     model = make_model(family, options)
     runner = Runner(model)
@@ -187,17 +217,22 @@ def run(family: Family, options: argparse.Namespace, console: Console) -> dict[s
     result = {
         "prompt_ids": ids,
         "ids": new,
-        "backend": decode.chosen,
+        "backend": "ragged_dot" if decode is None else decode.chosen,
         "prefill_ms": 1e3 * (arrivals[0] - started),
         "decode_tokens_per_s": rate,
         "weight_bytes_a_token": weights_read(model),
         "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
     console.print()
-    console.print(decode)
-    if (prefill := explain(model, len(ids))).chosen != decode.chosen:
+    if decode is None:
+        console.print("experts are not quantised: XLA's ragged_dot runs them")
+    else:
+        console.print(decode)
+    prefill = explain(model, len(ids))
+    if prefill is not None and decode is not None and prefill.chosen != decode.chosen:
         console.print(prefill)
-    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, decode.floor, console)
+    floor = None if decode is None else decode.floor
+    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, floor, console)
     return result
 
 

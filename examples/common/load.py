@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.common.config import Config
+from examples.common.float_moe import FloatExperts
 from examples.common.model import Model, Variables
 from examples.common.sampling import check_seed
 from jmx.backends import resolve_layout
@@ -28,7 +29,7 @@ class Source[C: Config](Protocol):
     def config(self) -> C: ...
     def top(self) -> dict[str, jax.Array]: ...
     def layer(self, layer: int) -> dict[str, jax.Array]: ...
-    def experts(self, layer: int) -> Experts: ...
+    def experts(self, layer: int) -> Experts | FloatExperts | None: ...
 
 
 def fill[M: Model](model: M, source: Source) -> M:
@@ -37,10 +38,17 @@ def fill[M: Model](model: M, source: Source) -> M:
     for index, block in enumerate(model.layers):
         _put(block.variables(), source.layer(index))
         experts = source.experts(index)
-        biases = {name: a.astype(model.dtype) for name, a in experts.arrays().items() if name.endswith("_bias")}
-        experts = experts.with_arrays(experts.arrays() | biases)
+        if experts is None:  # one MLP for all tokens
+            continue
+        if isinstance(experts, Experts):
+            experts = _with_biases_in(model.dtype, experts)
         block.moe = model.make_moe(experts, nnx.Rngs(0))  # of which nothing is drawn
     return model
+
+
+def _with_biases_in(dtype: jax.typing.DTypeLike, experts: Experts) -> Experts:
+    biases = {name: array.astype(dtype) for name, array in experts.arrays().items() if name.endswith("_bias")}
+    return experts.with_arrays(experts.arrays() | biases)
 
 
 def _put(variables: Variables, arrays: dict[str, jax.Array]) -> None:

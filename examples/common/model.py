@@ -11,7 +11,6 @@ from flax import nnx
 from examples.common.attention import NO_SINK, attend_cache, attend_prompt, precision, rotate
 from examples.common.cache import write
 from examples.common.config import Config
-from jmx.experts import Experts
 
 # Where a source's arrays belong: variables by the names of those that lie in them, one after the other.
 Variables = dict[tuple[str, ...], nnx.Variable]
@@ -204,8 +203,9 @@ class Model(nnx.Module):
         """Cosines and sines by which heads are rotated, float32 (B, T, head_dim / 2), of int32 positions (B, T)."""
         raise NotImplementedError
 
-    def make_moe(self, experts: Experts | None, rngs: nnx.Rngs) -> nnx.Module:
-        """A block's `moe`: of experts that were loaded, whose format and inputs it keeps, or of random ones."""
+    def make_moe(self, experts: Any, rngs: nnx.Rngs) -> nnx.Module:
+        """A block's `moe`: of experts that were loaded, whose format and inputs it keeps, or (None) of some that are
+        there for their shapes."""
         raise NotImplementedError
 
     def __call__(

@@ -13,20 +13,21 @@ from examples.common.command import Family
 from examples.gpt_oss.load import CONFIGS, RandomSource, from_source, load
 from examples.gpt_oss.model import GptOss
 from jmx.checkpoint.gpt_oss import Config, read_config
+from jmx.formats import MXFP4, Format
 
 TINY = Path(__file__).resolve().parent / "tiny"
 
 
-def random_model(config: Config, seed: int, **made: Any) -> GptOss:
-    return from_source(RandomSource(config, seed), **made)
+def random_model(config: Config, seed: int, format: Format | None = None, **made: Any) -> GptOss:
+    return from_source(RandomSource(config, seed, format or MXFP4), **made)
 
 
 FAMILY = Family(
-    description="Generate with a gpt-oss model whose experts stay in 4 bits.",
+    description="Generate with a gpt-oss model whose experts stay as their checkpoint has them.",
     configs=CONFIGS,
     default=TINY,
     prompt="Licensed under the Apache License",
-    read_config=read_config,
+    read_config=partial(read_config, quant_methods=None),
     load=load,
     random=random_model,
 )

@@ -2,15 +2,20 @@
 
 import os
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from examples.common.checkpoint import Checkpoint
+from examples.common.float_moe import FloatExperts
 from examples.common.load import RandomWeights, Source, fill
 from examples.gpt_oss.model import GptOss
-from jmx.checkpoint.gpt_oss import Config, Reader
-from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_shapes, top_shapes
+from jmx.checkpoint import shards
+from jmx.checkpoint.gpt_oss import Config, Reader, read_config
+from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, HF, layer_shapes, top_shapes
+from jmx.checkpoint.gpt_oss.sources import TOP
 from jmx.experts import Experts
 from jmx.formats import MXFP4, Format
 
@@ -64,8 +69,7 @@ class RandomSource:
         return self._weights.dense("top", top_shapes(self.config))
 
     def layer(self, layer: int) -> dict[str, jax.Array]:
-        shapes = layer_shapes(self.config).items()
-        return self._weights.dense(layer, {name: shape for name, shape in shapes if name not in EXPERT_NAMES})
+        return self._weights.dense(layer, _dense_shapes(self.config))
 
     def experts(self, layer: int) -> Experts:
         config = self.config
@@ -73,27 +77,75 @@ class RandomSource:
         return self._weights.experts(layer, sizes, "interleaved", self._format, bias=True)
 
 
+class FileSource:
+    """The weights of a checkpoint that another tool quantised. CheckpointError unless it holds all that it must."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.config = read_config(checkpoint.path, quant_methods=None)
+        self._checkpoint = checkpoint
+        config = self.config
+        names = {HF.top[name]: shape for name, shape in top_shapes(config).items()}
+        for layer in range(config.num_hidden_layers):
+            names |= {_in_layer(layer, HF.layer[name]): shape for name, shape in _dense_shapes(config).items()}
+        sizes = config.num_experts, config.hidden_size, config.intermediate_size
+        checkpoint.check(names, {_in_layer(i, "mlp.experts"): sizes for i in range(config.num_hidden_layers)})
+
+    def top(self) -> dict[str, jax.Array]:
+        return {name: self._checkpoint.dense(HF.top[name]) for name in top_shapes(self.config)}
+
+    def layer(self, layer: int) -> dict[str, jax.Array]:
+        return {n: self._checkpoint.dense(_in_layer(layer, HF.layer[n])) for n in _dense_shapes(self.config)}
+
+    def experts(self, layer: int) -> Experts | FloatExperts:
+        return self._checkpoint.experts(_in_layer(layer, "mlp.experts"))
+
+
+def _dense_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in layer_shapes(config).items() if name not in EXPERT_NAMES}
+
+
+def _in_layer(layer: int, name: str) -> str:
+    return HF.layer_prefix.format(layer) + name
+
+
 def load(
     path: str | os.PathLike[str],
     *,
+    format: Format | None = None,
+    declared_inputs: bool = True,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     progress: bool = False,
 ) -> GptOss:
-    """The model of a gpt-oss checkpoint; experts stay in 4 bits from disk to device.
+    """The model of a gpt-oss checkpoint; experts stay as they are from disk to device.
 
     Args:
-        path: a directory in the Hugging Face form or the original form.
+        path: a directory in the Hugging Face form or the original form, or quantised by another tool that jmx reads.
+        format: what experts in floats are rounded to as they are read, which then is needed.
+        declared_inputs: whether experts round their inputs to the format that the checkpoint declares.
         dtype: of activations and dense weights, bfloat16 or float32.
         backend: name of the jmx backend that must run, or None.
         progress: whether to show a progress bar on stderr, where that is a terminal.
 
     Raises:
-        jmx.checkpoint.gpt_oss.CheckpointError: files that are wrong or broken.
+        CheckpointError: files that are wrong or broken; a `format` for experts that are quantised already.
     """
-    reader = Reader(path)
-    with reader.progress(progress):
-        return from_source(reader, dtype=dtype, backend=backend)
+    if format is None and _is_published(Path(path)):
+        reader = Reader(path)
+        with reader.progress(progress):
+            return from_source(reader, dtype=dtype, backend=backend)
+    checkpoint = Checkpoint(path, format=format, gate_up_order="interleaved", declared_inputs=declared_inputs)
+    source = FileSource(checkpoint)
+    with checkpoint.progress(progress):
+        return from_source(source, dtype=dtype, backend=backend)
+
+
+def _is_published(directory: Path) -> bool:
+    """Whether experts lie as in OpenAI's own checkpoints, or in what is converted from them."""
+    if (directory / TOP).exists():
+        return True
+    names = shards.read_headers(directory)
+    return any(name.endswith(("_proj_blocks", "_weight.blocks")) for name in names)
 
 
 def from_source(
