@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from float_checkpoints import TINY, float_gpt_oss, write
 
 import jmx
 from jmx import formats
@@ -15,22 +16,11 @@ from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantiz
 from jmx.checkpoint.quantizing import writer
 from jmx.formats import FORMATS, Format
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss" / "tiny"
 E, H, I = 2, 128, 160  # noqa: E741 (the field's name)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NAMES = {"BF16": BF16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 UNEVEN = ("mxfp4", "nvfp4", "int4_g32_asym", "fp8_tensor", "fp8_block")
 PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-def write(path: Path, tensors: dict[str, np.ndarray], config: dict[str, object]) -> Path:
-    path.mkdir()
-    names = {dtype: name for name, dtype in shards.DTYPES.items()}
-    outputs = [shards.Output(n, names[a.dtype], a.shape, lambda a=a: [a]) for n, a in tensors.items()]
-    shards.write(path, outputs, 200_000)  # several files
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer.json").write_text("{}")
-    return path
 
 
 def random(rng: np.random.Generator, *shape: int, dtype: np.dtype = BF16) -> np.ndarray:
@@ -51,19 +41,6 @@ def qwen(path: Path, rng: np.random.Generator, dtype: np.dtype = BF16, spelling:
                 tensors[f"{at}mlp.experts.{expert}.{name}.weight"] = random(rng, *shape, dtype=dtype)
     tensors["lm_head.weight"] = random(rng, 7, H)
     return write(path, tensors, {"model_type": "qwen3_moe", "hidden_size": H}), tensors
-
-
-def float_gpt_oss(path: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    """The tiny checkpoint with its experts expanded, as the Hugging Face form has them before they are quantised."""
-    tensors = {name: tensor.view() for name, tensor in shards.read_headers(TINY).items()}
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        stem = name.removesuffix("_blocks")
-        blocks, scales = tensors.pop(name), tensors.pop(f"{stem}_scales")
-        packed = formats.BlockScaled(blocks.reshape(*blocks.shape[:-2], -1), scales)
-        tensors[stem] = np.asarray(jmx.dequantize(packed)).swapaxes(1, 2)
-    config = json.loads((TINY / "config.json").read_text())
-    del config["quantization_config"]
-    return write(path, {n: np.ascontiguousarray(a) for n, a in tensors.items()}, config), tensors
 
 
 def equal(a: np.ndarray, b: np.ndarray) -> bool:

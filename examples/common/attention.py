@@ -97,7 +97,7 @@ def attend_prompt(
 
 def _have_kernels(query: jax.Array) -> bool:
     on_hopper = Environment.probe(query).compute_capability == (9, 0)
-    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] % 64 == 0
+    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] in flash_prefill.STAGES
 
 
 def _attend_block(

@@ -53,14 +53,14 @@ class Checkpoint:
         if not isinstance(contents, dict):
             raise CheckpointError(self.path / FILE, f"must be a JSON object, not {type(contents).__name__}")
         quantised = any(contents.get(key) is not None for key in PLACES) or (self.path / MODELOPT_FILE).exists()
+        if quantised and format is not None:
+            raise CheckpointError(self.path / FILE, f"experts are quantised already, and not to {format.name}")
         self.reader = compressed_tensors.Reader(path, gate_up_order) if quantised else None
         self.tensors = shards.read_headers(self.path) if self.reader is None else self.reader.tensors
         self._floats: Mapping[str, float_experts.Layer] = {}
         if self.reader is None:
             found = float_experts.find(self.path, self.tensors, contents.get("model_type"))
             self._floats = {layer.name: layer for layer in found}
-        elif format is not None:
-            raise CheckpointError(self.path / FILE, f"experts are quantised already, and not to {format.name}")
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:
         """CheckpointError unless there are tensors of such `shapes`, and `experts` of such E, H, I, by name."""

@@ -109,6 +109,7 @@ def save_answers(folder: Path, file: Path) -> None:
                 found[f"experts{index}"] = experts.to(torch.int32)
 
             layer.mlp.gate.register_forward_hook(keep)
+    ids = tokens = torch.empty(0)
     margin = 0.0
     while margin < MARGIN:
         ids = tokens = torch.randint(model.config.vocab_size, (PROMPTS, LENGTH))

@@ -10,7 +10,7 @@ from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, Group, Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import Target, parse_target
+from jmx.checkpoint.compressed_tensors.targets import LONGEST, Target, parse_target
 
 METHOD = "fp8"
 
@@ -38,6 +38,6 @@ def parse_fp8(file: Path, place: str, value: Any) -> Quantization:
 
 def _parse_module(text: str) -> Target:
     """A module and all inside it, its name whole or cut off in front at a dot."""
-    if not text:
-        raise ValueError("a target must not be empty")
+    if not 0 < len(text) <= LONGEST:
+        raise ValueError(f"a target must have 1 to {LONGEST} characters, not {len(text)}")
     return Target(text, re.compile(rf"(?:.*\.)?{re.escape(text)}(?:\..*)?$", re.DOTALL))
