@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jmx
@@ -271,6 +273,18 @@ def test_random_weights_make_a_model_that_runs() -> None:
     assert model.layers[0].moe.experts.format == jmx.NVFP4
 
 
+@pytest.mark.aot
+def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIGS["30b-a3b"], num_hidden_layers=2)
+    with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
+        model = nnx.eval_shape(lambda: from_source(RandomSource(config), backend="mosaic"))
+        cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
+    runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
+    (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
+    assert graph[0] == "kCommandBuffer"
+    assert graph.count("kCustomCall") == 4  # each layer's attention and experts
+
+
 # The config
 
 
@@ -335,6 +349,10 @@ def edited(folder: Path, name: str, change: Callable[[dict[str, np.ndarray]], An
     ("change", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "tensor 'model.norm.weight' is missing"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(np.int16)}),
+            "'model.norm.weight' is I16, but must be BF16 or F16 or F32",
+        ),
         (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:-1]}),
             "has shape (31,), but must",

@@ -72,6 +72,9 @@ class Checkpoint:
             its = self._module(module).shape if quantised else self.tensors[name].shape
             if its != shape:
                 raise CheckpointError(self.path, f"tensor {name!r} has shape {its}, but must have {shape}")
+            if not quantised and self.tensors[name].dtype not in float_experts.FLOATS:
+                rule = f"must be {' or '.join(float_experts.FLOATS)}"
+                raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
         for name, sizes in experts.items():
             its = self._expert_sizes(name)
             if its != sizes:
@@ -150,4 +153,4 @@ class Checkpoint:
         if name in self._floats:
             experts = self._floats[name].experts
             return len(experts), *experts[0]["down"].shape
-        raise CheckpointError(self.path, f"experts {name!r} are missing")
+        raise CheckpointError(self.path, f"experts {name!r} are missing, or not quantised as others are")
