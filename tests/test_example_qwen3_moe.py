@@ -350,6 +350,10 @@ def edited(folder: Path, name: str, change: Callable[[dict[str, np.ndarray]], An
     [
         (lambda t: t.pop("model.norm.weight"), "tensor 'model.norm.weight' is missing"),
         (
+            lambda t: t.update({"model.layers.9.mlp.gate.weight": t["model.norm.weight"]}),
+            "tensor 'model.layers.9.mlp.gate.weight' is not one that this model's config calls for",
+        ),
+        (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(np.int16)}),
             "'model.norm.weight' is I16, but must be BF16 or F16 or F32",
         ),
@@ -370,6 +374,20 @@ def test_checkpoints_that_lack_what_the_config_calls_for_are_refused(
     with pytest.raises(CheckpointError) as caught:
         load(edited(tmp_path / "it", "other", change))
     assert message in str(caught.value)
+
+
+def test_a_cache_that_is_to_be_quantised_is_told_of(tmp_path: Path) -> None:
+    folder = edited(tmp_path / "it", "w4a16", lambda t: t.update({"model.layers.0.self_attn.k_scale": np.ones(1)}))
+    shapes = {name: t.shape for name, t in compressed_tensors.Reader(folder).tensors.items() if ".experts." not in name}
+    del shapes["model.layers.0.self_attn.k_scale"]
+    experts = {f"model.layers.{layer}.mlp.experts": (8, 128, 32) for layer in range(2)}
+    with pytest.raises(CheckpointError, match="k_scale' is not one"):
+        Checkpoint(folder).check(shapes, experts)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="keys and values are to be quantised as they are cached"):
+        Checkpoint(folder).check(shapes, experts)
 
 
 def test_a_format_for_quantised_experts_is_refused() -> None:

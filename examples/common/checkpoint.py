@@ -20,6 +20,8 @@ from jmx.checkpoint.quantizing import experts as float_experts
 from jmx.experts import Experts
 from jmx.formats import Format
 
+_CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
+
 
 class Checkpoint:
     """Tensors by the names that files give them.
@@ -63,37 +65,49 @@ class Checkpoint:
             self._floats = {layer.name: layer for layer in found}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:
-        """CheckpointError unless there are tensors of such `shapes`, and `experts` of such E, H, I, by name."""
+        """CheckpointError unless there are tensors of such `shapes`, `experts` of such E, H, I, and nothing else.
+
+        UserWarnings tell what is not run as the checkpoint has it.
+        """
+        expanded = [name for name in shapes if self._module_of(name) is not None]
         for name, shape in shapes.items():
-            module, _, last = name.rpartition(".")
-            quantised = self._is_quantised(module) and last == "weight"
-            if not quantised and name not in self.tensors:
-                raise CheckpointError(self.path, f"tensor {name!r} is missing; it must be of shape {shape}")
-            its = self._module(module).shape if quantised else self.tensors[name].shape
-            if its != shape:
-                raise CheckpointError(self.path, f"tensor {name!r} has shape {its}, but must have {shape}")
-            if not quantised and self.tensors[name].dtype not in float_experts.FLOATS:
-                rule = f"must be {' or '.join(float_experts.FLOATS)}"
-                raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
+            self._check_tensor(name, shape)
         for name, sizes in experts.items():
             its = self._expert_sizes(name)
             if its != sizes:
                 raise CheckpointError(self.path, f"experts {name!r} are E, H, I = {its}, but must be {sizes}")
-        if expanded := [name for name in shapes if self._is_quantised(name.rpartition(".")[0])]:
-            warnings.warn(
+        parts = {name.rpartition(".")[0] for name in expanded}
+        cache = self.reader is not None and self.reader.quantization.kv_cache
+        for name, tensor in self.tensors.items():
+            module, _, last = name.rpartition(".")
+            known = name in shapes or module in parts or (cache and last in _CACHE_SCALES)
+            if not known and not name.startswith(tuple(f"{its}." for its in experts)):
+                raise CheckpointError(tensor.file, f"tensor {name!r} is not one that this model's config calls for")
+        if expanded:
+            _warn(
                 f"{self.path}: {len(expanded)} modules outside experts are quantised, such as {expanded[0]!r}: they "
-                "are expanded, and their inputs stay as they are",
-                stacklevel=3,
+                "are expanded, and their inputs stay as they are"
             )
+        if cache:
+            _warn(f"{self.path}: keys and values are to be quantised as they are cached; here they stay as they are")
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        module = self._module_of(name)
+        if module is None and name not in self.tensors:
+            raise CheckpointError(self.path, f"tensor {name!r} is missing; it must be of shape {shape}")
+        its = self.tensors[name].shape if module is None else module.shape
+        if its != shape:
+            raise CheckpointError(self.path, f"tensor {name!r} has shape {its}, but must have {shape}")
+        if module is None and self.tensors[name].dtype not in float_experts.FLOATS:
+            rule = f"must be {' or '.join(float_experts.FLOATS)}"
+            raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
 
     def dense(self, name: str) -> jax.Array:
         """A tensor outside experts, expanded to float32 if it is quantised."""
-        module, _, last = name.rpartition(".")
-        if last == "weight" and self._is_quantised(module):
-            its = self._module(module)
-            self._advance(sum(piece.tensor.nbytes for piece in its.pieces.values()))
-            weight = jax.tree.map(jnp.asarray, its.weight())
-            return quantization.dequantize(weight, jnp.float32, its.format)
+        if (module := self._module_of(name)) is not None:
+            self._advance(sum(piece.tensor.nbytes for piece in module.pieces.values()))
+            weight = jax.tree.map(jnp.asarray, module.weight())
+            return quantization.dequantize(weight, jnp.float32, module.format)
         self._advance(self.tensors[name].nbytes)
         return place(name, self.tensors[name].view(), None)
 
@@ -138,13 +152,14 @@ class Checkpoint:
             finally:
                 self._advance = lambda _: None
 
-    def _is_quantised(self, module: str) -> bool:
-        """By what files hold: a config may mean modules that are none, such as embeddings."""
-        return any(f"{module}.{last}" in self.tensors for last in ("weight_scale", "weight_scale_inv"))
-
-    def _module(self, name: str) -> compressed_tensors.Module:
-        assert self.reader is not None
-        return self.reader.module(name)
+    def _module_of(self, name: str) -> compressed_tensors.Module | None:
+        """The quantised module whose weight a tensor is, if it is one: by what files hold, as a config may mean modules
+        that are none, such as embeddings."""
+        module, _, last = name.rpartition(".")
+        scaled = any(f"{module}.{scale}" in self.tensors for scale in ("weight_scale", "weight_scale_inv"))
+        if self.reader is None or last != "weight" or not scaled:
+            return None
+        return self.reader.module(module)
 
     def _expert_sizes(self, name: str) -> tuple[int, int, int]:
         if self.reader is not None and name in self.reader.layers:
@@ -154,3 +169,7 @@ class Checkpoint:
             experts = self._floats[name].experts
             return len(experts), *experts[0]["down"].shape
         raise CheckpointError(self.path, f"experts {name!r} are missing, or not quantised as others are")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)  # where a model is loaded
