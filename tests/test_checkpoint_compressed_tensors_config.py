@@ -464,6 +464,25 @@ def test_quark(tmp_path, inputs, expected):
     assert quantization.scheme("model.layers.3.mlp.gate") is None
 
 
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.3.mlp.gate", "shared_head"],
+}
+
+
+def test_fp8_in_blocks_as_models_are_published(tmp_path):
+    quantization = read_quantization(placed(tmp_path, {"quantization_config": FP8}))
+    assert quantization.scheme(EXPERT) == Scheme("fp8_block", "fp8_block", "fp8")
+    assert quantization.scheme("model.layers.3.mlp.gate_proj") is not None
+    for ignored in ("lm_head", "model.layers.3.mlp.gate", "model.layers.61.shared_head.head"):
+        assert quantization.scheme(ignored) is None
+    without = {key: value for key, value in FP8.items() if key != "modules_to_not_convert"}
+    assert read_quantization(placed(tmp_path, {"quantization_config": without})).scheme("lm_head") is not None
+
+
 def test_other_tools_configs_are_refused_by_name(tmp_path):
     weight = {"weight": MX | {"group_size": 64}}
     for contents, message in (
@@ -483,6 +502,11 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
         ),
         (QUARK | {"layer_quant_config": {"*gate*": {}}}, "`quantization_config.layer_quant_config` (={"),
         (QUARK | {"scheme": 1}, "`quantization_config.scheme` (=1) is not a known key"),
+        (FP8 | {"activation_scheme": "static"}, "`quantization_config.activation_scheme` (='static') must be one of"),
+        (FP8 | {"weight_block_size": [64, 64]}, "`quantization_config.weight_block_size` (=[64, 64]) must be one of"),
+        (FP8 | {"scale_fmt": "ue8m0"}, "`quantization_config.scale_fmt` (='ue8m0') must be one of"),
+        (FP8 | {"modules_to_not_convert": [""]}, "a target must have 1 to 1000 characters, not 0"),
+        (FP8 | {"rotate": 1}, "`quantization_config.rotate` (=1) is not a known key"),
         (
             {"quant_method": "gptq"},
             "`quantization_config.quant_method` (='gptq') must be one of ['comp",

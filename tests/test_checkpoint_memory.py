@@ -41,6 +41,18 @@ print(0, flush=True)
 sys.stdin.readline()
 """
 
+QUANTIZE = """
+import sys
+import jmx
+from jmx.checkpoint import quantizing
+quantizing.convert(sys.argv[1], sys.argv[3] + "_small", jmx.MXFP4)
+print("ready", flush=True)
+sys.stdin.readline()
+quantizing.convert(sys.argv[2], sys.argv[3], jmx.MXFP4)
+print(0, flush=True)
+sys.stdin.readline()
+"""
+
 
 def write_big(path: Path, rng: np.random.Generator) -> int:
     """A checkpoint of 8 layers, nearly all of it experts. Gives one layer's packed bytes."""
@@ -113,3 +125,31 @@ def test_reading_and_converting_hold_about_one_layer_in_host_memory(tmp_path, rn
     assert 0.99 * kept <= peak <= kept + layer_bytes
     peak, _ = peak_of(CONVERT, [TINY, tmp_path / "big", tmp_path / "out"])
     assert peak <= layer_bytes
+
+
+def write_floats(path: Path, rng: np.random.Generator, num_layers: int, size: int) -> int:
+    """Layers of 16 float experts alone. Gives one layer's bytes."""
+    names = [f"{e}.{part}_proj.weight" for e in range(16) for part in ("gate", "up", "down")]
+    outputs = [
+        shards.Output(
+            f"model.layers.{layer}.mlp.experts.{name}",
+            "BF16",
+            (size, size),
+            lambda: [rng.standard_normal((size, size), np.float32).astype(ml_dtypes.bfloat16)],
+        )
+        for layer in range(num_layers)
+        for name in names
+    ]
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    shards.write(path, outputs, 60_000_000)
+    return 2 * size * size * len(names)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_quantizing_holds_less_than_one_layer_in_host_memory(tmp_path, rng):
+    write_floats(tmp_path / "small", rng, 1, 32)
+    layer_bytes = write_floats(tmp_path / "big", rng, 2, 1024)
+    # Rounding one matrix takes float32 copies of it, and the float64 in which errors are measured.
+    peak, _ = peak_of(QUANTIZE, [tmp_path / "small", tmp_path / "big", tmp_path / "out"])
+    assert peak <= 0.8 * layer_bytes

@@ -12,7 +12,7 @@ import pytest
 
 from jmx import bench, cli, doctor, roofline, selection
 from jmx._version import __version__
-from jmx.checkpoint import gpt_oss
+from jmx.checkpoint import gpt_oss, shards
 from jmx.selection import Reason, Rejection
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -78,7 +78,21 @@ def test_version_and_help(jmx):
         (["explain", "--model", "gpt-oss-12b"], ["did you mean 'gpt-oss-120b'?"]),
         (["explain", "--checkpoint", "/nowhere/at/all"], ["/nowhere/at/all"]),
         (["explain", "--checkpoint", CHECKPOINT, "--model", "small"], ["not allowed with"]),
-        (["convert", CHECKPOINT, "/tmp"], ["--to"]),
+        (["convert", CHECKPOINT, "/tmp"], ["--to", "--quantize"]),
+        (["convert", CHECKPOINT, "/tmp", "--to", "hf", "--quantize", "nvfp4"], ["not allowed with"]),
+        (
+            ["convert", CHECKPOINT, "/tmp/a", "--to", "hf", "--overwrite"],
+            ["`--overwrite` goes with `--quantize` alone"],
+        ),
+        (
+            ["convert", CHECKPOINT, "/tmp/a", "--quantize", "nvpf4"],
+            ["(='nvpf4')", "did you mean 'nvfp4'?"],
+        ),
+        (
+            ["convert", CHECKPOINT, "/tmp/a", "--quantize", "mxint4"],
+            ["(='mxint4') cannot be written", "nvfp4"],
+        ),
+        (["convert", CHECKPOINT, "/tmp/a", "--quantize", "nvfp4"], ["`quantization_config` must not be there"]),
         (["convert", CHECKPOINT, "/tmp", "--to", "torch"], ["'torch'", "original"]),
         (["bench", "--model", "smal"], ["did you mean 'small'?"]),
         (["bench", "--backends", "xla,ragged"], ["`--backends` (='ragged')", "did you mean 'ragged_dot'?"]),
@@ -236,6 +250,28 @@ def test_convert_there_and_back_gives_the_same_experts(jmx, tmp_path):
     code, out, err = jmx("convert", CHECKPOINT, back, "--to", "hf")
     assert (code, out) == (2, "")
     assert_one_line_error(err, back)
+
+
+def test_convert_quantizes_and_reports(jmx, tmp_path, rng):
+    source, target, file = tmp_path / "in", str(tmp_path / "out"), tmp_path / "errors.json"
+    source.mkdir()
+    weight = rng.standard_normal((32, 32)).astype(np.float32)
+    names = [f"model.layers.3.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
+    shards.write(source, [shards.Output(name, "F32", weight.shape, lambda: [weight]) for name in names], 10**6)
+    (source / "config.json").write_text("{}")
+    flags = ["--quantize", "fp8_channel", "--report", str(file)]
+    code, out, err = jmx("convert", str(source), target, *flags)
+    assert (code, err) == (0, "")
+    assert "experts in fp8_channel" in out
+    assert out.endswith(f"wrote {target} as compressed-tensors, experts in fp8_channel\n")
+    report = json.loads(file.read_text())
+    assert 0.02 < report["layers"]["model.layers.3.mlp.experts"]["up"]["relative_error"] < 0.03
+    code, out, err = jmx("convert", str(source), target, *flags)
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, "must not exist yet")
+    code, out, err = jmx("convert", str(source), target, *flags, "--overwrite", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"source": str(source), "target": target, **report}
 
 
 def test_bench_saves_prints_and_draws(jmx, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from float_checkpoints import float_gpt_oss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -23,15 +24,18 @@ from tokenizers import Tokenizer
 
 import jmx
 import jmx.layer
+from examples.common.attention import QUERIES, attend, rotate
+from examples.common.cache import bucket, write
+from examples.common.flash_decode import flash_decode
+from examples.common.flash_prefill import flash_prefill
+from examples.common.model import Model
+from examples.common.runner import CHUNK
+from examples.common.text import TextStream
 from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
-from examples.gpt_oss.attention import QUERIES, attend, rotate, yarn_angles, yarn_frequencies
-from examples.gpt_oss.cache import bucket, write
-from examples.gpt_oss.flash_decode import flash_decode
-from examples.gpt_oss.flash_prefill import flash_prefill
 from examples.gpt_oss.generate import TINY, main
-from examples.gpt_oss.runner import CHUNK
-from examples.gpt_oss.text import TextStream
+from examples.gpt_oss.rope import yarn_angles, yarn_frequencies
 from jmx import ffi
+from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
 from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
@@ -62,7 +66,7 @@ def relative_error(got: jax.typing.ArrayLike, expected: np.ndarray) -> float:
 
 
 @jax.jit
-def whole(model: GptOss, expert_ids: list[jax.Array] | None = None) -> tuple[jax.Array, list[MoERecord]]:
+def whole(model: Model, expert_ids: list[jax.Array] | None = None) -> tuple[jax.Array, list[MoERecord]]:
     """Logits of the golden prompts, and what went through each layer's experts."""
     records: list[MoERecord] = []
     batch, length = GOLDEN["input_ids"].shape
@@ -72,7 +76,7 @@ def whole(model: GptOss, expert_ids: list[jax.Array] | None = None) -> tuple[jax
     return model.logits(x), records
 
 
-def chosen_experts(model: GptOss, records: list[MoERecord]) -> list[jax.Array]:
+def chosen_experts(model: Model, records: list[MoERecord]) -> list[jax.Array]:
     """Expert ids (B, T, k) of each layer."""
     return [
         jmx.route(jmx.Logits(layer.router(record.input), layer.moe.routing)).expert_ids
@@ -144,6 +148,75 @@ def test_both_forms_of_a_checkpoint_give_the_same_logits(runner: Runner, tmp_pat
     convert(TINY, tmp_path / "original", form="original")
     again, _ = Runner(load(tmp_path / "original", dtype=jnp.float32)).prefill(PROMPTS)
     assert (np.asarray(again) == np.asarray(runner.prefill(PROMPTS)[0])).all()
+
+
+# Experts of other formats, and from other tools
+
+# By how a format's name begins: of the logits of a layer alone, against those in MXFP4.
+FORMAT_ERRORS = {"nvfp4": 0.15, "mxfp4": 0, "int4": 0.3, "int8": 0.03, "fp8": 0.1}
+CHOSEN = ("nvfp4", "int4_g32_asym", "fp8_block")  # `-m slow` runs all the others
+
+
+@jax.jit
+def step(model: Model, tokens: jax.Array, starts: jax.Array, caches: list[jax.Array]) -> tuple[jax.Array, list[Any]]:
+    x, caches = model(tokens[:, None], starts, caches)
+    return model.logits(x[:, 0]), caches
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GptOss]:
+    """A checkpoint in floats, and its model in MXFP4, which loses nothing."""
+    folder, _ = float_gpt_oss(tmp_path_factory.mktemp("floats") / "bf16", num_layers=1)
+    return folder, load(folder, format=jmx.MXFP4, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.slow) for n in quantizing.WRITABLE]
+)
+def test_tokens_come_from_experts_in_every_format(name: str, one_layer: tuple[Path, GptOss], tmp_path: Path) -> None:
+    folder, floats = one_layer
+    format = jmx.FORMATS[name]
+    sizes = floats.config.hidden_size, floats.config.intermediate_size
+    if any(size % format.block_size for size in sizes) and not format.short_block:
+        pytest.skip(f"blocks of {format.block_size} do not divide {sizes}")
+    quantizing.convert(folder, tmp_path / "out", format)
+    model = load(tmp_path / "out", dtype=jnp.float32)
+    assert model.layers[0].moe.experts.format == format
+    caches = [Cache.empty(model.config, 2, 16, jnp.float32).layers for _ in range(2)]
+    tokens = jnp.array([PROMPTS[0][0], PROMPTS[1][0]])
+    most = next(error for start, error in FORMAT_ERRORS.items() if name.startswith(start))
+    for position in range(4):
+        starts = jnp.full(2, position)
+        logits, caches[0] = step(model, tokens, starts, caches[0])
+        expected, caches[1] = step(floats, tokens, starts, caches[1])
+        assert 0.01 * most < relative_error(logits, np.asarray(expected)) <= most or most == 0
+        tokens = Sampler()(logits, position)
+
+
+def test_tokens_come_from_quarks_golden_file() -> None:
+    reader = compressed_tensors.Reader(ROOT / "tests/data/compressed_tensors/quark_gpt_oss", "interleaved")
+    (name,) = reader.layers
+    layer = reader.layer(name)
+
+    class Golden(RandomSource):
+        def experts(self, layer: int) -> jmx.Experts:
+            return reader.experts(name, inputs=False)
+
+    sizes = {"hidden_size": layer.hidden_size, "intermediate_size": layer.intermediate_size, "top_k": 2}
+    config = dataclasses.replace(read_config(TINY), num_hidden_layers=1, layer_types=(FULL,), **sizes)
+    model = from_source(Golden(dataclasses.replace(config, num_experts=layer.num_experts)), dtype=jnp.float32)
+    arrays = model.layers[0].moe.experts.prepare("packed").arrays()
+    assert all(np.array_equal(np.asarray(arrays[key]), array) for key, array in reader.arrays(name).items())
+    logits, _ = step(model, jnp.array([3]), jnp.zeros(1, jnp.int32), Cache.empty(config, 1, 16, jnp.float32).layers)
+    assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_floats_without_a_format_are_refused(one_layer: tuple[Path, GptOss]) -> None:
+    folder, _ = one_layer
+    with pytest.raises(CheckpointError, match="are floats with biases: name a format to round them to"):
+        load(folder)
+    with pytest.raises(CheckpointError, match="experts are quantised already, and not to nvfp4"):
+        load(TINY, format=jmx.NVFP4)
 
 
 # Prefill and decode
@@ -311,19 +384,19 @@ def test_attention_refuses_lengths_between_blocks() -> None:
         attend(odd, jnp.ones((1, 2, 256, 8)), jnp.ones((1, 2, 256, 8)), jnp.ones(2), jnp.zeros(1, jnp.int32), None)
 
 
-def qkv(rng: np.random.Generator, batch: int, length: int, group: int) -> list[jax.Array]:
-    """bfloat16 (B, T, heads, 64): queries, and the keys and values of two heads that groups of them share."""
-    shapes = [(batch, length, heads, 64) for heads in (2 * group, 2, 2)]
+def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int) -> list[jax.Array]:
+    """bfloat16 (B, T, heads, D): queries, and the keys and values of two heads that groups of them share."""
+    shapes = [(batch, length, heads, dim) for heads in (2 * group, 2, 2)]
     return [jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("window", [None, 1, 128, 300])
-@pytest.mark.parametrize(("length", "group"), [(128, 1), (384, 8), (2048, 16)])
+@pytest.mark.parametrize(("length", "group", "dim"), [(128, 1, 64), (384, 8, 64), (2048, 16, 64), (640, 8, 128)])
 def test_the_kernels_attend_as_the_plain_code_does(
-    rng: np.random.Generator, length: int, group: int, window: int | None
+    rng: np.random.Generator, length: int, group: int, dim: int, window: int | None
 ) -> None:
-    query, keys, values = qkv(rng, 2, length, group)
+    query, keys, values = qkv(rng, 2, length, group, dim)
     sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
     held = jnp.stack([keys, values]).swapaxes(2, 3)
     wide = held.astype(jnp.float32)
@@ -337,12 +410,13 @@ def test_the_kernels_attend_as_the_plain_code_does(
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("window", [None, 128])
-def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int | None) -> None:
-    shape, dtype, sinks = jax.ShapeDtypeStruct, jnp.bfloat16, jax.ShapeDtypeStruct((64,), jnp.float32)
-    query, keys = shape((1, 8192, 64, 64), dtype), shape((1, 8192, 8, 64), dtype)
+@pytest.mark.parametrize(("window", "heads", "dim"), [(None, 64, 64), (128, 64, 64), (None, 32, 128)])
+def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int | None, heads: int, dim: int) -> None:
+    shape, dtype, sinks = jax.ShapeDtypeStruct, jnp.bfloat16, jax.ShapeDtypeStruct((heads,), jnp.float32)
+    query, keys = shape((1, 8192, heads, dim), dtype), shape((1, 8192, heads // 8, dim), dtype)
     prefill = aot.compile_for_h200(partial(flash_prefill, window=window), query, keys, keys, sinks)
-    one, cache, position = shape((1, 64, 64), dtype), shape((2, 1, 8, 8192, 64), dtype), shape((1,), jnp.int32)
+    one, position = shape((1, heads, dim), dtype), shape((1,), jnp.int32)
+    cache = shape((2, 1, heads // 8, 8192, dim), dtype)
     decode = aot.compile_for_h200(partial(flash_decode, window=window), one, cache, sinks, position)
     for compiled in (prefill, decode):
         memory = compiled.memory_analysis()
@@ -601,7 +675,7 @@ def test_the_command_tells_in_one_line_what_the_machine_cannot_do(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("examples.gpt_oss.generate.make_model", fail)
+    monkeypatch.setattr("examples.common.command.make_model", fail)
     assert main([]) == 1
     _, err = capsys.readouterr()
     assert err.startswith("generate.py: error: " + (str(error).split("\n")[0] or "MemoryError"))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import jmx
-from examples.gpt_oss import generate
+from examples.gpt_oss import generate as gpt_oss
+from examples.qwen3_moe import generate as qwen3_moe
 from jmx import cli, ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -116,9 +117,10 @@ def test_commands_are_ones_that_exist():
     for arguments in (mine := commands("jmx")):
         cli._parser().parse_args(arguments)
     assert {"explain", "doctor", "convert", "bench"} <= {arguments[0] for arguments in mine}
-    for arguments in (mine := commands(r"python examples/gpt_oss/generate\.py")):
-        generate.parse_arguments(arguments)
-    assert len(mine) >= 3
+    for family, least in ((gpt_oss, 3), (qwen3_moe, 2)):
+        for arguments in (mine := commands(rf"python {family.__name__.replace('.', '/')}\.py")):
+            family.parse_arguments(arguments)
+        assert len(mine) >= least
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,12 +1,20 @@
 """Routing against a row-by-row float64 reference, with its ties, NaN, masks, gradients and refusals."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
+import jmx
+from jmx.formats import BlockScaled
 from jmx.routing import (
     NOWHERE,
     Custom,
@@ -358,3 +366,42 @@ def test_validate_refuses_what_is_not_a_routing(ids, weights, error, message):
 def test_ids_that_int32_cannot_hold_count_nowhere():
     routing = Routing(np.array([[2**32, 1], [2**32 + 1, -(2**33)]]), np.ones((2, 2), np.float32))
     np.testing.assert_array_equal(token_counts(routing, 4), [0, 1, 0, 0])
+
+
+# DeepSeek-V3, against transformers: see data/make_qwen3_moe.py
+
+GROUPED = Path(__file__).parent / "data" / "qwen3_moe" / "grouped_routing.safetensors"
+
+
+def grouped_configs() -> dict[str, dict[str, Any]]:
+    with safe_open(GROUPED, "np") as file:  # pyright: ignore
+        return json.loads(file.metadata()["configs"])
+
+
+@pytest.mark.parametrize("name", ["renormalised", "plain", "one_group"])
+def test_grouped_sigmoid_routing_and_its_layer_are_deepseeks(name: str) -> None:
+    config, golden = grouped_configs()[name], load_file(GROUPED)
+    method = GroupedTopK(
+        config["num_experts_per_tok"],
+        num_groups=config["n_group"],
+        topk_groups=config["topk_group"],
+        scoring="sigmoid",
+        renormalize=config["norm_topk_prob"],
+        routed_scaling_factor=config["routed_scaling_factor"],
+    )
+    x, values = golden["hidden"], golden["hidden"] @ golden["router"].T
+    logits = Logits(jnp.asarray(values), method, jnp.asarray(golden["bias"]))
+    found = route(logits)
+    expected, got = (  # by expert: transformers does not sort them
+        [np.take_along_axis(np.asarray(a), np.argsort(its.expert_ids), axis=1) for a in its]
+        for its in (Routing(golden[f"{name}.ids"], golden[f"{name}.weights"]), found)
+    )
+    assert np.array_equal(got[0], expected[0])
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
+    packed = {
+        role: BlockScaled(golden[role], np.full((*golden[role].shape[:2], 1), golden["scale"]))
+        for role in ("gate_up", "down")
+    }
+    experts = jmx.Experts.of(**packed, gate_up_order="concatenated", format=jmx.FORMATS["fp8_channel"])
+    out = np.asarray(jmx.moe(jnp.asarray(x), logits, experts, activation=jmx.SwiGLU()), np.float64)
+    assert np.linalg.norm(out - golden[f"{name}.out"]) <= 1e-5 * np.linalg.norm(golden[f"{name}.out"])

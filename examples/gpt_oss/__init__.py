@@ -6,14 +6,15 @@
     logits, cache = runner.prefill([[1, 2, 3]])
     logits, cache = runner.decode(Sampler()(logits, 0), cache)
 
-Files, from the bottom up: `flash_prefill.py`, `flash_decode.py`, `attention.py`, `cache.py`, `model.py`, `sampling.py`,
-`load.py`, `runner.py`, `text.py`, `generate.py`.
+What it shares with other models is in `examples.common`. Its own, from the bottom up: `rope.py`, `model.py`,
+`load.py`, `generate.py`.
 """
 
-from examples.gpt_oss.cache import Cache
+from examples.common.cache import Cache
+from examples.common.model import MoERecord
+from examples.common.runner import Runner
+from examples.common.sampling import Sampler
 from examples.gpt_oss.load import CONFIGS, RandomSource, from_source, load
-from examples.gpt_oss.model import GptOss, MoERecord
-from examples.gpt_oss.runner import Runner
-from examples.gpt_oss.sampling import Sampler
+from examples.gpt_oss.model import GptOss
 
 __all__ = ["CONFIGS", "Cache", "GptOss", "MoERecord", "RandomSource", "Runner", "Sampler", "from_source", "load"]

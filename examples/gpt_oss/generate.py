@@ -1,230 +1,39 @@
 """Generate text, or token ids, with a gpt-oss model: `python examples/gpt_oss/generate.py --help`."""
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script, from anywhere; this folder's own names must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from rich.console import Console
-
-import jmx
+from examples.common import command
+from examples.common.command import Family
 from examples.gpt_oss.load import CONFIGS, RandomSource, from_source, load
 from examples.gpt_oss.model import GptOss
-from examples.gpt_oss.runner import Runner, check_prompts
-from examples.gpt_oss.sampling import Sampler
-from examples.gpt_oss.text import IdStream, TextStream, read_tokenizer
-from jmx.backends import BACKENDS
-from jmx.checkpoint.gpt_oss import CheckpointError, Config, read_config
-from jmx.explain import Floor
+from jmx.checkpoint.gpt_oss import Config, read_config
+from jmx.formats import MXFP4, Format
 
 TINY = Path(__file__).resolve().parent / "tiny"
-PROMPT = "Licensed under the Apache License"
-RANDOM_PROMPT_LENGTH = 1024
 
 
-class UsageError(Exception):
-    """Something was asked for that cannot be; told in one line."""
+def random_model(config: Config, seed: int, format: Format | None = None, **made: Any) -> GptOss:
+    return from_source(RandomSource(config, seed, format or MXFP4), **made)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="generate.py",
-        description="Generate with a gpt-oss model whose experts stay in 4 bits. Times are of a second run, after one "
-        "that compiles.",
-    )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="in either form; default: the tiny one beside")
-    source.add_argument("--random", choices=CONFIGS, help="random weights of a published model's shape")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt", metavar="TEXT", help=f"raw text for the checkpoint's tokenizer.json; default: {PROMPT!r}"
-    )
-    prompt.add_argument(
-        "--prompt-ids",
-        type=_ids,
-        metavar="1,2,3",
-        help=f"token ids; new ids are then shown as ids. Default with --random: {RANDOM_PROMPT_LENGTH} random ones",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, which is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum to P")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random weights")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
-    parser.add_argument("--backend", choices=[b.name for b in BACKENDS], metavar="NAME", help="the one that must run")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence id")
-    parser.add_argument("--logits", type=Path, metavar="FILE.npy", help="write the prompt's, float32 (length, vocab)")
-    parser.add_argument("--json", action="store_true", help="results on stdout's last line, all else on stderr")
-    return parser.parse_args(arguments)
+FAMILY = Family(
+    description="Generate with a gpt-oss model whose experts stay as their checkpoint has them.",
+    configs=CONFIGS,
+    default=TINY,
+    prompt="Licensed under the Apache License",
+    read_config=partial(read_config, quant_methods=None),
+    load=load,
+    random=random_model,
+)
 
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
-
-
-def make_sampler(options: argparse.Namespace) -> Sampler:
-    """The sampler that the options ask for, all options checked that need no file."""
-    if options.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens (={options.max_new_tokens}) must be at least 1")
-    if options.random and options.prompt is not None:
-        raise UsageError("--prompt needs a tokenizer, and --random has none: give --prompt-ids")
-    if options.logits and not options.logits.absolute().parent.is_dir():
-        raise UsageError(f"--logits (={options.logits}) must be in a folder that exists")
-    try:
-        return Sampler(options.temperature, options.top_p, options.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def read_prompt(options: argparse.Namespace, config: Config) -> tuple[list[int], TextStream | IdStream]:
-    """The prompt's ids, checked, and what shows the new ones."""
-    stream: TextStream | IdStream = IdStream()
-    if options.prompt_ids is not None:
-        ids = options.prompt_ids
-    elif options.random:
-        ids = np.random.default_rng(options.seed).integers(config.vocab_size, size=RANDOM_PROMPT_LENGTH).tolist()
-    else:
-        try:
-            stream = TextStream(read_tokenizer(options.checkpoint or TINY))
-        except (FileNotFoundError, ImportError) as error:
-            raise UsageError(f"{error}; or give --prompt-ids") from error
-        text = PROMPT if options.prompt is None else options.prompt
-        ids = stream.tokenizer.encode(text, add_special_tokens=False).ids
-    try:
-        check_prompts(config, [ids])
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return ids, stream
-
-
-def make_model(options: argparse.Namespace) -> GptOss:
-    made = {"dtype": jnp.dtype(options.dtype), "backend": options.backend}
-    if options.random:
-        return from_source(RandomSource(CONFIGS[options.random], options.seed), **made)
-    return load(options.checkpoint or TINY, progress=True, **made)
-
-
-def explain(model: GptOss, tokens: int) -> jmx.Explanation:
-    """Which backend runs the experts of a step of so many tokens, and why."""
-    x = jax.ShapeDtypeStruct((1, tokens, model.config.hidden_size), model.dtype)
-    return jmx.explain(model.layers[0].moe, x)
-
-
-def weights_read(model: GptOss) -> float:
-    """Bytes of weights that a step of one token reads: not the embedding table, nor experts that it does not use."""
-    experts = _nbytes([layer.moe.experts for layer in model.layers])
-    unused = 1 - model.config.top_k / model.config.num_experts
-    return _nbytes(nnx.state(model)) - _nbytes(model.embedding[...]) - unused * experts
-
-
-def _nbytes(arrays: Any) -> int:
-    return sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(arrays))
-
-
-def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
-    logits, _ = runner.prefill([ids], all_logits=True)
-    with file.open("wb") as opened:  # by its name alone, np.save would add a suffix to some
-        np.save(opened, np.asarray(logits[0, : len(ids)]))
-
-
-def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Does what the options ask and tells it on the console. Returns what --json prints."""
-    sampler = make_sampler(options)
-    config = CONFIGS[options.random] if options.random else read_config(options.checkpoint or TINY)
-    ids, stream = read_prompt(options, config)
-    model = make_model(options)
-    runner = Runner(model)
-    if options.logits:
-        write_logits(runner, ids, options.logits)
-    generation = {"prompts": [ids], "sampler": sampler, "max_new_tokens": options.max_new_tokens}
-    cache_bytes = runner.warm_up(**generation)
-
-    console.out(stream.prompt(ids), end="", style="dim", highlight=False)
-    new: list[int] = []
-    arrivals = []
-    started = time.perf_counter()
-    for (token,) in runner.generate(**generation):
-        arrivals.append(time.perf_counter())
-        new.append(int(token))
-        console.out(stream.step(new[-1]), end="", highlight=False)
-        if new[-1] in config.eos_token_ids and not options.ignore_eos:
-            break
-    console.out(stream.flush(), highlight=False)
-
-    decode = explain(model, 1)
-    rate = (len(new) - 1) / (arrivals[-1] - arrivals[0]) if len(new) > 1 else None
-    result = {
-        "prompt_ids": ids,
-        "ids": new,
-        "backend": decode.chosen,
-        "prefill_ms": 1e3 * (arrivals[0] - started),
-        "decode_tokens_per_s": rate,
-        "weight_bytes_a_token": weights_read(model),
-        "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-    }
-    console.print()
-    console.print(decode)
-    if (prefill := explain(model, len(ids))).chosen != decode.chosen:
-        console.print(prefill)
-    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, decode.floor, console)
-    return result
-
-
-def _summarize(
-    result: dict[str, Any], weight_bytes: int, cache_bytes: int, floor: Floor | None, console: Console
-) -> None:
-    rate, peak = result["decode_tokens_per_s"], result["peak_device_bytes"]
-    read = result["weight_bytes_a_token"]
-    share = ""
-    if rate is not None and floor is not None:
-        bandwidth = floor.peak.bandwidth
-        share = f", {rate * read / bandwidth:.0%} of what {bandwidth / 1e12:.1f} TB/s (by data sheet) allow"
-    part = "" if peak is None else f" ({peak / (weight_bytes + cache_bytes):.3f} of both)"
-    for line in (
-        f"prefill: {len(result['prompt_ids'])} tokens in {result['prefill_ms']:.1f} ms",
-        f"decode: {len(result['ids'])} tokens, {'-' if rate is None else f'{rate:.1f}'} a second",
-        f"weights read: {_size(read)} a token{share}",
-        f"device memory: weights {_size(weight_bytes)}, cache {_size(cache_bytes)}, peak {_size(peak)}{part}",
-    ):
-        console.print(line, soft_wrap=True)
-
-
-def _size(size: float | None) -> str:
-    if size is None:
-        return "not known here"
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns its exit status: 0, 1 if the machine cannot, 2 for bad input, 130 when interrupted."""
-    options = parse_arguments(arguments)
-    console = Console(file=sys.stderr if options.json else sys.stdout)
-    try:
-        result = run(options, console)
-    except (UsageError, CheckpointError, OSError, jmx.NoBackendError) as error:
-        print(f"generate.py: error: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, MemoryError) as error:  # of the device too, such as memory that runs out
-        print(f"generate.py: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if options.json:
-        print(json.dumps(result))
-    return 0
-
+parse_arguments = partial(command.parse_arguments, FAMILY)
+main = partial(command.main, FAMILY)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,13 @@
 """compressed-tensors checkpoints: experts of any scheme that the package of that name writes.
 
-And ModelOpt's NVFP4 and Quark's MXFP4, which are the same bits under other names."""
+And ModelOpt's NVFP4, Quark's MXFP4 and the FP8 of DeepSeek and Qwen, which are the same bits under other names."""
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.methods import read_quantization
 from jmx.checkpoint.compressed_tensors.reader import Reader
+from jmx.checkpoint.compressed_tensors.tensors import Module
 from jmx.checkpoint.compressed_tensors.writer import convert
 from jmx.checkpoint.shards import CheckpointError
 
-__all__ = ["CheckpointError", "Layer", "Quantization", "Reader", "Scheme", "convert", "read_quantization"]
+__all__ = ["CheckpointError", "Layer", "Module", "Quantization", "Reader", "Scheme", "convert", "read_quantization"]

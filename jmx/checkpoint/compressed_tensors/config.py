@@ -33,7 +33,7 @@ STORAGES: dict[str, tuple[str, ...]] = {
 }
 
 # How weights lie in files of other tools than compressed-tensors.
-MODELOPT, QUARK = "modelopt", "quark"
+MODELOPT, QUARK, FP8 = "modelopt", "quark", "fp8"
 
 # Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
 GLOBAL = "input_global_scale"  # which divides there, unlike the other
@@ -58,7 +58,7 @@ class Scheme:
     Args:
         weights: name of the weights' format, a key of `jmx.formats.FORMATS`.
         inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have.
-        storage: how files hold the weights: a key of `STORAGES`, `MODELOPT` or `QUARK`.
+        storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK` or `FP8`.
     """
 
     weights: str

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from jmx.checkpoint.compressed_tensors import config, modelopt, quark
+from jmx.checkpoint.compressed_tensors import config, fp8, modelopt, quark
 from jmx.checkpoint.compressed_tensors.config import FILE, PLACES, Quantization
 from jmx.checkpoint.shards import CheckpointError, read_json
 
@@ -30,7 +30,9 @@ def read_quantization(path: str | os.PathLike[str]) -> Quantization:
         return modelopt.parse_modelopt(file, given[0], value)
     if method == quark.METHOD:
         return quark.parse_quark(file, given[0], value)
-    known = [config.METHOD, *modelopt.METHODS, quark.METHOD]
+    if method == fp8.METHOD:
+        return fp8.parse_fp8(file, given[0], value)
+    known = [config.METHOD, *modelopt.METHODS, quark.METHOD, fp8.METHOD]
     if method is not None and method != config.METHOD:
         raise CheckpointError(file, f"`{given[0]}.quant_method` (={method!r}) must be one of {known}")
     return config.parse_quantization(file, contents)

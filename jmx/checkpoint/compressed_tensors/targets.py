@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 PATTERN = "re:"
-_LONGEST_PATTERN = 1000
+LONGEST = 1000
 _MOST_REPEATS = 6
 
 
@@ -35,8 +35,8 @@ def parse_target(text: str) -> Target:
             raise ValueError("a target must not be empty")
         return Target(text, None)
     pattern = text.removeprefix(PATTERN)
-    if len(pattern) > _LONGEST_PATTERN:
-        raise ValueError(f"pattern {pattern[:50] + '...'!r} must have at most {_LONGEST_PATTERN} characters")
+    if len(pattern) > LONGEST:
+        raise ValueError(f"pattern {pattern[:50] + '...'!r} must have at most {LONGEST} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of what a later Python reads otherwise
@@ -56,8 +56,8 @@ def parse_glob(text: str) -> Target:
     Raises:
         ValueError: an empty text, or one that is too long.
     """
-    if not 0 < len(text) <= _LONGEST_PATTERN:
-        raise ValueError(f"a target must have 1 to {_LONGEST_PATTERN} characters, not {len(text)}")
+    if not 0 < len(text) <= LONGEST:
+        raise ValueError(f"a target must have 1 to {LONGEST} characters, not {len(text)}")
     return Target(text, re.compile(fnmatch.translate(text)) if "*" in text else None)
 
 

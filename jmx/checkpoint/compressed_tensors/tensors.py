@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import BLOCK, GLOBAL, MODELOPT, QUARK, Scheme
+from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, GLOBAL, MODELOPT, QUARK, Scheme
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.formats import FORMATS, BlockScaled
 
@@ -43,6 +43,7 @@ NAMES: dict[str, dict[str, str]] = {
         GLOBAL: "input_scale",
     },
     QUARK: {"weight_packed": "weight"},
+    FP8: {"weight_scale": "weight_scale_inv"},  # which is no inverse
 }
 
 # What no module has that is not quantised, by any tool's names.
@@ -50,6 +51,7 @@ QUANTISED = (
     "weight_packed",
     "weight_scale",
     "weight_scale_2",
+    "weight_scale_inv",
     "weight_global_scale",
     "weight_shape",
     "weight_zero_point",
@@ -393,7 +395,7 @@ def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray])
 
 
 def _is_packed(scheme: Scheme) -> bool:
-    return scheme.storage.endswith("pack-quantized") or scheme.storage in NAMES
+    return scheme.storage.endswith("pack-quantized") or "weight_packed" in NAMES.get(scheme.storage, {})
 
 
 def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:

@@ -11,10 +11,8 @@ from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.layers import WHOLE, Layer
 from jmx.checkpoint.compressed_tensors.reader import Reader
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
-from jmx.checkpoint.shards import DTYPES, INDEX, CheckpointError, Output, Tensor
+from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
 from jmx.experts import ROLES
-
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # what does not travel along
 
 
 def convert(

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,19 +143,31 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope.attention_factor": (None,),
     "rope.mscale": (None,),
     "rope.mscale_all_dim": (None,),
-    "quantization_config.quant_method": (MXFP4.name,),
+}
+
+# What the Hugging Face form says of its weights.
+QUANTIZATION: dict[str, Any] = {
+    "quant_method": MXFP4.name,
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
 
 
-def read_config(path: str | os.PathLike[str]) -> Config:
+def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | None = (MXFP4.name,)) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
+
+    `quant_methods`: names of the methods of quantisation that it may have; None: any, for who reads the experts.
 
     EOS ids are those of config.json and of generation_config.json, if there is one, which may name the other special
     ids too. Layers slide in turn, the first one sliding, where `layer_types` is not given.
 
     Raises:
         CheckpointError: a file that is missing or is not JSON; a key that is missing, has a value of another kind or
-            out of range, or disagrees with another one; a `quant_method` other than mxfp4.
+            out of range, or disagrees with another one; another `quant_method`.
     """
     directory = Path(path)
     file = directory / FILE
@@ -166,7 +178,7 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     more = _flat(generation, read_json(generation)) if generation.exists() else {}
     eos_token_ids = (*_token_ids(file, found), *_token_ids(generation, more))
     found = {key: more[key] for key in ("bos_token_id", "pad_token_id") if key in more} | found
-    return parse_config(file, found, eos_token_ids)
+    return parse_config(file, found, eos_token_ids, quant_methods)
 
 
 def _flat(file: Path, contents: Any) -> dict[str, Any]:
@@ -196,11 +208,19 @@ def _token_ids(file: Path, entries: Mapping[str, Any]) -> list[int]:
     return ids
 
 
-def parse_config(file: Path, entries: Mapping[str, Any], eos_token_ids: tuple[int, ...] = ()) -> Config:
+def parse_config(
+    file: Path,
+    entries: Mapping[str, Any],
+    eos_token_ids: tuple[int, ...] = (),
+    quant_methods: Sequence[str] | None = (MXFP4.name,),
+) -> Config:
     """The config of a file's entries, as `_flat` gives them; see `read_config`."""
     if "quantization_config.quant_method" not in entries and any(k.startswith("quantization_config") for k in entries):
         raise CheckpointError(file, "`quantization_config.quant_method` is missing")
-    for key, values in REQUIRED_VALUES.items():
+    required = REQUIRED_VALUES
+    if quant_methods is not None:
+        required = required | {"quantization_config.quant_method": tuple(quant_methods)}
+    for key, values in required.items():
         if key in entries and entries[key] not in values:
             raise CheckpointError(file, f"`{key}` (={entries[key]!r}) must be {values[0]!r}")
     if any(key.startswith("rope.") for key in entries):
@@ -279,15 +299,7 @@ def entries(config: Config, spelling: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "quantization_config": {
-            "quant_method": MXFP4.name,
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        },
+        "quantization_config": QUANTIZATION,
     } | token_entries(config)
 
 

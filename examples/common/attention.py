@@ -1,6 +1,5 @@
-"""Attention of gpt-oss as functions: YaRN rotary positions, and grouped-query attention with sinks over a cache."""
+"""Attention as functions: rotary positions, and grouped-query attention over a cache, with sinks or without."""
 
-import math
 from functools import partial
 
 import jax
@@ -8,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from examples.gpt_oss import flash_decode, flash_prefill
-from jmx.checkpoint.gpt_oss import Config
+from examples.common import flash_decode, flash_prefill
 from jmx.selection import Environment
 
 # Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
+
+# Stands for a sink where there is none: a logit that takes no part of a softmax, and finite, as kernels subtract it.
+NO_SINK = -1e30
 
 
 def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
@@ -21,39 +22,18 @@ def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def yarn_frequencies(config: Config) -> np.ndarray:
-    """Angle per position of each pair of a head's channels: float32 (head_dim / 2,).
-
-    YaRN (Peng et al., 2023): channels that turn more than `rope_beta_fast` times within the original length keep their
-    frequency, those that turn less than `rope_beta_slow` times have it divided by `rope_factor`, with a ramp between.
-    """
-    dim = config.head_dim
-
-    def channel(turns: float) -> float:
-        wavelength = config.rope_original_length / (2 * math.pi * turns)
-        return dim / 2 * math.log(wavelength) / math.log(config.rope_theta)
-
-    low, high = channel(config.rope_beta_fast), channel(config.rope_beta_slow)
-    if config.rope_truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    slowed = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
-    frequencies = config.rope_theta ** (-np.arange(0, dim, 2) / dim)
-    return (frequencies * (1 - slowed + slowed / config.rope_factor)).astype(np.float32)
-
-
-def yarn_angles(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T).
-
-    Both carry YaRN's concentration 0.1 ln(factor) + 1, which so enters the scores squared.
-    """
-    angles = positions[..., None].astype(jnp.float32) * yarn_frequencies(config)
-    concentration = 0.1 * math.log(config.rope_factor) + 1
-    return concentration * jnp.cos(angles), concentration * jnp.sin(angles)
+def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T): RoFormer's (Su et al., 2021)."""
+    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates heads (B, T, heads, D) by `yarn_angles`; channel i is paired with channel i + D / 2."""
+    """Rotates heads (B, T, heads, D) by angles: cosines and sines (B or 1, T, D / 2).
+
+    Channel i is paired with channel i + D / 2.
+    """
     cos, sin = (a[:, :, None] for a in angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -68,7 +48,8 @@ def attend(
     Args:
         query: (B, T, heads, D), rotated. T is at most `QUERIES`, or a multiple of it.
         keys, values: (B, kv_heads, C, D), position p at index p, the T tokens' own included.
-        sinks: float32 (heads,): one more logit a head, which takes its part of the softmax and has no value.
+        sinks: float32 (heads,): one more logit a head, which takes its part of the softmax and has no value; `NO_SINK`
+            of heads that have none.
         starts: int32 (B,), position of each row's first query.
         window: how many positions a query sees, its own included; None for all.
 
@@ -116,7 +97,7 @@ def attend_prompt(
 
 def _have_kernels(query: jax.Array) -> bool:
     on_hopper = Environment.probe(query).compute_capability == (9, 0)
-    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] % 64 == 0
+    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] in flash_prefill.STAGES
 
 
 def _attend_block(

@@ -17,7 +17,7 @@ from jax import lax
 
 ROWS = 64  # queries of one warpgroup, of which two share the keys that a third one brings
 BLOCK = 2 * ROWS  # queries of one thread block, and keys of one step
-STAGES = 4  # blocks of keys and values under way
+STAGES = {64: 4, 128: 2}  # by size of a head: blocks of keys and values under way, as many as shared memory holds
 
 
 def flash_prefill(
@@ -26,7 +26,7 @@ def flash_prefill(
     """Causal attention of T tokens among themselves; only blocks of keys that some query sees are read.
 
     Args:
-        query: bfloat16 or float16 (B, T, heads, D), rotated; T a multiple of `BLOCK`, D of 64.
+        query: bfloat16 or float16 (B, T, heads, D), rotated; T a multiple of `BLOCK`, D a key of `STAGES`.
         keys, values: (B, T, kv_heads, D), of the same dtype.
         sinks: float32 (heads,), one more logit a head, without a value.
         window: how many positions a query sees, its own included; None for all.
@@ -35,7 +35,7 @@ def flash_prefill(
         (B, T, heads, D) of query's dtype.
     """
     batch, length, heads, dim = query.shape
-    group = heads // keys.shape[2]
+    group, stages = heads // keys.shape[2], STAGES[dim]
     to_bits = math.log2(math.e)  # powers of two are what the hardware has
     scale = to_bits * dim**-0.5
 
@@ -74,7 +74,7 @@ def flash_prefill(
 
             def step(index, carry, *, masked: bool):
                 gathered, peak, total = carry
-                slot = lax.rem(index, jnp.int32(STAGES))
+                slot = lax.rem(index, jnp.int32(stages))
                 plgpu.barrier_wait(keys_in.at[slot])
 
                 def scored(accumulator):
@@ -129,13 +129,13 @@ def flash_prefill(
 
             @pl.loop(0, steps)
             def _step(index) -> None:
-                slot = lax.rem(index, jnp.int32(STAGES))
+                slot = lax.rem(index, jnp.int32(stages))
                 block = (row, pl.ds((first + index) * BLOCK, BLOCK), kv_head)
                 for source, target, arrived, free in (
                     (keys, key_blocks, keys_in, keys_out),
                     (values, value_blocks, values_in, values_out),
                 ):
-                    pl.when(index >= STAGES)(partial(plgpu.barrier_wait, free.at[slot]))
+                    pl.when(index >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
                     plgpu.copy_gmem_to_smem(source.at[block], target.at[slot], arrived.at[slot])
 
     def entry(query, keys, values, sinks, out) -> None:
@@ -145,13 +145,13 @@ def flash_prefill(
 
         pl.run_scoped(
             lambda *scratch: kernel(query, keys, values, sinks, out, scratch),
-            (shared(2, ROWS, dim), shared(STAGES, BLOCK, dim), shared(STAGES, BLOCK, dim)),
+            (shared(2, ROWS, dim), shared(stages, BLOCK, dim), shared(stages, BLOCK, dim)),
             (
                 plgpu.Barrier(num_barriers=2),
-                plgpu.Barrier(num_barriers=STAGES),
-                plgpu.Barrier(num_barriers=STAGES),
-                plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-                plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             ),
             plgpu.Barrier(num_arrivals=2),
             collective_axes="warpgroup",

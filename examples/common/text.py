@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.gpt_oss import CheckpointError
+from jmx.checkpoint import CheckpointError
 
 
 def read_tokenizer(directory: Path) -> Any:

@@ -9,10 +9,10 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from examples.gpt_oss.cache import Cache, bucket
-from examples.gpt_oss.model import GptOss
-from examples.gpt_oss.sampling import Sampler
-from jmx.checkpoint.gpt_oss import Config
+from examples.common.cache import Cache, bucket
+from examples.common.config import Config
+from examples.common.model import Model
+from examples.common.sampling import Sampler
 
 # Decoding steps of one program when generating: what a caller may wait for, and what may be computed after an EOS.
 CHUNK = 16
@@ -24,13 +24,13 @@ class Runner:
     (And again for another number of rows. Buckets are powers of two.)
     """
 
-    def __init__(self, model: GptOss):
+    def __init__(self, model: Model):
         self.model = model
         # Split once, and into a plain list: flattening a module at every step would cost more than launching the step.
         graphdef, state = nnx.split(model)
         self._weights, treedef = jax.tree.flatten(state)
 
-        def merged(weights: list[Any]) -> GptOss:
+        def merged(weights: list[Any]) -> Model:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
 
         def prefill(

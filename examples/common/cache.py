@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.checkpoint.gpt_oss import Config
+from examples.common.config import Config
 
 SMALLEST_BUCKET = 16
 

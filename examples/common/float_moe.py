@@ -1,0 +1,49 @@
+"""Experts that are not quantised, for checkpoints in floats: two grouped products by XLA. jmx has none of its own."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from examples.common.attention import precision
+from jmx import activations, grouping
+from jmx.activations import Activation
+from jmx.layer import flat_routing
+from jmx.routing import Logits, Method
+
+
+class FloatExperts(NamedTuple):
+    """Weights (out, in) as files have them: gate_up (E, 2I, H), gate above up, and down (E, H, I)."""
+
+    gate_up: jax.Array
+    down: jax.Array
+
+
+class FloatMoE(nnx.Module):
+    """What `jmx.nnx.MoE` is to quantised experts, called alike; without biases."""
+
+    def __init__(self, experts: FloatExperts, activation: Activation, routing: Method):
+        self.gate_up = nnx.Param(experts.gate_up)
+        self.down = nnx.Param(experts.down)
+        self.activation = activation
+        self.routing = routing
+
+    def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
+        ids, weights = flat_routing(Logits(logits, self.routing), x.shape[:-1], mask)
+        tokens, top_k = x.reshape(-1, x.shape[-1]), ids.shape[-1]
+        groups = grouping.group(ids, self.gate_up.shape[0])
+
+        def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            exact = precision(rows.dtype)
+            sums = lax.ragged_dot(rows, weights.mT, groups.sizes, exact, preferred_element_type=jnp.float32)
+            return sums.astype(rows.dtype)
+
+        hidden = product(tokens[groups.order // top_k], self.gate_up[...])
+        out = product(activations.apply(self.activation, hidden, "concatenated"), self.down[...])
+        out = out[groups.inverse].reshape(*ids.shape, -1)
+        out = jnp.where(weights[..., None] == 0, 0, out)  # rows that belong to no expert hold anything
+        summed = jnp.einsum("tkh,tk->th", out.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
+        return summed.astype(x.dtype).reshape(x.shape)

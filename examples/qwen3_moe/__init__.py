@@ -1,0 +1,33 @@
+"""Qwen3-MoE as a whole model in Flax NNX on jmx: load it, prefill, decode, generate.
+
+    from examples.qwen3_moe import Runner, Sampler, load
+
+    runner = Runner(load("path/to/Qwen3-30B-A3B-NVFP4"))
+    logits, cache = runner.prefill([[1, 2, 3]])
+    logits, cache = runner.decode(Sampler()(logits, 0), cache)
+
+What it shares with other models is in `examples.common`. Its own, from the bottom up: `config.py`, `model.py`,
+`load.py`, `generate.py`.
+"""
+
+from examples.common.cache import Cache
+from examples.common.model import MoERecord
+from examples.common.runner import Runner
+from examples.common.sampling import Sampler
+from examples.qwen3_moe.config import Config, read_config
+from examples.qwen3_moe.load import CONFIGS, RandomSource, from_source, load
+from examples.qwen3_moe.model import Qwen3MoE
+
+__all__ = [
+    "CONFIGS",
+    "Cache",
+    "Config",
+    "MoERecord",
+    "Qwen3MoE",
+    "RandomSource",
+    "Runner",
+    "Sampler",
+    "from_source",
+    "load",
+    "read_config",
+]

@@ -1,0 +1,212 @@
+"""Experts that a checkpoint holds as floats: which tensors they are, and the matrix of each.
+
+Files hold each projection of each expert apart, as in "experts.3.down_proj.weight", weights (out, in); or, as the
+Hugging Face form of gpt-oss does, all experts in one tensor "experts.down_proj", (E, in, out), gate and up columns in
+turn, with biases beside.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jmx.checkpoint.shards import CheckpointError, Tensor
+
+PARTS = ("gate", "up", "down")
+FLOATS = ("BF16", "F16", "F32")
+
+# Names of the projections, in the order of `PARTS`.
+_SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_FUSED = ("gate_up_proj", "down_proj")
+_FUSED_MODEL = "gpt_oss"  # whose tensors of all experts are transposed, with rows in turn: files do not say so
+
+_APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
+_TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One projection of one expert.
+
+    Args:
+        module: its name in a file that holds projections apart, such as "model.layers.0.mlp.experts.3.up_proj".
+        layer: name of the module that holds the layer's experts.
+        part: one of `PARTS`.
+        weight, bias: the tensors that hold it; `bias` may be None.
+        expert: its place along the first axis of tensors that hold all experts, else None.
+    """
+
+    module: str
+    layer: str
+    part: str
+    weight: Tensor
+    bias: Tensor | None = None
+    expert: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), the contracted axis last."""
+        if self.expert is None:
+            return self.weight.shape[0], self.weight.shape[1]
+        _, columns, rows = self.weight.shape
+        return rows // (1 if self.part == "down" else 2), columns
+
+    def read(self) -> np.ndarray:
+        """The weight (N, K), in its file's dtype."""
+        whole = self.weight.view()
+        return whole if self.expert is None else np.ascontiguousarray(whole[self.expert].T[self._rows])
+
+    def read_bias(self) -> np.ndarray | None:
+        """The bias (N,), or None."""
+        if self.bias is None:
+            return None
+        whole = self.bias.view()
+        return whole if self.expert is None else np.ascontiguousarray(whole[self.expert][self._rows])
+
+    @property
+    def _rows(self) -> slice:
+        return {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[self.part]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of a layer, all of which have the same shapes.
+
+    Args:
+        name: of the module that holds them.
+        experts: of each, its matrices by part.
+        fused: whether tensors hold all experts.
+    """
+
+    name: str
+    experts: tuple[Mapping[str, Matrix], ...]
+    fused: bool
+
+    def tensors(self) -> set[str]:
+        """Names of the tensors that hold these experts."""
+        held = (t for its in self.experts for matrix in its.values() for t in (matrix.weight, matrix.bias))
+        return {tensor.name for tensor in held if tensor is not None}
+
+
+def find(directory: Path, found: Mapping[str, Tensor], model_type: str | None) -> list[Layer]:
+    """The layers of experts among the tensors of a checkpoint, in the order in which they lie.
+
+    Args:
+        directory: of the checkpoint, for errors.
+        found: its tensors.
+        model_type: as config.json has it.
+
+    Raises:
+        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, or lie in an order
+            that nothing tells.
+    """
+    apart: dict[str, dict[int, dict[str, dict[str, Tensor]]]] = {}
+    together: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in found.items():
+        if (match := _APART.fullmatch(name)) is not None:
+            layer, expert, projection, last = match[1], int(match[2]), match[3], match[4]
+            apart.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
+        elif (match := _TOGETHER.fullmatch(name)) is not None:
+            together.setdefault(match[1], {})[match[2]] = tensor
+    if both := apart.keys() & together.keys():
+        raise CheckpointError(directory, f"experts of {min(both)!r} must be apart or in one tensor, but are both")
+    layers = [
+        *(_apart(directory, name, experts) for name, experts in apart.items()),
+        *(_fused(name, tensors, model_type) for name, tensors in together.items()),
+    ]
+    if not layers:
+        raise CheckpointError(directory, "must hold tensors of experts, such as 'experts.0.up_proj.weight'")
+    return layers
+
+
+def _apart(directory: Path, name: str, found: Mapping[int, Mapping[str, Mapping[str, Tensor]]]) -> Layer:
+    projections = {projection for its in found.values() for projection in its}
+    spelling = next((names for names in _SPELLINGS if set(names) == projections), None)
+    if spelling is None:
+        known = " or ".join(str(list(names)) for names in _SPELLINGS)
+        raise CheckpointError(directory, f"experts of {name!r} must be of {known}, but are of {sorted(projections)}")
+    experts = []
+    for expert in range(len(found)):
+        matrices = {}
+        for part, projection in zip(PARTS, spelling, strict=True):
+            tensors = found.get(expert, {}).get(projection, {})
+            module = f"{name}.{expert}.{projection}"
+            if "weight" not in tensors:
+                raise CheckpointError(directory, f"tensor '{module}.weight' is missing, where experts are {len(found)}")
+            for last, tensor in tensors.items():
+                if last not in ("weight", "bias"):
+                    raise CheckpointError(tensor.file, f"tensor {tensor.name!r} is not one of float experts")
+            matrices[part] = Matrix(module, name, part, tensors["weight"], tensors.get("bias"))
+        experts.append(matrices)
+    layer = Layer(name, tuple(experts), fused=False)
+    _check(layer)
+    return layer
+
+
+def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> Layer:
+    first = next(iter(tensors.values()))
+    if model_type != _FUSED_MODEL:
+        raise CheckpointError(
+            first.file,
+            f"tensor {first.name!r} holds all experts, and files do not say how: that is known of `model_type` "
+            f"{_FUSED_MODEL!r}, and not of {model_type!r}",
+        )
+    known = {*_FUSED, *(f"{projection}_bias" for projection in _FUSED)}
+    for last, tensor in tensors.items():
+        if last not in known:
+            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} is not one of float experts")
+    for projection in _FUSED:
+        if projection not in tensors:
+            raise CheckpointError(first.file, f"tensor '{name}.{projection}' is missing")
+        tensor, bias = tensors[projection], tensors.get(f"{projection}_bias")
+        if len(tensor.shape) != 3 or 0 in tensor.shape or (projection == "gate_up_proj" and tensor.shape[2] % 2):
+            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} (shape {tensor.shape}) must be (E, in, out)")
+        if bias is not None and bias.shape != (tensor.shape[0], tensor.shape[2]):
+            raise CheckpointError(
+                bias.file, f"tensor {bias.name!r} has shape {bias.shape}, but must have {tensor.shape[::2]}"
+            )
+    counts = {tensors[projection].shape[0] for projection in _FUSED}
+    if len(counts) > 1:
+        raise CheckpointError(first.file, f"tensors of {name!r} must be of one number of experts, not {sorted(counts)}")
+
+    def matrix(expert: int, part: str) -> Matrix:
+        projection = "down_proj" if part == "down" else "gate_up_proj"
+        weight, bias = tensors[projection], tensors.get(f"{projection}_bias")
+        return Matrix(f"{name}.{expert}.{part}_proj", name, part, weight, bias, expert)
+
+    layer = Layer(name, tuple({part: matrix(e, part) for part in PARTS} for e in range(counts.pop())), fused=True)
+    _check(layer)
+    return layer
+
+
+def _check(layer: Layer) -> None:
+    """CheckpointError unless all are floats, gate, up and down fit each other, and experts are alike."""
+    for matrices in layer.experts:
+        for matrix in matrices.values():
+            its = matrix.weight
+            for tensor in (its, matrix.bias):
+                if tensor is not None and tensor.dtype not in FLOATS:
+                    raise CheckpointError(
+                        tensor.file, f"tensor {tensor.name!r} is {tensor.dtype}, but must be {' or '.join(FLOATS)}"
+                    )
+            if matrix.expert is None and (len(its.shape) != 2 or 0 in its.shape):
+                raise CheckpointError(its.file, f"tensor {its.name!r} (shape {its.shape}) must have rows and columns")
+            if matrix.expert is None and matrix.bias is not None and matrix.bias.shape != its.shape[:1]:
+                raise CheckpointError(
+                    its.file,
+                    f"tensor {matrix.bias.name!r} has shape {matrix.bias.shape}, but must have {its.shape[:1]}",
+                )
+            first = layer.experts[0][matrix.part]
+            if matrix.shape != first.shape or (matrix.bias is None) != (first.bias is None):
+                raise CheckpointError(
+                    its.file, f"tensor {its.name!r} must be as that of expert 0 of {layer.name!r}: {first.shape}"
+                )
+    gate, up, down = (layer.experts[0][part] for part in PARTS)
+    if gate.shape != up.shape or down.shape != gate.shape[::-1]:
+        raise CheckpointError(
+            gate.weight.file,
+            f"experts of {layer.name!r} must be gate and up (I, H) and down (H, I), but are {gate.shape}, {up.shape} "
+            f"and {down.shape}",
+        )

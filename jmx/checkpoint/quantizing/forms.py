@@ -1,0 +1,160 @@
+"""The files in which quantised experts can lie: compressed-tensors', and the Hugging Face form of gpt-oss for MXFP4."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jmx.checkpoint.compressed_tensors import spelling
+from jmx.checkpoint.compressed_tensors.config import METHOD, STORAGES, Scheme
+from jmx.checkpoint.compressed_tensors.tensors import tensors
+from jmx.checkpoint.gpt_oss.config import QUANTIZATION
+from jmx.checkpoint.quantizing.experts import Layer, Matrix
+from jmx.checkpoint.shards import DTYPES, CheckpointError, Output, Tensor
+from jmx.formats import FORMATS, MXFP4, BlockScaled, Format
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Quantises a matrix: packed arrays (N, K).
+Quantize = Callable[[Matrix], BlockScaled]
+
+
+def _kind(format: Format) -> str:
+    """As `STORAGES` has it; a name of the format's own where that does not know it."""
+    return next((kind for kind in ("int", "fp8") if format.name.startswith(kind)), format.name)
+
+
+# Format -> how files of compressed-tensors store it. "order" is what only calibration finds.
+WRITABLE: dict[str, str] = {
+    name: next(storage for storage, kinds in STORAGES.items() if _kind(format) in kinds)
+    for name, format in FORMATS.items()
+    if "order" not in format.arrays and any(_kind(format) in kinds for kinds in STORAGES.values())
+}
+
+
+class Form(Protocol):
+    """How files hold quantised experts."""
+
+    name: str
+
+    def outputs(self, layer: Layer, quantize: Quantize) -> Iterator[Output]:
+        """The tensors of a layer's experts. Making their parts in this order calls `quantize` once a matrix."""
+        ...
+
+    def config(self, linear: list[str]) -> Mapping[str, Any]:
+        """`quantization_config`. `linear`: names of the modules that stay as they are and have a matrix."""
+        ...
+
+
+def check_writable(format: Format) -> None:
+    """ValueError, naming what can be, unless files can hold `format`."""
+    if format.name not in WRITABLE:
+        why = "only calibration finds its order of columns" if "order" in format.arrays else "no file form holds it"
+        raise ValueError(f"`format` (={format.name!r}) cannot be written: {why}; what can: {', '.join(WRITABLE)}")
+
+
+def form_of(format: Format, model_type: str | None) -> Form:
+    """The form in which a model's experts are written in a format of `WRITABLE`."""
+    if model_type == "gpt_oss" and format == MXFP4:
+        return GptOss()
+    return CompressedTensors(format)
+
+
+class CompressedTensors:
+    """Every projection of every expert apart."""
+
+    name = METHOD
+
+    def __init__(self, format: Format):
+        self.format = format
+        self.scheme = Scheme(format.name, None, WRITABLE[format.name])
+
+    def outputs(self, layer: Layer, quantize: Quantize) -> Iterator[Output]:
+        expected = {part: self._expected(matrix.shape) for part, matrix in layer.experts[0].items()}
+        for matrices in layer.experts:
+            for matrix in matrices.values():
+                made = _Once(partial(self._tensors, matrix, quantize))
+                for last, array in expected[matrix.part].items():
+                    name = f"{matrix.module}.{last}"
+                    yield Output(name, _NAMES[array.dtype], array.shape, partial(_take, made, last))
+                if matrix.bias is not None:
+                    shape = (matrix.shape[0],)
+                    yield Output(f"{matrix.module}.bias", matrix.bias.dtype, shape, partial(_bias, matrix))
+
+    def config(self, linear: list[str]) -> Mapping[str, Any]:
+        return spelling.entries({"group_0": (["Linear"], self.scheme)}, linear)
+
+    def _tensors(self, matrix: Matrix, quantize: Quantize) -> dict[str, np.ndarray]:
+        return tensors(self.scheme, quantize(matrix), {})
+
+    def _expected(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the tensors of a matrix: those of one that is all ones."""
+        arrays = (None if a is None else np.ones(a.shape, a.dtype) for a in self.format.abstract(shape, packed=True))
+        made = tensors(self.scheme, BlockScaled(*arrays), {})
+        return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in made.items()}
+
+
+class _Once:
+    """The tensors of one matrix, made when the first is asked for and given up with the last."""
+
+    def __init__(self, make: Callable[[], dict[str, np.ndarray]]):
+        self._make, self._left = make, {}
+
+    def take(self, name: str) -> np.ndarray:
+        if not self._left:
+            self._left = self._make()
+        return self._left.pop(name)
+
+
+def _take(made: _Once, name: str) -> Iterator[np.ndarray]:
+    yield made.take(name)
+
+
+def _bias(matrix: Matrix) -> Iterator[np.ndarray]:
+    bias = matrix.read_bias()
+    assert bias is not None
+    yield bias
+
+
+class GptOss:
+    """All experts in one tensor of blocks and one of scales, rows of gate and up in turn: MXFP4."""
+
+    name = "gpt-oss"
+
+    def outputs(self, layer: Layer, quantize: Quantize) -> Iterator[Output]:
+        if not layer.fused:
+            tensor: Tensor = layer.experts[0]["gate"].weight
+            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} must hold all experts, as gpt-oss does")
+        for role, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
+            first = layer.experts[0][parts[0]]
+            shape = (len(layer.experts), len(parts) * first.shape[0], first.shape[1])
+            packed = MXFP4.abstract(shape, packed=True)
+            blocks = (*packed.scales.shape, MXFP4.block_size * MXFP4.element_bits // 8)
+            name = f"{layer.name}.{role}_proj"
+            scales: list[np.ndarray] = []  # of experts whose blocks are written: a sixteenth of their bytes
+
+            def values(parts: tuple[str, ...] = parts, scales: list[np.ndarray] = scales) -> Iterator[np.ndarray]:
+                for matrices in layer.experts:
+                    made = [quantize(matrices[part]) for part in parts]
+                    scales.append(_in_turn([np.asarray(q.scales) for q in made]))
+                    yield _in_turn([np.asarray(q.values) for q in made])
+
+            yield Output(f"{name}_blocks", "U8", blocks, values)
+            yield Output(f"{name}_scales", "U8", packed.scales.shape, partial(_drain, scales))
+            if (bias := first.bias) is not None:
+                yield Output(f"{name}_bias", bias.dtype, bias.shape, lambda bias=bias: [bias.view()])
+
+    def config(self, linear: list[str]) -> Mapping[str, Any]:
+        return QUANTIZATION
+
+
+def _in_turn(arrays: list[np.ndarray]) -> np.ndarray:
+    """Rows of one, or of two in turn."""
+    return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+
+def _drain(arrays: list[np.ndarray]) -> Iterator[np.ndarray]:
+    while arrays:
+        yield arrays.pop(0)

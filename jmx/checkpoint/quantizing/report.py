@@ -1,0 +1,129 @@
+"""What quantising did to the weights of each layer, measured in float64."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jmx.checkpoint.quantizing.experts import PARTS
+from jmx.formats import WHOLE_ROW, BlockScaled, Format
+
+
+@dataclass
+class Errors:
+    """Sums over the weights that were quantised.
+
+    Attributes:
+        squared_error, squared: of quantised minus source, and of the source.
+        clipped, count: how many lie outside what their block's elements can represent, and how many there are.
+    """
+
+    squared_error: float = 0.0
+    squared: float = 0.0
+    clipped: int = 0
+    count: int = 0
+
+    @property
+    def relative_error(self) -> float:
+        """||quantised - source|| / ||source||, Frobenius; 0 where all are zero."""
+        return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of weights whose quotient by scale (and zero point) lies outside the elements' range."""
+        return self.clipped / self.count if self.count else 0.0
+
+    def __add__(self, other: "Errors") -> "Errors":
+        return Errors(
+            self.squared_error + other.squared_error,
+            self.squared + other.squared,
+            self.clipped + other.clipped,
+            self.count + other.count,
+        )
+
+
+def measure(weight: np.ndarray, quantised: BlockScaled, format: Format) -> Errors:
+    """The errors of a canonical `quantised` for the floats (N, K) that it came from."""
+    source = weight.astype(np.float64)
+    values, elements = np.asarray(quantised.values).astype(np.float64), format.elements()
+
+    def of_columns(by_block: np.ndarray) -> np.ndarray:  # (N, blocks) to what broadcasts to (N, K)
+        whole_row = format.block_size == WHOLE_ROW
+        return by_block if whole_row else np.repeat(by_block, format.block_size, axis=1)[:, : source.shape[1]]
+
+    scales = np.asarray(quantised.scales).astype(np.float64)
+    if quantised.global_scales is not None:
+        scales *= np.asarray(quantised.global_scales, np.float64)[:, None]
+    scales = of_columns(scales)
+    zero = 0.0
+    if quantised.zero_points is not None:
+        zero = of_columns(np.asarray(quantised.zero_points, np.float64))
+    difference = (values - zero) * scales - source
+    outside = (source < (np.nanmin(elements) - zero) * scales) | (source > (np.nanmax(elements) - zero) * scales)
+    return Errors(
+        float(np.vdot(difference, difference)),
+        float(np.vdot(source, source)),
+        int(np.count_nonzero(outside)),
+        source.size,
+    )
+
+
+@dataclass
+class Report:
+    """Errors of each layer's gate, up and down, all experts together.
+
+    Args:
+        format: name of the weights' format.
+        form: of the files: "compressed-tensors" or "gpt-oss".
+        layers: by the name of the module that holds the experts, by part.
+    """
+
+    format: str
+    form: str
+    layers: dict[str, dict[str, Errors]] = field(default_factory=dict)
+
+    def add(self, layer: str, part: str, errors: Errors) -> None:
+        parts = self.layers.setdefault(layer, {part: Errors() for part in PARTS})
+        parts[part] += errors
+
+    def total(self) -> dict[str, Errors]:
+        """By part, of all layers."""
+        return {part: sum((parts[part] for parts in self.layers.values()), Errors()) for part in PARTS}
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON holds of it."""
+
+        def numbers(parts: dict[str, Errors]) -> dict[str, Any]:
+            return {
+                part: {"relative_error": errors.relative_error, "clipped_share": errors.clipped_share}
+                for part, errors in parts.items()
+            }
+
+        return {
+            "format": self.format,
+            "form": self.form,
+            "layers": {name: numbers(parts) for name, parts in self.layers.items()},
+            "total": numbers(self.total()),
+        }
+
+    def table(self) -> Table:
+        """For people: a row a layer, and one for all."""
+        table = Table(title=f"experts in {self.format}: relative error, share of weights that are clipped")
+        table.add_column("layer")
+        for part in PARTS:
+            table.add_column(part, justify="right")
+            table.add_column("clipped", justify="right")
+        for name, parts in self.layers.items():
+            table.add_row(name, *_cells(parts))
+        table.add_section()
+        table.add_row("all", *_cells(self.total()))
+        return table
+
+
+def _cells(parts: dict[str, Errors]) -> Iterator[str]:
+    for errors in parts.values():
+        yield f"{errors.relative_error:.3%}"
+        yield f"{errors.clipped_share:.3%}"

@@ -1,0 +1,447 @@
+"""Qwen3-MoE whole: against transformers' numbers for the same checkpoints, and from every scheme's golden file."""
+
+import dataclasses
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jmx
+from examples.common.checkpoint import Checkpoint
+from examples.common.float_moe import FloatExperts, FloatMoE
+from examples.common.model import Model
+from examples.qwen3_moe import CONFIGS, Cache, RandomSource, Runner, Sampler, from_source, load, read_config
+from examples.qwen3_moe.generate import main
+from examples.qwen3_moe.load import expert_sizes, layer_shapes, top_shapes
+from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = DATA / "qwen3_moe"
+NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")
+EXPERTS = "model.layers.0.mlp.experts"
+
+# Of the logits of a layer alone, where experts round their inputs as files declare. That is for scales that are found
+# as tokens come: the golden files' static ones are random, and groups of 128 do not divide their sizes.
+INPUT_ERRORS = {"int8_token": 0.1, "fp8_token": 0.15, "mxfp4": 0.6}
+
+
+def relative_error(got: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def quietly(name: str | Path, **arguments: Any) -> Model:
+    """`load` in float32, of checkpoints whose attention may be quantised."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*modules outside experts are quantised")
+        return load(GOLDEN / name, dtype=jnp.float32, **arguments)
+
+
+def empty(model: Model, ids: jax.Array) -> list[jax.Array]:
+    """Caches for the prompts `ids`."""
+    rows, length = ids.shape
+    return Cache.empty(model.config, rows, length, model.dtype).layers
+
+
+@jax.jit
+def whole(model: Model, tokens: jax.Array, caches: list[jax.Array]) -> tuple[jax.Array, list[jmx.Routing], list[Any]]:
+    """Logits of whole prompts, where each layer's tokens went, and the caches."""
+    records: list[Any] = []
+    x, caches = model(tokens, None, caches, records=records)
+    sparse = [layer for layer in model.layers if hasattr(layer, "moe")]
+    routes = [
+        jmx.route(jmx.Logits(layer.router(record.input), layer.moe.routing))
+        for layer, record in zip(sparse, records, strict=True)
+    ]
+    return model.logits(x), routes, caches
+
+
+@jax.jit
+def step(model: Model, tokens: jax.Array, starts: jax.Array, caches: list[jax.Array]) -> tuple[jax.Array, list[Any]]:
+    x, caches = model(tokens[:, None], starts, caches)
+    return model.logits(x[:, 0]), caches
+
+
+# Against the reference
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_routes_and_greedy_tokens_are_the_references(name: str) -> None:
+    golden, model = load_file(GOLDEN / f"{name}.safetensors"), quietly(name)
+    ids = jnp.asarray(golden["input_ids"])
+    rows, length = ids.shape
+    logits, routes, caches = whole(model, ids, Cache.empty(model.config, rows, 64, jnp.float32).layers)
+    assert relative_error(logits, golden["logits"]) <= 1e-5
+    sparse = [i for i in range(model.config.num_hidden_layers) if i not in model.config.dense_layers]
+    assert len(routes) == len(sparse)
+    for index, route in zip(sparse, routes, strict=True):
+        expected = golden[f"experts{index}"]
+        assert np.array_equal(np.asarray(route.expert_ids).reshape(expected.shape), expected)
+        weights = np.asarray(route.weights).reshape(expected.shape)
+        np.testing.assert_allclose(weights, golden[f"weights{index}"], rtol=1e-4, atol=1e-6)
+    logits = logits[:, -1]
+    for number, expected in enumerate(golden["greedy"].T):
+        tokens = Sampler()(logits, number)
+        assert np.array_equal(np.asarray(tokens), expected)
+        logits, caches = step(model, tokens, jnp.full(rows, length + number), caches)
+
+
+def test_the_runner_generates_the_references_tokens_from_prompts_of_two_lengths() -> None:
+    golden, runner = load_file(GOLDEN / "other.safetensors"), Runner(quietly("other"))
+    prompts = golden["input_ids"].tolist()
+    prompts[1] += golden["greedy"][1, :5].tolist()
+    got = np.array([*runner.generate(prompts, Sampler(), 8)])
+    assert np.array_equal(got[:, 0], golden["greedy"][0, :8])
+    assert np.array_equal(got[:, 1], golden["greedy"][1, 5:13])
+
+
+def test_bfloat16_is_near_the_reference() -> None:
+    golden = load_file(GOLDEN / "nvfp4.safetensors")
+    with pytest.warns(UserWarning, match=r"8 modules outside experts are quantised, such as .*q_proj"):
+        model = load(GOLDEN / "nvfp4")
+    ids = jnp.asarray(golden["input_ids"])
+    logits, _, _ = whole(model, ids, empty(model, ids))
+    assert logits.dtype == jnp.float32
+    assert 1e-4 < relative_error(logits, golden["logits"]) <= 0.1
+
+
+def as_published(folder: Path) -> Path:
+    """The FP8 golden file as Qwen writes such ones: other names, another config, inputs rounded in groups."""
+    shutil.copytree(GOLDEN / "fp8_block", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + size].replace(b".weight_scale", b".weight_scale_inv")
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+    return folder
+
+
+def test_fp8_as_qwen_publishes_it(tmp_path: Path) -> None:
+    published, golden = as_published(tmp_path / "fp8"), load_file(GOLDEN / "fp8_block.safetensors")
+    ours, theirs = compressed_tensors.Reader(GOLDEN / "fp8_block"), compressed_tensors.Reader(published)
+    assert theirs.layer(EXPERTS).scheme.inputs == "fp8_block"
+    for name in ours.layers:
+        arrays = ours.arrays(name)
+        assert all(np.array_equal(array, arrays[key]) for key, array in theirs.arrays(name).items())
+    module = "model.layers.1.self_attn.o_proj"
+    assert np.array_equal(theirs.module(module).weight().scales, ours.module(module).weight().scales)
+    with pytest.raises(CheckpointError, match=r"`intermediate_size` \(=32\) must be a multiple of 128 for fp8_block"):
+        quietly(published)
+    ids = jnp.asarray(golden["input_ids"])
+    model = quietly(published, declared_inputs=False)
+    logits, _, _ = whole(model, ids, empty(model, ids))
+    assert relative_error(logits, golden["logits"]) <= 1e-5
+    compressed_tensors.convert(theirs, tmp_path / "again")
+    again = compressed_tensors.Reader(tmp_path / "again")
+    assert all(np.array_equal(again.view(name), theirs.view(name)) for name in theirs.tensors)
+
+
+def test_floats_rounded_as_they_are_read_are_those_that_convert_writes(tmp_path: Path) -> None:
+    quantizing.convert(GOLDEN / "bf16", tmp_path / "int8", jmx.FORMATS["int8_g32"])
+    ids = jnp.asarray(load_file(GOLDEN / "bf16.safetensors")["input_ids"])
+    models = [load(GOLDEN / "bf16", format=jmx.FORMATS["int8_g32"]), load(tmp_path / "int8")]
+    for layer in range(2):
+        first, second = (model.layers[layer].moe.experts.arrays() for model in models)
+        assert all(np.array_equal(first[name], second[name]) for name in first.keys() | second.keys())
+    golden = load_file(GOLDEN / "bf16.safetensors")["logits"]
+    model = load(tmp_path / "int8", dtype=jnp.float32)
+    logits, _, _ = whole(model, ids, empty(model, ids))
+    assert 1e-5 < relative_error(logits, golden) <= 0.02
+
+
+# Every scheme's golden file, as the experts of a model whose other weights are random
+
+
+class GoldenSource(RandomSource):
+    def __init__(self, name: str, *, expand: bool):
+        self.reader = compressed_tensors.Reader(DATA / "compressed_tensors" / name)
+        layer = self.reader.layer(EXPERTS)
+        sizes = {"hidden_size": layer.hidden_size, "moe_intermediate_size": layer.intermediate_size}
+        config = dataclasses.replace(read_config(GOLDEN / "other"), num_hidden_layers=1, dense_layers=(), **sizes)
+        super().__init__(dataclasses.replace(config, num_experts=layer.num_experts, top_k=2))
+        self.expand = expand
+        self.inputs = layer.scheme.inputs if layer.scheme.inputs in INPUT_ERRORS else None
+
+    def experts(self, layer: int) -> Any:
+        experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None)
+        return FloatExperts(*experts.dequantize(jnp.float32)) if self.expand else experts
+
+
+# Of one size, so that less is compiled; `-m slow` runs all the others.
+CHOSEN = (
+    "fp8_tensor_static",
+    "modelopt_nvfp4",
+    "mxfp4",
+    "w4a16_g32_order",
+    "w4a8_g32",
+    "w8a8_channel",
+)
+GOLDENS = sorted(path.name for path in (DATA / "compressed_tensors").iterdir() if path.is_dir())
+GOLDENS.remove("quark_gpt_oss")  # which is no such model
+
+
+@pytest.mark.parametrize("name", [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.slow) for n in GOLDENS])
+def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
+    source = GoldenSource(name, expand=False)
+    model, floats = (from_source(s, dtype=jnp.float32) for s in (source, GoldenSource(name, expand=True)))
+    caches = [Cache.empty(source.config, 2, 16, jnp.float32).layers for _ in range(2)]
+    tokens = jnp.asarray(rng.integers(source.config.vocab_size, size=2))
+    for position in range(4):
+        starts = jnp.full(2, position)
+        logits, caches[0] = step(model, tokens, starts, caches[0])
+        expected, caches[1] = step(floats, tokens, starts, caches[1])
+        error = relative_error(logits, expected)
+        assert error <= 1e-5 if source.inputs is None else 1e-3 < error <= INPUT_ERRORS[source.inputs]
+        tokens = Sampler()(logits, position)
+
+
+def test_declared_inputs_of_static_scales_reach_the_experts() -> None:
+    source = GoldenSource("nvfp4", expand=False)
+    source.inputs = "nvfp4"
+    with pytest.warns(UserWarning, match="static input scales differ"):
+        model = from_source(source, dtype=jnp.float32)
+    experts = model.layers[0].moe.experts
+    assert experts.input_format == "nvfp4"
+    assert experts.gate_up_input_scale.shape == ()
+    plain = from_source(GoldenSource("nvfp4", expand=False), dtype=jnp.float32)
+    tokens, starts = jnp.array([5, 6]), jnp.zeros(2, jnp.int32)
+    caches = Cache.empty(source.config, 2, 16, jnp.float32).layers
+    logits, others = (step(its, tokens, starts, caches)[0] for its in (model, plain))
+    assert np.isfinite(np.asarray(logits)).all()
+    assert relative_error(logits, others) > 1e-3
+
+
+# The parts
+
+
+def test_float_experts_are_the_plain_sum(rng: np.random.Generator) -> None:
+    gate_up, down = rng.standard_normal((4, 12, 8)), rng.standard_normal((4, 8, 6))
+    x, logits = rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5, 4))
+    mask = np.arange(5) < np.array([[3], [5]])
+    layer = FloatMoE(
+        FloatExperts(jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)),
+        jmx.SwiGLU(),
+        jmx.SoftmaxTopK(2, renormalize=False),
+    )
+    got = layer(jnp.asarray(x, jnp.float32), jnp.asarray(logits, jnp.float32), mask=jnp.asarray(mask))
+    expected = np.zeros_like(x)
+    for at in np.ndindex(2, 5):
+        shares = np.exp(logits[at]) / np.exp(logits[at]).sum()
+        for expert in np.argsort(-shares)[:2] if mask[at] else ():
+            gate, up = np.split(gate_up[expert] @ x[at], 2)
+            expected[at] += shares[expert] * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("30b-a3b", 30.5), ("235b-a22b", 235.1)])
+def test_published_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    config = CONFIGS[name]
+    shapes = [*top_shapes(config).values()]
+    for layer in range(config.num_hidden_layers):
+        shapes += layer_shapes(config, layer).values()
+    experts = 3 * math.prod(expert_sizes(config)) * config.num_hidden_layers
+    assert (sum(map(math.prod, shapes)) + experts) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_random_weights_make_a_model_that_runs() -> None:
+    config = dataclasses.replace(read_config(GOLDEN / "other"), num_hidden_layers=2, dense_layers=(1,))
+    model = from_source(RandomSource(config, format=jmx.NVFP4), dtype=jnp.float32)
+    ids = jnp.array([[1, 2, 3], [4, 5, 6]])
+    logits, _, _ = whole(model, ids, empty(model, ids))
+    assert np.isfinite(np.asarray(logits)).all()
+    assert 0.1 < float(logits.std()) < 30
+    assert model.layers[0].moe.experts.format == jmx.NVFP4
+
+
+@pytest.mark.aot
+def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIGS["30b-a3b"], num_hidden_layers=2)
+    with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
+        model = nnx.eval_shape(lambda: from_source(RandomSource(config), backend="mosaic"))
+        cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
+    runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
+    (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
+    assert graph[0] == "kCommandBuffer"
+    assert graph.count("kCustomCall") == 4  # each layer's attention and experts
+
+
+# The config
+
+
+def config_with(folder: Path, **changes: Any) -> Path:
+    """The golden config, an entry of `...` left out."""
+    contents = json.loads((GOLDEN / "other" / "config.json").read_text()) | changes
+    contents = {key: value for key, value in contents.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(contents))
+    return folder
+
+
+def test_what_a_config_leaves_out_and_says_otherwise(tmp_path: Path) -> None:
+    left = ("attention_bias", "use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
+    left += ("rms_norm_eps", "tie_word_embeddings", "head_dim", "rope_parameters", "eos_token_id")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    config = read_config(config_with(tmp_path, **dict.fromkeys(left, ...)))
+    assert (config.attention_bias, config.norm_topk_prob, config.tie_word_embeddings) == (False,) * 3
+    assert (config.sliding_window, config.dense_layers, config.head_dim) == (None, (), 32 // 4)
+    assert (config.rms_norm_eps, config.rope_theta, config.eos_token_ids) == (1e-6, 1e4, (7, 8))
+    old = {"rope_parameters": ..., "rope_theta": 77.0, "rope_scaling": None, "num_local_experts": ..., "num_experts": 4}
+    config = read_config(config_with(tmp_path, **old, sliding_window=None, use_sliding_window=False))
+    assert (config.rope_theta, config.num_experts, config.sliding_window) == (77.0, 4, None)
+    assert read_config(GOLDEN / "other").dense_layers == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen2_moe"}, "`config.json.model_type` (='qwen2_moe') must be one of ['qwen3_moe']"),
+        ({"hidden_act": "gelu"}, "hidden_act` (='gelu')"),
+        ({"hidden_size": ...}, "hidden_size` is missing"),
+        ({"hidden_size": 32.0}, "hidden_size` (=32.0) must be a whole number of at least 1"),
+        ({"num_experts_per_tok": 5}, "`num_experts_per_tok` (=5) must be at most 4"),
+        ({"num_key_value_heads": 3}, "must be a multiple of `num_key_value_heads` (=3)"),
+        ({"head_dim": 7}, "`head_dim` (=7) must be even"),
+        ({"mlp_only_layers": [4]}, "mlp_only_layers` (=[4]) must be a list of layers, of which there are 4"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob` (=1) must be one of"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type` (='yarn') must be one of ['default']"),
+        ({"rope_theta": 1.0}, "`rope_theta` must be one number"),
+        ({"eos_token_id": "x"}, "eos_token_id` (='x') must be an id"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps` (=0) must be a positive number"),
+    ],
+)
+def test_configs_of_other_models_are_refused_by_key(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_config(config_with(tmp_path, **changes))
+    assert message in str(caught.value)
+
+
+# Broken checkpoints
+
+
+def edited(folder: Path, name: str, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
+    shutil.copytree(GOLDEN / name, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "tensor 'model.norm.weight' is missing"),
+        (
+            lambda t: t.update({"model.layers.9.mlp.gate.weight": t["model.norm.weight"]}),
+            "tensor 'model.layers.9.mlp.gate.weight' is not one that this model's config calls for",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(np.int16)}),
+            "'model.norm.weight' is I16, but must be BF16 or F16 or F32",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:-1]}),
+            "has shape (31,), but must",
+        ),
+        (
+            lambda t: [t.pop(n) for n in [*t] if ".1.mlp.experts.3." in n],
+            "are E, H, I = (3, 32, 16), but must be (4",
+        ),
+        (lambda t: [t.pop(n) for n in [*t] if ".1.mlp.experts." in n], "must hold tensors of experts"),
+    ],
+)
+def test_checkpoints_that_lack_what_the_config_calls_for_are_refused(
+    change: Callable[[dict[str, np.ndarray]], Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(edited(tmp_path / "it", "other", change))
+    assert message in str(caught.value)
+
+
+def test_a_cache_that_is_to_be_quantised_is_told_of(tmp_path: Path) -> None:
+    folder = edited(tmp_path / "it", "w4a16", lambda t: t.update({"model.layers.0.self_attn.k_scale": np.ones(1)}))
+    shapes = {name: t.shape for name, t in compressed_tensors.Reader(folder).tensors.items() if ".experts." not in name}
+    del shapes["model.layers.0.self_attn.k_scale"]
+    experts = {f"model.layers.{layer}.mlp.experts": (8, 128, 32) for layer in range(2)}
+    with pytest.raises(CheckpointError, match="k_scale' is not one"):
+        Checkpoint(folder).check(shapes, experts)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="keys and values are to be quantised as they are cached"):
+        Checkpoint(folder).check(shapes, experts)
+
+
+def test_a_format_for_quantised_experts_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="experts are quantised already, and not to nvfp4"):
+        Checkpoint(GOLDEN / "w4a16", format=jmx.NVFP4)
+
+
+# The command
+
+
+def test_the_command_gives_the_references_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    golden = load_file(GOLDEN / "other.safetensors")
+    ids = ",".join(map(str, golden["input_ids"][0]))
+    arguments = ["--checkpoint", str(GOLDEN / "other"), "--prompt-ids", ids, "--dtype", "float32", "--ignore-eos"]
+    assert main([*arguments, "--max-new-tokens", "5", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["ids"] == golden["greedy"][0, :5].tolist()
+    assert result["backend"] == "ragged_dot"
+    assert "experts are not quantised" in err
+
+
+def test_the_command_rounds_experts_to_a_format(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--checkpoint",
+        str(GOLDEN / "other"),
+        "--format",
+        "nvfp4",
+        "--prompt-ids",
+        "1,2",
+        "--dtype",
+        "float32",
+    ]
+    assert main([*arguments, "--max-new-tokens", "1", "--json", "--backend", "xla"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["backend"] == "xla"
+    assert "nvfp4" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --checkpoint, or --random"),
+        (["--checkpoint", str(GOLDEN / "bf16")], "tokenizer.json is missing"),
+        (["--checkpoint", str(GOLDEN / "w4a16"), "--format", "nvfp4", "--prompt-ids", "1"], "quantised already"),
+        (["--checkpoint", str(GOLDEN / "none"), "--prompt-ids", "1"], "config.json: the file is missing"),
+    ],
+)
+def test_the_command_tells_in_one_line_what_cannot_be(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("generate.py: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not out
