@@ -30,6 +30,7 @@ from jmx.activations import Activation, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.explain import flops, weight_bytes
+from jmx.inputs import INPUT_FORMATS
 from jmx.layer import moe
 from jmx.roofline import Limits, Report, Row
 from jmx.routing import GroupedTopK, Logits, Method, TopKSoftmax, route
@@ -52,6 +53,11 @@ class Shape:
     bias: bool
     format: str = formats.MXFP4.name
     input_format: str | None = None
+
+    def in_formats(self, pair: str) -> "Shape":
+        """This shape in other formats: "WEIGHTS" or "WEIGHTS:INPUTS"."""
+        weights, _, inputs = pair.partition(":")
+        return dataclasses.replace(self, format=weights, input_format=inputs or None)
 
     def problem(self, num_tokens: int, layout: str) -> Problem:
         """A call on bfloat16 tokens, with weights in `layout`."""
@@ -84,6 +90,7 @@ MODELS = {
     "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
     "gpt-oss-20b": Shape(32, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
     "gpt-oss-120b": Shape(128, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
+    "qwen3-30b-a3b": Shape(128, 2048, 768, TopKSoftmax(8), SiLUAndMul(), "concatenated", False),
     "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
 }
 
@@ -113,6 +120,7 @@ def run(
     tokens: Sequence[int],
     *,
     routing: str = "uniform",
+    formats: Sequence[str] | None = None,
     backends: Sequence[str] | None = None,
     layers: int | None = None,
     repeats: int = 5,
@@ -127,6 +135,8 @@ def run(
         model: a key of `MODELS`.
         tokens: token counts.
         routing: a key of `ROUTINGS`.
+        formats: weight formats, or pairs "WEIGHTS:INPUTS" with an input format, one after the other; None: that of the
+            model's shape alone.
         backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all that run here.
         layers: different layers in one call; None: see `layers_of_call`. Fewer where the device's memory holds fewer.
         repeats: samples of which a time is the median.
@@ -136,7 +146,7 @@ def run(
     Raises:
         ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured then.
     """
-    check_arguments(model, tokens, routing, backends, layers, repeats, seed)
+    check_arguments(model, tokens, routing, formats, backends, layers, repeats, seed)
     seed = secrets.randbits(_SEED_BITS) if seed is None else seed
     shape = routed_shape(model, routing)
     device, environment = jax.devices()[0], Environment.probe()
@@ -146,15 +156,18 @@ def run(
     progress(f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s")
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     layer_keys = jax.random.split(weights_key, layers_of_call(1, layers))  # no call has more
-    cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key)
     rows = []
-    for name in backends if backends is not None else _contestants_here(shape, tokens, environment, progress):
-        built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
-        for case in cases:
-            row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
-            rows.append(row)
-            progress(str(row))
-    settings = {"model": model, "tokens": [*tokens], "routing": routing, "layers": layers} | {
+    for pair in [None] if formats is None else formats:
+        shape = shape if pair is None else shape.in_formats(pair)
+        cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key)
+        told = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
+        for name in backends if backends is not None else _contestants_here(shape, tokens, environment, progress):
+            built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
+            for case in cases:
+                row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
+                rows.append(dataclasses.replace(row, **told))
+                progress(str(rows[-1]))
+    settings = {"model": model, "tokens": [*tokens], "routing": routing, "formats": formats, "layers": layers} | {
         "repeats": repeats,
         "seed": seed,
         "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
@@ -203,6 +216,7 @@ def check_arguments(
     model: str,
     tokens: Sequence[int],
     routing: str,
+    pairs: Sequence[str] | None,
     backends: Sequence[str] | None,
     layers: int | None,
     repeats: int,
@@ -213,6 +227,13 @@ def check_arguments(
     for name, value, known in [*named, *(("backends", backend, contestants()) for backend in backends or ())]:
         if value not in known:
             raise ValueError(f"`{name}` (={value!r}) must be one of {known}")
+    for pair in pairs or ():
+        weights, colon, inputs = pair.partition(":")
+        if weights not in formats.FORMATS or (colon and inputs not in INPUT_FORMATS):
+            raise ValueError(
+                f"`formats` (={pair!r}) must be WEIGHTS or WEIGHTS:INPUTS, of {[*formats.FORMATS]} and "
+                f"{[*INPUT_FORMATS]}"
+            )
     if not tokens:
         raise ValueError("`tokens` must name at least one token count")
     for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:
@@ -316,7 +337,7 @@ class Case(NamedTuple):
 
     @classmethod
     def draw(cls, shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> "Case":
-        """Random tokens and logits, and what the reference makes of some of them, with inputs in float32.
+        """Random tokens and logits, and what the reference makes of some of them, in float32 but for an input format.
 
         Args:
             kind: a key of `ROUTINGS`.
@@ -327,7 +348,7 @@ class Case(NamedTuple):
         x = jax.random.normal(x_key, (num_tokens, shape.hidden_size), jnp.bfloat16)
         logits = draw_logits(logits_key, (layers, num_tokens, shape.num_experts), kind)
         checked = jax.random.permutation(checked_key, num_tokens)[:_CHECKED_TOKENS]
-        xla = jax.jit(partial(_jmx_layer, dataclasses.replace(shape, input_format=None), "xla"))
+        xla = jax.jit(partial(_jmx_layer, shape, "xla"))
         reference = xla(x[checked].astype(jnp.float32), logits[0, checked], first)
         ids = [np.asarray(route(Logits(layer, shape.method)).expert_ids) for layer in logits]
         return cls(x, logits, checked, reference, [len(np.unique(layer)) for layer in ids])

@@ -395,6 +395,11 @@ def _add_bench(command: _Parser) -> None:
         "--tokens", type=_counts, metavar="N,...", help="token counts (default 1,64,1024,8192; on a CPU 1,16,64)"
     )
     command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
+    command.add_argument(
+        "--format",
+        metavar="NAME,...",
+        help="weight formats, one after the other, with an input format behind a colon or without (default mxfp4)",
+    )
     command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
     command.add_argument(
         "--layers", type=int, metavar="N", help="different layers in one call (default 16 up to 16 tokens, 4 beyond)"
@@ -431,18 +436,26 @@ def _measure(arguments: argparse.Namespace) -> Any:
     import jax
 
     from jmx import bench
+    from jmx.formats import FORMATS
+    from jmx.inputs import INPUT_FORMATS
 
     on_cpu = jax.default_backend() == "cpu"
     model = arguments.model or ("small" if on_cpu else "gpt-oss-120b")
     backends = None if arguments.backends is None else arguments.backends.split(",")
     _check_known("--model", model, bench.MODELS)
     _check_known("--routing", arguments.routing, bench.ROUTINGS)
+    pairs = None if arguments.format is None else arguments.format.split(",")
     for name in backends or ():
         _check_known("--backends", name, bench.contestants())
+    for weights, colon, inputs in (pair.partition(":") for pair in pairs or ()):
+        _check_known("--format", weights, FORMATS)
+        if colon:
+            _check_known("--format", inputs, INPUT_FORMATS)
     return bench.run(
         model,
         arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),
         routing=arguments.routing,
+        formats=pairs,
         backends=backends,
         layers=arguments.layers,
         repeats=arguments.repeats,

@@ -68,13 +68,22 @@ class Row:
                 f"{self.us:.1f} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, {self.over_floor:.2f} x floor, "
                 f"relative error {self.rel_err:.1e}",
             )
-        return f"{self.system}, {self.tokens} tokens: {'; '.join(told)}"
+        return f"{self.name}, {self.tokens} tokens: {'; '.join(told)}"
+
+    @property
+    def formats(self) -> str:
+        """Of weights and inputs, where a run has several."""
+        return " x ".join(name for name in (self.format, self.input_format) if name is not None)
+
+    @property
+    def name(self) -> str:
+        """The system, and its formats where a run has several."""
+        return f"{self.system} {self.formats}" if self.formats else self.system
 
     @property
     def held(self) -> str:
         """How its weights lie, and where a run has several formats, which."""
-        formats = [name for name in (self.format, self.input_format) if name is not None]
-        return " ".join([self.weights or "none", *([" x ".join(formats)] if formats else [])])
+        return f"{self.weights or 'none'} {self.formats}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ class Report:
         s, limits = self.settings, self.limits
         title = f"{s['model']}, {s['routing']} routing, one layer on {self.machine['device']}"
         rates = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s, measured"
-        told = [f"{row.system}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
+        told = [f"{row.name}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
         caption = escape("\n".join([rates, *told]))
         table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
         for name in ("system", "weights"):
@@ -158,7 +167,7 @@ def draw(report: Report, path: str) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
-    points = [(row.system, row.tokens, row.over_floor) for row in report.rows if row.over_floor is not None]
+    points = [(row.name, row.tokens, row.over_floor) for row in report.rows if row.over_floor is not None]
     limits = f"copy {report.limits.copy_rate / 1e12:.3g} TB/s, dense {report.limits.dense_rate / 1e12:.3g} TFLOP/s"
     axes.axhline(1, color="black", label=f"floor: {limits}")
     for system in dict.fromkeys(system for system, _, _ in points):

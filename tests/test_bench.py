@@ -55,6 +55,20 @@ def test_a_run_has_a_checked_row_for_every_contestant_and_token_count(tiny):
         assert row.temporary_bytes is not None
 
 
+def test_formats_are_timed_one_after_the_other_each_against_its_own_reference(tiny):
+    lines = []
+    pairs = ["nvfp4", "int4_g32:int8_token"]
+    report = bench.run("tiny", [3], formats=pairs, backends=["xla"], layers=1, repeats=1, progress=lines.append)
+    nvfp4, int4 = report.rows
+    assert (nvfp4.format, nvfp4.input_format) == ("nvfp4", None)
+    assert (int4.format, int4.input_format) == ("int4_g32", "int8_token")
+    assert lines[-1].startswith("xla int4_g32 x int8_token, 3 tokens:")
+    assert [row.error for row in report.rows] == [None, None]
+    for row in (SimpleNamespace(**dataclasses.asdict(row)) for row in report.rows):
+        expert_bytes = sum(formats.FORMATS[row.format].bytes(shape) for shape in ((128, 32), (32, 64)))
+        assert row.tb_s == pytest.approx(row.active * expert_bytes / row.us / 1e6)
+
+
 def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
     def supports(problem, environment):
         return None if problem.num_tokens == 3 else Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens", "take 3")
@@ -161,6 +175,8 @@ def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(ti
     [
         ({"model": "tinny"}, "`model` (='tinny') must be one of"),
         ({"routing": "skewed"}, "`routing` (='skewed') must be one of"),
+        ({"formats": ["nvfp4", "nvfp5"]}, "`formats` (='nvfp5') must be WEIGHTS or WEIGHTS:INPUTS"),
+        ({"formats": ["nvfp4:"]}, "`formats` (='nvfp4:') must be WEIGHTS or WEIGHTS:INPUTS"),
         ({"backends": ["xla", "cutlas"]}, "`backends` (='cutlas') must be one of"),
         ({"tokens": [1, 0]}, "`tokens` (=0) must be at least 1"),
         ({"tokens": []}, "`tokens` must name"),
