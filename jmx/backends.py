@@ -5,17 +5,18 @@ from jmx.ffi import blackwell, blackwell_layouts, cutlass_layout
 from jmx.ffi.cpu import Cpu
 from jmx.ffi.cutlass import Cutlass
 from jmx.formats import MXFP4, Format
-from jmx.pallas import mosaic_sm90, mosaic_sm90_layout, triton
+from jmx.pallas import mosaic_sm90, mosaic_sm90_fp8, mosaic_sm90_fp8_layout, mosaic_sm90_layout, triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
 # `xla` runs everything: what stands behind it runs on request alone, as `cutlass` does, which `mosaic` outruns, or not
 # at all: the engines for Blackwell have no kernel yet.
 BACKENDS: tuple[Backend, ...] = (
-    *(mosaic_sm90.MosaicSm90(), Cpu(), triton.Triton(), Xla()),
+    *(mosaic_sm90.MosaicSm90(), mosaic_sm90_fp8.MosaicSm90Fp8(), Cpu(), triton.Triton(), Xla()),
     *(Cutlass(), *blackwell.ENGINES),
 )
 layouts.register(mosaic_sm90_layout.LAYOUT)
+layouts.register(mosaic_sm90_fp8_layout.LAYOUT)
 layouts.register(cutlass_layout.LAYOUT)
 layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
 layouts.register(blackwell_layouts.TRTLLM_LAYOUT)

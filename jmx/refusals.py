@@ -1,15 +1,27 @@
-"""What kernels for quantised weights and 16-bit activations do not take, whatever the GPU."""
+"""What kernels for quantised weights do not take, whatever the GPU."""
 
 from jmx.formats import MXFP4
 from jmx.selection import Problem, Reason, Rejection
 
 
-def refusal(problem: Problem, layout: str, formats: tuple[str, ...] | None = (MXFP4.name,)) -> Rejection | None:
-    """Why a kernel that reads weights of `formats` (None: all) in `layout` cannot run `problem`; None where it can."""
+def refusal(
+    problem: Problem,
+    layout: str,
+    formats: tuple[str, ...] | None = (MXFP4.name,),
+    inputs: tuple[str, ...] | None = None,
+) -> Rejection | None:
+    """Why a kernel that reads weights of `formats` (None: all) in `layout` cannot run `problem`; None where it can.
+
+    `inputs`: the input formats that it takes; None: inputs of 16 bits alone.
+    """
     if formats is not None and problem.format not in formats:
         wanted = " or ".join(formats)
         return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not {wanted}", f"quantise to {wanted}")
-    if problem.input_format is not None:
+    if inputs is not None and problem.input_format not in inputs:
+        wanted = " or ".join(inputs)
+        given = "of 16 bits" if problem.input_format is None else repr(problem.input_format)
+        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {wanted}", f"input_format={inputs[0]!r}")
+    if inputs is None and problem.input_format is not None:
         return Rejection(
             Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
         )

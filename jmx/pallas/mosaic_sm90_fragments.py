@@ -72,7 +72,7 @@ def row_size(n: int) -> int:
     return TILE // 2 * n
 
 
-def _load_words(ref: ir.Value, index: ir.Value, count: int) -> list[ir.Value]:
+def load_words(ref: ir.Value, index: ir.Value, count: int) -> list[ir.Value]:
     """`count` words of 32 bits that follow each other in shared memory, the first the `index`th."""
     loaded = llvm.load(ir.VectorType.get((count,), i32()), address_of(ref, index, i32()), alignment=4 * count)
     return [llvm.extractelement(loaded, constant(i)) for i in range(count)]
@@ -86,7 +86,7 @@ def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.V
     words = [
         word
         for first in range(0, bits, 4)  # four words a load
-        for word in _load_words(values, arith.addi(mine, constant((tile * bits + first) * THREADS)), 4)
+        for word in load_words(values, arith.addi(mine, constant((tile * bits + first) * THREADS)), 4)
     ]
     group = arith.shrui(thread, constant(2))
 
@@ -94,7 +94,7 @@ def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.V
         if not count:
             return []
         mine = arith.addi(arith.muli(group, constant(count)), constant(tile * THREADS // 4 * count))
-        return _load_words(rest.pop(0), mine, count)
+        return load_words(rest.pop(0), mine, count)
 
     scales, zero_points = of_group(decoder.scale_words), of_group(decoder.zero_point_words)
     return decoder.pairs(words, scales, zero_points, exponent, partial(utils.inline_ptx, result_types=i32()))
@@ -145,13 +145,13 @@ def dequantize(
     return body(*arguments)
 
 
-def _sums(acc: Fragment) -> list[ir.Value]:
+def sums_of(acc: Fragment) -> list[ir.Value]:
     """The thread's elements of an accumulator, in the order of the instructions that add to it."""
     return [llvm.extractelement(two, constant(i)) for two in acc.registers.flat for i in range(2)]
 
 
-def _accumulator(acc: Fragment, sums: Sequence[ir.Value]) -> Fragment:
-    """`acc` with other elements, in the order of `_sums`."""
+def accumulator(acc: Fragment, sums: Sequence[ir.Value]) -> Fragment:
+    """`acc` with other elements, in the order of `sums_of`."""
     registers = np.empty(len(sums) // 2, dtype=object)
     for i in range(len(registers)):
         two = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
@@ -194,7 +194,7 @@ def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int, half: int) -> jax.
         lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(x)), constant(4))
         descriptor = utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
         pieces = np.array([utils.bitcast(two, i32()) for two in a.registers.flat], dtype=object).reshape(-1, 4)
-        values = _sums(acc)
+        values = sums_of(acc)
         out = llvm.StructType.get_literal([f32()] * size)
         utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
         for piece, mine in enumerate(pieces):
@@ -209,7 +209,7 @@ def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int, half: int) -> jax.
             )
             values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
         utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
-        return _accumulator(acc, values)
+        return accumulator(acc, values)
 
     return body(acc, a, x)
 
@@ -219,12 +219,12 @@ def wait_for_product(acc: jax.Array) -> jax.Array:
 
     @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=result(acc.shape, jnp.float32, plgpu.Layout.WGMMA))
     def body(_: Any, acc: Fragment) -> Fragment:
-        values = _sums(acc)
+        values = sums_of(acc)
         tied = ",".join(["=f"] * len(values) + [str(i) for i in range(len(values))])
         out = llvm.StructType.get_literal([f32()] * len(values))
         text = "wgmma.wait_group.sync.aligned 0;"
         made = llvm.inline_asm(out, values, text, tied, has_side_effects=True, asm_dialect=0)
-        return _accumulator(acc, [llvm.extractvalue(f32(), made, [i]) for i in range(len(values))])
+        return accumulator(acc, [llvm.extractvalue(f32(), made, [i]) for i in range(len(values))])
 
     return body(acc)
 
@@ -267,7 +267,7 @@ def multiply_few(
     )
     def body(_: Any, acc: Fragment, x: ir.Value, *given: Any) -> Fragment:
         a = _pairs_of_tile(decoder, *_taken(given), tile)
-        sums, out = _sums(acc), []
+        sums, out = sums_of(acc), []
         (eight_stride, tile_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
         base = llvm.ptrtoint(i32(), utils.memref_ptr(x))
         lane = arith.remui(thread_index(), constant(32))
@@ -284,7 +284,7 @@ def multiply_few(
                 mine = [a[2 * piece + eights, r] for eights in range(2) for r in range(2)]
                 c = utils.inline_ptx(_MULTIPLY, *mine, *b[2 * piece : 2 * piece + 2], *c, result_types=[f32()] * 4)
             out += c
-        return _accumulator(acc, out)
+        return accumulator(acc, out)
 
     return body(acc, x, *arguments)
 

@@ -100,24 +100,24 @@ def _gated(spec: WeightSpec) -> bool:
     return spec.role == "gate_up" and spec.gate_up_order is not None
 
 
-def _pad(array: jax.Array, axis: int, size: int, fill: Any) -> jax.Array:
+def pad(array: jax.Array, axis: int, size: int, fill: Any) -> jax.Array:
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, size - array.shape[axis])
     return jnp.pad(array, widths, constant_values=fill)
 
 
-def _tile_rows(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
+def tile_rows(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
     """(N, C) -> (row tiles, 4 warps, 2, 8, C): the rows that the threads of a warp hold."""
     tiles, _ = num_tiles(spec)
     if not _gated(spec):
-        return _pad(array, 0, tiles * TILE, fill).reshape(tiles, 4, 2, 8, -1)
+        return pad(array, 0, tiles * TILE, fill).reshape(tiles, 4, 2, 8, -1)
     halves = (-1, 2) if spec.gate_up_order == "interleaved" else (2, -1)
     array = array.reshape(*halves, array.shape[-1])
     array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
-    return _pad(array, 0, tiles * GATED_ROWS, fill).reshape(tiles, 4, 8, 2, -1).swapaxes(2, 3)
+    return pad(array, 0, tiles * GATED_ROWS, fill).reshape(tiles, 4, 8, 2, -1).swapaxes(2, 3)
 
 
-def _untile_rows(array: jax.Array, spec: WeightSpec) -> jax.Array:
+def untile_rows(array: jax.Array, spec: WeightSpec) -> jax.Array:
     rows, tiles = spec.shape[0], array.shape[0]
     if not _gated(spec):
         return array.reshape(tiles * TILE, -1)[:rows]
@@ -133,7 +133,7 @@ def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     (tiles, columns), elements = num_tiles(spec), elements_of(spec.format)
     if elements.bits == 8:
         values = lax.bitcast_convert_type(values.reshape(values.shape[0], -1, 2), jnp.uint16)
-    pairs = _tile_rows(_pad(values, 1, columns * TILE // 2, 0), spec, 0)
+    pairs = tile_rows(pad(values, 1, columns * TILE // 2, 0), spec, 0)
     pairs = pairs.reshape(tiles, 4, 2, 8, columns, 4, 2, 4)  # tile, warp, r, row, column, slice, h, lane % 4
     words = elements.spread(pairs.transpose(0, 4, 1, 3, 7, 5, 6, 2).reshape(tiles, columns, THREADS, PAIRS))
     words = words.reshape(tiles, columns, THREADS, -1, _WORDS).swapaxes(2, 3)
@@ -145,7 +145,7 @@ def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     words = lax.bitcast_convert_type(values.reshape(tiles, columns, -1, THREADS, _WORDS, 4), jnp.uint32)
     pairs = elements.gather(words.swapaxes(2, 3).reshape(tiles, columns, THREADS, -1))
     pairs = pairs.reshape(tiles, columns, 4, 8, 4, 4, 2, 2).transpose(0, 2, 7, 3, 1, 5, 6, 4)
-    pairs = _untile_rows(pairs.reshape(tiles, 4, 2, 8, -1), spec)
+    pairs = untile_rows(pairs.reshape(tiles, 4, 2, 8, -1), spec)
     if elements.bits == 8:
         pairs = lax.bitcast_convert_type(pairs, jnp.uint8).reshape(spec.shape[0], -1)
     return pairs[:, : spec.shape[1] * elements.bits // 8]
@@ -162,14 +162,14 @@ def _tiles_of_block(spec: WeightSpec) -> int:
 def _tile_blocks(array: jax.Array, spec: WeightSpec, per_tile: int, fill: Any) -> jax.Array:
     tiles, columns = num_tiles(spec)
     array = jnp.repeat(array, _tiles_of_block(spec), axis=1)[:, : columns * per_tile]
-    array = _tile_rows(_pad(array, 1, columns * per_tile, fill), spec, fill)
+    array = tile_rows(pad(array, 1, columns * per_tile, fill), spec, fill)
     return array.reshape(tiles, 4, 2, 8, columns, -1).transpose(0, 4, 1, 3, 2, 5).reshape(tiles, columns, -1)
 
 
 def _untile_blocks(array: jax.Array, spec: WeightSpec) -> jax.Array:
     tiles, columns, _ = array.shape
     array = array.reshape(tiles, columns, 4, 8, 2, -1).transpose(0, 2, 4, 3, 1, 5).reshape(tiles, 4, 2, 8, -1)
-    array = _untile_rows(array, spec)[:, :: _tiles_of_block(spec)]
+    array = untile_rows(array, spec)[:, :: _tiles_of_block(spec)]
     return array[:, : spec.format.num_blocks(spec.shape[1], "shape[-1]")]
 
 

@@ -1,0 +1,213 @@
+"""What one thread of a warpgroup does in the kernel of `mosaic_sm90_fp8_kernel`, in MLIR and PTX.
+
+As in `mosaic_sm90_fragments`, whose words these are: a thread's *first* and *second* row, and its own elements.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.mosaic_sm90_fp8_config import ROW_BYTES
+from jmx.pallas.mosaic_sm90_fragments import accumulator, load_words, sums_of
+from jmx.pallas.mosaic_sm90_layout import THREADS, TILE
+from jmx.pallas.mosaic_sm90_mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    f32,
+    i32,
+    i64,
+    operation,
+    result,
+    thread_index,
+    utils,
+    wide,
+)
+
+SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
+_SLICES = 4  # of 32 columns
+_SLICE_BYTES = 32
+
+_MAGNITUDES = "and.b32 $0, $1, 0x77777777;"
+_LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
+_SIGNS = (
+    "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;",  # (a & b) | c
+    "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x80808080, $2, 0xEA; }",
+)
+
+
+class Unit(NamedTuple):
+    """What has come of one unit, refs in shared memory; None for what there is not.
+
+    `values` (rows, 256) uint8, `scales` (256,) uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3, `x_scales` (n,).
+    """
+
+    values: Any
+    scales: Any
+    x: Any
+    x_scales: Any
+
+
+def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
+    mine = arith.addi(arith.muli(thread_index(), constant(4)), constant(nth * THREADS * 4))
+    return load_words(values, mine, 4)
+
+
+def _row_bytes(scales: ir.Value) -> list[ir.Value]:
+    """Distances of the thread's two rows, a byte for each slice."""
+    group = arith.shrui(thread_index(), constant(2))
+    return load_words(scales, arith.muli(group, constant(2)), 2)
+
+
+def _e2m1_slices(values: ir.Value, scales: ir.Value, table: ir.Value) -> list[list[ir.Value]]:
+    distances = _row_bytes(scales)
+    out = []
+    for slice_ in range(_SLICES):
+        if slice_ % 2 == 0:
+            words = _piece(values, slice_ // 2)
+        halves = []
+        for row in range(2):
+            word = words[2 * (slice_ % 2) + row]
+            at = utils.inline_ptx(f"bfe.u32 $0, $1, {8 * slice_}, 8;", distances[row], result_types=i32())
+            entry = address_of(table, wide(arith.muli(at, constant(2))), i32())
+            loaded = llvm.load(ir.VectorType.get((2,), i32()), entry, alignment=8)
+            low, high = (llvm.extractelement(loaded, constant(i)) for i in range(2))
+            chosen = utils.inline_ptx(_MAGNITUDES, word, result_types=i32())
+            found = [utils.inline_ptx(text, low, high, chosen, result_types=i32()) for text in _LOOK_UP]
+            halves.append([
+                utils.inline_ptx(text, word, magnitudes, result_types=i32())
+                for text, magnitudes in zip(_SIGNS, found, strict=True)
+            ])  # fmt: skip
+        out.append([halves[row][half] for half in range(2) for row in range(2)])
+    return out
+
+
+def add_unit(total: jax.Array, unit: Unit, table: Any | None) -> jax.Array:
+    """total (64, n) plus a unit times its rows, transposed: products in FP8 by `wgmma`, added up in float32.
+
+    The tensor cores' own sums keep some 14 bits, so they go over 128 columns only, and each is added to `total`, times
+    the scales that there are for these columns.
+
+    Args:
+        total: float32, n a multiple of 8.
+        table: ref uint32 (256, 2) in global memory, of `mosaic_sm90_fp8_layout.table`; None for e4m3 weights.
+    """
+    n = total.shape[1]
+    refs = [ref for ref in (*unit, table) if ref is not None]
+    kinds = [plgpu.RefType(SWIZZLED) if ref is unit.x else plgpu.RefType() for ref in refs]
+    there = [ref is not None for ref in (*unit, table)]
+
+    @operation(arg_types=(plgpu.Layout.WGMMA, *kinds), return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA))
+    def body(_: Any, total: Fragment, *given: ir.Value) -> Fragment:
+        rest = [*given]
+        values, scales, x, x_scales, table = (rest.pop(0) if one else None for one in there)
+        if table is None:
+            slices = [_piece(values, slice_) for slice_ in range(_SLICES)]
+        else:
+            slices = _e2m1_slices(values, scales, table)
+        products = _products(slices, x, n)
+        factors = [_row_scales(scales) if scales is not None and table is None else None, x_scales]
+        return accumulator(total, _added(sums_of(total), products, *factors))
+
+    return body(total, *refs)
+
+
+def _products(slices: list[list[ir.Value]], x: ir.Value, n: int) -> list[ir.Value]:
+    """The four slices' products, added up by the tensor cores: the thread's n / 2 of them."""
+    size = n // 2
+    (eight_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
+    upper = _SWIZZLE_128_BYTES | eight_stride >> 4
+    lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(x)), constant(4))
+    descriptor = utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
+    out = llvm.StructType.get_literal([f32()] * size)
+    sums = ", ".join(f"${i}" for i in range(size))
+    utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
+    values: list[ir.Value] = []
+    for nth, a in enumerate(slices):
+        first = size + len(values)  # the operands behind the sums
+        operands = [f"${first + i}" for i in range(5)]
+        text = (
+            f"{{ .reg .b64 d; .reg .pred p; add.s64 d, {operands[4]}, {nth * _SLICE_BYTES >> 4}; "
+            f"setp.ne.b32 p, ${first + 5}, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{sums}}}, "
+            f"{{{', '.join(operands[:4])}}}, d, p, 1, 1; }}"
+        )
+        tied = [str(i) for i in range(len(values))]
+        constraints = ",".join([*["=f"] * size, *tied, *["r"] * 4, "l", "r"])
+        arguments = [*values, *a, descriptor, constant(int(nth > 0))]
+        made = llvm.inline_asm(out, arguments, text, constraints, has_side_effects=True, asm_dialect=0)
+        values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+    utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
+    tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
+    text = "wgmma.wait_group.sync.aligned 0;"
+    made = llvm.inline_asm(out, values, text, tied, has_side_effects=True, asm_dialect=0)
+    return [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+
+
+def _row_scales(scales: ir.Value) -> list[ir.Value]:
+    """Float32 scales of the thread's two rows."""
+    element = ir.MemRefType(scales.type).element_type
+    group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2))
+    found = [llvm.load(element, address_of(scales, arith.addi(group, constant(i)), element)) for i in range(2)]
+    return [value if element == f32() else arith.extf(f32(), value) for value in found]
+
+
+def _added(
+    totals: list[ir.Value], products: list[ir.Value], row_scales: list[ir.Value] | None, x_scales: ir.Value | None
+) -> list[ir.Value]:
+    """`totals` plus `products` times scales; both in the tensor cores' order: by 8 columns first row, second row."""
+    column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+    out = []
+    for eight in range(len(totals) // 4):
+        if x_scales is not None:
+            pair = llvm.load(
+                ir.VectorType.get((2,), f32()),
+                address_of(x_scales, arith.addi(column, constant(8 * eight)), f32()),
+                alignment=8,
+            )
+            by_column = [llvm.extractelement(pair, constant(i)) for i in range(2)]
+        for row in range(2):
+            for i in range(2):
+                nth = 4 * eight + 2 * row + i
+                factors = [] if row_scales is None else [row_scales[row]]
+                factors += [] if x_scales is None else [by_column[i]]
+                out.append(_plus(totals[nth], products[nth], factors))
+    return out
+
+
+def _plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Value:
+    if not factors:
+        return arith.addf(total, product)
+    *others, last = factors
+    for factor in others:
+        product = arith.mulf(product, factor)
+    return utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", product, last, total, result_types=f32())
+
+
+def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Array) -> jax.Array:
+    """sums (64, n) times scales[first + column], a ref (R,) float32 in global memory, for columns below `count`."""
+
+    @operation(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR),
+        return_type=result(sums.shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, sums: Fragment, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
+        start, last = first.registers.item(), arith.subi(count.registers.item(), constant(1))
+        column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+        values, out = sums_of(sums), []
+        for eight in range(len(values) // 4):
+            by_column = []
+            for i in range(2):
+                at = arith.minsi(arith.addi(column, constant(8 * eight + i)), last)
+                by_column.append(llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32())))
+            nth = 4 * eight
+            out += [arith.mulf(value, by_column[i % 2]) for i, value in enumerate(values[nth : nth + 4])]
+        return accumulator(sums, out)
+
+    return body(sums, scales, first, count)

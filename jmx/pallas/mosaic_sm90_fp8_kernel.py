@@ -1,0 +1,300 @@
+"""A grouped product on Hopper's FP8 tensor cores, in one Pallas Mosaic GPU kernel: rows @ weight[expert].T, and on.
+
+As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, in registers, and
+a block of rows of one expert, at most 128, is B. Every multiprocessor runs one block of threads for good. One warp
+fetches weights and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
+
+    weights   | W0 | W1 | W2 | ...                             full[slot] -->
+    rows      | X0 | X1 | X2 | ...                             full[slot] -->
+    compute   | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...              --> empty[slot]
+
+A product is one launch, not both of a layer as there: between them rows of h are rounded anew, for which a token's h
+has to be there as a whole.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jmx.formats import MXFP4, BlockScaled, Format
+from jmx.grouping import Blocks
+from jmx.pallas import mosaic_sm90_fp8_fragments as fp8
+from jmx.pallas import mosaic_sm90_fragments as fragments
+from jmx.pallas.mosaic_sm90_config import widths
+from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS, Config
+from jmx.pallas.mosaic_sm90_fp8_layout import RAISED, UNIT_COLUMNS, table, value_rows
+from jmx.pallas.mosaic_sm90_fragments import Rows
+from jmx.pallas.mosaic_sm90_layout import TILE
+from jmx.pallas.mosaic_sm90_schedule import Place, Schedule
+
+Array = Any
+_FETCH_REGISTERS = 40
+_COLUMNS = UNIT_COLUMNS  # of a stage
+
+
+class Inputs(NamedTuple):
+    """Rows in FP8.
+
+    Args:
+        values: float8_e4m3fn (R, K), K a multiple of 128.
+        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
+    """
+
+    values: Array
+    scales: Array
+
+    @property
+    def by_block(self) -> bool:
+        return self.scales.ndim == 2
+
+
+class Product(NamedTuple):
+    """What a row is multiplied by, and what becomes of the result.
+
+    Args:
+        weight: in the layout `mosaic_sm90_fp8`, with one leading axis of experts.
+        format: of the weight.
+        bias: (E, N) or None.
+        rows: what the weight's rows are.
+        dtype: of the result.
+        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
+    """
+
+    weight: BlockScaled
+    format: Format
+    bias: Array | None
+    rows: Rows
+    dtype: Any
+    activation: Callable[..., Array] | None = None
+
+
+class _Operands(NamedTuple):
+    """Arrays as the kernel takes them, or refs of them; None for what there is not."""
+
+    x: Any
+    x_row_scales: Any
+    x_block_scales: Any
+    values: Any
+    scales: Any  # that come by the unit
+    by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
+    table: Any
+    bias: Any
+
+    @classmethod
+    def of(cls, inputs: Inputs, product: Product) -> "_Operands":
+        q, of_blocks = product.weight, product.format.block_size > 0
+        scales, by_row = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
+        by_block = (None, inputs.scales) if inputs.by_block else (inputs.scales, None)
+        look_up = jnp.asarray(table()) if product.format == MXFP4 else None
+        return cls(inputs.values, *by_block, q.values, scales, by_row, look_up, product.bias)
+
+
+class _Item(NamedTuple):
+    """One piece of work as a computing warpgroup sees it."""
+
+    place: Place  # whose tile is this warpgroup's own
+    x_row: Array
+    out_row: Array
+    count: Array
+    by_row: tuple[Array, Array] | None
+    bias: tuple[Array, Array] | None
+
+
+def grouped_product(
+    inputs: Inputs, product: Product, blocks: Blocks, *, config: Config, num_rows: int, num_cores: int
+) -> jax.Array:
+    """The product of each block of rows.
+
+    Args:
+        inputs: blocks may read past the end of the rows.
+        product: see `Product`.
+        blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`
+            are computed.
+        num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
+        num_cores: multiprocessors to run on.
+
+    Returns:
+        (R, product.rows.num_outputs).
+    """
+    rows, per_unit = product.rows, value_rows(product.format)
+    m_tiles, units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
+    m_steps = -(-m_tiles // config.warpgroups_m)
+    schedule: Any = Schedule(config, m_tiles, units, 1, m_steps)  # pyright: ignore[reportArgumentType]
+    num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
+    given = _Operands.of(inputs, product)
+    arrays = blocks.as_arrays()
+    # No scalar, which would cost a kernel of its own.
+    arrays = arrays._replace(num_blocks=jnp.broadcast_to(arrays.num_blocks, arrays.experts.shape))
+
+    def for_width(count: Array, function: Callable[[int], None]) -> None:
+        """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
+        *below, last = widths(block_n)
+        for lower, width in zip([-1, *below], below, strict=False):
+            pl.when((count > lower) & (count <= width))(partial(function, width))
+        pl.when(count > (below[-1] if below else -1))(partial(function, last))
+
+    def body(*refs: Any) -> None:
+        rest = [*refs]
+        g = _Operands._make(None if one is None else rest.pop(0) for one in given)
+        work = Blocks(*(rest.pop(0) for _ in arrays))
+        out_g, x_s, values_s, *rest = rest
+        scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
+        full, empty = rest
+        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
+        num_blocks = work.num_blocks[0]
+        num_mine = lax.div(schedule.num_items(num_blocks) - core + (num_cores - 1), num_cores)
+
+        def place(turn: Array) -> Place:
+            return schedule.place(core + turn * num_cores, num_blocks)
+
+        def first_slot(turn: Array) -> Array:
+            return lax.rem(turn * units, num_stages)
+
+        def after(slot: Array) -> Array:
+            return jnp.where(slot + 1 == num_stages, 0, slot + 1)
+
+        def compute() -> None:
+            def look_up(turn: Array) -> _Item:
+                at = place(turn)
+                at = at._replace(tile=at.tile + warpgroup)
+                expert = work.experts[at.block]
+                by_row, bias = (
+                    None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
+                    for ref in (g.by_row, g.bias)
+                )
+                of_block = (array[at.block] for array in (work.x_rows, work.out_rows, work.counts))
+                return _Item(at, *of_block, by_row, bias)
+
+            def compute_item(turn: Array, item: _Item) -> _Item:
+                following = look_up(turn + 1)
+                for_width(item.count, partial(multiply, turn, item))
+                return following
+
+            def multiply(turn: Array, item: _Item, width: int) -> None:
+                def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                    total, slot = carry
+                    plgpu.barrier_wait(full.at[slot])
+                    unit = fp8.Unit(
+                        values_s.at[slot, warpgroup],
+                        None if scales_s is None else scales_s.at[slot, warpgroup, 0],
+                        x_s.at[slot, pl.ds(0, width)],
+                        None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
+                    )
+                    total = fp8.add_unit(total, unit, g.table)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return total, after(slot)
+
+                total = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
+                total, _ = lax.fori_loop(0, units, stage, (total, first_slot(turn)))
+                if g.x_row_scales is not None:
+                    total = fp8.scale_columns(total, g.x_row_scales, item.x_row, item.count)
+                finish(item, width, fragments.split_rows(total))
+
+            def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
+                outs = [*sums]
+                if product.format == MXFP4:
+                    outs = [out * 2.0**-RAISED for out in outs]
+                if item.by_row is not None:
+                    outs = [out * fragments.repeat(row, width) for out, row in zip(outs, item.by_row, strict=True)]
+                if item.bias is not None:
+                    outs = [out + fragments.repeat(row, width) for out, row in zip(outs, item.bias, strict=True)]
+                if product.activation is not None:
+                    gated = rows.gate_up_order is not None
+                    outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
+                outs = [out.astype(product.dtype) for out in outs]
+                fragments.store(out_g, outs, rows, item.place.tile, item.out_row, item.count, None)
+
+            lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
+
+        def each_stage(item: Callable[[Place], Callable[[Array, Array], None]]) -> None:
+            """For each of this core's items what `item` returns of its place, for each unit and its slot."""
+
+            @pl.loop(0, num_mine)
+            def _(turn: Array) -> None:
+                fill = item(place(turn))
+
+                def stage(step: Array, slot: Array) -> Array:
+                    @pl.when(turn * units + step >= num_stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    fill(step, slot)
+                    return after(slot)
+
+                lax.fori_loop(0, units, stage, first_slot(turn))
+
+        def fetch_weights(at: Place) -> Callable[[Array, Array], None]:
+            """Past the weight's end TMA writes zeros."""
+            expert, m = work.experts[at.block], pl.ds(at.tile, config.warpgroups_m)
+
+            def fill(step: Array, slot: Array) -> None:
+                values = g.values.at[expert, m, pl.ds(step * per_unit, per_unit)]
+                plgpu.copy_gmem_to_smem(values, values_s.at[slot], full.at[slot])
+                if scales_s is not None:
+                    scales = g.scales.at[expert, m, pl.ds(step, 1)]
+                    plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
+
+            return fill
+
+        def fetch_rows(at: Place) -> Callable[[Array, Array], None]:
+            first, count = lax.div(work.x_rows[at.block], 8) * 8, work.counts[at.block]  # by 8, for TMA to see
+
+            def fill(step: Array, slot: Array) -> None:
+                def copy(width: int) -> None:
+                    here = g.x.at[pl.ds(first, width), pl.ds(step * _COLUMNS, _COLUMNS)]
+                    plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
+                    if x_scales_s is not None:
+                        here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
+                        plgpu.copy_gmem_to_smem(here, x_scales_s.at[slot, :, pl.ds(0, width)], full.at[slot])
+
+                for_width(count, copy)
+
+            return fill
+
+        @pl.when(warpgroup < num_compute)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS, action="increase")
+            compute()
+
+        @pl.when(warpgroup == num_compute)
+        def _() -> None:
+            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+
+            @plgpu.warp_map
+            def _(warp: Array) -> None:
+                pl.when(warp == 0)(lambda: each_stage(fetch_weights))
+                pl.when(warp == 1)(lambda: each_stage(fetch_rows))
+
+    values, scales = product.weight.values, given.scales
+    stages = [
+        plgpu.SMEM((num_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
+        plgpu.SMEM((num_stages, config.warpgroups_m, per_unit, values.shape[-1]), values.dtype),
+        None if scales is None else plgpu.SMEM((num_stages, config.warpgroups_m, 1, scales.shape[-1]), scales.dtype),
+        plgpu.SMEM((num_stages, 1, block_n), jnp.float32) if inputs.by_block else None,
+    ]
+    there = [stage for stage in stages if stage is not None]
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows, rows.num_outputs), product.dtype),
+        grid=(num_cores,),
+        grid_names=("core",),
+        num_threads=num_compute + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            *there,
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
+        ),
+    )
+    return kernel(*(array for array in given if array is not None), *arrays)
