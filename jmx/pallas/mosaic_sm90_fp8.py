@@ -1,33 +1,30 @@
 """Backend `mosaic_fp8`: the whole layer on Hopper's FP8 tensor cores, by the kernel of `mosaic_sm90_fp8_kernel`.
 
-Inputs are rounded to e4m3, gathered by expert and multiplied; h is rounded anew and multiplied. Rounding and gathering
-are plain jnp, which XLA fuses. Each token's results are summed with its routing weights in float32.
+Inputs are rounded to e4m3, gathered by expert and multiplied; h is rounded anew and multiplied. Rounding, with
+gathering, is a kernel of its own (`mosaic_sm90_fp8_quantize`). Each token's results are summed with its routing weights
+in float32.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jmx import grouping, inputs, tuning
 from jmx.experts import Experts
 from jmx.formats import FORMATS
-from jmx.inputs import INPUT_FORMATS, InputFormat
+from jmx.inputs import INPUT_FORMATS
 from jmx.pallas import mosaic_sm90_fp8_config
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_fp8_config import Config
-from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, UNIT_COLUMNS, unit_bytes
+from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
 from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
-if TYPE_CHECKING:
-    from jmx.pallas.mosaic_sm90_fp8_kernel import Inputs
-
+COLUMN_ALIGNMENT = 8  # of inputs, which are read by so many
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
 _INPUTS = (inputs.FP8_STATIC.name, inputs.FP8_TOKEN.name, inputs.FP8_BLOCK.name)
 
@@ -56,6 +53,10 @@ class MosaicSm90Fp8:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
             )
+        for name in ("hidden_size", "intermediate_size"):
+            if (size := getattr(problem, name)) % COLUMN_ALIGNMENT:
+                rule = f"must be a multiple of {COLUMN_ALIGNMENT}"
+                return Rejection(Reason.SHAPE, f"{name} {size} {rule}", "backend='xla', or leave inputs as they are")
         return refusal(problem, LAYOUT.name, LAYOUT.formats, _INPUTS)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
@@ -78,7 +79,8 @@ class MosaicSm90Fp8:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90_fp8_kernel import Product, Rows, grouped_product  # takes a second to import
+        from jmx.pallas.mosaic_sm90_fp8_kernel import Product, Rows, grouped_product  # take a second to import
+        from jmx.pallas.mosaic_sm90_fp8_quantize import quantize
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
@@ -94,7 +96,7 @@ class MosaicSm90Fp8:
         rows, chosen = x, work.token_of_row
         if on_input:  # an expert's inputs are then its own
             rows, chosen = grouping.weigh(x[chosen], work, routing.weights), None
-        rows = _rounded(rows, format, experts.input_scale("gate_up"), chosen)
+        rows = quantize(rows, x.shape[-1], format, experts.input_scale("gate_up"), chosen)
         every = experts.merged()
         blocks = work.blocks._replace(experts=work.blocks.experts + experts.first_expert)
         product = partial(grouped_product, config=config, num_rows=num_rows, num_cores=environment.core_count or 1)
@@ -107,27 +109,10 @@ class MosaicSm90Fp8:
             in_kernel(computation.activation),
         )
         down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
-        h = product(rows, gate_up, blocks)[:, : experts.intermediate_size]
-        rows = _rounded(h, format, experts.input_scale("down"), None)
+        h = product(rows, gate_up, blocks)
+        rows = quantize(h, experts.intermediate_size, format, experts.input_scale("down"), None)
         out = product(rows, down, blocks._replace(x_rows=blocks.out_rows))[None, :, : x.shape[-1]]
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
-
-
-def _rounded(x: jax.Array, format: InputFormat, static_scale: jax.Array | None, index: jax.Array | None) -> "Inputs":
-    """Rows of x (T, K) in `format`; those that `index` (R,) chooses, or all."""
-    from jmx.pallas.mosaic_sm90_fp8_kernel import Inputs
-
-    q = inputs.quantize(x, format, static_scale)
-    values = jnp.pad(q.values, ((0, 0), (0, -x.shape[1] % UNIT_COLUMNS)))
-    scales = q.scales.reshape(x.shape[0], -1) if q.scales.ndim else jnp.broadcast_to(q.scales, (x.shape[0], 1))
-    if index is not None:
-        words = lax.bitcast_convert_type(values.reshape(x.shape[0], -1, 4), jnp.uint32)  # a gather of bytes is slow
-        words = words.at[index].get(mode="promise_in_bounds")
-        values = lax.bitcast_convert_type(words, values.dtype).reshape(index.size, -1)
-        scales = scales.at[index].get(mode="promise_in_bounds")
-    if format.block_size == "row" or not q.scales.ndim:
-        return Inputs(values, scales[:, 0])
-    return Inputs(values, jnp.pad(scales, ((0, -scales.shape[0] % 4), (0, 0))).T)  # whole 16 bytes, for TMA
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:

@@ -38,9 +38,14 @@ class Config:
         """Units along the columns in one stage: what a `Schedule` asks for."""
         return 1
 
+    @property
+    def scales_n(self) -> int:
+        """Scales of a stage's rows, with padding: stages must begin at multiples of 128 bytes."""
+        return -(-self.block_n // 32) * 32
+
     def shared_memory(self, unit_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
-        rows = self.block_n * (ROW_BYTES + 4)  # and a scale each
+        rows = self.block_n * ROW_BYTES + 4 * self.scales_n
         return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + _BARRIER_BYTES
 
     def check(self, unit_bytes: int) -> None:

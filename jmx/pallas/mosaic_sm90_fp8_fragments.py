@@ -67,13 +67,12 @@ def _row_bytes(scales: ir.Value) -> list[ir.Value]:
 
 def _e2m1_slices(values: ir.Value, scales: ir.Value, table: ir.Value) -> list[list[ir.Value]]:
     distances = _row_bytes(scales)
+    words = [word for nth in range(_SLICES // 2) for word in _piece(values, nth)]
     out = []
     for slice_ in range(_SLICES):
-        if slice_ % 2 == 0:
-            words = _piece(values, slice_ // 2)
         halves = []
         for row in range(2):
-            word = words[2 * (slice_ % 2) + row]
+            word = words[2 * slice_ + row]
             at = utils.inline_ptx(f"bfe.u32 $0, $1, {8 * slice_}, 8;", distances[row], result_types=i32())
             entry = address_of(table, wide(arith.muli(at, constant(2))), i32())
             loaded = llvm.load(ir.VectorType.get((2,), i32()), entry, alignment=8)
@@ -107,13 +106,14 @@ def add_unit(total: jax.Array, unit: Unit, table: Any | None) -> jax.Array:
     def body(_: Any, total: Fragment, *given: ir.Value) -> Fragment:
         rest = [*given]
         values, scales, x, x_scales, table = (rest.pop(0) if one else None for one in there)
-        if table is None:
-            slices = [_piece(values, slice_) for slice_ in range(_SLICES)]
+        assert values is not None
+        assert x is not None
+        if table is not None and scales is not None:
+            slices, row_scales = _e2m1_slices(values, scales, table), None
         else:
-            slices = _e2m1_slices(values, scales, table)
-        products = _products(slices, x, n)
-        factors = [_row_scales(scales) if scales is not None and table is None else None, x_scales]
-        return accumulator(total, _added(sums_of(total), products, *factors))
+            slices = [_piece(values, slice_) for slice_ in range(_SLICES)]
+            row_scales = None if scales is None else _row_scales(scales)
+        return accumulator(total, _added(sums_of(total), _products(slices, x, n), row_scales, x_scales))
 
     return body(total, *refs)
 
@@ -165,6 +165,7 @@ def _added(
     column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
     out = []
     for eight in range(len(totals) // 4):
+        by_column = None
         if x_scales is not None:
             pair = llvm.load(
                 ir.VectorType.get((2,), f32()),
@@ -176,7 +177,7 @@ def _added(
             for i in range(2):
                 nth = 4 * eight + 2 * row + i
                 factors = [] if row_scales is None else [row_scales[row]]
-                factors += [] if x_scales is None else [by_column[i]]
+                factors += [] if by_column is None else [by_column[i]]
                 out.append(_plus(totals[nth], products[nth], factors))
     return out
 

@@ -168,8 +168,8 @@ def grouped_product(
                     None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
                     for ref in (g.by_row, g.bias)
                 )
-                of_block = (array[at.block] for array in (work.x_rows, work.out_rows, work.counts))
-                return _Item(at, *of_block, by_row, bias)
+                block = at.block
+                return _Item(at, work.x_rows[block], work.out_rows[block], work.counts[block], by_row, bias)
 
             def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
@@ -276,7 +276,7 @@ def grouped_product(
         plgpu.SMEM((num_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
         plgpu.SMEM((num_stages, config.warpgroups_m, per_unit, values.shape[-1]), values.dtype),
         None if scales is None else plgpu.SMEM((num_stages, config.warpgroups_m, 1, scales.shape[-1]), scales.dtype),
-        plgpu.SMEM((num_stages, 1, block_n), jnp.float32) if inputs.by_block else None,
+        plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if inputs.by_block else None,
     ]
     there = [stage for stage in stages if stage is not None]
     kernel = plgpu.kernel(

@@ -5,8 +5,8 @@ A weight (N, K) is cut into units of 64 rows by 128 columns: the A operand of fo
 the right. It finds them by loads of 16 bytes, without anything moving between threads:
 
     e4m3  the bytes themselves: for each 32 columns four words, which are the operand's four registers
-    e2m1  for each 32 columns a word of 8 codes a row. Nibble n has code n's magnitude in its lower three bits. Signs are
-          in the fourth bits: of codes 0..3, the lower columns, in nibbles 1, 3, 5, 7; of codes 4..7 in 0, 2, 4, 6.
+    e2m1  for each 32 columns a word of 8 codes a row. Nibble n has code n's magnitude in its lower three bits. Signs
+          are fourth bits: of codes 0..3, the lower columns, those of nibbles 1, 3, 5, 7; of codes 4..7 of 0, 2, 4, 6.
 
 Then a magnitude is a byte that `prmt` looks up in a table of eight, and a sign a bit that is in place, or 4 beside it.
 

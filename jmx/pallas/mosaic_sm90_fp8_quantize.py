@@ -1,0 +1,229 @@
+"""Rounds rows to e4m3 on the way to `mosaic_sm90_fp8_kernel`: gathered, padded, and with their scales, in one launch.
+
+A Pallas Mosaic GPU kernel in which every warp takes a row, twice: for the largest magnitude, and to divide and round.
+Its bits are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's (`div.rn`), and `cvt` rounds them.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.inputs import InputFormat
+from jmx.pallas.mosaic_sm90_fp8_kernel import Inputs
+from jmx.pallas.mosaic_sm90_fp8_layout import UNIT_COLUMNS
+from jmx.pallas.mosaic_sm90_mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    i32,
+    i64,
+    less,
+    operation,
+    thread_index,
+    utils,
+    wide,
+)
+
+_WARPS = 4
+_LANES = 32
+_VECTOR = 8  # elements of a row that a lane takes at a time
+_INFINITY = {2: 0x7F80, 4: 0x7F800000}  # bits; of float16 0x7C00
+_MOST_448 = 0x43E00000
+_LEAST_SCALE = 0x00800000  # 2^-126
+_NAN = 0x7FC00000
+_AS_FLOAT = {
+    "bfloat16": ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;"),
+    "float16": tuple(
+        f"{{ .reg .b16 l, h; .reg .f32 f; mov.b32 {{l, h}}, $1; cvt.f32.f16 f, {half}; mov.b32 $0, f; }}"
+        for half in "lh"
+    ),
+}
+_LARGER = {2: "max.u16x2 $0, $1, $2;", 4: "max.u32 $0, $1, $2;"}
+_MAGNITUDE = {2: "and.b32 $0, $1, 0x7FFF7FFF;", 4: "and.b32 $0, $1, 0x7FFFFFFF;"}
+_LARGER_HALF = "{ .reg .b32 h; shr.u32 h, $1, 16; and.b32 $0, $1, 0xFFFF; max.u32 $0, $0, h; }"
+_ACROSS = "shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+_QUOTIENT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; div.rn.f32 a, a, b; mov.b32 $0, a; }"
+_SPOIL = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; fma.rn.f32 b, a, 0f00000000, b; mov.b32 $0, b; }"
+_ROUND = (
+    "{ .reg .b16 l, h; .reg .f32 a, b, c, d; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; mov.b32 d, $4; "
+    "cvt.rn.satfinite.e4m3x2.f32 l, b, a; cvt.rn.satfinite.e4m3x2.f32 h, d, c; mov.b32 $0, {l, h}; }"
+)
+
+
+def quantize(
+    x: jax.Array, columns: int, format: InputFormat, static_scale: jax.Array | None, index: jax.Array | None
+) -> Inputs:
+    """Rows of x in `format`.
+
+    Args:
+        x: bfloat16, float16 or float32 (T, C), C a multiple of 8.
+        columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
+        format: of e4m3.
+        static_scale: float32 (), where `format` is static; None elsewhere.
+        index: int32 (R,) rows of x, which must be within it; None: all.
+    """
+    num_rows = x.shape[0] if index is None else index.shape[0]
+    padded = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
+    scale_rows = -(-num_rows // 4) * 4  # whole 16 bytes, for TMA
+    by_block = isinstance(format.block_size, int)
+    scales = (columns // UNIT_COLUMNS, scale_rows) if by_block else (num_rows,)
+    given = [x, *([] if index is None else [index]), *([] if static_scale is None else [static_scale.reshape(1)])]
+
+    def body(*refs: Any) -> None:
+        x_g, *rest = refs
+        index_g = None if index is None else rest.pop(0)
+        static_g = None if static_scale is None else rest.pop(0)
+        values_g, scales_g = rest
+        row = partial(_round_row, x.dtype, columns, padded, num_rows, format)
+        row(lax.axis_index("block"), x_g, index_g, static_g, values_g, scales_g)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((num_rows, padded), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+        ],
+        grid=(-(-num_rows // _WARPS),),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return Inputs(*kernel(*given))
+
+
+def _run(text: str, *operands: ir.Value) -> ir.Value:
+    return utils.inline_ptx(text, *operands, result_types=i32())
+
+
+def _round_row(
+    dtype: Any, columns: int, padded: int, num_rows: int, format: InputFormat, block: jax.Array, *refs: Any
+) -> None:
+    """What a warp does. `refs`: x, rows to take or None, static scale or None, values and scales to write."""
+    there = [ref is not None for ref in refs]
+    refs = tuple(ref for ref in refs if ref is not None)
+
+    @operation(arg_types=(SCALAR, *[plgpu.RefType()] * len(refs)))
+    def body(_: Any, block: Fragment, *given: ir.Value) -> None:
+        rest = [*given]
+        x, index, static, values, scales = (rest.pop(0) if one else None for one in there)
+        warp = arith.divui(thread_index(), constant(_LANES))
+        row = arith.addi(arith.muli(block.registers.item(), constant(_WARPS)), warp)
+        with utils.when(less(row, constant(num_rows))):
+            source = row if index is None else llvm.load(i32(), address_of(index, wide(row), i32()))
+            given_scale = None if static is None else llvm.load(i32(), address_of(static, constant(0), i32()))
+            _Row(np.dtype(dtype), columns, padded, format, x, values, scales, row, source).round(given_scale)
+
+    body(block, *refs)
+
+
+class _Row:
+    """One row, as the warp that rounds it sees it."""
+
+    def __init__(self, dtype: Any, columns: int, padded: int, format: InputFormat, *refs_and_rows: Any):
+        self.dtype, self.columns, self.padded, self.format = dtype, columns, padded, format
+        self.x, self.values, self.scales, self.row, source = refs_and_rows
+        self.lane = arith.remui(thread_index(), constant(_LANES))
+        self.first = arith.muli(self.lane, constant(_VECTOR))
+        _, stride = ir.MemRefType(self.x.type).shape
+        self.line = arith.muli(wide(source), constant(stride, i64()))
+        self.pieces = -(-padded // (_LANES * _VECTOR))
+
+    def round(self, static_scale: ir.Value | None) -> None:
+        if static_scale is not None:
+            self._store_scale(static_scale, None)
+            for piece in range(self.pieces):
+                self._store(piece, self._load(piece), static_scale, None)
+        elif self.format.block_size == "row":
+            loaded = [self._load(piece) for piece in range(self.pieces)]
+            scale, finite = self._scale([word for words in loaded for word in words], _LANES)
+            self._store_scale(scale, None)
+            for piece in range(self.pieces):
+                self._store(piece, self._load(piece), scale, finite)
+        else:
+            for piece in range(self.pieces):
+                words = self._load(piece)
+                scale, finite = self._scale(words, UNIT_COLUMNS // _VECTOR)
+                self._store_scale(scale, piece)
+                self._store(piece, words, scale, finite)
+
+    def _column(self, piece: int) -> ir.Value:
+        return arith.addi(self.first, constant(piece * _LANES * _VECTOR))
+
+    def _load(self, piece: int) -> list[ir.Value]:
+        """The lane's 8 elements, in 4 or 8 words; zeros behind the last column."""
+        column, element = self._column(piece), ir.MemRefType(self.x.type).element_type
+        inside = less(column, constant(self.columns))
+        at = arith.addi(self.line, wide(arith.select(inside, column, constant(0))))
+        words = []
+        for part in range(self.dtype.itemsize // 2):
+            address = address_of(self.x, arith.addi(at, constant(4 * part, i64())), element)
+            loaded = llvm.load(ir.VectorType.get((4,), i32()), address, alignment=16)
+            words += [llvm.extractelement(loaded, constant(i)) for i in range(4)]
+        return [arith.select(inside, word, constant(0)) for word in words]
+
+    def _scale(self, words: list[ir.Value], lanes: int) -> tuple[ir.Value, ir.Value]:
+        """Float32 bits of the scale of what so many lanes have, and whether there is NaN or infinity in it."""
+        size = self.dtype.itemsize
+        magnitudes = [_run(_MAGNITUDE[size], word) for word in words]
+        while len(magnitudes) > 1:
+            pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
+            rest = magnitudes[len(magnitudes) // 2 * 2 :]
+            magnitudes = [_run(_LARGER[size], one, other) for one, other in pairs] + rest
+        (largest,) = magnitudes
+        distance = lanes // 2
+        while distance:
+            other = utils.inline_ptx(
+                _ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True
+            )
+            largest = _run(_LARGER[size], largest, other)
+            distance //= 2
+        if size == 2:
+            largest = _run(_LARGER_HALF, largest)
+        infinity = 0x7C00 if self.dtype == np.float16 else _INFINITY[size]
+        finite = less(largest, constant(infinity))
+        if size == 2:
+            largest = _run(_AS_FLOAT[self.dtype.name][0], largest)
+        scale = _run(_QUOTIENT, largest, constant(_MOST_448))
+        scale = arith.maxui(scale, constant(_LEAST_SCALE))
+        return arith.select(finite, scale, constant(_NAN)), finite
+
+    def _store_scale(self, scale: ir.Value, piece: int | None) -> None:
+        if piece is None:
+            with utils.when(arith.cmpi(arith.CmpIPredicate.eq, self.lane, constant(0))):
+                llvm.store(scale, address_of(self.scales, wide(self.row), i32()))
+            return
+        _, rows = ir.MemRefType(self.scales.type).shape
+        column = self._column(piece)
+        leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(column, constant(UNIT_COLUMNS)), constant(0))
+        with utils.when(arith.andi(leads, less(column, constant(self.columns)))):
+            block = arith.divui(column, constant(UNIT_COLUMNS))
+            at = arith.addi(wide(arith.muli(block, constant(rows))), wide(self.row))
+            llvm.store(scale, address_of(self.scales, at, i32()))
+
+    def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
+        """Rounds. `finite`: whether the scale's elements are; None where the scale does not come from them."""
+        if self.dtype.itemsize == 2:
+            floats = [_run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
+        else:
+            floats = words
+        quotients = [_run(_QUOTIENT, value, scale) for value in floats]
+        if finite is None:  # then infinity becomes NaN
+            quotients = [_run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
+        rounded = [_run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
+        if finite is not None:
+            rounded = [arith.select(finite, word, constant(0)) for word in rounded]
+        column = self._column(piece)
+        with utils.when(less(column, constant(self.padded))):
+            two = llvm.mlir_undef(ir.VectorType.get((2,), i32()))
+            for i, word in enumerate(rounded):
+                two = llvm.insertelement(two, word, constant(i))
+            at = arith.addi(arith.muli(wide(self.row), constant(self.padded, i64())), wide(column))
+            i8 = ir.IntegerType.get_signless(8)
+            llvm.store(two, address_of(self.values, at, i8), alignment=8)
