@@ -3,7 +3,7 @@
 Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
 (not for a few tokens: there every active expert sees them all), and each token's results are summed with its routing
 weights in float32. Products take bfloat16 and add up in float32; float16 activations are rounded to bfloat16, whose
-range float16 does not exceed.
+range float16 does not exceed. Where weights have an order, rows are brought into their expert's before each product.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jmx import grouping, tuning
+from jmx import formats, grouping, tuning
 from jmx.experts import Experts
+from jmx.grouping import Work
 from jmx.pallas import triton_config
 from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config
+from jmx.pallas.triton_elements import NAMES, PLACES
 from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
@@ -39,7 +41,7 @@ class Triton:
 
     @property
     def summary(self) -> str:
-        return "Pallas Triton kernels for Ampere and Ada: MXFP4 weights dequantised in registers"
+        return "Pallas Triton kernels for Ampere and Ada: 4-bit weights dequantised in registers"
 
     @property
     def config_type(self) -> type[Config]:
@@ -59,7 +61,20 @@ class Triton:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is none of {known}", "run on an Ampere, Ada or Hopper GPU"
             )
-        return refusal(problem, "packed")
+        if problem.format not in NAMES:
+            known = formats.FORMATS.get(problem.format)
+            bits = "" if known is None else f", of {known.element_bits} bits, not of 4"
+            return Rejection(
+                Reason.FORMAT,
+                f"weights are {problem.format!r}{bits}",
+                f"use xla, or quantise to one of {', '.join(NAMES)}",
+            )
+        for name in ("hidden_size", "intermediate_size"):
+            size = getattr(problem, name)
+            if size % PLACES:
+                detail = f"{name} (={size}) must be a multiple of {PLACES}, elements that are read together"
+                return Rejection(Reason.SHAPE, detail, "use xla")
+        return refusal(problem, "packed", NAMES)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         return triton_config.heuristic(*_sizes(problem), environment.compute_capability or _INTERPRETED)
@@ -79,7 +94,7 @@ class Triton:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.triton_decode import turned  # Pallas takes a second to import
+        from jmx.pallas.triton_decode import index_of, turned  # Pallas takes a second to import
         from jmx.pallas.triton_kernel import Product, grouped_product
 
         num_tokens, top_k = routing.expert_ids.shape
@@ -88,25 +103,36 @@ class Triton:
         problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
-        rows, row_of = x, None
-        if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input:
+        every = experts.merged()
+        order, down_order = every.gate_up.order, every.down.order
+        rows, row_of, expert_of_row = x, None, None
+        if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input and order is None:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts)
             num_rows = work.blocks.experts.size * num_tokens
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_m)
             assert work.token_of_row is not None
             num_rows = work.token_of_row.size
-            if on_input:
-                rows = grouping.weigh(x.at[work.token_of_row].get(mode="promise_in_bounds"), work, routing.weights)
+            if order is not None:
+                expert_of_row = _expert_of_row(work, routing, num_rows) + experts.first_expert
+                rows = x.at[work.token_of_row[:, None], order[expert_of_row]].get(mode="promise_in_bounds")
+            elif on_input:
+                rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
             else:
                 row_of = work.token_of_row
+            if on_input:
+                rows = grouping.weigh(rows, work, routing.weights)
         blocks = work.blocks.as_arrays()
         blocks = blocks._replace(experts=blocks.experts + experts.first_expert)
-        every = experts.merged()
-        gate_up = Product(config, num_rows, computation.activation, experts.gate_up_order, self.interpret)
+        gate_up = Product(
+            config, experts.format, num_rows, computation.activation, experts.gate_up_order, self.interpret
+        )
         rows = turned(rows.astype(jnp.bfloat16))
         (h,) = grouped_product(rows, row_of, every.gate_up, every.gate_up_bias, blocks, gate_up)
-        down = Product(config, num_rows, interpret=self.interpret)
+        if down_order is not None:
+            places = index_of(*reversed(jnp.divmod(down_order[expert_of_row], PLACES)))
+            h = turned(jnp.take_along_axis(h, places, axis=1, mode="promise_in_bounds"))
+        down = Product(config, experts.format, num_rows, interpret=self.interpret)
         blocks = blocks._replace(x_rows=blocks.out_rows)
         out = grouped_product(h, None, every.down, every.down_bias, blocks, down)
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
@@ -114,3 +140,9 @@ class Triton:
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:
     return problem.num_tokens or 1, problem.top_k, problem.num_experts
+
+
+def _expert_of_row(work: Work, routing: Routing, num_rows: int) -> jax.Array:
+    """The expert of each row (R,); some expert's number for those that no assignment has."""
+    rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
+    return jnp.zeros(num_rows, jnp.int32).at[rows].set(routing.expert_ids.astype(jnp.int32), mode="drop")

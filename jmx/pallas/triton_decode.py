@@ -1,64 +1,39 @@
 """Four elements of each word of 16 bits, as bfloat16, in operations of Pallas Triton.
 
-Compiled, a thread works on two words at a time, in one register, and makes two weights by each instruction. Interpreted
-on a CPU, where PTX does not run, jnp says the same.
+Compiled, a thread works on two words at a time, in one register, and makes two weights by each instruction: see
+`triton_elements`. Interpreted on a CPU, where PTX does not run, jnp says the same.
 
-An element's *place* is which of its word's four it is. Elements of one place stand next to each other in a register,
-those of one word do not. So columns come in another order, the *turned* one, which x is brought into: of every CHUNK
-columns first those of place 0, every fourth one, then those of place 1, and so on.
+Elements of one place stand next to each other in a register, those of one word do not. So columns come in another
+order, the *turned* one, which x is brought into: of every CHUNK columns first those of place 0, every fourth one, then
+those of place 1, and so on.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from jmx.formats import MXFP4, NVFP4, Format
+from jmx.pallas.triton_elements import FACTORS, OFFSET, PLACES, Elements, elements_of, num_factors
+
 Array = jax.Array
 
-PLACES = 4  # elements of a word
 RUN = 16  # words whose elements of a place stand together: as many columns as an instruction of tensor cores takes
 CHUNK = PLACES * RUN
-_NAN = 255  # scale code
-
-# The bits of an element, where bfloat16 has its sign, the end of its exponent and the beginning of its mantissa, are
-# 2^-126 times the element, subnormal where the element is.
-_PLACE = 0x81C081C0
-_UNIT = 0x7E807E80  # 2^126, twice; from here on elements are normal, and a power of any code keeps them exact
-_NONE = 0x80008000  # -0, twice: what leaves every product alone
-
-# A sign stands next to its exponent, and must be seven bits from it. So signs are brought six bits up first, among
-# elements whose turn is another time: those of places 0 and 1 to where 2 and 3 are, and the other way round. SIGNS has
-# where they then are, for either two places. After that an element, with its sign, is one turn away from its place.
-SIGNS = np.array([0x22002200, 0x00220022], np.int32)
-TURNS = np.array([6, 2, 30, 26], np.int32)
-
-# The powers of two that the two codes in $1 name. 2^-127, of code 0, is the one subnormal power.
-POWERS = "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; max.bf16x2 $0, t, least; }"
 
 
-def _weights(signs: str, turn: str) -> str:
-    """Two weights of $1, two words side by side, times the two powers in $2."""
-    return (
-        f"{{ .reg .b32 t, unit, none; mov.b32 unit, {_UNIT:#x}; mov.b32 none, {_NONE:#x}; "
-        f"shf.l.wrap.b32 t, $1, $1, 6; lop3.b32 t, t, $1, {signs}, 0xE4; {turn}; and.b32 t, t, {_PLACE:#x}; "
-        "fma.rn.bf16x2 t, t, unit, none; fma.rn.bf16x2 $0, t, $2, none; }"
-    )
+class Groups(NamedTuple):
+    """What elements share by the block: arrays (N, groups), each group of as many words; None: not by the block.
 
+    Args:
+        scales: of a packed weight's dtype: uint8 codes, or floats.
+        zero_points: int8.
+    """
 
-def _weights_at(place: int) -> str:
-    """`_weights` of one place. Left by a few bits is a shift, which more units of a multiprocessor do than a turn."""
-    turn = TURNS[place]
-    return _weights(
-        f"{SIGNS[place // 2]:#x}", f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}"
-    )
-
-
-WEIGHTS = tuple(map(_weights_at, range(PLACES)))
-# The same for any place: $3 is its entry of SIGNS and $5 of TURNS, once for either word, as are $4 and $6.
-WEIGHTS_OF_ANY = _weights("$3", "shf.l.wrap.b32 t, t, t, $5")
+    scales: Any
+    zero_points: Any
 
 
 def turned(x: Array) -> Array:
@@ -72,36 +47,57 @@ def column_at(index: Any) -> Any:
     return index // CHUNK * CHUNK + index % RUN * PLACES + index % CHUNK // RUN
 
 
-def index_of(place: int, word: Any) -> Any:
+def index_of(place: Any, word: Any) -> Any:
     """Where the element at `place` of each word stands in the turned order."""
     return word // RUN * CHUNK + place * RUN + word % RUN
 
 
-def weights_by_place(words: Array, codes: Array, interpret: bool) -> list[Array]:
-    """The elements at each place of words, times 2^(code - 127): exact where bfloat16 has it, infinite beyond.
+def elements(format: Format, scale_dtype: Any) -> Elements:
+    """Those of a packed weight with scales of `scale_dtype`."""
+    return elements_of(format, format.scale_dtype if scale_dtype == jnp.uint8 else scale_dtype)
+
+
+def are_nan(groups: Groups, format: Format) -> Array:
+    """Which scales are NaN, bool (N, groups). What is decoded with codes of NaN may be anything."""
+    if format == MXFP4:
+        return groups.scales == 255
+    if format == NVFP4:
+        return (groups.scales & 0x7F) == 0x7F
+    scales = groups.scales.astype(jnp.float32)
+    if groups.zero_points is not None:  # which makes no NaN, but is so read as well
+        scales += groups.zero_points.astype(jnp.float32)
+    return scales != scales
+
+
+def weights_by_place(words: Array, groups: Groups, format: Format, interpret: bool) -> list[Array]:
+    """The elements at each place of words, less their zero points, times their scales.
+
+    Exact where bfloat16 has it, infinite beyond; of integers times scales of blocks rounded to nearest.
 
     Args:
         words: int16 (N, n).
-        codes: uint8 (N, groups), each of n / groups words; of code 255 anything may come.
+        groups: each of n / groups words.
+        format: of 4 bits an element.
         interpret: whether to say it in jnp.
 
     Returns:
         PLACES arrays, bfloat16 (N, n).
     """
     if interpret:
-        return [_element(words, place, _spread(codes.astype(jnp.int32), words)) for place in range(PLACES)]
-    powers = _powers(codes, words)
-    return [_pairs(text, words, powers) for text in WEIGHTS]
+        spread = Groups(*(None if array is None else _spread(array, words) for array in groups))
+        return [_interpreted(words, place, spread, format) for place in range(PLACES)]
+    factors = _factors(groups, words, format)
+    return [_pairs(text, words, *factors) for text in _elements(groups, format).at]
 
 
-def weights_turned(words: Array, codes: Array, interpret: bool, signs: Array, turns: Array) -> Array:
+def weights_turned(words: Array, groups: Groups, format: Format, interpret: bool, tables: list[Array]) -> Array:
     """`weights_by_place` of all places, bfloat16 (N, PLACES * n), in the turned order.
 
     Args:
-        signs, turns: SIGNS and TURNS, loaded: Triton moves layouts over loads alone.
+        tables: those of `elements`, loaded: Triton moves layouts over loads alone.
     """
     if interpret:
-        places = [weights.reshape(-1, RUN) for weights in weights_by_place(words, codes, interpret)]
+        places = [weights.reshape(-1, RUN) for weights in weights_by_place(words, groups, format, interpret)]
         return jnp.stack(places, axis=1).reshape(words.shape[0], -1)
     shape = (words.shape[0], words.shape[1] // RUN, PLACES, RUN)
 
@@ -112,17 +108,38 @@ def weights_turned(words: Array, codes: Array, interpret: bool, signs: Array, tu
         array = jnp.broadcast_to(array[:, None], (array.size, PLACES // array.size)).reshape(PLACES)
         return jnp.broadcast_to(array[None, None, :, None], shape).reshape(shape[0], -1)
 
-    powers = _powers(codes, words)
-    return _pairs(WEIGHTS_OF_ANY, of_words(words), of_words(powers), of_places(signs), of_places(turns))
+    arguments = [of_words(array) for array in (words, *_factors(groups, words, format))]
+    return _pairs(_elements(groups, format).at_any, *arguments, *map(of_places, tables))
 
 
-def _powers(codes: Array, words: Array) -> Array:
-    return _spread(_pairs(POWERS, codes.astype(jnp.int16)), words)
+def _elements(groups: Groups, format: Format) -> Elements:
+    return elements(format, format.scale_dtype if groups.scales is None else groups.scales.dtype)
 
 
-def _spread(codes: Array, words: Array) -> Array:
-    shape = (*codes.shape, words.shape[1] // codes.shape[1])
-    return jnp.broadcast_to(codes[:, :, None], shape).reshape(words.shape)
+def _factors(groups: Groups, words: Array, format: Format) -> list[Array]:
+    """What the texts of `triton_elements` take beside words, 16 bits each, of words' shape."""
+    factors = []
+    if groups.zero_points is not None:
+        factors.append(groups.zero_points.astype(jnp.int16) + jnp.int16(OFFSET - (1 << 16)))
+    if groups.scales is not None and format.scale_dtype in FACTORS:
+        factors.append(_pairs(FACTORS[format.scale_dtype], groups.scales.astype(jnp.int16)))
+    elif groups.scales is not None and num_factors(format, groups.scales.dtype) == 1:
+        factors.append(groups.scales)
+    elif groups.scales is not None:
+        factors += _halves(groups.scales.astype(jnp.float32))
+    return [_spread(factor, words) for factor in factors]
+
+
+def _halves(scales: Array) -> tuple[Array, Array]:
+    """Two bfloat16 whose sum is a float32, to 16 bits: the larger one is cut, since rounded it could be infinite."""
+    bits = lax.bitcast_convert_type(scales, jnp.int32) & jnp.int32(-1 << 16)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return high.astype(jnp.bfloat16), (scales - high).astype(jnp.bfloat16)
+
+
+def _spread(array: Array, words: Array) -> Array:
+    shape = (*array.shape, words.shape[1] // array.shape[1])
+    return jnp.broadcast_to(array[:, :, None], shape).reshape(words.shape)
 
 
 def _pairs(text: str, *arguments: Array) -> Array:
@@ -138,18 +155,26 @@ def _pairs(text: str, *arguments: Array) -> Array:
     return result
 
 
-_BITS = 0x8E00 - 0x10000  # of an element, where float16 has them: they are 2^-14 times the element
-_EXPONENT = 127 - 14
+# Interpreted. By way of float32, which has all elements as normal numbers: a CPU makes zeros of subnormal ones.
+
+_BITS = 0x8E00 - 0x10000  # of an element e2m1, where float16 has them: they are 2^-14 times the element
+_SHIFT = 14
 
 
-def _element(words: Array, place: int, code: Array) -> Array:
-    """By way of float32, which has the elements as normal numbers: a CPU makes zeros of subnormal ones.
-
-    The power is two factors, neither of which nor their products with an element leave the normal numbers before the
-    result does.
-    """
-    bits = (((words.astype(jnp.int32) << 28 - 4 * place) >> 19) & _BITS).astype(jnp.int16)
+def _interpreted(words: Array, place: int, groups: Groups, format: Format) -> Array:
+    top = words.astype(jnp.int32) << 28 - 4 * place
+    if format.element_dtype == jnp.int4:
+        element = (top >> 28).astype(jnp.float32)
+        if groups.zero_points is not None:
+            element -= groups.zero_points.astype(jnp.float32)
+        scaled = element if groups.scales is None else element * groups.scales.astype(jnp.float32)
+        return scaled.astype(jnp.bfloat16)
+    bits = ((top >> 19) & _BITS).astype(jnp.int16)
     element = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-    half = (code - _EXPONENT) >> 1
-    low, high = (lax.bitcast_convert_type(power + 127 << 23, jnp.float32) for power in (half, code - _EXPONENT - half))
-    return (element * low * jnp.where(code == _NAN, jnp.nan, high)).astype(jnp.bfloat16)
+    if format == NVFP4:
+        scale = lax.bitcast_convert_type(groups.scales, format.scale_dtype).astype(jnp.float32)
+        return (element * 2.0**_SHIFT * scale).astype(jnp.bfloat16)
+    # Neither of the power's two factors nor their products with an element leave the normal numbers before the result.
+    code = groups.scales.astype(jnp.int32) - (127 - _SHIFT)
+    low, high = (lax.bitcast_convert_type(power + 127 << 23, jnp.float32) for power in (code >> 1, code - (code >> 1)))
+    return (element * low * jnp.where(are_nan(groups, format), jnp.nan, high)).astype(jnp.bfloat16)

@@ -25,26 +25,25 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jmx.activations import Activation
-from jmx.formats import BlockScaled
+from jmx.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton_config import Config
 from jmx.pallas.triton_decode import (
     CHUNK,
-    PLACES,
     RUN,
-    SIGNS,
-    TURNS,
+    Groups,
+    are_nan,
     column_at,
+    elements,
     index_of,
     weights_by_place,
     weights_turned,
 )
+from jmx.pallas.triton_elements import PLACES
 
 Array = jax.Array
 
-_GROUP = 8  # words that share a scale
-_NAN = 255  # scale code
 _APART = 8  # rows of a tile between gate and up of a column: tensor cores leave the sums of such rows in one thread
 _INT32 = 1 << 31  # Pallas counts offsets in 32 bits, signed, in arrays of up to twice as many bytes
 
@@ -55,6 +54,7 @@ class Product:
 
     Args:
         config: how it is cut.
+        format: of the weight, with elements of 4 bits.
         num_rows: rows of the result.
         activation: what follows on the product plus bias; None: nothing, and then columns are split `config.split_k`
             times.
@@ -63,6 +63,7 @@ class Product:
     """
 
     config: Config
+    format: Format
     num_rows: int
     activation: Activation | None = None
     order: str | None = None
@@ -89,7 +90,8 @@ class Product:
 class _Operands(NamedTuple):
     """Of `grouped_product`, as the kernel takes them.
 
-    `scales_of` (B,) says where each block's scales stand in `scales`; None: where its expert does.
+    `scales` and `zero_points` are those of blocks along a row, and `row_scales` (E, N) what whole rows have. `groups_of`
+    (B,) says where each block's stand in the former two; None: where its expert does.
     """
 
     blocks: Blocks
@@ -97,10 +99,11 @@ class _Operands(NamedTuple):
     row_of: Any
     values: Any
     scales: Any
-    scales_of: Any
+    zero_points: Any
+    groups_of: Any
+    row_scales: Any
     bias: Any
-    signs: Any
-    turns: Any
+    tables: tuple[Any, ...]
 
 
 def grouped_product(
@@ -111,19 +114,25 @@ def grouped_product(
     Args:
         x: bfloat16 (rows, K rounded up), `turned`.
         row_of: int32, the row of x that is read for each row that `blocks` name; None: that row itself.
-        weight: packed (E, N, K / 2) and (E, N, K / 32).
+        weight: packed, K a multiple of 4; its order, if any, is that of x's columns already.
         bias: (E, N), floating, or None.
         blocks: arrays, see `Blocks.as_arrays`; at most `product.config.block_m` rows each.
 
     Returns:
         `product.out(N)`.
     """
-    scales, scales_of = weight.scales, None
-    if scales.size > _INT32:  # words of values keep within it for as long as Pallas counts so; bytes of scales do not
-        scales, scales_of = scales[blocks.experts], jnp.arange(blocks.experts.size, dtype=jnp.int32)
-    tables = (SIGNS, TURNS) if product.config.products == 1 else (None, None)
+    format, scales, zero_points, groups_of = product.format, weight.scales, weight.zero_points, None
+    tables = elements(format, scales.dtype).tables if product.config.products == 1 else ()
+    row_scales = weight.global_scales
+    if format.block_size == WHOLE_ROW:
+        scales, row_scales = None, scales[..., 0]
+    # Words of values keep within it for as long as Pallas counts so, as scales of two bytes do; single bytes do not.
+    if any(array is not None and array.dtype.itemsize == 1 and array.size > _INT32 for array in (scales, zero_points)):
+        scales, zero_points = (None if a is None else a[blocks.experts] for a in (scales, zero_points))
+        groups_of = jnp.arange(blocks.experts.size, dtype=jnp.int32)
     blocks = blocks._replace(num_blocks=None)
-    operands = _Operands(blocks, x, row_of, _words(weight.values), scales, scales_of, bias, *tables)
+    values = _words(weight.values)
+    operands = _Operands(blocks, x, row_of, values, scales, zero_points, groups_of, row_scales, bias, tables)
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)
 
@@ -135,16 +144,16 @@ def _words(array: Array) -> Array:
 
 def _kernel(*refs: Any, structure: Any, product: Product) -> None:
     out = refs[-1]
-    operands = structure.unflatten(refs[:-1])
-    (experts, x_rows, out_rows, counts, _), x, row_of, values, scales, scales_of, bias, *tables = operands
-    config, sides = product.config, product.sides
-    (_, num_rows, groups), (parts, _, width) = scales.shape, out.shape
+    of = structure.unflatten(refs[:-1])
+    experts, x_rows, out_rows, counts, _ = of.blocks
+    x, row_of, values = of.x, of.row_of, of.values
+    config, sides, format = product.config, product.sides, product.format
+    (_, num_rows, num_words), (parts, _, width) = values.shape, out.shape
     tile_n, step_words = config.block_n // sides, config.block_k // PLACES
-    step_groups = step_words // _GROUP
-    steps = pl.cdiv(pl.cdiv(groups, step_groups), parts)
+    steps = pl.cdiv(pl.cdiv(num_words, step_words), parts)
     tile, block, part = (pl.program_id(axis) for axis in range(3))
     expert, count = experts[block], counts[block]
-    scale_row = expert if scales_of is None else scales_of[block]
+    groups_row = expert if of.groups_of is None else of.groups_of[block]
     side_step, row_step = (1, 2) if product.order == "interleaved" else (num_rows // sides, 1)
 
     def columns(nth: Array) -> Array:
@@ -164,46 +173,77 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
         x_row = x_rows[block] + row
         if row_of is not None:
             x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
-        entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in tables if table is not None]
+        entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in of.tables]
 
-        def codes(first: Array) -> Array:
-            """Scale codes of the groups from `first` on."""
-            group = first + jnp.arange(step_groups)
-            mask = inside[:, None] & (group < groups)[None, :]
-            return plgpu.load(scales.at[scale_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
+        def groups_at(step: Array) -> Groups:
+            """Those of the step's words."""
+            first, number, total = _groups_of_step(step, step_words, num_words, format)
+            group = first + jnp.arange(number)
+            mask = inside[:, None] & (group < total)[None, :]
 
-        def step(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            sums, bad, ahead = state
-            first = (part * steps + index) * step_groups
-            word = first * _GROUP + jnp.arange(step_words)
-            mask = inside[:, None] & (word < groups * _GROUP)[None, :]
+            def load(array: Any) -> Array | None:
+                if array is None:
+                    return None
+                return plgpu.load(array.at[groups_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
+
+            return Groups(load(of.scales), load(of.zero_points))
+
+        def step(index: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
+            sums, look_ahead = state
+            step = part * steps + index
+            word = step * step_words + jnp.arange(step_words)
+            mask = inside[:, None] & (word < num_words)[None, :]
             words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
+            groups = groups_at(step)
             if config.products == 1:
-                weights = [weights_turned(words, codes(first), product.interpret, *entries)]
-                indices = [first * PLACES * _GROUP + jnp.arange(config.block_k)]
+                weights = [weights_turned(words, groups, format, product.interpret, entries)]
+                indices = [step * config.block_k + jnp.arange(config.block_k)]
             else:
-                weights = weights_by_place(words, codes(first), product.interpret)
+                weights = weights_by_place(words, groups, format, product.interpret)
                 indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), RUN), RUN) for p in range(PLACES)]
             for weight, index in zip(weights, indices, strict=True):
                 mask = (index < x.shape[1])[:, None] & here[None, :]
                 tokens = plgpu.load(x.at[x_row[None, :], index[:, None]], mask=mask, other=0)
                 sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
-            # The next step's codes are asked for now, to be in the cache by then; they are too narrow for the pipeline.
-            return sums, bad | (ahead == _NAN), codes(first + step_groups)
+            if look_ahead is None:
+                return sums, None
+            # The next step's are asked for now, to be in the cache by then; they are too narrow for the pipeline.
+            bad, ahead = look_ahead
+            return sums, (bad | are_nan(ahead, format), groups_at(step + 1))
 
-        sums = jnp.zeros((config.block_n, config.block_m), jnp.float32)
-        ahead = codes(part * steps * step_groups)
-        sums, bad, _ = lax.fori_loop(0, steps, step, (sums, jnp.zeros(ahead.shape, jnp.bool_), ahead))
-        if bias is not None:
-            term = plgpu.load(bias.at[expert, weight_row], mask=inside, other=0)
-            sums += jnp.where(part == 0, term.astype(jnp.float32), 0)[:, None]
-        sums = jnp.where(jnp.max(bad.astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
+        sums, look_ahead = jnp.zeros((config.block_n, config.block_m), jnp.float32), None
+        if of.scales is not None:
+            ahead = groups_at(part * steps)
+            look_ahead = jnp.zeros(ahead.scales.shape, jnp.bool_), ahead
+        sums, look_ahead = lax.fori_loop(0, steps, step, (sums, look_ahead))
+
+        def of_rows(array: Any) -> Array:
+            return plgpu.load(array.at[expert, weight_row], mask=inside, other=0).astype(jnp.float32)
+
+        if of.row_scales is not None:
+            sums *= of_rows(of.row_scales)[:, None]
+        if of.bias is not None:
+            sums += jnp.where(part == 0, of_rows(of.bias), 0)[:, None]
+        if look_ahead is not None:
+            sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
         y = _activated(sums, product)
         nth = jnp.arange(tile_n)
         y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
         index = tile * tile_n + nth
         at = (part, out_rows[block] + row[:, None], index[None, :])
         plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
+
+
+def _groups_of_step(step: Array, step_words: int, num_words: int, format: Format) -> tuple[Array | int, int, int]:
+    """The first of the groups that a step of the loop has words of, how many it has, and how many there are."""
+    if format.block_size == WHOLE_ROW:
+        return 0, 1, 1
+    group_words = format.block_size // PLACES
+    total = num_words // group_words
+    if group_words <= step_words:
+        number = step_words // group_words
+        return step * number, number, total
+    return lax.div(step, jnp.int32(group_words // step_words)), 1, total
 
 
 def _activated(sums: Array, product: Product) -> Array:
