@@ -57,16 +57,9 @@ def elements(format: Format, scale_dtype: Any) -> Elements:
     return elements_of(format, format.scale_dtype if scale_dtype == jnp.uint8 else scale_dtype)
 
 
-def are_nan(groups: Groups, format: Format) -> Array:
-    """Which scales are NaN, bool (N, groups). What is decoded with codes of NaN may be anything."""
-    if format == MXFP4:
-        return groups.scales == 255
-    if format == NVFP4:
-        return (groups.scales & 0x7F) == 0x7F
-    scales = groups.scales.astype(jnp.float32)
-    if groups.zero_points is not None:  # which makes no NaN, but is so read as well
-        scales += groups.zero_points.astype(jnp.float32)
-    return scales != scales
+def are_nan(codes: Array, format: Format) -> Array:
+    """Which scale codes are NaN, bool. What is decoded with one may be anything; floats pass their NaN on."""
+    return codes == 255 if format == MXFP4 else (codes & 0x7F) == 0x7F
 
 
 def weights_by_place(words: Array, groups: Groups, format: Format, interpret: bool) -> list[Array]:
@@ -138,6 +131,8 @@ def _halves(scales: Array) -> tuple[Array, Array]:
 
 
 def _spread(array: Array, words: Array) -> Array:
+    if array.shape[1] == 1:
+        return jnp.broadcast_to(array, words.shape)
     shape = (*array.shape, words.shape[1] // array.shape[1])
     return jnp.broadcast_to(array[:, :, None], shape).reshape(words.shape)
 
@@ -177,4 +172,4 @@ def _interpreted(words: Array, place: int, groups: Groups, format: Format) -> Ar
     # Neither of the power's two factors nor their products with an element leave the normal numbers before the result.
     code = groups.scales.astype(jnp.int32) - (127 - _SHIFT)
     low, high = (lax.bitcast_convert_type(power + 127 << 23, jnp.float32) for power in (code >> 1, code - (code >> 1)))
-    return (element * low * jnp.where(are_nan(groups, format), jnp.nan, high)).astype(jnp.bfloat16)
+    return (element * low * jnp.where(are_nan(groups.scales, format), jnp.nan, high)).astype(jnp.bfloat16)

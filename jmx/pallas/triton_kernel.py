@@ -175,18 +175,15 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
         entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in of.tables]
 
-        def groups_at(step: Array) -> Groups:
-            """Those of the step's words."""
-            first, number, total = _groups_of_step(step, step_words, num_words, format)
+        def of_groups(array: Any, step: Array, later: int = 0) -> Array:
+            """(block_n, groups) of an array (E, N, groups): those of the words of a step, or of one that comes later."""
+            first, number = _groups_of_step(step, later, step_words, format)
+            if number == 1:  # one dimension less, so that Triton has each thread load what it needs
+                mask = inside & (first < array.shape[2])
+                return plgpu.load(array.at[groups_row, weight_row, first], mask=mask, other=0)[:, None]
             group = first + jnp.arange(number)
-            mask = inside[:, None] & (group < total)[None, :]
-
-            def load(array: Any) -> Array | None:
-                if array is None:
-                    return None
-                return plgpu.load(array.at[groups_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
-
-            return Groups(load(of.scales), load(of.zero_points))
+            mask = inside[:, None] & (group < array.shape[2])[None, :]
+            return plgpu.load(array.at[groups_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
 
         def step(index: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
             sums, look_ahead = state
@@ -194,7 +191,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             word = step * step_words + jnp.arange(step_words)
             mask = inside[:, None] & (word < num_words)[None, :]
             words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
-            groups = groups_at(step)
+            groups = Groups(*(None if a is None else of_groups(a, step) for a in (of.scales, of.zero_points)))
             if config.products == 1:
                 weights = [weights_turned(words, groups, format, product.interpret, entries)]
                 indices = [step * config.block_k + jnp.arange(config.block_k)]
@@ -207,14 +204,14 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
                 sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
             if look_ahead is None:
                 return sums, None
-            # The next step's are asked for now, to be in the cache by then; they are too narrow for the pipeline.
+            # The next step's are asked for now, to be in the cache by then; they may be too narrow for the pipeline.
             bad, ahead = look_ahead
-            return sums, (bad | are_nan(ahead, format), groups_at(step + 1))
+            return sums, (bad | are_nan(ahead, format), of_groups(of.scales, step, later=1))
 
         sums, look_ahead = jnp.zeros((config.block_n, config.block_m), jnp.float32), None
-        if of.scales is not None:
-            ahead = groups_at(part * steps)
-            look_ahead = jnp.zeros(ahead.scales.shape, jnp.bool_), ahead
+        if of.scales is not None and of.scales.dtype == jnp.uint8:
+            codes = of_groups(of.scales, part * steps)
+            look_ahead = jnp.zeros(codes.shape, jnp.bool_), codes
         sums, look_ahead = lax.fori_loop(0, steps, step, (sums, look_ahead))
 
         def of_rows(array: Any) -> Array:
@@ -234,16 +231,15 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
         plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
 
 
-def _groups_of_step(step: Array, step_words: int, num_words: int, format: Format) -> tuple[Array | int, int, int]:
-    """The first of the groups that a step of the loop has words of, how many it has, and how many there are."""
+def _groups_of_step(step: Array, later: int, step_words: int, format: Format) -> tuple[Array, int]:
+    """The first of the groups that step + later has words of, and how many it has."""
     if format.block_size == WHOLE_ROW:
-        return 0, 1, 1
+        return jnp.int32(0), 1
     group_words = format.block_size // PLACES
-    total = num_words // group_words
-    if group_words <= step_words:
-        number = step_words // group_words
-        return step * number, number, total
-    return lax.div(step, jnp.int32(group_words // step_words)), 1, total
+    if group_words > step_words:
+        return lax.div(step + later, jnp.int32(group_words // step_words)), 1
+    number = step_words // group_words
+    return step * number + later * number, number  # so that it takes no counter of its own
 
 
 def _activated(sums: Array, product: Product) -> Array:
