@@ -40,7 +40,11 @@ def _prmt(a, b, selector):
 
 
 def _lop3(a, b, c, table):
-    tables = {(0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF): a & c | b & ~c, (0xF0 & 0xCC) | 0xAA: a & b | c}
+    tables = {
+        (0xF0 & 0xAA) | (0xCC & ~0xAA & 0xFF): a & c | b & ~c,
+        (0xF0 & 0xCC) | 0xAA: a & b | c,
+        (0xF0 & 0xCC) ^ 0xAA: a & b ^ c,
+    }
     return tables[int(table)]
 
 

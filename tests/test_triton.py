@@ -31,9 +31,12 @@ from ptx import halves, run_ptx
 import jmx
 from jmx import GELU, Environment, Experts, GELUAndMul, NoBackendError, Reason, Routing, SiLU, tuning
 from jmx.backends import BACKENDS
-from jmx.pallas import triton_decode
+from jmx.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW
+from jmx.pallas import triton_decode, triton_elements
 from jmx.pallas.triton import Triton
 from jmx.pallas.triton_config import Config
+from jmx.pallas.triton_decode import Groups
+from jmx.pallas.triton_elements import NAMES
 from jmx.selection import select
 
 PROBLEM = Case(dtype="bfloat16").problem()
@@ -53,7 +56,10 @@ def interpreted_too(monkeypatch):
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "canonical"}, Reason.LAYOUT, "'canonical'"),
-        ({"format": "nvfp4"}, Reason.FORMAT, "'nvfp4'"),
+        ({"format": "fp8_block"}, Reason.FORMAT, "'fp8_block', of 8 bits, not of 4"),
+        ({"format": "int8_g32"}, Reason.FORMAT, "'int8_g32', of 8 bits, not of 4"),
+        ({"format": "int4_channel", "hidden_size": 66}, Reason.SHAPE, "hidden_size (=66) must be a multiple of 4"),
+        ({"intermediate_size": 98}, Reason.SHAPE, "intermediate_size (=98) must be a multiple of 4"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
@@ -99,6 +105,9 @@ def test_interpreted_it_runs_on_a_cpu_alone():
         ("h200", {}, True),
         ("a100", {"dtype": "float32"}, False),
         ("a100", {"layout": "canonical"}, False),
+        ("a100", {"format": "nvfp4"}, True),
+        ("l4", {"format": "int4_g128_asym_order"}, True),
+        ("a100", {"format": "int8_channel"}, False),
         ("b200", {}, False),
         ("h200", {"layout": "mosaic_sm90"}, False),
     ],
@@ -136,6 +145,51 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases_of_all_kinds(case, rng):
     battery.check(INTERPRETED.name, case, rng)
+
+
+OF_FORMATS = [
+    Case(tokens=2, hidden=80, intermediate=112, format="nvfp4", order="concatenated"),
+    Case(tokens=20, hidden=96, intermediate=32, format="mxint4", bias=NEITHER),
+    Case(tokens=3, hidden=256, intermediate=128, format="int4_g128_asym_order", ids="anywhere", top_k=3),
+    Case(tokens=30, hidden=64, intermediate=128, format="int4_g64_order", order=None, activation=SiLU()),
+    Case(tokens=1, hidden=68, intermediate=36, format="int4_channel_asym", dtype="float16"),
+]
+
+
+@pytest.mark.parametrize("case", OF_FORMATS, ids=str)
+def test_formats(case, rng):
+    battery.check(INTERPRETED.name, dataclasses.replace(case, num_experts=4), rng)
+
+
+def of_format(name, tokens):
+    """With parts of blocks and tiles where the format has them."""
+    size = 256 if FORMATS[name].block_size == 128 else 192
+    order = "concatenated" if tokens == 5 else "interleaved"
+    return Case(tokens=tokens, num_experts=4, hidden=size, intermediate=size + 128, format=name, order=order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_every_format_interpreted(tokens, name, rng):
+    battery.check(INTERPRETED.name, of_format(name, tokens), rng)
+
+
+def with_scales(weights, dtype):
+    """Scales of blocks in a dtype, with as many bits as it has."""
+    odd = [q._replace(scales=(q.scales.astype(np.float32) * np.float32(0.7)).astype(dtype)) for q in weights[:2]]
+    return weights._replace(gate_up=odd[0], down=odd[1])
+
+
+@pytest.mark.parametrize("name", ["int4_g32_asym", "int4_channel"])
+def test_gate_up_and_down_may_have_scales_of_different_dtypes(name, rng):
+    case = Case(tokens=4, num_experts=3, hidden=64, intermediate=64, dtype="bfloat16", format=name)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    weights = weights._replace(
+        gate_up=with_scales(weights, np.float32).gate_up, down=with_scales(weights, np.float16).down
+    )
+    y = call(INTERPRETED.name, case, weights.experts(case), x, routing)
+    assert_agrees(INTERPRETED.name, case, y, reference(case, weights, x, routing))
 
 
 # The whole battery takes minutes; `-m slow` runs it.
@@ -182,16 +236,56 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
 @pytest.mark.parametrize("tokens", [3, 50])
 def test_however_it_is_cut(tokens, config, rng):
     """Sizes that no tile divides: 160 and 224 columns, quarters of 40 and 56 of them."""
-    case = Case(tokens=tokens, hidden=160, intermediate=224, num_experts=4, dtype="bfloat16")
+    assert_cut(Case(tokens=tokens, hidden=160, intermediate=224, num_experts=4, dtype="bfloat16"), config, rng)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "config"),
+    [
+        ("nvfp4", (80, 112), Config(16, 32, 512, 4, 2, products=1)),  # more groups than there are
+        ("int4_g128_asym", (384, 128), Config(16, 32, 64, 1, 1, products=1, split_k=2)),  # half a group a step
+        ("int4_g64_asym", (320, 64), Config(16, 32, 64, 4, 1, split_k=3)),  # a group a step, and repeated
+    ],
+)
+def test_however_groups_are_cut(name, sizes, config, rng):
+    hidden, intermediate = sizes
+    case = Case(3, hidden, intermediate, num_experts=3, dtype="bfloat16", format=name)
+    assert_cut(case, config, rng)
+
+
+def assert_cut(case, config, rng):
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     with tuning.override(INTERPRETED.name, config):
         y = call(INTERPRETED.name, case, weights.experts(case), x, routing)
     assert_agrees(INTERPRETED.name, case, y, reference(case, weights, x, routing))
 
 
+def a_nan_scale(backend, name, tokens, rng):
+    """Whatever the elements under it are, it makes NaN of the tokens of its expert and of no others."""
+    case = suited(backend, of_format(name, tokens))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[0, 0] = 1
+    gate_up = weights.gate_up
+    gate_up.scales[1, 7, -1] = np.nan
+    gate_up.values[1, 7, -2:] = 0
+    y = call(backend, case, weights.experts(case), x, routing)
+    hit = (routing.expert_ids == 1).any(axis=1)
+    assert np.isnan(y[hit]).all()
+    assert np.isfinite(y[~hit]).all()
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), ("int4_g32", 20)])
+def test_a_scale_that_is_nan(name, tokens, rng):
+    a_nan_scale(INTERPRETED.name, name, tokens, rng)
+
+
 # Decoding: interpreted, as PTX run in numpy, and on a GPU
 
-SCALES = np.arange(256, dtype=np.uint8)
+CODES = np.arange(256, dtype=np.uint8)
+# Of either dtype that is two factors, and of the one that is one.
+INTEGERS = [
+    (name, dtype) for name in ("int4_g32", "int4_g32_asym") for dtype in (ml_dtypes.bfloat16, np.float16, np.float32)
+] + [("int4_channel", np.float32), ("int4_channel_asym", np.float32)]
 
 
 def every_code():
@@ -201,25 +295,50 @@ def every_code():
     return np.broadcast_to(word.astype(np.uint16).view(np.int16), (256, 16))
 
 
-def elements(words, place):
-    """The code at `place` of each word, as float64."""
-    codes = (words.view(np.uint16) >> 4 * place & 15).astype(np.uint8)
-    return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+def codes_at(words, place):
+    return (words.view(np.uint16) >> 4 * place & 15).astype(np.uint8)
 
 
-def weights_of(words, scales, place):
+def weights_of(words, codes, place, format=MXFP4):
     """Elements times their scales, rounded to bfloat16, which makes infinities of what it does not hold."""
-    exact = elements(words, place) * scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    elements = codes_at(words, place).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    exact = elements * codes.view(format.scale_dtype).astype(np.float64)
     return np.where(np.abs(exact) < 2.0**128, exact, np.copysign(np.inf, exact)) + 0 * exact
+
+
+def integers_of(words, place, zero_points, scales):
+    """In float64, not rounded."""
+    elements = (codes_at(words, place) ^ 8).astype(np.float64) - 8
+    return (elements - (0 if zero_points is None else zero_points)) * (1 if scales is None else scales).astype(
+        np.float64
+    )
+
+
+def draw_blocks(rng, name, dtype, shape):
+    """Scales of any size but the extreme, and zero points of every value, or None."""
+    format = FORMATS[name]
+    by_block = format.block_size != WHOLE_ROW
+    scales = rng.normal(0, 1, shape) * 2.0 ** rng.integers(-10, 10, shape)
+    zero_points = rng.integers(-8, 8, shape).astype(np.int8) if "zero_points" in format.arrays else None
+    return scales.astype(dtype) if by_block else None, zero_points
+
+
+def assert_rounded_once(found, expected):
+    """To bfloat16; and what made two factors of a scale may turn a tie."""
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-9 + 2.0**-15, atol=0)
+
+
+def decoded(words, groups, format):
+    decode = jax.jit(triton_decode.weights_by_place, static_argnums=(2, 3))
+    return [np.asarray(found, np.float64) for found in decode(words, groups, format, True)]
 
 
 def test_every_code_under_every_scale_interpreted():
     """Exact as far as bfloat16 holds it, but that XLA on a CPU makes zeros of subnormal results."""
     words = every_code()
-    decode = jax.jit(triton_decode.weights_by_place, static_argnums=2)
     normal = []
-    for place, found in enumerate(decode(words, SCALES[:, None], True)):
-        found, expected = np.asarray(found, np.float64), weights_of(words, SCALES[:, None], place)
+    for place, found in enumerate(decoded(words, Groups(CODES[:, None], None), MXFP4)):
+        expected = weights_of(words, CODES[:, None], place)
         assert np.isnan(found[255]).all()
         normal.append(~(np.abs(expected) < 2.0**-126))
         np.testing.assert_array_equal(found[normal[-1]], expected[normal[-1]])
@@ -227,29 +346,84 @@ def test_every_code_under_every_scale_interpreted():
     assert np.mean(normal) > 0.85
 
 
-def run_both(place, words, scales):
-    """float64 (..., 2) of the kernel's PTX, from uint16 words and uint8 scale codes (..., 2): in both its forms."""
-    words, scales = (pair.astype(np.uint32)[..., 0] | pair.astype(np.uint32)[..., 1] << 16 for pair in (words, scales))
-    powers = run_ptx(triton_decode.POWERS, scales)
-    found = run_ptx(triton_decode.WEIGHTS[place], words, powers)
-    signs, turn = triton_decode.SIGNS[place // 2], triton_decode.TURNS[place]
-    np.testing.assert_array_equal(run_ptx(triton_decode.WEIGHTS_OF_ANY, words, powers, signs, signs, turn, turn), found)
+def test_every_code_under_every_scale_of_nvfp4_interpreted():
+    words = every_code()
+    for place, found in enumerate(decoded(words, Groups(CODES[:, None], None), NVFP4)):
+        np.testing.assert_array_equal(found, weights_of(words, CODES[:, None], place, NVFP4))
+
+
+@pytest.mark.parametrize(("name", "dtype"), INTEGERS)
+def test_integers_interpreted(name, dtype, rng):
+    words = every_code()
+    scales, zero_points = draw_blocks(rng, name, dtype, (256, 2))
+    spread = [None if a is None else np.repeat(a, 8, axis=1) for a in (zero_points, scales)]
+    for place, found in enumerate(decoded(words, Groups(scales, zero_points), FORMATS[name])):
+        assert_rounded_once(found, integers_of(words, place, *spread))
+
+
+def registers(pairs):
+    """uint32 (...) of 16 bits (..., 2), the first one in the lower half."""
+    pairs = np.ascontiguousarray(pairs).view(np.uint16).astype(np.uint32)
+    return pairs[..., 0] | pairs[..., 1] << 16
+
+
+def run_both(place, elements, words, *factors):
+    """float64 (..., 2) of the kernel's PTX, from words of 16 bits (..., 2) and 32 bits each of factors: in both forms."""
+    found = run_ptx(elements.at[place], registers(words), *factors)
+    entries = [table[place * len(table) // 4] for table in elements.tables]
+    of_any = run_ptx(elements.at_any, registers(words), *factors, *np.repeat(entries, 2))
+    np.testing.assert_array_equal(of_any, found)
     return halves(found)
 
 
+def run_codes(place, format, words, codes):
+    factor = run_ptx(triton_elements.FACTORS[format.scale_dtype], registers(codes.astype(np.uint16)))
+    return run_both(place, triton_decode.elements(format, jnp.uint8), words, factor)
+
+
+@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("place", range(4))
-def test_the_ptx_of_every_word_beside_every_other(place, rng):
+def test_the_ptx_of_every_word_beside_every_other(place, format, rng):
     """All words in either half of a register, next to one of each other's, under scales that differ."""
     words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
-    scales = rng.integers(0, 255, words.shape, np.uint8)
-    np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
+    codes = rng.integers(0, 255 if format == MXFP4 else 127, words.shape, np.uint8)
+    np.testing.assert_array_equal(run_codes(place, format, words, codes), weights_of(words, codes, place, format))
 
 
+@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("place", range(4))
-def test_the_ptx_of_every_code_under_every_scale(place):
-    words = np.repeat(every_code()[:255, :, None], 2, axis=2).view(np.uint16)
-    scales = np.broadcast_to(SCALES[:255, None, None], words.shape)
-    np.testing.assert_array_equal(run_both(place, words, scales), weights_of(words, scales, place))
+def test_the_ptx_of_every_code_under_every_scale(place, format):
+    finite = CODES[~np.asarray(triton_decode.are_nan(CODES, format))]
+    assert len(finite) == (255 if format == MXFP4 else 254)
+    words = np.repeat(every_code()[: len(finite), :, None], 2, axis=2).view(np.uint16)
+    codes = np.broadcast_to(finite[:, None, None], words.shape)
+    np.testing.assert_array_equal(run_codes(place, format, words, codes), weights_of(words, codes, place, format))
+
+
+@pytest.mark.parametrize(("name", "dtype"), INTEGERS)
+@pytest.mark.parametrize("place", range(4))
+def test_the_ptx_of_integers(place, name, dtype, rng):
+    """All words in either half of a register, next to one of each other's, under blocks that differ."""
+    words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
+    scales, zero_points = draw_blocks(rng, name, dtype, words.shape)
+    factors = [] if zero_points is None else [triton_decode.offsets(jnp.asarray(zero_points))]
+    if scales is not None and dtype == ml_dtypes.bfloat16:
+        factors.append(scales)
+    elif scales is not None:
+        factors += triton_decode.halves(jnp.asarray(scales))
+    elements = triton_decode.elements(FORMATS[name], np.dtype(dtype))
+    found = run_both(place, elements, words, *(registers(np.asarray(factor)) for factor in factors))
+    expected = integers_of(words, place, zero_points, scales)
+    if scales is None:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert_rounded_once(found, expected)
+
+
+def test_halves_of_the_largest_scale_are_finite():
+    largest = np.float32([np.finfo(np.float32).max, -np.finfo(np.float32).max, 2.0**-100, 0])
+    high, low = (np.asarray(half, np.float64) for half in triton_decode.halves(jnp.asarray(largest)))
+    np.testing.assert_allclose(high + low, largest.astype(np.float64), rtol=2.0**-15)
 
 
 def test_the_turned_order(rng):
@@ -266,42 +440,66 @@ def test_the_turned_order(rng):
 
 def test_weights_of_all_places_are_in_the_turned_order(rng):
     words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
-    by_place = triton_decode.weights_by_place(jnp.asarray(words), jnp.asarray(codes), True)
-    whole = jnp.stack(by_place, axis=2).reshape(16, 128)
-    tables = jnp.asarray(triton_decode.SIGNS), jnp.asarray(triton_decode.TURNS)
-    found = triton_decode.weights_turned(jnp.asarray(words), jnp.asarray(codes), True, *tables)
-    np.testing.assert_array_equal(found, triton_decode.turned(whole))
+    arguments = jnp.asarray(words), Groups(jnp.asarray(codes), None), MXFP4, True
+    whole = jnp.stack(triton_decode.weights_by_place(*arguments), axis=2).reshape(16, 128)
+    np.testing.assert_array_equal(triton_decode.weights_turned(*arguments, []), triton_decode.turned(whole))
+
+
+def decode_on_gpu(words, groups, format, products):
+    """float64 (N, 4 n), in the turned order."""
+    tables = triton_decode.elements(format, jnp.uint8 if groups.scales is None else groups.scales.dtype).tables
+    arrays, structure = jax.tree.flatten((words, groups, tables))
+    rows, size = words.shape
+
+    def kernel(*refs):
+        words, groups, tables = structure.unflatten([ref[...] for ref in refs[:-1]])
+        out = refs[-1]
+        if products == 1:
+            plgpu.store(out.at[...], triton_decode.weights_turned(words, groups, format, False, tables))
+            return
+        for place, weights in enumerate(triton_decode.weights_by_place(words, groups, format, False)):
+            at = triton_decode.index_of(place, jnp.arange(size))[None, :]
+            plgpu.store(out.at[jnp.arange(rows)[:, None], at], weights)
+
+    shape = jax.ShapeDtypeStruct((rows, 4 * size), jnp.bfloat16)
+    call = pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams(num_warps=16))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return np.asarray(jax.jit(call)(*arrays), np.float64)
+
+
+def in_turned_order(by_place):
+    whole = np.stack(by_place, axis=2).reshape(len(by_place[0]), -1)
+    return whole[:, triton_decode.column_at(np.arange(whole.shape[1]))]
+
+
+def every_word():
+    return np.arange(1 << 16, dtype=np.uint16).view(np.int16).reshape(256, 256)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("products", [1, 4])
-def test_every_code_under_every_scale_on_a_gpu(products):
+def test_every_code_under_every_scale_on_a_gpu(products, format):
     """Every word under a scale of its group's own, and another, and another; the groups of a row differ."""
-    words = np.arange(1 << 16, dtype=np.uint16).view(np.int16).reshape(256, 256)
+    words, size = every_word(), format.block_size // 4
+    for turn in range(0, 256, 32):
+        codes = np.roll(CODES, turn)[:, None] ^ np.arange(256 // size, dtype=np.uint8)
+        codes = np.where(np.asarray(triton_decode.are_nan(codes, format)), codes & 0x7E, codes)
+        expected = [weights_of(words, np.repeat(codes, size, axis=1), place, format) for place in range(4)]
+        found = decode_on_gpu(words, Groups(codes, None), format, products)
+        np.testing.assert_array_equal(found, in_turned_order(expected))
 
-    def kernel(words, codes, signs, turns, out):
-        if products == 1:
-            weights = triton_decode.weights_turned(words[...], codes[...], False, signs[...], turns[...])
-            plgpu.store(out.at[...], weights)
-            return
-        for place, weights in enumerate(triton_decode.weights_by_place(words[...], codes[...], False)):
-            at = triton_decode.index_of(place, jnp.arange(256))[None, :]
-            plgpu.store(out.at[jnp.arange(256)[:, None], at], weights)
 
-    @jax.jit
-    def decode(words, codes):
-        shape = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
-        call = pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams(num_warps=16))
-        return call(words, codes, triton_decode.SIGNS, triton_decode.TURNS)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        for turn in range(0, 256, 32):
-            codes = np.minimum(np.roll(SCALES, turn)[:, None] ^ np.arange(32, dtype=np.uint8), 254)
-            expected = [weights_of(words, np.repeat(codes, 8, axis=1), place) for place in range(4)]
-            column = triton_decode.column_at(np.arange(1024))
-            expected = np.stack(expected, axis=2).reshape(256, 1024)[:, column]
-            np.testing.assert_array_equal(np.asarray(decode(words, codes), np.float64), expected)
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype"), INTEGERS)
+@pytest.mark.parametrize("products", [1, 4])
+def test_integers_of_every_format_on_a_gpu(products, name, dtype, rng):
+    words, format = every_word(), FORMATS[name]
+    scales, zero_points = draw_blocks(rng, name, dtype, (256, 32))
+    spread = [None if a is None else np.repeat(a, 8, axis=1) for a in (zero_points, scales)]
+    expected = in_turned_order([integers_of(words, place, *spread) for place in range(4)])
+    assert_rounded_once(decode_on_gpu(words, Groups(scales, zero_points), format, products), expected)
 
 
 @pytest.mark.gpu
@@ -367,9 +565,36 @@ def test_sizes_of_gpt_oss(tokens, top_k, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [1, 5, 40, 600])
+def test_every_format(tokens, name, rng):
+    battery.check("triton", of_format(name, tokens), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64_asym", "int4_g128_asym_order", "int4_channel"])
+@pytest.mark.parametrize("tokens", [1, 40, 600])
+def test_formats_with_scales_of_every_dtype(tokens, name, dtype, rng):
+    case = suited("triton", of_format(name, tokens))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    weights = with_scales(weights, dtype)
+    y = call("triton", case, weights.experts(case), x, routing)
+    assert_agrees("triton", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "int4_g32"])
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_a_scale_of_any_format_that_is_nan_on_a_gpu(tokens, name, rng):
+    a_nan_scale("triton", name, tokens, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4_g32_asym", "int4_channel_asym"])
 @pytest.mark.parametrize("tokens", [1, 20, 200, 2000])
-def test_every_candidate_agrees(tokens, rng):
-    case = suited("triton", Case(tokens=tokens, hidden=480, intermediate=416, dtype="bfloat16"))
+def test_every_candidate_agrees(tokens, name, rng):
+    case = suited("triton", Case(tokens=tokens, hidden=480, intermediate=416, dtype="bfloat16", format=name))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     expected = reference(case, weights, x, routing)
     for config in Triton().candidates(case.problem(), Environment.probe()):

@@ -39,7 +39,8 @@ def test_a_configuration_that_no_problem_can_run_with_cannot_be_made(change, mes
 
 def test_shared_memory_is_that_of_the_machine():
     config = Config(128, 128, 128, 8, 3)
-    assert config.shared_memory == 3 * 128 * (2 * 128 + 128 // 2) + 2 * 128 * 128 // 32
+    blocks = 128 * 128 // 32
+    assert config.shared_memory == 3 * (128 * (2 * 128 + 128 // 2) + 5 * blocks) + 6 * blocks
     assert Config(128, 128, 64, 8, 1).shared_memory == 4 * 128 * 128  # the sums, on their way out
     check(config, (8, 0))
     with pytest.raises(ValueError, match=re.escape("`num_stages` (=3) must be such that the 101376 bytes")):

@@ -7,6 +7,9 @@ FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up t
 _MAX_HELD = (
     304  # three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0
 )
+# Of 32 weights, in the format that has most: a scale in float32 and a zero point, which are three factors of 16 bits.
+_BLOCK_BYTES = 5
+_BLOCK_FACTORS = 3
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
@@ -70,12 +73,12 @@ class Config:
     def shared_memory(self) -> int:
         """Bytes of shared memory that the kernel uses at most.
 
-        The pipeline holds rows in 16 bits and weights in 4. Beside it scales go to the threads that hold their weights;
-        after it, sums to those that store them.
+        The pipeline holds rows in 16 bits, weights in 4, and some scales. Beside it what a block shares goes to the
+        threads that hold its weights; after it, sums to those that store them.
         """
-        stage = self.block_k * (2 * self.block_m + self.block_n // 2)
-        scales = self.block_n * self.block_k // 32
-        return max(self.num_stages * stage + 2 * scales, 4 * self.block_m * self.block_n)
+        blocks = self.block_n * self.block_k // 32
+        stage = self.block_k * (2 * self.block_m + self.block_n // 2) + _BLOCK_BYTES * blocks
+        return max(self.num_stages * stage + 2 * _BLOCK_FACTORS * blocks, 4 * self.block_m * self.block_n)
 
 
 def check(config: Config, capability: tuple[int, int]) -> None:

@@ -113,18 +113,24 @@ def _factors(groups: Groups, words: Array, format: Format) -> list[Array]:
     """What the texts of `triton_elements` take beside words, 16 bits each, of words' shape."""
     factors = []
     if groups.zero_points is not None:
-        factors.append(groups.zero_points.astype(jnp.int16) + jnp.int16(OFFSET - (1 << 16)))
+        factors.append(offsets(groups.zero_points))
     if groups.scales is not None and format.scale_dtype in FACTORS:
         factors.append(_pairs(FACTORS[format.scale_dtype], groups.scales.astype(jnp.int16)))
     elif groups.scales is not None and num_factors(format, groups.scales.dtype) == 1:
         factors.append(groups.scales)
     elif groups.scales is not None:
-        factors += _halves(groups.scales.astype(jnp.float32))
+        factors += halves(groups.scales)
     return [_spread(factor, words) for factor in factors]
 
 
-def _halves(scales: Array) -> tuple[Array, Array]:
-    """Two bfloat16 whose sum is a float32, to 16 bits: the larger one is cut, since rounded it could be infinite."""
+def offsets(zero_points: Array) -> Array:
+    """int8 zero points from -8 to 119 as the factor that subtracts them: bits of bfloat16."""
+    return zero_points.astype(jnp.int16) + jnp.int16(OFFSET - (1 << 16))
+
+
+def halves(scales: Array) -> tuple[Array, Array]:
+    """Two bfloat16 whose sum is a scale, to 15 bits: the larger one is cut, since rounded it could be infinite."""
+    scales = scales.astype(jnp.float32)
     bits = lax.bitcast_convert_type(scales, jnp.int32) & jnp.int32(-1 << 16)
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (scales - high).astype(jnp.bfloat16)

@@ -31,8 +31,7 @@ TURNS = np.array([6, 2, 30, 26], np.int32)
 # The factor of a scale: for e8m0 the powers of two that the two codes in $1 name. 2^-127, of code 0, is the one
 # subnormal power. For e4m3 the bits of a code, where bfloat16 has them, are 2^-120 times its value.
 FACTORS = {
-    MXFP4.scale_dtype: "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; "
-    "max.bf16x2 $0, t, least; }",
+    MXFP4.scale_dtype: "{ .reg .b32 t, least; mov.b32 least, 0x00400040; shl.b32 t, $1, 7; max.bf16x2 $0, t, least; }",
     NVFP4.scale_dtype: "{ .reg .b32 t, sign, unit, none; mov.b32 unit, 0x7B807B80; "
     f"mov.b32 none, {_NONE}; shl.b32 t, $1, 4; shl.b32 sign, $1, 8; and.b32 t, t, 0x07F007F0; "
     "lop3.b32 t, sign, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, unit, none; }",
@@ -117,7 +116,9 @@ def _int4_elements(zero_points: bool, factors: int) -> Elements:
 
 
 _INT4_ELEMENTS = {
-    (zero_points, factors): _int4_elements(zero_points, factors) for zero_points in (False, True) for factors in range(3)
+    (zero_points, factors): _int4_elements(zero_points, factors)
+    for zero_points in (False, True)
+    for factors in range(3)
 }
 
 # What has elements of 4 bits. Those of 8 would be read at half the speed, by instructions of their own.

@@ -178,10 +178,13 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
         def of_groups(array: Any, step: Array, later: int = 0) -> Array:
             """(block_n, groups) of an array (E, N, groups): those of the words of a step, or of one that comes later."""
             first, number = _groups_of_step(step, later, step_words, format)
-            if number == 1:  # one dimension less, so that Triton has each thread load what it needs
+            # Of one group Triton moves a column to the threads that need it where it has but one dimension. One that
+            # has less than an element a thread it may have all of them load over and over, and so it comes repeated.
+            times = 32 * config.num_warps // config.block_n
+            if number == 1 and times <= 1:
                 mask = inside & (first < array.shape[2])
                 return plgpu.load(array.at[groups_row, weight_row, first], mask=mask, other=0)[:, None]
-            group = first + jnp.arange(number)
+            group = first + (jnp.arange(number) if number > 1 else jnp.zeros(times, jnp.int32))
             mask = inside[:, None] & (group < array.shape[2])[None, :]
             return plgpu.load(array.at[groups_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
 
