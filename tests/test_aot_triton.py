@@ -1,6 +1,7 @@
 """The Triton engine compiled for an A100, an L4 and an H200 that are not here: what its kernels take, by the reports of
 their compilers."""
 
+import itertools
 import re
 from functools import partial
 
@@ -17,8 +18,10 @@ from memory import abstract_step, temporary_bytes
 import jmx
 from jmx import Environment, Experts, Routing, tuning
 from jmx.bench import MODELS
+from jmx.formats import FORMATS
 from jmx.pallas.triton import Triton
 from jmx.pallas.triton_config import FEW_TOKENS
+from jmx.pallas.triton_elements import num_factors
 
 pytestmark = pytest.mark.aot
 
@@ -26,6 +29,18 @@ ENGINE = Triton()
 DEVICES = ("a100", "l4", "h200")
 SHAPES = ("gpt-oss-20b", "gpt-oss-120b")
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 16384)
+# Formats, and dtypes of their scales, whose elements or blocks are decoded each in a way of their own.
+FORMS = [
+    ("nvfp4", None),
+    ("mxint4", None),
+    ("int4_g32", "float32"),
+    ("int4_g32_asym", "float32"),
+    ("int4_g64_asym_order", "bfloat16"),
+    ("int4_g128", "float16"),
+    ("int4_g128_asym", "bfloat16"),
+    ("int4_channel", "float32"),
+    ("int4_channel_asym", "float32"),
+]
 SPILLED = 64  # bytes a thread; what ptxas stores once, before the loop, is no matter
 
 
@@ -45,9 +60,32 @@ def layer(activation, x, ids, weights, experts):
     return jmx.moe(x, Routing(ids, weights), experts, activation=activation, backend=ENGINE.name)
 
 
-def abstract_arguments(tokens, hidden, intermediate, num_experts, top_k, order: str | None = "interleaved"):
+def of_formats():
+    """Every form by every configuration of the heuristic, of which each form's own part always runs."""
+    places = [*itertools.product(DEVICES, (1, 4, 128, 256, 1024))]
+    for i, form in enumerate(FORMS):
+        for j, place in enumerate(places):
+            always = j == 4 * i % len(places)
+            yield pytest.param(*place, *form, marks=() if always else pytest.mark.slow)
+
+
+def abstract_arguments(
+    tokens,
+    hidden,
+    intermediate,
+    num_experts,
+    top_k,
+    order: str | None = "interleaved",
+    format="mxfp4",
+    scale_dtype: str | None = None,
+):
     def experts(key):
-        return Experts.random(key, num_experts, hidden, intermediate, gate_up_order=order, bias=True)
+        sizes = num_experts, hidden, intermediate
+        held = Experts.random(key, *sizes, gate_up_order=order, bias=True, format=FORMATS[format])
+        if scale_dtype is None:
+            return held
+        arrays = {name: a.astype(scale_dtype) if name.endswith("_scales") else a for name, a in held.arrays().items()}
+        return held.with_arrays(arrays)
 
     return (
         jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16),
@@ -66,22 +104,30 @@ def of_model(name, tokens):
 def compile_config(device, model, tokens, config, directory):
     """Compiled into sound kernels."""
     function, arguments = of_model(model, tokens)
+    return compile_soundly(device, config, directory, function, *arguments)
+
+
+def compile_soundly(device, config, directory, function, *arguments):
+    format, scales = arguments[-1].format, arguments[-1].gate_up.scales
     with tuning.override(ENGINE.name, config):
         compiled, kernels = aot.triton_kernels(device, directory, "jmx_grouped_product", function, *arguments)
     assert len(kernels) == 2
     for kernel in kernels:
         assert kernel.shared_memory <= config.shared_memory, (config, kernel[:3])
         assert kernel.spilled <= SPILLED, (config, kernel[:3])
-        assert_decoded_where_multiplied(config, kernel.ptx)
+        assert_decoded_where_multiplied(config, kernel.ptx, format, scales.dtype)
     return compiled
 
 
-def assert_decoded_where_multiplied(config, ptx):
+def assert_decoded_where_multiplied(config, ptx, format, scale_dtype):
     """Each weight once in a step of the loop, by a thread that holds it for a product: none passes shared memory."""
     label, loop = max(loops(ptx), key=lambda found: len(found[1]))
     multiplications = loop.count("fma.rn.bf16x2")
-    assert multiplications == config.weights, (config, label)  # two of two weights each
-    codes = config.weights // 32
+    # Of two weights each. Scales in e4m3 take another, but are few.
+    expected = config.weights // 2 * (2 if format.element_dtype != jnp.int4 else 1 + num_factors(format, scale_dtype))
+    few = expected // 8 if format.name == "nvfp4" else 0
+    assert expected <= multiplications <= expected + few, (config, label)
+    codes = config.weights // 32 * (1 if format.name == "mxfp4" else 2)  # weights would take as many times four
     assert len(re.findall(r"st\.shared", loop)) <= codes, (config, label)
     assert len(re.findall(r"bar\.sync", loop)) <= 6, (config, label)
 
@@ -103,6 +149,15 @@ def test_every_configuration_of_the_heuristic_compiles(device, model, tokens, co
     rows = min(assignments, shape.num_experts) * tokens if tokens <= FEW_TOKENS else assignments
     bytes_ = 2 * shape.hidden_size + 2 * shape.intermediate_size + 4 * config.split_k * shape.hidden_size
     assert temporary_bytes(compiled) < rows * bytes_ + 2**20
+
+
+@pytest.mark.parametrize(("device", "tokens", "name", "scale_dtype"), [*of_formats()])
+def test_every_format_compiles(device, tokens, name, scale_dtype, tmp_path):
+    shape, size = MODELS["gpt-oss-20b"], 2816 if "128" in name else 2880
+    config = ENGINE.heuristic(shape.problem(tokens, "packed"), Environment.named(device))
+    sizes = size, size, shape.num_experts, shape.method.top_k
+    arguments = abstract_arguments(tokens, *sizes, format=name, scale_dtype=scale_dtype)
+    compile_soundly(device, config, tmp_path, partial(layer, shape.activation), *arguments)
 
 
 @pytest.mark.slow

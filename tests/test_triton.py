@@ -147,11 +147,12 @@ def test_cases_of_all_kinds(case, rng):
     battery.check(INTERPRETED.name, case, rng)
 
 
+slow = pytest.mark.slow
 OF_FORMATS = [
-    Case(tokens=2, hidden=80, intermediate=112, format="nvfp4", order="concatenated"),
-    Case(tokens=20, hidden=96, intermediate=32, format="mxint4", bias=NEITHER),
+    Case(tokens=20, hidden=80, intermediate=112, format="nvfp4", order="concatenated"),
     Case(tokens=3, hidden=256, intermediate=128, format="int4_g128_asym_order", ids="anywhere", top_k=3),
-    Case(tokens=30, hidden=64, intermediate=128, format="int4_g64_order", order=None, activation=SiLU()),
+    pytest.param(Case(tokens=20, hidden=96, intermediate=32, format="mxint4", bias=NEITHER), marks=slow),
+    pytest.param(Case(tokens=30, hidden=64, format="int4_g32_order", order=None, activation=SiLU()), marks=slow),
     Case(tokens=1, hidden=68, intermediate=36, format="int4_channel_asym", dtype="float16"),
 ]
 
@@ -168,7 +169,7 @@ def of_format(name, tokens):
     return Case(tokens=tokens, num_experts=4, hidden=size, intermediate=size + 128, format=name, order=order)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_every_format_interpreted(tokens, name, rng):
@@ -181,7 +182,7 @@ def with_scales(weights, dtype):
     return weights._replace(gate_up=odd[0], down=odd[1])
 
 
-@pytest.mark.parametrize("name", ["int4_g32_asym", "int4_channel"])
+@pytest.mark.parametrize("name", ["int4_g32_asym", pytest.param("int4_channel", marks=slow)])
 def test_gate_up_and_down_may_have_scales_of_different_dtypes(name, rng):
     case = Case(tokens=4, num_experts=3, hidden=64, intermediate=64, dtype="bfloat16", format=name)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -242,9 +243,9 @@ def test_however_it_is_cut(tokens, config, rng):
 @pytest.mark.parametrize(
     ("name", "sizes", "config"),
     [
-        ("nvfp4", (80, 112), Config(16, 32, 512, 4, 2, products=1)),  # more groups than there are
+        pytest.param("nvfp4", (80, 112), Config(16, 32, 512, 4, 2, products=1), marks=slow),  # more than there are
         ("int4_g128_asym", (384, 128), Config(16, 32, 64, 1, 1, products=1, split_k=2)),  # half a group a step
-        ("int4_g64_asym", (320, 64), Config(16, 32, 64, 4, 1, split_k=3)),  # a group a step, and repeated
+        pytest.param("int4_g64_asym", (320, 64), Config(16, 32, 64, 4, 1, split_k=3), marks=slow),  # repeated
     ],
 )
 def test_however_groups_are_cut(name, sizes, config, rng):
@@ -265,16 +266,17 @@ def a_nan_scale(backend, name, tokens, rng):
     case = suited(backend, of_format(name, tokens))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     routing.expert_ids[0, 0] = 1
-    gate_up = weights.gate_up
-    gate_up.scales[1, 7, -1] = np.nan
-    gate_up.values[1, 7, -2:] = 0
+    scales, values = weights.gate_up.scales.copy(), weights.gate_up.values.copy()
+    scales[1, 7, -1] = np.nan
+    values[1, 7, -2:] = 0
+    weights = weights._replace(gate_up=weights.gate_up._replace(scales=scales, values=values))
     y = call(backend, case, weights.experts(case), x, routing)
     hit = (routing.expert_ids == 1).any(axis=1)
     assert np.isnan(y[hit]).all()
     assert np.isfinite(y[~hit]).all()
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), ("int4_g32", 20)])
+@pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), pytest.param("int4_g32", 20, marks=slow)])
 def test_a_scale_that_is_nan(name, tokens, rng):
     a_nan_scale(INTERPRETED.name, name, tokens, rng)
 
@@ -309,9 +311,8 @@ def weights_of(words, codes, place, format=MXFP4):
 def integers_of(words, place, zero_points, scales):
     """In float64, not rounded."""
     elements = (codes_at(words, place) ^ 8).astype(np.float64) - 8
-    return (elements - (0 if zero_points is None else zero_points)) * (1 if scales is None else scales).astype(
-        np.float64
-    )
+    elements -= 0 if zero_points is None else zero_points
+    return elements if scales is None else elements * scales.astype(np.float64)
 
 
 def draw_blocks(rng, name, dtype, shape):
@@ -325,7 +326,7 @@ def draw_blocks(rng, name, dtype, shape):
 
 def assert_rounded_once(found, expected):
     """To bfloat16; and what made two factors of a scale may turn a tie."""
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-9 + 2.0**-15, atol=0)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-8 + 2.0**-15, atol=0)
 
 
 def decoded(words, groups, format):
@@ -368,7 +369,7 @@ def registers(pairs):
 
 
 def run_both(place, elements, words, *factors):
-    """float64 (..., 2) of the kernel's PTX, from words of 16 bits (..., 2) and 32 bits each of factors: in both forms."""
+    """float64 (..., 2) of the kernel's PTX in both its forms, from words of 16 bits (..., 2) and 32 bits of factors."""
     found = run_ptx(elements.at[place], registers(words), *factors)
     entries = [table[place * len(table) // 4] for table in elements.tables]
     of_any = run_ptx(elements.at_any, registers(words), *factors, *np.repeat(entries, 2))
@@ -421,7 +422,8 @@ def test_the_ptx_of_integers(place, name, dtype, rng):
 
 
 def test_halves_of_the_largest_scale_are_finite():
-    largest = np.float32([np.finfo(np.float32).max, -np.finfo(np.float32).max, 2.0**-100, 0])
+    most = np.finfo(np.float32).max
+    largest = np.array([most, -most, 2.0**-100, 0], np.float32)
     high, low = (np.asarray(half, np.float64) for half in triton_decode.halves(jnp.asarray(largest)))
     np.testing.assert_allclose(high + low, largest.astype(np.float64), rtol=2.0**-15)
 

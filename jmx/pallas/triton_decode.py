@@ -57,7 +57,7 @@ def elements(format: Format, scale_dtype: Any) -> Elements:
     return elements_of(format, format.scale_dtype if scale_dtype == jnp.uint8 else scale_dtype)
 
 
-def are_nan(codes: Array, format: Format) -> Array:
+def are_nan(codes: Any, format: Format) -> Any:
     """Which scale codes are NaN, bool. What is decoded with one may be anything; floats pass their NaN on."""
     return codes == 255 if format == MXFP4 else (codes & 0x7F) == 0x7F
 

@@ -90,8 +90,8 @@ class Product:
 class _Operands(NamedTuple):
     """Of `grouped_product`, as the kernel takes them.
 
-    `scales` and `zero_points` are those of blocks along a row, and `row_scales` (E, N) what whole rows have. `groups_of`
-    (B,) says where each block's stand in the former two; None: where its expert does.
+    `scales` and `zero_points` are those of groups, `row_scales` (E, N) those of whole rows. `groups_of` (B,) says where
+    each block's stand in the former two; None: where its expert does.
     """
 
     blocks: Blocks
@@ -176,7 +176,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
         entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in of.tables]
 
         def of_groups(array: Any, step: Array, later: int = 0) -> Array:
-            """(block_n, groups) of an array (E, N, groups): those of the words of a step, or of one that comes later."""
+            """(block_n, groups) of an array (E, N, groups): those of the words of a step, or of a later one."""
             first, number = _groups_of_step(step, later, step_words, format)
             # Of one group Triton moves a column to the threads that need it where it has but one dimension. One that
             # has less than an element a thread it may have all of them load over and over, and so it comes repeated.
