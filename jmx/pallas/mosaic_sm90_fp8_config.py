@@ -1,11 +1,13 @@
 """What can be tuned of the kernel `mosaic_sm90_fp8_kernel`, what it costs in shared memory, and what is tried."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
 
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
+MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
 MAX_BLOCK_N = 128  # two sums a row for every column: more, and registers of two warpgroups do not hold them
 REGISTERS = 232  # of a computing thread, where there are one or two warpgroups of them
 _BARRIER_BYTES = 2048
@@ -18,11 +20,13 @@ class Config:
     Args:
         block_n: rows of a block, at most; a multiple of 8.
         warpgroups_m: warpgroups that compute, each on 64 rows of the weight of its own.
+        units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
         num_stages: stages of the ring, of 128 columns each.
     """
 
     block_n: int
     warpgroups_m: int
+    units: int
     num_stages: int
 
     def __post_init__(self) -> None:
@@ -30,8 +34,10 @@ class Config:
             raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
         if self.warpgroups_m not in (1, 2):
             raise ValueError(f"`warpgroups_m` (={self.warpgroups_m}) must be 1 or 2")
-        if not 1 <= self.num_stages <= MAX_STAGES:
-            raise ValueError(f"`num_stages` (={self.num_stages}) must be in 1..{MAX_STAGES}")
+        if not 1 <= self.units <= MAX_UNITS:
+            raise ValueError(f"`units` (={self.units}) must be in 1..{MAX_UNITS}")
+        if not self.units <= self.num_stages <= MAX_STAGES:
+            raise ValueError(f"`num_stages` (={self.num_stages}) must be in {self.units}..{MAX_STAGES}")
 
     @property
     def stage_tiles(self) -> int:
@@ -58,23 +64,32 @@ class Config:
             )
 
 
-def deepest(unit_bytes: int, block_n: int, warpgroups_m: int) -> Config:
-    """The configuration with as many stages as fit."""
-    one, two = (Config(block_n, warpgroups_m, stages).shared_memory(unit_bytes) for stages in (1, 2))
-    return replace(
-        Config(block_n, warpgroups_m, 1), num_stages=min(MAX_STAGES, 1 + (SHARED_MEMORY - one) // (two - one))
-    )
+def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int) -> Config:
+    """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
+    least = Config(block_n, warpgroups_m, units, units)
+    least.check(unit_bytes)
+    more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
+    left = SHARED_MEMORY - least.shared_memory(unit_bytes)
+    return replace(least, num_stages=min(MAX_STAGES, units + left // more))
 
 
-def heuristic(unit_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:
+def units_at_a_time(columns: tuple[int, int]) -> int:
+    """Of both products' columns: as few units of padding as possible, then as many at a time."""
+    whole = [-(-size // ROW_BYTES) for size in columns]
+    return min((3, 2, 4, 1), key=lambda units: sum(-size % units for size in whole))
+
+
+def heuristic(unit_bytes: int, columns: tuple[int, int], num_tokens: int, top_k: int, num_experts: int) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     rows = -(-num_tokens * top_k // num_experts)
     block_n = next((n for n in (8, 16, 32, 64) if 2 * rows <= n), MAX_BLOCK_N)
-    return deepest(unit_bytes, block_n, 2)
+    return deepest(unit_bytes, block_n, 2, units_at_a_time(columns))
 
 
-def candidates(unit_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
+def candidates(
+    unit_bytes: int, columns: tuple[int, int], num_tokens: int, top_k: int, num_experts: int
+) -> list[Config]:
     """What `jmx tune` tries, the heuristic first."""
-    first = heuristic(unit_bytes, num_tokens, top_k, num_experts)
-    others = (deepest(unit_bytes, n, m) for n in (8, 16, 32, 64, 96, MAX_BLOCK_N) for m in (2, 1))
-    return list(dict.fromkeys((first, *others)))
+    first = heuristic(unit_bytes, columns, num_tokens, top_k, num_experts)
+    cuts = itertools.product((8, 16, 32, 64, 96, MAX_BLOCK_N), (2, 1), (1, 2, 3, 4))
+    return list(dict.fromkeys((first, *(deepest(unit_bytes, *cut) for cut in cuts))))

@@ -3,6 +3,7 @@
 As in `mosaic_sm90_fragments`, whose words these are: a thread's *first* and *second* row, and its own elements.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,71 +88,96 @@ def _e2m1_slices(values: ir.Value, scales: ir.Value, table: ir.Value) -> list[li
     return out
 
 
-def add_unit(total: jax.Array, unit: Unit, table: Any | None) -> jax.Array:
-    """total (64, n) plus a unit times its rows, transposed: products in FP8 by `wgmma`, added up in float32.
+def add_units(total: jax.Array, units: Sequence[Unit], table: Any | None) -> jax.Array:
+    """total (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
 
-    The tensor cores' own sums keep some 14 bits, so they go over 128 columns only, and each is added to `total`, times
-    the scales that there are for these columns.
+    The tensor cores' own sums keep some 14 bits, so they go over these units only, where no scale is theirs alone, else
+    over each unit, and are added to `total`, times the scales that there are. Nothing is in flight at the end.
 
     Args:
         total: float32, n a multiple of 8.
         table: ref uint32 (256, 2) in global memory, of `mosaic_sm90_fp8_layout.table`; None for e4m3 weights.
     """
     n = total.shape[1]
-    refs = [ref for ref in (*unit, table) if ref is not None]
-    kinds = [plgpu.RefType(SWIZZLED) if ref is unit.x else plgpu.RefType() for ref in refs]
-    there = [ref is not None for ref in (*unit, table)]
+    refs = [ref for unit in units for ref in unit if ref is not None]
+    kinds = [plgpu.RefType(SWIZZLED) if any(ref is unit.x for unit in units) else plgpu.RefType() for ref in refs]
+    tables = [] if table is None else [table]
+    there = [ref is not None for ref in units[0]]
 
-    @operation(arg_types=(plgpu.Layout.WGMMA, *kinds), return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA))
+    @operation(
+        arg_types=(plgpu.Layout.WGMMA, *kinds, *[plgpu.RefType()] * len(tables)),
+        return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+    )
     def body(_: Any, total: Fragment, *given: ir.Value) -> Fragment:
         rest = [*given]
-        values, scales, x, x_scales, table = (rest.pop(0) if one else None for one in there)
-        assert values is not None
-        assert x is not None
-        if table is not None and scales is not None:
-            slices, row_scales = _e2m1_slices(values, scales, table), None
-        else:
-            slices = [_piece(values, slice_) for slice_ in range(_SLICES)]
-            row_scales = None if scales is None else _row_scales(scales)
-        return accumulator(total, _added(sums_of(total), _products(slices, x, n), row_scales, x_scales))
+        table = rest.pop() if tables else None
+        mine = [Unit(*(rest.pop(0) if one else None for one in there)) for _ in units]
+        scaled = mine[0].x_scales is not None or (mine[0].scales is not None and table is None)
+        totals, sums = sums_of(total), None
+        operand = _operand(mine[0], table)
+        for unit, following in zip(mine, [*mine[1:], None], strict=True):
+            sums = _multiply(sums, operand, unit.x, n)
+            if following is not None:
+                operand = _operand(following, table)  # while the tensor cores work
+            if scaled or following is None:
+                totals = _added(totals, _wait(sums, 0), _row_scales(unit) if table is None else None, unit.x_scales)
+                sums = None
+        return accumulator(total, totals)
 
-    return body(total, *refs)
+    return body(total, *refs, *tables)
 
 
-def _products(slices: list[list[ir.Value]], x: ir.Value, n: int) -> list[ir.Value]:
-    """The four slices' products, added up by the tensor cores: the thread's n / 2 of them."""
+def _operand(unit: Unit, table: ir.Value | None) -> list[list[ir.Value]]:
+    """The operand A: four registers for each slice of 32 columns."""
+    if table is not None:
+        return _e2m1_slices(unit.values, unit.scales, table)
+    return [_piece(unit.values, slice_) for slice_ in range(_SLICES)]
+
+
+def _multiply(sums: list[ir.Value] | None, operand: list[list[ir.Value]], x: ir.Value, n: int) -> list[ir.Value]:
+    """`sums`, or zeros, plus the four slices' products: the thread's n / 2 of them, on their way."""
     size = n // 2
     (eight_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
     upper = _SWIZZLE_128_BYTES | eight_stride >> 4
     lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(x)), constant(4))
     descriptor = utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
     out = llvm.StructType.get_literal([f32()] * size)
-    sums = ", ".join(f"${i}" for i in range(size))
+    names = ", ".join(f"${i}" for i in range(size))
     utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
-    values: list[ir.Value] = []
-    for nth, a in enumerate(slices):
+    values = [] if sums is None else sums
+    for nth, a in enumerate(operand):
         first = size + len(values)  # the operands behind the sums
         operands = [f"${first + i}" for i in range(5)]
         text = (
             f"{{ .reg .b64 d; .reg .pred p; add.s64 d, {operands[4]}, {nth * _SLICE_BYTES >> 4}; "
             f"setp.ne.b32 p, ${first + 5}, 0; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{sums}}}, "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{names}}}, "
             f"{{{', '.join(operands[:4])}}}, d, p, 1, 1; }}"
         )
         tied = [str(i) for i in range(len(values))]
         constraints = ",".join([*["=f"] * size, *tied, *["r"] * 4, "l", "r"])
-        arguments = [*values, *a, descriptor, constant(int(nth > 0))]
+        arguments = [*values, *a, descriptor, constant(int(bool(values)))]
         made = llvm.inline_asm(out, arguments, text, constraints, has_side_effects=True, asm_dialect=0)
         values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
     utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
+    return values
+
+
+def _wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
+    """`sums`, once all products but the last `pending` groups are there."""
+    size = len(sums)
     tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
-    text = "wgmma.wait_group.sync.aligned 0;"
-    made = llvm.inline_asm(out, values, text, tied, has_side_effects=True, asm_dialect=0)
+    text = f"wgmma.wait_group.sync.aligned {pending};"
+    out = llvm.StructType.get_literal([f32()] * size)
+    made = llvm.inline_asm(out, sums, text, tied, has_side_effects=True, asm_dialect=0)
     return [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
 
 
-def _row_scales(scales: ir.Value) -> list[ir.Value]:
-    """Float32 scales of the thread's two rows."""
+def _row_scales(unit: Unit) -> list[ir.Value] | None:
+    """Float32 scales of the thread's two rows, where the unit has them."""
+    scales = unit.scales
+    if scales is None:
+        return None
     element = ir.MemRefType(scales.type).element_type
     group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2))
     found = [llvm.load(element, address_of(scales, arith.addi(group, constant(i)), element)) for i in range(2)]

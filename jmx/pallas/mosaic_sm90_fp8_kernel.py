@@ -124,6 +124,7 @@ def grouped_product(
     """
     rows, per_unit = product.rows, value_rows(product.format)
     m_tiles, units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
+    units = -(-units // config.units) * config.units  # past the end there are zeros
     m_steps = -(-m_tiles // config.warpgroups_m)
     schedule: Any = Schedule(config, m_tiles, units, 1, m_steps)  # pyright: ignore[reportArgumentType]
     num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
@@ -177,21 +178,28 @@ def grouped_product(
                 return following
 
             def multiply(turn: Array, item: _Item, width: int) -> None:
-                def stage(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                    total, slot = carry
-                    plgpu.barrier_wait(full.at[slot])
-                    unit = fp8.Unit(
+                def unit(slot: Array) -> fp8.Unit:
+                    return fp8.Unit(
                         values_s.at[slot, warpgroup],
                         None if scales_s is None else scales_s.at[slot, warpgroup, 0],
                         x_s.at[slot, pl.ds(0, width)],
                         None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
                     )
-                    total = fp8.add_unit(total, unit, g.table)
-                    plgpu.barrier_arrive(empty.at[slot])
-                    return total, after(slot)
+
+                def step(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                    total, slot = carry
+                    slots = [slot]
+                    for _ in range(config.units - 1):
+                        slots.append(after(slots[-1]))
+                    for slot in slots:  # all of them first: no branch may come while products are on their way
+                        plgpu.barrier_wait(full.at[slot])
+                    total = fp8.add_units(total, [unit(slot) for slot in slots], g.table)
+                    for slot in slots:
+                        plgpu.barrier_arrive(empty.at[slot])
+                    return total, after(slots[-1])
 
                 total = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
-                total, _ = lax.fori_loop(0, units, stage, (total, first_slot(turn)))
+                total, _ = lax.fori_loop(0, units // config.units, step, (total, first_slot(turn)))
                 if g.x_row_scales is not None:
                     total = fp8.scale_columns(total, g.x_row_scales, item.x_row, item.count)
                 finish(item, width, fragments.split_rows(total))
