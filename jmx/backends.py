@@ -22,15 +22,22 @@ layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
 layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
 
 
-def resolve_layout(layout: str, environment: Environment, format: Format = MXFP4) -> str:
+def resolve_layout(
+    layout: str, environment: Environment, format: Format = MXFP4, input_format: str | None = None
+) -> str:
     """The layout that `layout` names on this machine: "auto" is that of the engine family which runs `format` here.
+
+    `input_format`: the name of that in which weights will be used; None: of 16 bits.
 
     Raises:
         ValueError: no layout has that name.
     """
     if layout == "auto":
-        if environment.compute_capability == (9, 0) and mosaic_sm90_layout.LAYOUT.holds(format):
-            return mosaic_sm90_layout.LAYOUT.name
+        if environment.compute_capability == (9, 0):
+            if input_format is None and mosaic_sm90_layout.LAYOUT.holds(format):
+                return mosaic_sm90_layout.LAYOUT.name
+            if input_format in mosaic_sm90_fp8.INPUTS and mosaic_sm90_fp8_layout.LAYOUT.holds(format):
+                return mosaic_sm90_fp8_layout.LAYOUT.name
         # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
         # a gather of bytes, but not of float4, into what follows.
         return "packed"

@@ -1,6 +1,7 @@
 """Experts: the weights of all experts of one MoE layer (or of a stack of layers) as a pytree."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -365,6 +366,8 @@ class Experts:
             layout: a name in `layouts.LAYOUTS`.
             donate: give up this object's weights, so that the peak is one tensor above the weights.
 
+        Warns (UserWarning), but not inside a trace, of weights that the kernels which read the layout will round.
+
         Raises:
             ValueError: no layout has that name, or it does not hold this format.
         """
@@ -380,7 +383,24 @@ class Experts:
             moved = _convert_donating if donate else _convert
             return moved(getattr(self, role), source, target, spec)
 
-        return dataclasses.replace(self, gate_up=convert("gate_up"), down=convert("down"), layout=layout)
+        prepared = dataclasses.replace(self, gate_up=convert("gate_up"), down=convert("down"), layout=layout)
+        prepared._warn_of_rounding(target)
+        return prepared
+
+    def _warn_of_rounding(self, layout: layouts.Layout) -> None:
+        if layout.rounds is None:
+            return
+        for role in ROLES:
+            q, spec = getattr(self, role), self.spec(role)
+            if isinstance(q.values, Tracer | jax.ShapeDtypeStruct):
+                continue
+            if count := int(jax.jit(layout.rounds, static_argnums=1)(q, spec)):
+                warnings.warn(
+                    f"kernels that read {layout.name!r} round {count} blocks of {role}, whose scales are too far below "
+                    "the largest of their rows; see docs/mosaic_sm90_fp8.md",
+                    UserWarning,
+                    stacklevel=3,
+                )
 
     def canonical(self, *, donate: bool = False) -> "Experts":
         """The same weights as a checkpoint holds them, in the dtypes of their format."""

@@ -43,6 +43,8 @@ class Layout:
         inverse: this layout's arrays -> canonical, bit for bit.
         take: (arrays, spec, index into the leading axes) -> packed bytes of the chosen experts, (*index.shape, N, K).
         formats: names of the formats whose weights it holds; None: of all.
+        rounds: this layout's arrays -> () int32, how many blocks of values the kernels that read it round; None: they
+            round none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Layout:
     inverse: Callable[[BlockScaled, WeightSpec], BlockScaled]
     take: Callable[[BlockScaled, WeightSpec, Index], BlockScaled]
     formats: tuple[str, ...] | None = None
+    rounds: Callable[[BlockScaled, WeightSpec], jax.Array] | None = None
 
     def holds(self, format: Format) -> bool:
         return self.formats is None or format.name in self.formats

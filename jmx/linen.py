@@ -14,7 +14,7 @@ from jmx.formats import MXFP4, Format
 from jmx.layer import flat_routing, moe
 from jmx.modules import check_arguments, resolve_method, resolve_order
 from jmx.routing import Logits, Method, Routing
-from jmx.selection import Environment, Problem
+from jmx.selection import Environment, Problem, resolve_input_format
 
 Array = Any
 
@@ -126,7 +126,8 @@ class MoE(nn.Module):
             bias=self.bias,
             bias_dtype=self.param_dtype,
         )
-        return experts.prepare(resolve_layout(self.layout, Environment.probe(), self.format))
+        inputs = resolve_input_format(experts, self.input_format)
+        return experts.prepare(resolve_layout(self.layout, Environment.probe(), self.format, inputs))
 
 
 def _checked(name: str, array: Array, like: jax.ShapeDtypeStruct, layout: str) -> Array:

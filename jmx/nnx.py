@@ -14,7 +14,7 @@ from jmx.formats import MXFP4, Format
 from jmx.layer import flat_routing, moe
 from jmx.modules import check_arguments, resolve_method, resolve_order
 from jmx.routing import Logits, Method, Routing
-from jmx.selection import Environment, Problem
+from jmx.selection import Environment, Problem, resolve_input_format
 
 Array = Any
 
@@ -122,7 +122,8 @@ class MoE(nnx.Module):
                 gate_up_order=gate_up_order,
                 bias=bias,
             )
-        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), experts.format))
+        inputs = resolve_input_format(experts, input_format)
+        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), experts.format, inputs))
         self.activation = activation
         self.weights_on = weights_on
         self.input_format = input_format

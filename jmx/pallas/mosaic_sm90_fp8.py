@@ -26,7 +26,7 @@ from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
 COLUMN_ALIGNMENT = 8  # of inputs, which are read by so many
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
-_INPUTS = (inputs.FP8_STATIC.name, inputs.FP8_TOKEN.name, inputs.FP8_BLOCK.name)
+INPUTS = (inputs.FP8_STATIC.name, inputs.FP8_TOKEN.name, inputs.FP8_BLOCK.name)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MosaicSm90Fp8:
             if (size := getattr(problem, name)) % COLUMN_ALIGNMENT:
                 rule = f"must be a multiple of {COLUMN_ALIGNMENT}"
                 return Rejection(Reason.SHAPE, f"{name} {size} {rule}", "backend='xla', or leave inputs as they are")
-        return refusal(problem, LAYOUT.name, LAYOUT.formats, _INPUTS)
+        return refusal(problem, LAYOUT.name, LAYOUT.formats, INPUTS)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment

@@ -186,10 +186,23 @@ def _take(q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
     return _inverse_packed(layouts.gather(q, index), spec)
 
 
+def _rounds(q: BlockScaled, spec: WeightSpec) -> jax.Array:
+    """Blocks of MXFP4 that are not zero and whose codes are too far below the largest of their rows."""
+    if spec.format != MXFP4:
+        return jnp.int32(0)
+    lead = q.scales.shape[:-1]  # ..., row tiles, units
+    words = lax.bitcast_convert_type(q.values.reshape(*lead, 2, 32, 4, 2, 2, 4), jnp.uint32)
+    used = (words & _MAGNITUDES != 0).any(axis=-3)  # two slices, 32 pairs of rows, two slices, rows
+    used = jnp.moveaxis(used, -4, -2).swapaxes(-3, -1)  # 32, rows, two slices, two slices
+    far = q.scales.reshape(*lead, 32, 2, 2, 2) >= EXACT_BELOW
+    return (used & far).sum(dtype=jnp.int32)
+
+
 LAYOUT = Layout(
     "mosaic_sm90_fp8",
     forward=_forward,
     inverse=_inverse,
     take=_take,
     formats=tuple(format.name for format in (MXFP4, FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)),
+    rounds=_rounds,
 )
