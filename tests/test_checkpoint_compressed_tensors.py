@@ -598,6 +598,8 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("w8a8_channel", drop_expert, f"expert 1 of '{LAYER}' is missing, where there are 2"),
     ("w8a8_channel", add(f"{LAYER}.1.w1.weight", ONES), "must be of ['gate_proj', 'up_proj', 'down_proj'] or"),
     ("w8a8_channel", add(f"{LAYER}.gate_proj.weight", ONES), "must be apart or in one tensor, but are both"),
+    ("w8a8_channel", add(at("weight.more"), ONES), "is of experts that are quantised, but of no projection"),
+    ("w8a8_channel", add(f"{LAYER}.more", ONES), "is of experts that are quantised, but of no projection"),
     ("w8a8_channel", add(at("bias"), np.ones(64, np.float32)), f"tensors of '{LAYER}.1.gate_proj' (="),
     ("w8a8_channel", swap("weight_scale", lambda a: a.astype(np.float32)), "as other experts of"),
 ]
