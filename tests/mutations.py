@@ -4,6 +4,7 @@ A mutation knows what it did: which tensors it touched, and whether a loader mus
 come from one random generator, so that its seed gives the same files again.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -74,6 +75,17 @@ class Shard:
     def names(self) -> list[str]:
         return [name for name, _ in self.header if name != "__metadata__"]
 
+    def is_sound(self, name: str) -> bool:
+        entry = self.header.get(name)
+        if not isinstance(entry, Object) or [key for key, _ in entry] != ["dtype", "shape", "data_offsets"]:
+            return False
+        (_, dtype), (_, shape), (_, span) = entry
+        if not (isinstance(dtype, str) and dtype in DTYPES and isinstance(shape, list) and isinstance(span, list)):
+            return False
+        if len(span) != 2 or any(type(size) is not int or size < 0 for size in [*shape, *span]):
+            return False
+        return span[1] - span[0] == math.prod(shape) * DTYPES[dtype].itemsize and span[1] <= len(self.data)
+
     def span(self, name: str) -> tuple[int, int]:
         begin, end = self.header.get(name).get("data_offsets")
         return begin, end
@@ -124,10 +136,11 @@ def mutate(files: Files, inner: Callable[[str], bool], rng: random.Random) -> Dr
     draft = Draft.of(files, inner)
     kinds = [*_HEADER, *_BYTES, *_DOCUMENT, *_RAW]
     kinds += _INDEX if INDEX in draft.documents else []
-    twice = rng.random() < 0.15
-    for _ in range(1 + twice):
-        rng.choice(kinds)(draft, rng)
-    draft.refused &= not twice
+    wanted = 1 + (rng.random() < 0.15)
+    while len(draft.did) < wanted:
+        with contextlib.suppress(IndexError):  # there is nothing here for that kind to choose from
+            rng.choice(kinds)(draft, rng)
+    draft.refused &= wanted == 1
     return draft
 
 
@@ -171,19 +184,19 @@ def _instead(value: Any, rng: random.Random) -> Any:
 # Headers
 
 
-def _pick(draft: Draft, rng: random.Random) -> tuple[Shard, str]:
-    shard = rng.choice([*draft.shards.values()])
-    if not shard.names():
-        return _pick(draft, rng)
-    return shard, rng.choice(shard.names())
+def _pick(draft: Draft, rng: random.Random, wanted: Callable[[str], bool] = lambda name: True) -> tuple[Shard, str]:
+    """A tensor whose name is `wanted`. IndexError if there is none, as of all that choose."""
+    return rng.choice([(shard, name) for shard in draft.shards.values() for name in shard.names() if wanted(name)])
 
 
-def _entry(draft: Draft, rng: random.Random) -> tuple[Shard, str, Object]:
-    while True:
-        shard, name = _pick(draft, rng)
-        entry = shard.header.get(name)
-        if isinstance(entry, Object) and [key for key, _ in entry] == ["dtype", "shape", "data_offsets"]:
-            return shard, name, entry
+def _entry(
+    draft: Draft, rng: random.Random, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[Shard, str, Object]:
+    """One whose entry is still sound."""
+    shard, name = _pick(draft, rng, wanted)
+    if not shard.is_sound(name):
+        raise IndexError(name)
+    return shard, name, shard.header.get(name)
 
 
 def _dtype(draft: Draft, rng: random.Random) -> None:
@@ -298,18 +311,12 @@ def _exchange(draft: Draft, rng: random.Random) -> None:
     """Two tensors of one size change places: a lie that nobody can see, but each must then be the other's bytes."""
     shard, name, entry = _entry(draft, rng)
     first = entry.get("data_offsets")
-    alike = []
-    for other in shard.names():
-        its = shard.header.get(other)
-        if isinstance(its, Object) and other != name and len(its) == 3:
-            span = its[2][1]
-            if isinstance(span, list) and len(span) == 2 and span[1] - span[0] == first[1] - first[0]:
-                alike.append(other)
-    if alike:
-        other = rng.choice(alike)
-        entry.put("data_offsets", shard.header.get(other).get("data_offsets"))
-        shard.header.get(other).put("data_offsets", first)
-        draft.note(f"{name} and {other} exchanged", name, other)
+    others = [other for other in shard.names() if other != name and shard.is_sound(other)]
+    spans = {other: shard.header.get(other).get("data_offsets") for other in others}
+    other = rng.choice([other for other, span in spans.items() if span[1] - span[0] == first[1] - first[0]])
+    entry.put("data_offsets", spans[other])
+    shard.header.get(other).put("data_offsets", first)
+    draft.note(f"{name} and {other} exchanged", name, other)
 
 
 def _shuffle(draft: Draft, rng: random.Random) -> None:
@@ -391,11 +398,9 @@ def _cut(shard: Shard, name: str) -> None:
     begin, end = shard.span(name)
     del shard.data[begin:end]
     shard.header[:] = [pair for pair in shard.header if pair[0] != name]
-    for _, entry in shard.header:
-        if isinstance(entry, Object) and len(entry) == 3 and entry[2][0] == "data_offsets":
-            span = entry[2][1]
-            if isinstance(span, list) and all(type(n) is int for n in span):
-                entry[2][1] = [n - (end - begin) if span[0] >= end else n for n in span]
+    for other in filter(shard.is_sound, shard.names()):
+        span = shard.span(other)
+        shard.header.get(other).put("data_offsets", [n - (end - begin) if span[0] >= end else n for n in span])
 
 
 def _add_tensor(draft: Draft, rng: random.Random) -> None:
@@ -414,11 +419,8 @@ def _less_rows(draft: Draft, rng: random.Random) -> None:
     """A tensor of fewer rows in a sound file."""
     shard, name, entry = _entry(draft, rng)
     shape, (begin, end) = entry.get("shape"), shard.span(name)
-    size = len(shard.data)
-    if not (isinstance(shape, list) and shape and type(shape[0]) is int and shape[0] > 1 and 0 <= begin < end <= size):
-        return
+    rows = rng.choice(range(shape[0]))
     row = (end - begin) // shape[0]
-    rows = rng.randrange(shape[0])
     dtype = entry.get("dtype")
     kept = bytes(shard.data[begin : begin + rows * row])
     _cut(shard, name)
@@ -430,11 +432,8 @@ def _less_rows(draft: Draft, rng: random.Random) -> None:
 
 def _flip(draft: Draft, rng: random.Random) -> None:
     shard, name, _ = _entry(draft, rng)
-    begin, end = shard.span(name)
-    if not 0 <= begin < end <= len(shard.data):
-        return
     for _ in range(rng.choice([1, 1, 1, 5])):
-        at = rng.randrange(begin, end)
+        at = rng.choice(range(*shard.span(name)))
         shard.data[at] ^= rng.randrange(1, 256)
     draft.note(f"bytes of {name}", name)
 
@@ -444,47 +443,27 @@ _BAD_SCALES = {"NaN": math.nan, "zero": 0.0, "minus one": -1.0, "infinity": math
 
 def _scale(draft: Draft, rng: random.Random) -> None:
     """A scale that is none."""
-    shards = [*draft.shards.values()]
-    found = [(shard, name) for shard in shards for name in shard.names() if "scale" in name and draft.inner(name)]
-    found = [(shard, name) for shard, name in found if "norm" not in name]
-    if not found:
-        return
-    shard, name = rng.choice(found)
-    entry = shard.header.get(name)
-    if not isinstance(entry, Object) or len(entry) != 3 or entry.get("dtype") not in DTYPES:
-        return
+    shard, name, entry = _entry(draft, rng, lambda name: "scale" in name and "norm" not in name and draft.inner(name))
     dtype, (begin, end) = DTYPES[entry.get("dtype")], shard.span(name)
-    if (end - begin) % dtype.itemsize or not 0 <= begin < end <= len(shard.data):
-        return
     what = rng.choice([*_BAD_SCALES])
     if dtype == np.uint8 or (dtype.itemsize == 1 and "infinity" in what):  # of e8m0 and e4m3 all that is bad, or left
         what, raw = "NaN", b"\xff"
     else:
         raw = np.array(_BAD_SCALES[what]).astype(dtype).tobytes()
-    at = begin + len(raw) * rng.randrange((end - begin) // len(raw))
+    at = begin + len(raw) * rng.choice(range((end - begin) // len(raw)))
     shard.data[at : at + len(raw)] = raw
     draft.note(f"{what} in {name}", name, refused=True)
 
 
 def _number(draft: Draft, rng: random.Random) -> None:
     """Groups and shapes, which are integers, of which another is wrong."""
-    shards = [*draft.shards.values()]
-    last = ("weight_shape", "weight_g_idx")
-    found = [(shard, name) for shard in shards for name in shard.names() if name.endswith(last)]
-    if not found:
-        return
-    shard, name = rng.choice(found)
-    entry = shard.header.get(name)
-    if not isinstance(entry, Object) or len(entry) != 3 or entry.get("dtype") not in ("I32", "I64"):
-        return
+    shard, name, entry = _entry(draft, rng, lambda name: name.endswith(("weight_shape", "weight_g_idx")))
     dtype, (begin, end) = DTYPES[entry.get("dtype")], shard.span(name)
-    if not 0 <= begin < end <= len(shard.data):
-        return
-    at = begin + dtype.itemsize * rng.randrange((end - begin) // dtype.itemsize)
+    at = begin + dtype.itemsize * rng.choice(range((end - begin) // dtype.itemsize))
     (old,) = np.frombuffer(bytes(shard.data[at : at + dtype.itemsize]), dtype)
-    new = rng.choice([int(old) + 1, int(old) - 1, -1, 2**30, -(2**31), 2**31 - 1, int(old) + 32])
+    new = rng.choice([int(old) ^ 1, int(old) ^ 2, 2**30, 2**30 + 1])
     shard.data[at : at + dtype.itemsize] = np.array(new).astype(dtype).tobytes()
-    draft.note(f"{old} as {new} in {name}", name, refused=new != old)
+    draft.note(f"{old} as {new} in {name}", name, refused=True)
 
 
 _BYTES = [_drop_tensor, _add_tensor, _less_rows, _flip, _flip, _scale, _scale, _number]
@@ -521,24 +500,22 @@ def _aim(draft: Draft, rng: random.Random) -> Any:
 
 
 def _value(draft: Draft, rng: random.Random) -> None:
-    places = _nodes(_aim(draft, rng))
-    if places:
-        holder, at = rng.choice(places)
-        old = spell(holder[at])[:60]
-        holder[at] = _instead(holder[at], rng)
-        draft.note(f"{old} as {spell(holder[at])[:60]}")
-        draft.reread = True
+    holder, at = rng.choice(_nodes(_aim(draft, rng)))
+    old = spell(holder[at])[:60]
+    holder[at] = _instead(holder[at], rng)
+    draft.note(f"{old} as {spell(holder[at])[:60]}")
+    draft.reread = True
 
 
 def _key(draft: Draft, rng: random.Random) -> None:
     aim = _aim(draft, rng)
     objects = [found for found in _objects(aim) if found]
-    if not objects:
-        return
     # All that a tool says of how it quantised has a meaning; a model's config says more than a loader of experts reads.
-    known = ("quant_method", "mxfp4") not in [
-        (key, value) for key, value in aim
-    ] and aim not in draft.documents.values()
+    known = (
+        isinstance(aim, Object)
+        and ("quant_method", "mxfp4") not in [(key, value) for key, value in aim]
+        and aim not in draft.documents.values()
+    )
     found = rng.choice(objects)
     pair = rng.choice(found)
     old, way = pair[0], rng.choice(["drop", "rename", "twice", "more", "borrow"])
@@ -622,8 +599,9 @@ _RAW = [_truncate, _extend, _remove, _garble, _text]
 
 def _map(draft: Draft, rng: random.Random) -> None:
     """The place of one tensor."""
-    places = [value for key, value in draft.documents[INDEX] if key == "weight_map"]
-    if not places or not isinstance(places[0], Object) or not places[0]:
+    document = draft.documents[INDEX]
+    places = [value for key, value in document if key == "weight_map"] if isinstance(document, Object) else []
+    if not places or not isinstance(places[0], Object):
         return
     pair = rng.choice(places[0])
     others = [name for name in draft.shards if name != pair[1]]
@@ -648,11 +626,9 @@ def _map(draft: Draft, rng: random.Random) -> None:
 
 
 def _index(draft: Draft, rng: random.Random) -> None:
-    places = _nodes(draft.documents[INDEX])
-    if places:
-        holder, at = rng.choice(places[:6])
-        holder[at] = _instead(holder[at], rng)
-        draft.note(f"the index has {spell(holder[at])[:60]}")
+    holder, at = rng.choice(_nodes(draft.documents[INDEX])[:6])
+    holder[at] = _instead(holder[at], rng)
+    draft.note(f"the index has {spell(holder[at])[:60]}")
 
 
 _INDEX = [_map, _map, _index]
