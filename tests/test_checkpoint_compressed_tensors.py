@@ -295,6 +295,8 @@ def test_experts_declare_the_inputs_of_their_scheme(name):
         scales, scale = layer.static_scales(role), experts.input_scale(role)
         assert (scale is None) == (scales is None)
         assert scales is None or scale == scales.max()
+    if wanted is None:
+        return  # to run without is another test's
     x = jnp.ones((2, layer.hidden_size))
     y = jmx.moe(x, jmx.Routing(np.array([[0], [1]]), np.ones((2, 1), np.float32)), experts, activation=jmx.SiLUAndMul())
     assert np.isfinite(y).all()
