@@ -111,6 +111,17 @@ def test_unbuilt_it_names_the_command_that_builds_it(nowhere, layout):
     assert str(rejection) == "not built: it is not compiled; jmx build cutlass"
 
 
+def test_unbuilt_it_names_first_what_building_would_not_mend(nowhere):
+    for field, value, reason in (
+        ("format", "nvfp4", Reason.FORMAT),
+        ("input_format", "fp8_token", Reason.INPUT_FORMAT),
+        ("dtype", "float32", Reason.DTYPE),
+    ):
+        rejection = Cutlass().supports(dataclasses.replace(PROBLEM, **{field: value}), HOPPER)
+        assert rejection is not None
+        assert rejection.reason is reason
+
+
 def test_it_runs_on_request_alone(there):
     problem = dataclasses.replace(PROBLEM, layout=LAYOUT.name)
     assert select(problem, HOPPER, None, BACKENDS).backend.name == "xla"
