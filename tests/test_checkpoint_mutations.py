@@ -152,7 +152,7 @@ def baseline(name: str, directory: Path) -> Loaded:
 
 def write(directory: Path, files: Files) -> None:
     """The files, and no others. Each anew: what is mapped stays as it was."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for path in directory.iterdir():
         path.unlink()
     for name, raw in files.items():
@@ -267,14 +267,14 @@ def trusting(file: Path, name: str, entry: dict[str, Any]) -> tuple[int, int, st
     [
         (shards.Tensor, "view", zeros, None),
         (shards, "_entry", trusting, None),
-        (Module, "_positive", lambda module, piece: piece.view(), "it was read"),
+        (Module, "_positive", lambda module, piece: piece.view(), "scale"),
         (Module, "_order", lambda module: np.arange(module.shape[1], dtype=np.int32), "weight_g_idx"),
     ],
     ids=["bytes", "headers", "scales", "order"],
 )
 def test_the_checks_see_what_a_careless_loader_does_not(tmp_path, monkeypatch, owner, name, careless, fault):
     for subject in subjects():
-        baseline(subject, tmp_path / subject)
+        baseline(subject, tmp_path / "sound" / subject)
     monkeypatch.setattr(owner, name, careless)
     with pytest.raises(AssertionError, match=fault):
-        run(range(1000), tmp_path)
+        run(range(1000), tmp_path / "mutated")
