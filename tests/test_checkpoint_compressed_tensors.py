@@ -295,6 +295,8 @@ def test_experts_declare_the_inputs_of_their_scheme(name):
         scales, scale = layer.static_scales(role), experts.input_scale(role)
         assert (scale is None) == (scales is None)
         assert scales is None or scale == scales.max()
+    if wanted is None:
+        return  # to run without is another test's
     x = jnp.ones((2, layer.hidden_size))
     y = jmx.moe(x, jmx.Routing(np.array([[0], [1]]), np.ones((2, 1), np.float32)), experts, activation=jmx.SiLUAndMul())
     assert np.isfinite(y).all()
@@ -598,6 +600,8 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("w8a8_channel", drop_expert, f"expert 1 of '{LAYER}' is missing, where there are 2"),
     ("w8a8_channel", add(f"{LAYER}.1.w1.weight", ONES), "must be of ['gate_proj', 'up_proj', 'down_proj'] or"),
     ("w8a8_channel", add(f"{LAYER}.gate_proj.weight", ONES), "must be apart or in one tensor, but are both"),
+    ("w8a8_channel", add(at("weight.more"), ONES), "is of experts that are quantised, but of no projection"),
+    ("w8a8_channel", add(f"{LAYER}.more", ONES), "is of experts that are quantised, but of no projection"),
     ("w8a8_channel", add(at("bias"), np.ones(64, np.float32)), f"tensors of '{LAYER}.1.gate_proj' (="),
     ("w8a8_channel", swap("weight_scale", lambda a: a.astype(np.float32)), "as other experts of"),
 ]

@@ -127,6 +127,8 @@ ENTRY = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
         (b"\xff\xfe{}", b"", None, "the header must be JSON"),
         (b'{"x": ' + b"1" * 5000 + b"}", b"", None, "the header must be JSON: Exceeds the limit"),
         (b"[1]", b"", None, "the header must be a JSON object, not list"),
+        ({"__metadata__": {"a": 1}}, b"", None, "the header's __metadata__ must be an object of strings"),
+        ({"__metadata__": "a"}, b"", None, "the header's __metadata__ must be an object of strings"),
         (b'{"x": {}, "x": {}}', b"", None, r"must name each key once, but names \['x'\] again"),
         ({"x": {"dtype": "U8"}}, b"", None, "entry of tensor 'x' must have dtype, shape and data_offsets"),
         ({"x": 1}, b"", None, "entry of tensor 'x' must have dtype, shape and data_offsets"),

@@ -111,6 +111,17 @@ def test_unbuilt_it_names_the_command_that_builds_it(nowhere, layout):
     assert str(rejection) == "not built: it is not compiled; jmx build cutlass"
 
 
+def test_unbuilt_it_names_first_what_building_would_not_mend(nowhere):
+    for field, value, reason in (
+        ("format", "nvfp4", Reason.FORMAT),
+        ("input_format", "fp8_token", Reason.INPUT_FORMAT),
+        ("dtype", "float32", Reason.DTYPE),
+    ):
+        rejection = Cutlass().supports(dataclasses.replace(PROBLEM, **{field: value}), HOPPER)
+        assert rejection is not None
+        assert rejection.reason is reason
+
+
 def test_it_runs_on_request_alone(there):
     problem = dataclasses.replace(PROBLEM, layout=LAYOUT.name)
     assert select(problem, HOPPER, None, BACKENDS).backend.name == "xla"
@@ -226,16 +237,18 @@ def apply(case, x, routing, experts):
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_the_call_gets_what_it_needs(in_numpy, activation, weights_on, rng):
-    for bias in (BOTH, NEITHER, (True, False), (False, True)):
-        for order in ("interleaved", "concatenated") if activation.gated else (None,):
-            case = Case(
-                tokens=4, hidden=96, intermediate=160, num_experts=3, dtype="bfloat16", activation=activation,
-                order=order, bias=bias, weights_on=weights_on, ids="anywhere", layout=LAYOUT.name,
-            )  # fmt: skip
-            weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
-            y = apply(case, jnp.asarray(x), Routing(*map(jnp.asarray, routing)), weights.experts(case))
-            assert y.dtype == x.dtype
-            assert_agrees("cutlass", case, y, reference(case, weights, x, routing))
+    # Each order with each bias, but only once for both places of the weights.
+    orders = ("interleaved", "concatenated") if weights_on == "output" else ("concatenated", "interleaved")
+    for i, bias in enumerate((BOTH, NEITHER, (True, False), (False, True))):
+        case = Case(
+            tokens=4, hidden=96, intermediate=160, num_experts=3, dtype="bfloat16", activation=activation,
+            order=orders[i % 2] if activation.gated else None, bias=bias, weights_on=weights_on, ids="anywhere",
+            layout=LAYOUT.name,
+        )  # fmt: skip
+        weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+        y = apply(case, jnp.asarray(x), Routing(*map(jnp.asarray, routing)), weights.experts(case))
+        assert y.dtype == x.dtype
+        assert_agrees("cutlass", case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def test_take_undoes_one_expert_in_a_trace(rng, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_of_a_stack_is_that_layer(rng, layout):
-    layers = [draw(rng).prepare(layout) for _ in range(3)]
+    layers = [draw(rng).prepare(layout) for _ in range(2)]
     stack = Experts.stack(layers)
     x = jnp.asarray(rng.normal(size=(5, H)), jnp.float32)
     for i, one in enumerate(layers):

@@ -20,7 +20,7 @@ def test_the_errors_are_those_of_the_docs(capsys):
     # The page's own command, whose seed stands: static scales come from a heavy tail's largest magnitude, on which
     # fresh draws do not agree.
     (command,) = re.findall(r"^    python benchmarks/input_error\.py (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert input_error.main(command.split()) == 0
+    assert input_error.main([*command.split(), "--draws", "3"]) == 0  # of nine, for a third of the time
     measured, written = table(capsys.readouterr().out), table(PAGE.read_text())
     assert [*measured] == [*written] == ["bfloat16", *INPUT_FORMATS]
     for name, (normal, heavy) in measured.items():

@@ -2,6 +2,7 @@
 are its own concern."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -93,13 +94,24 @@ def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores):
     return jnp.asarray(out.reshape(-1, down.rows.num_outputs), down.dtype)
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def dequantized(weight, spec, format):
+    return jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32, format)
+
+
+def activated(activation, *parts):
+    """Of as many rows as make few shapes, since each compiles anew."""
+    rows = len(parts[0])
+    return np.asarray(activation(*(np.pad(part, ((0, -rows % 64), (0, 0))) for part in parts)))[:rows]
+
+
 def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
     """One of the two: (split_k, R, its outputs), float32."""
     rows, order, weight = one.rows, one.rows.gate_up_order, one.weight._replace(order=None)
     columns = 64 * (weight.values.shape[2] // Tile.of(one.format).value_rows)
     format = FORMATS[one.format.name.removesuffix("_order")]  # `x` comes in the order of columns
     spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, format)
-    floats = np.asarray(jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32, format))
+    floats = np.asarray(dequantized(weight, spec, format))
     out = np.full((split_k, num_rows, rows.num_outputs), np.nan, np.float32)
     assert x.shape[1] == columns
     experts = np.asarray(blocks.experts)
@@ -122,9 +134,9 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
                 h += np.asarray(one.bias[experts[b]], np.float32)
             if order is not None and one.activation is not None:
                 gate, up = (h[:, ::2], h[:, 1::2]) if order == "interleaved" else np.split(h, 2, axis=1)
-                h = np.asarray(one.activation(gate, up))
+                h = activated(one.activation, gate, up)
             elif one.activation is not None:
-                h = np.asarray(one.activation(h))
+                h = activated(one.activation, h)
             places = np.arange(rows.num_outputs) if one.columns is None else np.asarray(one.columns[experts[b]])
             out[part, here][:, places] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
     return out

@@ -145,7 +145,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
     header = parse_json(file, _read_bytes(file, start)[8:], "the header")
     if not isinstance(header, dict):
         raise CheckpointError(file, f"the header must be a JSON object, not {type(header).__name__}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(file, "the header's __metadata__ must be an object of strings")
     tensors, end = [], start
     for name, (begin, stop, dtype, shape) in sorted(
         ((name, _entry(file, name, entry)) for name, entry in header.items()), key=lambda item: item[1][:2]

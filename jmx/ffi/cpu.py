@@ -77,13 +77,13 @@ class Cpu:
         if problem.input_format not in (None, inputs.INT8_TOKEN.name):
             return Rejection(
                 Reason.INPUT_FORMAT,
-                f"inputs in {problem.input_format}, which no CPU multiplies faster than x's dtype",
+                f"inputs in {problem.input_format!r}, which no CPU multiplies faster than x's dtype",
                 f"use xla, leave inputs in x's dtype, or take {inputs.INT8_TOKEN.name}",
             )
         if problem.input_format is not None and not _integers(problem.format):
             return Rejection(
                 Reason.INPUT_FORMAT,
-                f"inputs in {problem.input_format} and weights in {problem.format!r}, whose elements are no integers",
+                f"inputs in {problem.input_format!r} and weights in {problem.format!r}, whose elements are no integers",
                 "use xla, or leave inputs in x's dtype",
             )
         halves = 1 if problem.gate_up_order is None else 2

@@ -51,10 +51,12 @@ class Cutlass:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
             )
+        refused = refusal(problem, LAYOUT.name)
+        if refused is not None and refused.reason is not Reason.LAYOUT:
+            return refused  # before what is not built: it may take an hour to build, and would be no better then
         library = cutlass_library.library()
         if library.fault is not None:
             return Rejection(Reason.NOT_BUILT, library.fault, cutlass_library.BUILD)
-        refused = refusal(problem, LAYOUT.name)
         if refused is not None:
             return refused
         if _function(problem.activation) is None:

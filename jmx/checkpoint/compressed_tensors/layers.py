@@ -147,16 +147,22 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
         ValueError: `gate_up_order` is None, but files hold gate and up in one tensor.
     """
     layers: dict[str, _Found] = {}
+    others: list[Tensor] = []
     for name, tensor in found.items():
         if (match := _APART.fullmatch(name)) is not None:
             layer, expert, projection, last = match[1], int(match[2]), match[3], match[4]
         elif (match := _TOGETHER.fullmatch(name)) is not None:
             layer, expert, projection, last = match[1], None, match[2], match[3]
         else:
+            others.append(tensor)
             continue
         layers.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
     built = {name: _layer(name, experts, quantization, gate_up_order) for name, experts in layers.items()}
-    return {name: layer for name, layer in built.items() if layer is not None}
+    quantised = {name: layer for name, layer in built.items() if layer is not None}
+    for tensor in others:
+        if any(tensor.name.startswith(f"{name}.") for name in quantised):
+            raise Piece(tensor).error("is of experts that are quantised, but of no projection")
+    return quantised
 
 
 def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: str | None) -> Layer | None:

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Writes docs/support.md: what every backend says to every format of weights and of inputs, and how fast it then is.
+
+    python benchmarks/support.py > docs/support.md
+
+Answers come from the backends themselves, asked about every device that can be named, in every layout. That a backend's
+kernels were not built on this machine counts for nothing. Times come from the reports in benchmarks/results.
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from jmx import bench, layouts
+from jmx.backends import BACKENDS
+from jmx.ffi.blackwell import Prepared
+from jmx.formats import FORMATS, MXFP4
+from jmx.inputs import INPUT_FORMATS
+from jmx.selection import Backend, Environment, Reason, Rejection, known_devices
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+SHAPE = bench.MODELS["deepseek-v3"]  # its sizes are whole blocks of every format
+TOKENS = 64
+
+_HEAD = """# What runs where
+
+Every format of weights and of inputs on every backend: yes, or the number of the reason that `jmx.explain` gives. [Weight formats](weight_formats.md) and [input formats](input_formats.md) say what they are, to the bit, and [backends](backends.md)
+what these need. This page is written by [a script](../benchmarks/support.py) that asks the backends themselves, each on the devices on which it runs, in the layout that it reads, as if it had been built; a test holds the page to it:
+
+    python benchmarks/support.py > docs/support.md
+"""  # noqa: E501
+
+_TIMES = """
+Behind a yes stand microseconds of a layer where they were measured, at the fewest and the most tokens of the run that the letter names.
+"""  # noqa: E501
+
+
+class Home(NamedTuple):
+    """Where a backend runs: a device's name, and a layout."""
+
+    device: str
+    layout: str
+
+
+class Source(NamedTuple):
+    """What was measured where: the device by its own name, the layer's shape, the fewest and the most tokens."""
+
+    device: str
+    shape: str
+    tokens: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A backend's answer: why not, or None for yes, and then microseconds at the fewest and the most tokens."""
+
+    no: str | None
+    source: Source | None = None
+    times: tuple[float, float] | None = None
+
+
+# By backend, format and input format.
+Measured = Mapping[tuple[str, str, str | None], Cell]
+
+
+def main() -> int:
+    """Prints the page."""
+    print(page(measured(RESULTS)), end="")
+    return 0
+
+
+# Asking
+
+
+def ask(backend: Backend, home: Home, format: str, input_format: str | None) -> Rejection | None:
+    """What it says there, as if it had been built."""
+    problem = SHAPE.problem(TOKENS, home.layout)
+    problem = dataclasses.replace(problem, format=format, input_format=input_format)
+    no = backend.supports(problem, Environment.named(home.device))
+    return None if no is not None and no.reason is Reason.NOT_BUILT else no
+
+
+def homes(backend: Backend) -> list[Home]:
+    """Where it runs MXFP4 weights and plain inputs."""
+    places = [Home(device, layout) for device in known_devices() for layout in layouts.LAYOUTS]
+    return [home for home in places if ask(backend, home, MXFP4.name, None) is None]
+
+
+def cell(backend: Backend, places: Sequence[Home], format: str, input_format: str | None, found: Measured) -> Cell:
+    """Its answer at home: yes if it says so in one place, else what it says in the first."""
+    if any(ask(backend, home, format, input_format) is None for home in places):
+        return found.get((backend.name, format, input_format), Cell(None))
+    told = str(ask(backend, places[0], format, input_format))
+    for name in (format, input_format):
+        told = told.replace(repr(name), "X")  # so that formats which have the same reason share it
+    return Cell(told)
+
+
+# What was measured
+
+
+def measured(directory: pathlib.Path) -> Measured:
+    """The times in a directory's reports.
+
+    Where several have the same, those of a report that is made for formats go before, and then those of more counts.
+    """
+    ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int], Cell]] = {}
+    for file in sorted(directory.glob("*.json")):
+        report = json.loads(file.read_text())
+        usual = report["settings"].get("shape", {}).get("format", MXFP4.name)
+        times: dict[tuple[str, str, str | None], dict[str, dict[int, float]]] = {}
+        for row in report["rows"]:
+            if row["us"] is not None and row.get("error") is None:
+                key = row["system"], row.get("format") or usual, row.get("input_format")
+                times.setdefault(key, {}).setdefault(row["shape"], {})[row["tokens"]] = row["us"]
+        for key, by_shape in times.items():
+            for shape, by_tokens in by_shape.items():
+                ends = min(by_tokens), max(by_tokens)
+                source = Source(report["device"], shape, ends)
+                rank = "formats" in file.stem, len(by_tokens)
+                if key not in ranked or rank > ranked[key][0]:
+                    ranked[key] = rank, Cell(None, source, (by_tokens[ends[0]], by_tokens[ends[1]]))
+    return {key: cell for key, (_, cell) in ranked.items()}
+
+
+# Writing
+
+
+class _Notes:
+    """Numbers of reasons and letters of sources, in the order in which the page comes to them."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, int] = {}
+        self.sources: dict[Source, str] = {}
+
+    def text(self, cell: Cell) -> str:
+        """A cell as the tables have it."""
+        if cell.no is not None:
+            return f"no ({self.reasons.setdefault(cell.no, len(self.reasons) + 1)})"
+        if cell.source is None or cell.times is None:
+            return "yes"
+        letter = self.sources.setdefault(cell.source, chr(ord("a") + len(self.sources)))
+        return f"yes: {' / '.join(_microseconds(us) for us in cell.times)} ({letter})"
+
+
+def page(found: Measured) -> str:
+    """The page, in Markdown, with the times that were `measured`."""
+    places = {backend: homes(backend) for backend in BACKENDS if not isinstance(backend, Prepared)}
+    notes = _Notes()
+    titles = [f"`{backend.name}`" for backend in places]
+
+    def rows(input_format: str | None, by_family: bool) -> list[tuple[str, ...]]:
+        """One a set of formats (of one family, or of any) that have the same answers and times."""
+        alike: dict[tuple[str | None, tuple[Cell, ...]], list[str]] = {}
+        for format in FORMATS:
+            cells = tuple(cell(backend, home, format, input_format, found) for backend, home in places.items())
+            alike.setdefault((_family(format) if by_family else None, cells), []).append(format)
+        return [(_names(names), *map(notes.text, cells)) for (_, cells), names in alike.items()]
+
+    plain = [("weights", *titles), *rows(None, by_family=True)]
+    rounded = [
+        ("inputs", "weights", *titles),
+        *((f"`{name}`", *row) for name in INPUT_FORMATS for row in rows(name, by_family=False)),
+    ]
+    devices = [
+        f"* `{backend.name}`: {', '.join(dict.fromkeys(home.device for home in its))}"
+        for backend, its in places.items()
+    ]
+    reasons = [f"{number}. {reason}" for reason, number in notes.reasons.items()]
+    sources = [
+        f"* ({letter}) {source.device}, {source.shape}, {source.tokens[0]} / {source.tokens[1]} tokens"
+        for source, letter in notes.sources.items()
+    ]
+    parts = [
+        _HEAD + _TIMES,
+        "## Inputs of 16 bits",
+        _table(plain),
+        "## Rounded inputs",
+        _table(rounded),
+        "## Reasons\nX is the format at hand.",
+        "\n".join(reasons),
+        "## Devices\nThose that `--device` names on which a backend runs.",
+        "\n".join(devices),
+        "## Measured",
+        "\n".join(sources) or "Nothing yet.",
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _family(format: str) -> str:
+    return format.split("_")[0]
+
+
+def _names(formats: Sequence[str]) -> str:
+    """Names of formats; of a family that is there whole, or nearly, the beginning that all share."""
+    if len(formats) == len(FORMATS):
+        return "all"
+    told = []
+    for family, names in itertools.groupby(formats, _family):
+        here, every = [*names], [name for name in FORMATS if _family(name) == family]
+        others = [f"`{name}`" for name in every if name not in here]
+        if len(others) < len(here) - 1:
+            told.append(f"`{family}_*`" + (f" but {', '.join(others)}" if others else ""))
+        else:
+            told += [f"`{name}`" for name in here]
+    return "; ".join(told)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    head, *rest = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rest))
+
+
+def _microseconds(us: float) -> str:
+    return f"{us:.3g}" if us < 1000 else f"{us:.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
