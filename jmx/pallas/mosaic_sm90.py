@@ -1,9 +1,9 @@
-"""Backend `mosaic`: the whole layer over 4-bit weights on Hopper, by the kernel of `mosaic_sm90_kernel`.
+"""Backend `mosaic`: the whole layer over quantised weights on Hopper, by the kernel of `mosaic_sm90_kernel`.
 
 Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
-(not for a few tokens: there every active expert sees them all), and each token's results are summed with its routing
-weights in float32. Products take bfloat16 and add up in float32; float16 activations are rounded to bfloat16, whose
-range float16 does not exceed.
+(not for a few tokens, unless columns have an order: there every active expert sees them all), and each token's results
+are summed with its routing weights in float32. Products take bfloat16 and add up in float32; float16 activations are
+rounded to bfloat16, whose range float16 does not exceed.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Short words for the MLIR that the kernel of `mosaic_sm90_kernel` writes for one thread, beside Pallas' arrays."""
+"""Short words for the MLIR that kernels for Hopper write for one thread, beside Pallas' arrays."""
 
 from typing import Any
 
