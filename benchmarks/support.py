@@ -89,9 +89,10 @@ def ask(backend: Backend, home: Home, format: str, input_format: str | None) -> 
 
 
 def homes(backend: Backend) -> list[Home]:
-    """Where it runs MXFP4 weights and plain inputs."""
+    """Where it runs weights of some format, under inputs of some."""
     places = [Home(device, layout) for device in known_devices() for layout in layouts.LAYOUTS]
-    return [home for home in places if ask(backend, home, MXFP4.name, None) is None]
+    pairs = [*itertools.product(FORMATS, (None, *INPUT_FORMATS))]
+    return [home for home in places if any(ask(backend, home, *pair) is None for pair in pairs)]
 
 
 def cell(backend: Backend, places: Sequence[Home], format: str, input_format: str | None, found: Measured) -> Cell:

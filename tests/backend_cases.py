@@ -19,6 +19,7 @@ import jmx
 from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
 from jmx.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
+from jmx.inputs import INPUT_FORMATS, dequantize, quantize
 from jmx.layouts import LAYOUTS
 from jmx.pallas.triton import Triton
 from jmx.quantization import random
@@ -31,10 +32,14 @@ NAN = 255  # scale code of NaN
 # them 3.3e-3, on the average; but where there are few elements, up to twice that was seen.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 1e-3}
 FEW_ELEMENTS = 8192
+# And where h is rounded to 3 bits: what sums of some 14 bits change of it moves some to another step.
+ROUNDED_INPUTS = 10 / 3
+STATIC_SCALES = (jnp.float32(0.02), jnp.float32(0.05))  # of both products' inputs
 ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, too
 ROUNDED_WEIGHTS = 7 / 6  # and where weights are: 8 bits do not hold an integer, or e4m3, times a scale of 8 bits
 TAKES = {
     "mosaic": "bfloat16",
+    "mosaic_fp8": "bfloat16",
     "triton": "bfloat16",
     "triton_interpreted": "bfloat16",
     "cutlass": "bfloat16",
@@ -63,12 +68,14 @@ class Case:
     ids: str = "distinct"
     layout: str = "packed"
     format: str = MXFP4.name
+    input_format: str | None = None
     jit: bool = True
     note: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         name = f"{self.tokens}x{self.hidden}-{self.num_experts}x{self.intermediate}-top{self.top_k}-{self.dtype}"
         rest = (type(self.activation).__name__, self.order, self.ids, self.layout, self.weights_on, self.format)
+        rest += (self.input_format or "mxfp4",)
         return "-".join([self.note or name, *(str(part) for part in rest if part not in DEFAULTS)])
 
     def problem(self) -> jmx.Problem:
@@ -80,6 +87,7 @@ class Case:
             top_k=self.top_k,
             dtype=self.dtype,
             format=self.format,
+            input_format=self.input_format,
             activation=self.activation,
             gate_up_order=self.order,
             bias=any(self.bias),
@@ -137,7 +145,11 @@ class Weights(NamedTuple):
         packed = jax.tree.map(jnp.asarray, packed)
         biases = [None if bias is None else jnp.asarray(bias) for bias in self[2:]]
         format = FORMATS[case.format]
-        return Experts.of(*packed, *biases, gate_up_order=case.order, format=format).prepare(case.layout)
+        experts = Experts.of(*packed, *biases, gate_up_order=case.order, format=format)
+        if case.input_format is not None:
+            scales = STATIC_SCALES if INPUT_FORMATS[case.input_format].static else ()
+            experts = experts.with_inputs(case.input_format, *scales)
+        return experts.prepare(case.layout)
 
     def floats(self, case: "Case") -> list[np.ndarray]:
         """Both roles in float64."""
@@ -211,18 +223,30 @@ def reference(
     """y (T, H) in float64, expert by expert."""
     gate_up, down = weights.floats(case)
     x64, y = x.astype(np.float64), np.zeros(x.shape)
+    between = x.dtype if case.input_format is not None and x.dtype == jnp.bfloat16 else None
     wanted = np.ones(x.shape[0], bool) if mask is None else np.asarray(mask)
     for expert in range(case.num_experts):
         tokens, slots = np.nonzero((np.asarray(routing.expert_ids) == expert) & wanted[:, None])
         weight = np.asarray(routing.weights, np.float64)[tokens, slots, None]
-        h = (x64[tokens] * (weight if case.weights_on == "input" else 1)) @ gate_up[expert].T
+        rows = x64[tokens] * (weight if case.weights_on == "input" else 1)
+        h = rounded_inputs(case, rows, x.dtype, 0) @ gate_up[expert].T
         if weights.gate_up_bias is not None:
             h += weights.gate_up_bias[expert]
-        out = activated(case, h) @ down[expert].T
+        out = rounded_inputs(case, activated(case, h), between, 1) @ down[expert].T
         if weights.down_bias is not None:
             out += weights.down_bias[expert]
         np.add.at(y, tokens, out * (weight if case.weights_on == "output" else 1))
     return y
+
+
+def rounded_inputs(case: Case, rows: np.ndarray, dtype: Any, product: int) -> np.ndarray:
+    """What rows (T, K) are worth in the case's input format, first rounded to `dtype` (None: float32)."""
+    if case.input_format is None:
+        return rows
+    format = INPUT_FORMATS[case.input_format]
+    given = jnp.asarray(rows.astype(np.float32)).astype(dtype or jnp.float32)
+    q = quantize(given, format, STATIC_SCALES[product] if format.static else None)
+    return np.asarray(dequantize(q)).astype(np.float64)
 
 
 def activated(case: Case, h: np.ndarray) -> np.ndarray:
@@ -302,6 +326,7 @@ def assert_agrees(backend: str, case: Case, y: Any, expected: Any, factor: float
     format = FORMATS[case.format]
     rounds = backend in TAKES and format.scale_dtype.itemsize > 1 and format.block_size != WHOLE_ROW
     factor *= ROUNDED_WEIGHTS if rounds else 1
+    factor *= ROUNDED_INPUTS if backend == "mosaic_fp8" else 1
     assert_close(np.asarray(y, np.float64), np.asarray(expected, np.float64), TAKES.get(backend, case.dtype), factor)
 
 

@@ -105,5 +105,5 @@ def test_reports_of_formats_go_before_others_and_then_those_of_more_counts(repor
 
 def test_without_reports_a_yes_is_a_yes(tmp_path):
     page = support.page(support.measured(tmp_path))
-    assert re.search(r"^\| `mxfp4` ( *\| yes)+ \|$", page, re.MULTILINE)
+    assert re.search(r"^\| `mxfp4` \| yes \| no \(1\)( *\| yes)+ \|$", page, re.MULTILINE)
     assert page.endswith("Nothing yet.\n")

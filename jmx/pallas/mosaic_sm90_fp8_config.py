@@ -11,6 +11,7 @@ MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
 MAX_BLOCK_N = 128  # two sums a row for every column: more, and registers of two warpgroups do not hold them
 REGISTERS = 232  # of a computing thread, where there are one or two warpgroups of them
 _BARRIER_BYTES = 2048
+_MUCH_PADDING = 8  # a part of so many
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,11 @@ def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int) -> Con
 
 
 def units_at_a_time(columns: tuple[int, int]) -> int:
-    """Of both products' columns: as few units of padding as possible, then as many at a time."""
+    """Two or three, whichever needs less padding of both products' columns; one where that is much for both."""
     whole = [-(-size // ROW_BYTES) for size in columns]
-    return min((3, 2, 4, 1), key=lambda units: sum(-size % units for size in whole))
+    padding = {units: sum(-size % units for size in whole) for units in (3, 2)}
+    best = min(padding, key=padding.__getitem__)
+    return best if _MUCH_PADDING * padding[best] <= sum(whole) else 1
 
 
 def heuristic(unit_bytes: int, columns: tuple[int, int], num_tokens: int, top_k: int, num_experts: int) -> Config:

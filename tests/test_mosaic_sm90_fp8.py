@@ -1,0 +1,304 @@
+"""The backend `mosaic_fp8`: what it refuses, where its layout puts what, how it is cut, and on a Hopper GPU the battery
+under inputs in FP8, which is its own concern."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from backend_cases import (
+    ACTIVATIONS,
+    IDS,
+    NEITHER,
+    Case,
+    assert_agrees,
+    call,
+    draw_routing,
+    draw_weights,
+    draw_x,
+    reference,
+    suited,
+)
+from test_backends import check
+
+from jmx import Environment, Experts, Reason, SiLUAndMul, formats, inputs, tuning
+from jmx.backends import resolve_layout
+from jmx.formats import FORMATS, MXFP4, BlockScaled
+from jmx.inputs import INPUT_FORMATS
+from jmx.layouts import WeightSpec
+from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
+from jmx.pallas.mosaic_sm90_fp8 import INPUTS, MosaicSm90Fp8
+from jmx.pallas.mosaic_sm90_fp8_config import Config, candidates, heuristic, units_at_a_time
+from jmx.pallas.mosaic_sm90_fp8_layout import EXACT_BELOW, LAYOUT, RAISED, table, unit_bytes
+from jmx.quantization import random
+
+HOPPER = Environment.named("h200")
+PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
+BLOCKS = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
+ODD = {"hidden": 160, "intermediate": 224}
+TAKEN = LAYOUT.formats or ()
+PAIRS = [
+    ("mxfp4", "fp8_token", ODD),
+    ("mxfp4", "fp8_static", ODD),
+    ("mxfp4", "fp8_block", BLOCKS),
+    ("fp8_tensor", "fp8_static", ODD),
+    ("fp8_channel", "fp8_token", ODD),
+    ("fp8_block", "fp8_block", BLOCKS),
+    ("fp8_block", "fp8_token", ODD),
+]
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "told"),
+    [
+        ({"input_format": None}, Reason.INPUT_FORMAT, "of 16 bits"),
+        ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
+        ({"format": "int4_g32"}, Reason.FORMAT, "'int4_g32'"),
+        ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
+        ({"dtype": "float32"}, Reason.DTYPE, "float32"),
+        ({"hidden_size": 100}, Reason.SHAPE, "hidden_size 100"),
+        ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
+    ],
+)
+def test_what_it_refuses_of_a_problem(change, reason, told):
+    rejection = MosaicSm90Fp8().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
+    assert rejection is not None
+    assert rejection.reason is reason
+    assert told in rejection.detail
+
+
+@pytest.mark.parametrize(("device", "reason"), [("cpu", Reason.PLATFORM), ("b200", Reason.COMPUTE_CAPABILITY)])
+def test_what_it_refuses_of_a_machine(device, reason):
+    rejection = MosaicSm90Fp8().supports(PROBLEM, Environment.named(device))
+    assert rejection is not None
+    assert rejection.reason is reason
+
+
+def test_what_it_runs_is_what_auto_lays_out_for_it():
+    assert MosaicSm90Fp8().supports(PROBLEM, HOPPER) is None
+    for name, format in FORMATS.items():
+        for input_format in (None, *INPUT_FORMATS):
+            layout = resolve_layout("auto", HOPPER, format, input_format)
+            assert (layout == LAYOUT.name) == (name in TAKEN and input_format in INPUTS)
+            assert (layout == "mosaic_sm90") == (input_format is None)
+
+
+# The layout
+
+
+def weight(rng, name, shape, num_experts=2):
+    q = formats.pack(random(jax.random.key(rng.integers(2**31)), (num_experts, *shape), FORMATS[name]))
+    if name == MXFP4.name:
+        q = q._replace(scales=jnp.asarray(rng.integers(0, 255, q.scales.shape, np.uint8)))
+    return q
+
+
+@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize(
+    ("role", "shape", "order"),
+    [("gate_up", (192, 288), "interleaved"), ("gate_up", (320, 256), "concatenated"), ("down", (96, 160), None)],
+)
+def test_every_bit_comes_back(name, role, shape, order, rng):
+    q, spec = weight(rng, name, shape), WeightSpec(role, shape, order, FORMATS[name])
+    back = formats.pack(LAYOUT.inverse(LAYOUT.forward(q, spec), spec))
+    for one, other in zip(q, back, strict=True):
+        if one is None or other is None:
+            assert one is other
+        else:
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+    taken = LAYOUT.take(LAYOUT.forward(q, spec), spec, jnp.array([1]))
+    np.testing.assert_array_equal(taken.values[0], q.values[1])
+
+
+def test_scales_at_both_ends_come_back():
+    shape, codes = (64, 256), np.array([0, 1, 7, 127, 248, 254, 255], np.uint8)
+    scales = jnp.asarray(np.broadcast_to(codes[np.arange(64) % 7][:, None], (64, 8))[None].copy())
+    q = BlockScaled(jnp.zeros((1, 64, 128), jnp.uint8), scales)
+    spec = WeightSpec("down", shape, None, MXFP4)
+    np.testing.assert_array_equal(LAYOUT.inverse(LAYOUT.forward(q, spec), spec).scales.view(jnp.uint8), scales)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_channel"])
+def test_each_thread_finds_its_elements_where_the_docstring_says(name, rng):
+    """From bytes alone, as PTX defines the operand A of wgmma.m64nNk32: every element of the weight, each once."""
+    shape = (64, 160)
+    q, spec = weight(rng, name, shape, 1), WeightSpec("down", shape, None, FORMATS[name])
+    q = q._replace(values=jnp.asarray(rng.integers(0, 256, q.values.shape, np.uint8)))
+    held = np.asarray(LAYOUT.forward(q, spec).values)[0]
+    codes = np.asarray(q.values)[0]
+    if name == "mxfp4":
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(shape)
+    codes = np.pad(codes, ((0, 0), (0, 96)))
+    seen = np.zeros(codes.shape, int)
+    for unit, slice_, thread, register, byte in np.ndindex(2, 4, 128, 4, 4):
+        below, half = register % 2, register // 2
+        row = 16 * (thread // 32) + thread % 32 // 4 + 8 * below
+        column = 128 * unit + 32 * slice_ + 16 * half + 4 * (thread % 4) + byte
+        if name == "fp8_channel":
+            pieces = held.reshape(2, 4, 128, 4, 4)
+            found = pieces[unit, slice_, thread, register, byte]
+        else:
+            words = held.reshape(2, 2, 128, 2, 2, 4).view("<u4")[..., 0]
+            word = int(words[unit, slice_ // 2, thread, slice_ % 2, below])
+            magnitude = word >> 4 * (4 * half + byte) & 7
+            found = magnitude | (word >> (8 * byte + (3 if half else 7)) & 1) << 3
+        assert found == codes[row, column]
+        seen[row, column] += 1
+    assert (seen == 1).all()
+
+
+def test_the_table_is_exact_as_far_as_it_says():
+    elements = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    found = table().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    for distance in range(256):
+        wanted = elements * 2.0 ** (RAISED - distance)
+        if distance < EXACT_BELOW:
+            np.testing.assert_array_equal(found[distance], wanted)
+        else:
+            assert (found[distance] != wanted).any()
+            assert (np.abs(found[distance] - wanted) <= 2.0**-10).all()
+
+
+@pytest.mark.parametrize("far", [0, 14, 15, 200])
+def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
+    q = weight(rng, "mxfp4", (64, 128))
+    scales = np.full(q.scales.shape, 240, np.uint8)
+    scales[1, 3, 2] = 240 - far
+    scales[0, 5, 1] = 0  # a block of zeros, which loses nothing
+    values = np.asarray(q.values).copy()
+    values[0, 5, 16:32] = 0x08
+    values[1, 3, 32:48] |= 1
+    q = BlockScaled(jnp.asarray(values), jnp.asarray(scales))
+    down = weight(rng, "mxfp4", (128, 64))._replace(scales=jnp.full((2, 128, 2), 127, jnp.uint8))
+    experts = Experts.of(q, down, gate_up_order=None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        experts.prepare(LAYOUT.name)
+    assert [str(w.message).split(",")[0] for w in told] == (
+        ["kernels that read 'mosaic_sm90_fp8' round 1 blocks of gate_up"] if far >= EXACT_BELOW else []
+    )
+
+
+# How it is cut
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_configurations_fit_and_take_whole_steps(name):
+    size = unit_bytes(FORMATS[name])
+    for tokens in (1, 64, 1024, 8192):
+        for config in candidates(size, (2880, 2880), tokens, 4, 32):
+            config.check(size)
+            assert config.shared_memory(size) <= SHARED_MEMORY
+        assert heuristic(size, (2880, 2880), tokens, 4, 32).block_n >= min(128, 2 * (-(-tokens * 4 // 32)))
+    assert units_at_a_time((2880, 2880)) == 3  # 22.5 units are 24
+    assert units_at_a_time((2048, 768)) == 2
+    assert units_at_a_time((128, 128)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ((12, 2, 1, 4), "`block_n` (=12)"),
+        ((136, 2, 1, 4), "`block_n` (=136)"),
+        ((8, 3, 1, 4), "`warpgroups_m` (=3)"),
+        ((8, 2, 5, 8), "`units` (=5)"),
+        ((8, 2, 2, 1), "`num_stages` (=1)"),
+    ],
+)
+def test_impossible_configurations_are_refused(fields, told):
+    with pytest.raises(ValueError, match="must be") as error:
+        Config(*fields)
+    assert str(error.value).startswith(told)
+
+
+def test_a_configuration_that_shared_memory_does_not_hold_is_refused():
+    with pytest.raises(ValueError, match="must be such that"):
+        Config(128, 2, 1, 8).check(unit_bytes(FORMATS["fp8_block"]))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("format", "input_format", "sizes"), PAIRS)
+@pytest.mark.parametrize("tokens", [1, 5, 40, 600])
+def test_every_pair(tokens, format, input_format, sizes, rng):
+    order = "concatenated" if tokens == 5 else "interleaved"
+    check("mosaic_fp8", Case(tokens=tokens, format=format, input_format=input_format, order=order, **sizes), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"activation": one, "order": "interleaved" if one.gated else None} for one in ACTIVATIONS),
+        {"dtype": "float16"},
+        {"weights_on": "input"},
+        {"bias": NEITHER},
+        {"top_k": 1},
+        *({"ids": ids} for ids in IDS),
+        {"num_experts": 200, "top_k": 8, "hidden": 64, "intermediate": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_computations(change, rng):
+    case = Case(tokens=70, input_format="fp8_token", dtype="bfloat16", hidden=160, intermediate=224)
+    check("mosaic_fp8", dataclasses.replace(case, **change), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [Config(n, m, u, 6) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)], ids=str)
+@pytest.mark.parametrize("format", ["mxfp4", "fp8_channel"])
+def test_every_way_to_cut(format, config, rng):
+    case = Case(tokens=200, format=format, input_format="fp8_token", dtype="bfloat16", hidden=160, intermediate=224)
+    case = suited("mosaic_fp8", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    with tuning.override("mosaic_fp8", config):
+        y, again = (call("mosaic_fp8", case, weights.experts(case), x, routing) for _ in range(2))
+    np.testing.assert_array_equal(again, y)
+    assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
+    case = suited("mosaic_fp8", Case(tokens=40, input_format="fp8_token", dtype="bfloat16", activation=SiLUAndMul()))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    bad = x.copy()
+    bad[7, 3] = np.nan
+    good, y = (call("mosaic_fp8", case, weights.experts(case), given, routing) for given in (x, bad))
+    assert np.isnan(y[7]).all()
+    np.testing.assert_array_equal(np.delete(y, 7, 0), np.delete(good, 7, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("name", INPUTS)
+def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
+    from jmx.pallas.mosaic_sm90_fp8_quantize import quantize
+
+    format, columns = INPUT_FORMATS[name], 640
+    scale = jnp.float32(0.01) if format.static else None
+    x = rng.standard_normal((77, columns)) * 2.0 ** rng.uniform(-40, 4, (77, 1))
+    x[5], x[8], x[9] = 0, x[8] * 1e-30, x[9] * 1e-38
+    if format.dynamic:
+        x[6, 3], x[7, -1] = np.nan, -np.inf
+    x = jnp.asarray(x, jnp.float32).astype(dtype)
+    index = jnp.asarray(rng.permutation(77)[:50].astype(np.int32))
+    wanted = inputs.quantize(x, format, scale)
+    for chosen in (None, index):
+        found = jax.jit(lambda x, i: quantize(x, columns, format, scale, i))(x, chosen)
+        rows = np.arange(77) if chosen is None else np.asarray(chosen)
+        scales = np.asarray(found.scales)
+        scales = scales[:, : rows.size].T if format.name == "fp8_block" else scales[:, None]
+        expected = np.broadcast_to(np.asarray(wanted.scales).reshape(-1, scales.shape[1]), (77, scales.shape[1]))[rows]
+        np.testing.assert_array_equal(scales, expected)
+        finite = np.repeat(np.isfinite(expected), columns // scales.shape[1], axis=1)
+        values, elements = (np.asarray(q.values).view(np.uint8) for q in (found, wanted))
+        np.testing.assert_array_equal(np.where(finite, values, 0), np.where(finite, elements[rows], 0))
