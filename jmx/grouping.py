@@ -226,6 +226,12 @@ def by_row(weights: Array, work: Work, num_rows: int) -> Array:
     return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
 
 
+def expert_of_row(work: Work, expert_ids: Array, num_rows: int) -> Array:
+    """The expert of each row, int32 (num_rows,); some expert's number for rows that are no assignment's."""
+    rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
+    return jnp.zeros(num_rows, jnp.int32).at[rows].set(expert_ids.astype(jnp.int32), mode="drop")
+
+
 def weigh(rows: Array, work: Work, weights: Array) -> Array:
     """Rows (R, H) times the routing weights (T, k) of their assignments, in rows' dtype."""
     return (rows * by_row(weights, work, rows.shape[0])[:, None]).astype(rows.dtype)

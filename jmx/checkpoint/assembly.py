@@ -17,6 +17,7 @@ def experts_of(
     gate_up_order: str,
     layout: str,
     sharding: ShardingLike,
+    input_format: str | None = None,
 ) -> Experts:
     """Experts of arrays that a loader reads.
 
@@ -26,6 +27,7 @@ def experts_of(
         gate_up_order: as `Experts` has it.
         layout: a name in `jmx.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
         sharding: of the arrays, before and after they are laid out; see `sharding_of`.
+        input_format: in which the checkpoint declares both products' inputs, which "auto" goes by; None: of 16 bits.
 
     Raises:
         ValueError: an unknown `layout`, or one that does not hold `format`.
@@ -44,6 +46,6 @@ def experts_of(
     )
     wanted = {name: sharding_of(name, sharding) for name in arrays}
     del arrays, gate_up, down  # the layout's arrays replace them one by one
-    experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), format), donate=True)
+    experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), format, input_format), donate=True)
     arrays = experts.arrays()
     return experts.with_arrays(arrays | {n: jax.device_put(arrays[n], s) for n, s in wanted.items() if s is not None})

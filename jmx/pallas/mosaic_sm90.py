@@ -16,7 +16,7 @@ from jax import lax
 from jmx import grouping, tuning
 from jmx.experts import Experts
 from jmx.formats import FORMATS, BlockScaled, Format
-from jmx.grouping import Blocks, Work
+from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
@@ -95,7 +95,7 @@ class MosaicSm90:
             assert work.token_of_row is not None
             num_rows = work.token_of_row.size
             if order is not None:
-                columns = order[_expert_of_row(work, routing, num_rows) + experts.first_expert]
+                columns = order[grouping.expert_of_row(work, routing.expert_ids, num_rows) + experts.first_expert]
                 rows = x.at[work.token_of_row[:, None], columns].get(mode="promise_in_bounds")
             else:
                 rows = _gather(x, work.token_of_row)
@@ -127,12 +127,6 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
     rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
     return rows.reshape(index.size, x.shape[1])
-
-
-def _expert_of_row(work: Work, routing: Routing, num_rows: int) -> jax.Array:
-    """The expert of each row (R,); some expert's number for those that no assignment has."""
-    rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
-    return jnp.zeros(num_rows, jnp.int32).at[rows].set(routing.expert_ids.astype(jnp.int32), mode="drop")
 
 
 def _alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:

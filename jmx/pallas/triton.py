@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jmx import formats, grouping, tuning
 from jmx.experts import Experts
-from jmx.grouping import Work
 from jmx.pallas import triton_config
 from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config
 from jmx.pallas.triton_elements import NAMES, PLACES
@@ -114,7 +113,7 @@ class Triton:
             assert work.token_of_row is not None
             num_rows = work.token_of_row.size
             if order is not None:
-                expert_of_row = _expert_of_row(work, routing, num_rows) + experts.first_expert
+                expert_of_row = grouping.expert_of_row(work, routing.expert_ids, num_rows) + experts.first_expert
                 rows = x.at[work.token_of_row[:, None], order[expert_of_row]].get(mode="promise_in_bounds")
             elif on_input:
                 rows = x.at[work.token_of_row].get(mode="promise_in_bounds")
@@ -140,9 +139,3 @@ class Triton:
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:
     return problem.num_tokens or 1, problem.top_k, problem.num_experts
-
-
-def _expert_of_row(work: Work, routing: Routing, num_rows: int) -> jax.Array:
-    """The expert of each row (R,); some expert's number for those that no assignment has."""
-    rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
-    return jnp.zeros(num_rows, jnp.int32).at[rows].set(routing.expert_ids.astype(jnp.int32), mode="drop")

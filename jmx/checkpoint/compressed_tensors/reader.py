@@ -80,7 +80,8 @@ class Reader:
         """
         layer = self.layer(name)
         read = partial(self.arrays, name, sharding)
-        experts = experts_of(read, layer.format, layer.gate_up_order, layout, sharding)
+        declared = layer.scheme.inputs if inputs else None
+        experts = experts_of(read, layer.format, layer.gate_up_order, layout, sharding, declared)
         if not inputs:
             return experts
         scales = (layer.static_scales(role) for role in ROLES)
