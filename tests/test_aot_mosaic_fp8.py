@@ -1,0 +1,59 @@
+"""The kernels for Hopper's FP8 tensor cores compiled for an H200 that is not here: what they cost, by the compiler."""
+
+from typing import Any
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from sass import hazards, parse, register_limits
+
+import jmx
+from jmx import Environment, Experts, tuning
+from jmx.formats import FORMATS
+from jmx.inputs import INPUT_FORMATS
+from jmx.pallas.mosaic_sm90_fp8 import MosaicSm90Fp8
+from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS
+from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
+from jmx.selection import Problem
+
+ENGINE, H200 = MosaicSm90Fp8(), Environment.named("h200")
+ACTIVATION = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+CASES = [  # weights, inputs, tokens, hidden and intermediate size
+    pytest.param("mxfp4", "fp8_token", 16, 288, 352, id="mxfp4"),
+    pytest.param("mxfp4", "fp8_token", 2048, 512, 640, id="mxfp4-large", marks=pytest.mark.slow),
+    pytest.param("fp8_block", "fp8_block", 2048, 512, 640, id="fp8_block-large", marks=pytest.mark.slow),
+    pytest.param("fp8_channel", "fp8_static", 2048, 512, 640, id="fp8_channel-large", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("format", "input_format", "tokens", "hidden", "intermediate"), CASES)
+def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hidden, intermediate, capfd):
+    static = INPUT_FORMATS[input_format].static
+
+    def make(key: jax.Array) -> Experts:
+        experts = Experts.random(key, 8, hidden, intermediate, gate_up_order="interleaved", format=FORMATS[format])
+        scales = (jnp.float32(0.01), jnp.float32(0.02)) if static else ()
+        return experts.with_inputs(input_format, *scales).prepare(LAYOUT.name)
+
+    def layer(x: Any, ids: Any, weights: Any, experts: Experts) -> jax.Array:
+        return jmx.moe(x, jmx.Routing(ids, weights), experts, activation=ACTIVATION, backend=ENGINE.name)
+
+    experts = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    _, kernels = aot.kernels_for_h200(capfd, layer, x, ids, weights, experts)
+    config = tuning.config(ENGINE, Problem.of(x, 2, experts, ACTIVATION), H200).config
+    products = [kernel for kernel in kernels if "QGMMA" in kernel.sass]
+    assert (len(products), len(kernels)) == (2, 4)  # each behind a rounding
+    for kernel in kernels:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
+        assert "wgmma" not in kernel.report, kernel.report  # C7510 and the like: products that were serialised
+    for kernel in products:
+        assert kernel.shared_memory <= config.shared_memory(unit_bytes(FORMATS[format]))
+        program = parse(kernel.sass)
+        assert hazards(program) == []
+        limits = register_limits(program)
+        assert all(used <= limit for limit, used in limits), limits
+        assert max(limits)[0] == REGISTERS
