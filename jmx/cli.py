@@ -436,8 +436,6 @@ def _measure(arguments: argparse.Namespace) -> Any:
     import jax
 
     from jmx import bench
-    from jmx.formats import FORMATS
-    from jmx.inputs import INPUT_FORMATS
 
     on_cpu = jax.default_backend() == "cpu"
     model = arguments.model or ("small" if on_cpu else "gpt-oss-120b")
@@ -447,10 +445,8 @@ def _measure(arguments: argparse.Namespace) -> Any:
     pairs = None if arguments.format is None else arguments.format.split(",")
     for name in backends or ():
         _check_known("--backends", name, bench.contestants())
-    for weights, colon, inputs in (pair.partition(":") for pair in pairs or ()):
-        _check_known("--format", weights, FORMATS)
-        if colon:
-            _check_known("--format", inputs, INPUT_FORMATS)
+    for pair in pairs or ():
+        _check_pair(pair)
     return bench.run(
         model,
         arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),
@@ -464,6 +460,17 @@ def _measure(arguments: argparse.Namespace) -> Any:
     )
 
 
+def _check_pair(pair: str) -> None:
+    """Of --format: WEIGHTS or WEIGHTS:INPUTS."""
+    from jmx.formats import FORMATS
+    from jmx.inputs import INPUT_FORMATS
+
+    weights, colon, inputs = pair.partition(":")
+    _check_known("--format", weights, FORMATS)
+    if colon:
+        _check_known("--format", inputs, INPUT_FORMATS)
+
+
 # jmx tune
 
 
@@ -474,6 +481,12 @@ def _add_tune(command: _Parser) -> None:
         default="gpt-oss-120b",
         metavar="NAME|E,k,H,I",
         help="a shape that `jmx bench` knows (default gpt-oss-120b), or experts, top-k, hidden and intermediate size",
+    )
+    command.add_argument(
+        "--format",
+        default="mxfp4",
+        metavar="NAME",
+        help="of the weights, with an input format behind a colon or without (default mxfp4)",
     )
     command.add_argument(
         "--tokens", type=_counts, metavar="N,...", help="token counts (default: powers of 4, and some more)"
@@ -490,7 +503,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     from jmx.backends import BACKENDS
     from jmx.selection import Environment
 
-    shape = _shape(arguments.shape)
+    _check_pair(arguments.format)
+    shape = _shape(arguments.shape, arguments.format)
     tokens = arguments.tokens or tuner.TOKENS
     for flag, value, fits in [
         *(("tokens", count, count >= 1) for count in tokens),
@@ -519,23 +533,35 @@ def _tune(arguments: argparse.Namespace) -> int:
     return EXIT_OK if all(outcome.entry is not None for outcome in outcomes) else EXIT_NO
 
 
-def _shape(text: str) -> Any:
-    """The `jmx.bench.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss."""
-    from jmx import bench, experts, formats
+def _shape(text: str, pair: str) -> Any:
+    """The `jmx.bench.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
+
+    `pair`: what --format names.
+    """
+    from jmx import bench
     from jmx.routing import TopKSoftmax
 
     if not text[:1].isdigit():
         _check_known("--shape", text, bench.MODELS)
-        return bench.MODELS[text]
+        return _in_formats(bench.MODELS[text], pair)
     try:
         num_experts, top_k, hidden, intermediate = (int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"`--shape` (={text!r}) must be a name, or four whole numbers E,k,H,I") from None
-    experts.check_sizes(num_experts, hidden, intermediate, formats.MXFP4)
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"`--shape` (={text!r}) has k (={top_k}) outside 1..{num_experts}, the number of experts")
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": intermediate}
-    return dataclasses.replace(bench.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
+    shape = dataclasses.replace(bench.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
+    return _in_formats(shape, pair)
+
+
+def _in_formats(shape: Any, pair: str) -> Any:
+    from jmx import experts, formats
+
+    shape = shape.in_formats(pair)
+    sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    experts.check_sizes(*sizes, formats.FORMATS[shape.format])
+    return shape
 
 
 # jmx build

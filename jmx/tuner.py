@@ -27,6 +27,7 @@ from rich.table import Table
 from jmx import bench, tuning
 from jmx.backends import BACKENDS, resolve_layout
 from jmx.bench import Shape
+from jmx.formats import FORMATS
 from jmx.selection import Environment, NoBackendError
 from jmx.tuning import Entry, Key, Tunable
 
@@ -61,7 +62,8 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
         ValueError: it has nothing to tune; or there is none.
         NoBackendError: it does not run here.
     """
-    problem = shape.problem(num_tokens, resolve_layout("auto", environment))
+    layout = resolve_layout("auto", environment, FORMATS[shape.format], shape.input_format)
+    problem = shape.problem(num_tokens, layout)
     reasons = []
     for backend in BACKENDS:
         if name not in (None, backend.name):

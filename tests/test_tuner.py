@@ -391,3 +391,22 @@ def test_the_command_writes_the_users_cache(registered, capsys):
     assert capsys.readouterr().out.endswith(f"in {file}\n")
     (key,) = tuning.load(file, engine, jax.devices()[0].device_kind)
     assert key == Key(NAME, 2)
+
+
+def test_the_command_tunes_other_formats_under_keys_of_their_own(registered, capsys):
+    engine = registered(Fake((FAST,)))
+    argv = ["tune", "--shape", "4,2,32,64", "--tokens", "2", "--format"]
+    assert cli.main([*argv, "int4_g32:int8_token"]) == 0
+    capsys.readouterr()
+    device = jax.devices()[0].device_kind
+    (key,) = tuning.load(tuning.cache_file("fake", device), engine, device)
+    assert key.shape.endswith("gated int4_g32 int8_token")
+    for pair, told in (("int5", "`--format` (='int5')"), ("mxfp4:fp9", "`--format` (='fp9')")):
+        assert cli.main([*argv, pair]) == cli.EXIT_USAGE
+        assert told in capsys.readouterr().err
+
+
+def test_inputs_in_fp8_are_tuned_on_the_engine_that_takes_them():
+    h200 = Environment.named("h200")
+    shape = dataclasses.replace(SHAPE, input_format="fp8_token")
+    assert tuner.choose_engine(None, shape, 5, h200).name == "mosaic_fp8"
