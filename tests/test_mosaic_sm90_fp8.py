@@ -154,6 +154,19 @@ def test_each_thread_finds_its_elements_where_the_docstring_says(name, rng):
     assert (seen == 1).all()
 
 
+def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):
+    shape = (128, 160)
+    q, spec = weight(rng, "mxfp4", shape, 1), WeightSpec("down", shape, None, MXFP4)
+    codes = np.asarray(q.scales)[0]
+    held = np.asarray(LAYOUT.forward(q, spec).scales)[0]
+    assert held.shape == (2, 3, 256)  # row tiles, two units and the rows' own, 32 fours by 2 rows by 4 slices
+    for tile, four, below in np.ndindex(2, 32, 2):
+        row = codes[64 * tile + 16 * (four // 8) + four % 8 + 8 * below]
+        chunks = held[tile].reshape(3, 32, 2, 4)[:, four, below]
+        np.testing.assert_array_equal(chunks[:2].reshape(-1)[:5], row.max() - row)
+        np.testing.assert_array_equal(chunks[2], row.max())
+
+
 def test_the_table_is_exact_as_far_as_it_says():
     elements = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     found = table().view(ml_dtypes.float8_e4m3fn).astype(np.float64)

@@ -13,7 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8_config import ROW_BYTES
-from jmx.pallas.mosaic_sm90_fragments import accumulator, load_words, sums_of
+from jmx.pallas.mosaic_sm90_fragments import accumulator, load_words, of_registers, row_array, row_size, sums_of
 from jmx.pallas.mosaic_sm90_layout import THREADS, TILE
 from jmx.pallas.mosaic_sm90_mlir import (
     SCALAR,
@@ -23,6 +23,7 @@ from jmx.pallas.mosaic_sm90_mlir import (
     f32,
     i32,
     i64,
+    less,
     operation,
     result,
     thread_index,
@@ -215,6 +216,37 @@ def _plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Val
     for factor in others:
         product = arith.mulf(product, factor)
     return utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", product, last, total, result_types=f32())
+
+
+def row_powers(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What MXFP4's largest codes are worth of the thread's first and second row of a tile, float32 (256,).
+
+    `scales`: the layout's, uint8 (E, row tiles, units + 1, 256) in global memory, of which each row has the last chunk.
+    """
+    size = row_size(8)
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(size), row_array(size)))
+    def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
+        i8 = ir.IntegerType.get_signless(8)
+        _, tiles, chunks, chunk_bytes = ir.MemRefType(scales.type).shape
+        row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
+        last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
+        chunk = arith.muli(last, constant(chunk_bytes, i64()))
+        group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2 * _SLICES))
+        out = []
+        for below in range(2):
+            at = arith.addi(chunk, wide(arith.addi(group, constant(below * _SLICES))))
+            code = arith.extui(i32(), llvm.load(i8, address_of(scales, at, i8)))
+            bits = arith.shli(code, constant(23))
+            bits = arith.select(less(code, constant(1)), constant(1 << 22), bits)  # 2^-127 is subnormal
+            bits = arith.select(less(code, constant(255)), bits, constant(0x7FC00000))
+            value, two = llvm.bitcast(f32(), bits), llvm.mlir_undef(ir.VectorType.get((2,), f32()))
+            for i in range(2):
+                two = llvm.insertelement(two, value, constant(i))
+            out.append(of_registers([two], size))
+        return tuple(out)
+
+    return body(scales, expert, tile)
 
 
 def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ class _Operands(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs, product: Product) -> "_Operands":
         q, of_blocks = product.weight, product.format.block_size > 0
-        scales, by_row = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
+        scales, by_row = (q.scales, None) if of_blocks else (None, q.scales)
         by_block = (None, inputs.scales) if inputs.by_block else (inputs.scales, None)
         look_up = jnp.asarray(table()) if product.format == MXFP4 else None
         return cls(inputs.values, *by_block, q.values, scales, by_row, look_up, product.bias)
@@ -169,6 +169,8 @@ def grouped_product(
                     None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
                     for ref in (g.by_row, g.bias)
                 )
+                if product.format == MXFP4:
+                    by_row = fp8.row_powers(g.scales, expert, jnp.minimum(at.tile, m_tiles - 1))
                 block = at.block
                 return _Item(at, work.x_rows[block], work.out_rows[block], work.counts[block], by_row, bias)
 

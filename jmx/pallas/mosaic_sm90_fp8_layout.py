@@ -15,6 +15,10 @@ MXFP4's scales fold into the elements. Of a row with the largest scale code m, a
 are e4m3, so this is exact for codes down to m - 14. Smaller ones are rounded to a multiple of 2^-9, to nearest, ties to
 even, and so lose less than 2^-16 of the row's largest possible weight. `prepare` warns of them.
 
+A unit's scales are the distances m - c, a byte for each row and 32 columns: for each four lanes those of their first
+row, then of their second. Behind the last unit of a row of tiles comes one more chunk like theirs, with the rows' m,
+four times each.
+
 Gate and up alternate by 8 rows within a unit, as in the layout `mosaic_sm90`. Rows are padded to 64, columns to 128.
 """
 
@@ -125,26 +129,19 @@ def _forward_one(q: BlockScaled, spec: WeightSpec, one: Any) -> BlockScaled:
         return BlockScaled(values, None)
     if spec.format != MXFP4:
         return BlockScaled(values, _tile_blocks(q.scales, spec, one))
-    largest = q.scales.max(axis=1)
-    return BlockScaled(values, _tile_blocks(largest[:, None] - q.scales, spec, 0), _powers(largest))
+    largest = q.scales.max(axis=1, keepdims=True)
+    rows = _tile_blocks(jnp.broadcast_to(largest, (*largest.shape[:-1], _SLICES)), spec, 0)[:, :1]
+    return BlockScaled(values, jnp.concatenate([_tile_blocks(largest - q.scales, spec, 0), rows], axis=1))
 
 
 def _inverse_one(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
     values = _untile_values(q.values, spec)
     if q.scales is None:
         return BlockScaled(values, None)
-    scales = _untile_blocks(q.scales, spec)
-    return BlockScaled(values, _codes(q.global_scales)[:, None] - scales if spec.format == MXFP4 else scales)
-
-
-def _powers(code: jax.Array) -> jax.Array:
-    """Codes of e8m0 -> bits of float32; 0 is subnormal there."""
-    code = code.astype(jnp.uint32)
-    return jnp.where(code == 255, jnp.uint32(0x7FC00000), jnp.where(code == 0, jnp.uint32(1 << 22), code << 23))
-
-
-def _codes(powers: Any) -> jax.Array:
-    return (powers >> 23).astype(jnp.uint8)
+    if spec.format != MXFP4:
+        return BlockScaled(values, _untile_blocks(q.scales, spec))
+    largest = _untile_blocks(q.scales[:, -1:], spec)[:, :1]
+    return BlockScaled(values, largest - _untile_blocks(q.scales[:, :-1], spec))
 
 
 def _by_block(spec: WeightSpec) -> bool:
@@ -157,15 +154,12 @@ def _each(function: Callable[..., Any], q: BlockScaled, spec: WeightSpec, rank: 
     Scales go as the bits that they are. `rank`: axes of one expert's values.
     """
     lead, blocks = q.values.shape[:-rank], _by_block(spec)
-    by_unit = BlockScaled(q.values, q.scales if blocks else None, q.global_scales)
+    by_unit = BlockScaled(q.values, q.scales if blocks else None)
     by_unit = jax.tree.map(lambda a: lax.bitcast_convert_type(a, np.dtype(f"u{a.dtype.itemsize}")), by_unit)
     flat = jax.tree.map(lambda array: array.reshape(prod(lead), *array.shape[len(lead) :]), by_unit)
     out = lax.map(partial(function, spec=spec), flat)
     out = jax.tree.map(lambda array: array.reshape(*lead, *array.shape[1:]), out)
-    if not blocks:
-        return out._replace(scales=q.scales)
-    powers = None if out.global_scales is None else lax.bitcast_convert_type(out.global_scales, jnp.float32)
-    return out._replace(scales=lax.bitcast_convert_type(out.scales, q.scales.dtype), global_scales=powers)
+    return out._replace(scales=lax.bitcast_convert_type(out.scales, q.scales.dtype) if blocks else q.scales)
 
 
 def _forward(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
@@ -190,11 +184,12 @@ def _rounds(q: BlockScaled, spec: WeightSpec) -> jax.Array:
     """Blocks of MXFP4 that are not zero and whose codes are too far below the largest of their rows."""
     if spec.format != MXFP4:
         return jnp.int32(0)
-    lead = q.scales.shape[:-1]  # ..., row tiles, units
+    distances = q.scales[..., :-1, :]
+    lead = distances.shape[:-1]  # ..., row tiles, units
     words = lax.bitcast_convert_type(q.values.reshape(*lead, 2, 32, 4, 2, 2, 4), jnp.uint32)
     used = (words & _MAGNITUDES != 0).any(axis=-3)  # two slices, 32 pairs of rows, two slices, rows
     used = jnp.moveaxis(used, -4, -2).swapaxes(-3, -1)  # 32, rows, two slices, two slices
-    far = q.scales.reshape(*lead, 32, 2, 2, 2) >= EXACT_BELOW
+    far = distances.reshape(*lead, 32, 2, 2, 2) >= EXACT_BELOW
     return (used & far).sum(dtype=jnp.int32)
 
 

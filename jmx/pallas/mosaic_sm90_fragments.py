@@ -53,7 +53,7 @@ class Weights(NamedTuple):
     zero_points: Any
 
 
-def _row_array(size: int) -> Any:
+def row_array(size: int) -> Any:
     return result((size,), jnp.float32, _own(size))
 
 
@@ -61,7 +61,7 @@ def _own(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), vec_size=2)
 
 
-def _of_registers(registers: Any, size: int) -> Fragment:
+def of_registers(registers: Any, size: int) -> Fragment:
     layout = mgpu.WGStridedFragLayout((size,), 2)
     registers = np.array(registers, dtype=object).reshape(layout.registers_shape((size,)))
     return Fragment(_registers=registers, _layout=layout, _is_signed=None)
@@ -322,10 +322,10 @@ def split_rows(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
     """An accumulator (64, n) -> each thread's own elements of its first and its second row."""
     size = row_size(acc.shape[1])
 
-    @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=(_row_array(size), _row_array(size)))
+    @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=(row_array(size), row_array(size)))
     def body(_: Any, acc: Fragment) -> tuple[Fragment, ...]:
         registers = acc.registers.reshape(-1, 2)
-        return tuple(_of_registers(registers[:, row], size) for row in range(2))
+        return tuple(of_registers(registers[:, row], size) for row in range(2))
 
     return body(acc)
 
@@ -403,7 +403,7 @@ def load_row(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tupl
     """What `array` (E, N) has for the thread's first and second row of a tile, float32 (256,); 0 in the padding."""
     size = row_size(8)
 
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_row_array(size), _row_array(size)))
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(size), row_array(size)))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
         element = ir.MemRefType(array.type).element_type
         base = arith.muli(expert.registers.item(), constant(rows.num_rows))
@@ -417,7 +417,7 @@ def load_row(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tupl
             two = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
             for i in range(2):
                 two = llvm.insertelement(two, value, constant(i))
-            out.append(_of_registers([two], size))
+            out.append(of_registers([two], size))
         return tuple(out)
 
     return body(array, expert, tile)
@@ -426,9 +426,9 @@ def load_row(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tupl
 def repeat(row: jax.Array, n: int) -> jax.Array:
     """One value a row, as `load_row` has it, for each of the thread's n / 4 own elements."""
 
-    @operation(arg_types=(_own(row_size(8)),), return_type=_row_array(row_size(n)))
+    @operation(arg_types=(_own(row_size(8)),), return_type=row_array(row_size(n)))
     def body(_: Any, row: Fragment) -> Fragment:
-        return _of_registers([row.registers.item()] * (n // 8), row_size(n))
+        return of_registers([row.registers.item()] * (n // 8), row_size(n))
 
     return body(row)
 
