@@ -174,12 +174,13 @@ def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
         raise TypeError(f"`static_scale` ({getattr(scale, 'dtype', type(scale).__name__)}) must be a float32 scalar")
     if scale.shape != ():
         raise ValueError(f"`static_scale` (shape {scale.shape}) must be a scalar: one scale a tensor")
-    least, most = _least_and_most(format)
+    least, most = static_limits(format)
     if not isinstance(scale, Tracer) and not least <= scale <= most:
         raise ValueError(f"`static_scale` (={scale}) must lie between {least} and {most} for {format.name} inputs")
 
 
-def _least_and_most(format: InputFormat) -> tuple[np.float32, np.float32]:
+def static_limits(format: InputFormat) -> tuple[np.float32, np.float32]:
+    """The least and the largest static scale of a format that has them."""
     limits = np.finfo(np.float32)
     return limits.tiny, np.nextafter(limits.max / np.float32(format.largest), np.float32(0))
 
@@ -225,7 +226,7 @@ def _magnitude_and_sign(x: Array) -> tuple[jax.Array, jax.Array]:
 
 def _in_range(static_scale: Array, format: InputFormat) -> jax.Array:
     """float32 bits; NaN, for want of an error, of a traced scale that is out of range."""
-    least, most = (rounding.bits_of(limit) for limit in _least_and_most(format))
+    least, most = (rounding.bits_of(limit) for limit in static_limits(format))
     given = lax.bitcast_convert_type(static_scale, jnp.int32)
     return jnp.where((given >= least) & (given <= most), given, rounding.NAN)
 

@@ -63,6 +63,7 @@ PAIRS = [
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"hidden_size": 100}, Reason.SHAPE, "hidden_size 100"),
+        ({"input_format": "fp8_block"}, Reason.SHAPE, "multiple of 128"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
@@ -163,7 +164,7 @@ def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):
     for tile, four, below in np.ndindex(2, 32, 2):
         row = codes[64 * tile + 16 * (four // 8) + four % 8 + 8 * below]
         chunks = held[tile].reshape(3, 32, 2, 4)[:, four, below]
-        np.testing.assert_array_equal(chunks[:2].reshape(-1)[:5], row.max() - row)
+        np.testing.assert_array_equal(chunks[:2].reshape(-1)[:5], row.max() - row)  # no block is all zeros
         np.testing.assert_array_equal(chunks[2], row.max())
 
 
@@ -184,10 +185,11 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
     q = weight(rng, "mxfp4", (64, 128))
     scales = np.full(q.scales.shape, 240, np.uint8)
     scales[1, 3, 2] = 240 - far
-    scales[0, 5, 1] = 0  # a block of zeros, which loses nothing
-    values = np.asarray(q.values).copy()
+    scales[0, 5, 1], scales[0, 6, 1] = 0, 255  # a block of zeros, which loses nothing; a row that is NaN
+    scales[0, 7], scales[0, 7, 3] = 100, 254  # a block of zeros with a large scale, which nothing is measured by
+    values = np.asarray(q.values).copy() | 1
     values[0, 5, 16:32] = 0x08
-    values[1, 3, 32:48] |= 1
+    values[0, 7, 48:64] = 0x80
     q = BlockScaled(jnp.asarray(values), jnp.asarray(scales))
     down = weight(rng, "mxfp4", (128, 64))._replace(scales=jnp.full((2, 128, 2), 127, jnp.uint8))
     experts = Experts.of(q, down, gate_up_order=None)

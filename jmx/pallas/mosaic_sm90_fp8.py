@@ -53,9 +53,11 @@ class MosaicSm90Fp8:
             return Rejection(
                 Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
             )
+        block = INPUT_FORMATS[problem.input_format].block_size if problem.input_format in INPUTS else None
+        whole = block if isinstance(block, int) else COLUMN_ALIGNMENT
         for name in ("hidden_size", "intermediate_size"):
-            if (size := getattr(problem, name)) % COLUMN_ALIGNMENT:
-                rule = f"must be a multiple of {COLUMN_ALIGNMENT}"
+            if (size := getattr(problem, name)) % whole:
+                rule = f"must be a multiple of {whole}"
                 return Rejection(Reason.SHAPE, f"{name} {size} {rule}", "backend='xla', or leave inputs as they are")
         return refusal(problem, LAYOUT.name, LAYOUT.formats, INPUTS)
 

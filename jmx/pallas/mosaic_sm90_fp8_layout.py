@@ -10,8 +10,8 @@ the right. It finds them by loads of 16 bytes, without anything moving between t
 
 Then a magnitude is a byte that `prmt` looks up in a table of eight, and a sign a bit that is in place, or 4 beside it.
 
-MXFP4's scales fold into the elements. Of a row with the largest scale code m, a block with code c holds elements times
-2^(6 - (m - c)), as e4m3, and the row's results are multiplied by 2^(m - 127 - 6). All e2m1 elements times 2^6 to 2^-8
+MXFP4's scales fold into the elements. Of a row with the largest scale code m, blocks of zeros apart, a block with code c
+holds elements times 2^(6 - (m - c)), as e4m3, and the row's results are multiplied by 2^(m - 127 - 6). All e2m1 elements times 2^6 to 2^-8
 are e4m3, so this is exact for codes down to m - 14. Smaller ones are rounded to a multiple of 2^-9, to nearest, ties to
 even, and so lose less than 2^-16 of the row's largest possible weight. `prepare` warns of them.
 
@@ -43,7 +43,8 @@ UNIT_COLUMNS = 128
 RAISED = 6  # elements of a row's largest block are multiplied by two to this power
 EXACT_BELOW = 15  # blocks whose code is less far below the row's largest lose nothing
 _SLICES = UNIT_COLUMNS // 32
-_MAGNITUDES = np.uint32(0x77777777)
+_MAGNITUDES = np.uint8(0x77)  # of two codes of e2m1
+_NAN = 255
 
 
 def value_rows(format: formats.Format) -> int:
@@ -129,9 +130,14 @@ def _forward_one(q: BlockScaled, spec: WeightSpec, one: Any) -> BlockScaled:
         return BlockScaled(values, None)
     if spec.format != MXFP4:
         return BlockScaled(values, _tile_blocks(q.scales, spec, one))
-    largest = q.scales.max(axis=1, keepdims=True)
+    largest = jnp.where(_counts(q), q.scales, 0).max(axis=1, keepdims=True)
     rows = _tile_blocks(jnp.broadcast_to(largest, (*largest.shape[:-1], _SLICES)), spec, 0)[:, :1]
     return BlockScaled(values, jnp.concatenate([_tile_blocks(largest - q.scales, spec, 0), rows], axis=1))
+
+
+def _counts(q: BlockScaled) -> jax.Array:
+    """Whether a packed weight's block is more than zeros: these often have some scale that says nothing."""
+    return (q.values.reshape(*q.scales.shape, -1) & _MAGNITUDES != 0).any(axis=-1) | (q.scales == _NAN)
 
 
 def _inverse_one(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
@@ -181,16 +187,17 @@ def _take(q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
 
 
 def _rounds(q: BlockScaled, spec: WeightSpec) -> jax.Array:
-    """Blocks of MXFP4 that are not zero and whose codes are too far below the largest of their rows."""
+    """Blocks of MXFP4 that are not zero and whose codes are too far below their rows' largest, which are no NaN."""
     if spec.format != MXFP4:
         return jnp.int32(0)
     distances = q.scales[..., :-1, :]
     lead = distances.shape[:-1]  # ..., row tiles, units
-    words = lax.bitcast_convert_type(q.values.reshape(*lead, 2, 32, 4, 2, 2, 4), jnp.uint32)
-    used = (words & _MAGNITUDES != 0).any(axis=-3)  # two slices, 32 pairs of rows, two slices, rows
+    codes = q.values.reshape(*lead, 2, 32, 4, 2, 2, 4)
+    used = (codes & _MAGNITUDES != 0).any(axis=(-4, -1))  # two slices, 32 pairs of rows, two slices, rows
     used = jnp.moveaxis(used, -4, -2).swapaxes(-3, -1)  # 32, rows, two slices, two slices
     far = distances.reshape(*lead, 32, 2, 2, 2) >= EXACT_BELOW
-    return (used & far).sum(dtype=jnp.int32)
+    largest = q.scales[..., -1:, :].reshape(*lead[:-1], 1, 32, 2, 2, 2)
+    return (used & far & (largest != _NAN)).sum(dtype=jnp.int32)
 
 
 LAYOUT = Layout(

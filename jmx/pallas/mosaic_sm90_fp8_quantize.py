@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.inputs import InputFormat
+from jmx.inputs import InputFormat, static_limits
 from jmx.pallas.mosaic_sm90_fp8_kernel import Inputs
 from jmx.pallas.mosaic_sm90_fp8_layout import UNIT_COLUMNS
 from jmx.pallas.mosaic_sm90_mlir import (
@@ -117,10 +117,20 @@ def _round_row(
         row = arith.addi(arith.muli(block.registers.item(), constant(_WARPS)), warp)
         with utils.when(less(row, constant(num_rows))):
             source = row if index is None else llvm.load(i32(), address_of(index, wide(row), i32()))
-            given_scale = None if static is None else llvm.load(i32(), address_of(static, constant(0), i32()))
+            given_scale = None if static is None else _in_range(static, format)
             _Row(np.dtype(dtype), columns, padded, format, x, values, scales, row, source).round(given_scale)
 
     body(block, *refs)
+
+
+def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
+    """Bits of the static scale; NaN where it is none."""
+    given = llvm.load(i32(), address_of(static, constant(0), i32()))
+    least, most = (constant(int(limit.view(np.int32))) for limit in static_limits(format))
+    fits = arith.andi(
+        arith.cmpi(arith.CmpIPredicate.sge, given, least), arith.cmpi(arith.CmpIPredicate.sle, given, most)
+    )
+    return arith.select(fits, given, constant(_NAN))
 
 
 class _Row:
@@ -141,15 +151,15 @@ class _Row:
             for piece in range(self.pieces):
                 self._store(piece, self._load(piece), static_scale, None)
         elif self.format.block_size == "row":
-            loaded = [self._load(piece) for piece in range(self.pieces)]
-            scale, finite = self._scale([word for words in loaded for word in words], _LANES)
+            largest = self._largest([self._largest(self._load(piece)) for piece in range(self.pieces)])
+            scale, finite = self._scale(largest, _LANES)
             self._store_scale(scale, None)
             for piece in range(self.pieces):
                 self._store(piece, self._load(piece), scale, finite)
         else:
             for piece in range(self.pieces):
                 words = self._load(piece)
-                scale, finite = self._scale(words, UNIT_COLUMNS // _VECTOR)
+                scale, finite = self._scale(self._largest(words), UNIT_COLUMNS // _VECTOR)
                 self._store_scale(scale, piece)
                 self._store(piece, words, scale, finite)
 
@@ -168,15 +178,19 @@ class _Row:
             words += [llvm.extractelement(loaded, constant(i)) for i in range(4)]
         return [arith.select(inside, word, constant(0)) for word in words]
 
-    def _scale(self, words: list[ir.Value], lanes: int) -> tuple[ir.Value, ir.Value]:
-        """Float32 bits of the scale of what so many lanes have, and whether there is NaN or infinity in it."""
+    def _largest(self, words: list[ir.Value]) -> ir.Value:
+        """The largest magnitude in words, or in each half of them."""
         size = self.dtype.itemsize
         magnitudes = [_run(_MAGNITUDE[size], word) for word in words]
         while len(magnitudes) > 1:
             pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
             rest = magnitudes[len(magnitudes) // 2 * 2 :]
             magnitudes = [_run(_LARGER[size], one, other) for one, other in pairs] + rest
-        (largest,) = magnitudes
+        return magnitudes[0]
+
+    def _scale(self, largest: ir.Value, lanes: int) -> tuple[ir.Value, ir.Value]:
+        """Float32 bits of the scale of what so many lanes have, and whether all of it is finite."""
+        size = self.dtype.itemsize
         distance = lanes // 2
         while distance:
             other = utils.inline_ptx(
