@@ -10,10 +10,11 @@ the right. It finds them by loads of 16 bytes, without anything moving between t
 
 Then a magnitude is a byte that `prmt` looks up in a table of eight, and a sign a bit that is in place, or 4 beside it.
 
-MXFP4's scales fold into the elements. Of a row with the largest scale code m, blocks of zeros apart, a block with code c
-holds elements times 2^(6 - (m - c)), as e4m3, and the row's results are multiplied by 2^(m - 127 - 6). All e2m1 elements times 2^6 to 2^-8
-are e4m3, so this is exact for codes down to m - 14. Smaller ones are rounded to a multiple of 2^-9, to nearest, ties to
-even, and so lose less than 2^-16 of the row's largest possible weight. `prepare` warns of them.
+MXFP4's scales fold into the elements. Of a row with the largest scale code m, blocks of zeros apart, a block with code
+c holds elements times 2^(6 - (m - c)), as e4m3, and the row's results are multiplied by 2^(m - 127 - 6). All e2m1
+elements times 2^6 to 2^-8 are e4m3, so this is exact for codes down to m - 14. Smaller ones are rounded to a multiple
+of 2^-9, to nearest, ties to even, and so lose less than 2^-16 of the row's largest possible weight. `prepare` warns of
+them.
 
 A unit's scales are the distances m - c, a byte for each row and 32 columns: for each four lanes those of their first
 row, then of their second. Behind the last unit of a row of tiles comes one more chunk like theirs, with the rows' m,
