@@ -115,7 +115,7 @@ def test_commands_are_ones_that_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test"} <= {target for target, *_ in commands("make")} <= {*targets}
     for arguments in (mine := commands("jmx")):
-        cli._parser().parse_args(arguments)
+        cli.parser().parse_args(arguments)
     assert {"explain", "doctor", "convert", "bench"} <= {arguments[0] for arguments in mine}
     for family, least in ((gpt_oss, 3), (qwen3_moe, 2)):
         for arguments in (mine := commands(rf"python {family.__name__.replace('.', '/')}\.py")):

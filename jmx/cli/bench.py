@@ -1,0 +1,88 @@
+"""`jmx bench`: the time of one layer, against the machine's own limits."""
+
+import argparse
+import sys
+from typing import Any
+
+from jmx.cli.common import (
+    EXIT_NO,
+    EXIT_OK,
+    Parser,
+    check_directories,
+    check_known,
+    check_pair,
+    counts,
+    print_json,
+    show,
+)
+
+
+def add(command: Parser) -> None:
+    command.add_argument("--model", metavar="NAME", help="a named shape (default gpt-oss-120b; on a CPU small)")
+    command.add_argument(
+        "--tokens", type=counts, metavar="N,...", help="token counts (default 1,64,1024,8192; on a CPU 1,16,64)"
+    )
+    command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
+    command.add_argument(
+        "--format",
+        metavar="NAME,...",
+        help="weight formats, one after the other, with an input format behind a colon or without (default mxfp4)",
+    )
+    command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
+    command.add_argument(
+        "--layers", type=int, metavar="N", help="different layers in one call (default 16 up to 16 tokens, 4 beyond)"
+    )
+    command.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each median (default 5)")
+    command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
+    command.add_argument("--from", dest="saved", metavar="FILE", help="measure nothing: show a saved JSON file")
+    command.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="save JSON to FILE, or print it on stdout without FILE"
+    )
+    command.add_argument("--png", metavar="FILE", help="draw time over floor against tokens")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from jmx import roofline
+
+    check_directories(arguments.json, arguments.png)
+    if arguments.png is not None:
+        roofline.require_matplotlib()
+    report = _measure(arguments) if arguments.saved is None else roofline.Report.load(arguments.saved)
+    if arguments.json == "-":
+        print_json(report.as_dict())
+    else:
+        show(report)
+        if arguments.json is not None:
+            report.save(arguments.json)
+    if arguments.png is not None:
+        roofline.draw(report, arguments.png)
+    measured = [row for row in report.rows if row.us is not None]
+    return EXIT_OK if measured and all(row.error is None for row in measured) else EXIT_NO
+
+
+def _measure(arguments: argparse.Namespace) -> Any:
+    import jax
+
+    from jmx import bench
+
+    on_cpu = jax.default_backend() == "cpu"
+    model = arguments.model or ("small" if on_cpu else "gpt-oss-120b")
+    backends = None if arguments.backends is None else arguments.backends.split(",")
+    check_known("--model", model, bench.MODELS)
+    check_known("--routing", arguments.routing, bench.ROUTINGS)
+    pairs = None if arguments.format is None else arguments.format.split(",")
+    for name in backends or ():
+        check_known("--backends", name, bench.contestants())
+    for pair in pairs or ():
+        check_pair(pair)
+    return bench.run(
+        model,
+        arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),
+        routing=arguments.routing,
+        formats=pairs,
+        backends=backends,
+        layers=arguments.layers,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )

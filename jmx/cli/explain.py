@@ -1,0 +1,173 @@
+"""`jmx explain`: which backend runs a layer, and why each of the others does not."""
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from jmx.cli.common import (
+    EXIT_NO,
+    EXIT_OK,
+    Parser,
+    add_json,
+    check_known,
+    counts,
+    print_json,
+    show,
+)
+
+if TYPE_CHECKING:
+    from jmx.activations import Activation
+    from jmx.selection import Environment, Problem
+
+
+def add(command: Parser) -> None:
+    sizes = command.add_argument_group(
+        "sizes", "from a checkpoint or a named model; what is given one by one goes before those"
+    )
+    source = sizes.add_mutually_exclusive_group()
+    source.add_argument("--checkpoint", metavar="DIR", help="a gpt-oss checkpoint, of which the config is read")
+    source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
+    for name in ("hidden", "intermediate", "experts", "top-k"):
+        sizes.add_argument(f"--{name}", type=int, metavar="N")
+    call = command.add_argument_group("the call")
+    call.add_argument("--tokens", type=counts, default=[1], metavar="N,...", help="token counts (default 1)")
+    call.add_argument("--dtype", metavar="NAME", help="of the activations (default bfloat16)")
+    call.add_argument(
+        "--activation",
+        metavar="NAME",
+        help="default swiglu; parameters follow a colon: swiglu:alpha=1.702,beta=1,limit=7",
+    )
+    call.add_argument("--gate-up-order", choices=("interleaved", "concatenated", "none"))
+    call.add_argument("--bias", action=argparse.BooleanOptionalAction, help="whether the experts have biases")
+    call.add_argument("--format", metavar="NAME", help="of the weights (default mxfp4)")
+    call.add_argument("--layout", default="auto", metavar="NAME", help="of the weights (default: the device's own)")
+    call.add_argument("--weights-on", choices=("output", "input"), default="output")
+    call.add_argument("--backend", metavar="NAME", help="ask for this one")
+    call.add_argument("--device", metavar="NAME", help="a device that need not be here, such as h200")
+    add_json(command)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from jmx.backends import BACKENDS
+    from jmx.explain import explain_problem
+    from jmx.selection import Environment, known_devices
+
+    if arguments.device is not None:
+        check_known("--device", arguments.device, known_devices())
+    if arguments.backend is not None:
+        check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
+    environment = Environment.named(arguments.device) if arguments.device is not None else Environment.probe()
+    problems = _problems(arguments, environment)
+    explanations = [explain_problem(problem, environment, arguments.backend) for problem in problems]
+    if arguments.json:
+        print_json([explanation.as_dict() for explanation in explanations])
+    else:
+        show(*explanations)
+    return EXIT_OK if all(explanation.chosen is not None for explanation in explanations) else EXIT_NO
+
+
+def _problems(arguments: argparse.Namespace, environment: "Environment") -> list["Problem"]:
+    """The problem that the flags of `jmx explain` name, at each token count. ValueError for one that cannot be."""
+    from jmx import experts, formats, layouts
+    from jmx.activations import SwiGLU
+    from jmx.backends import resolve_layout
+    from jmx.selection import Problem
+
+    fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
+    if arguments.checkpoint is not None:
+        fields |= _checkpoint_fields(arguments.checkpoint)
+    elif arguments.model is not None:
+        fields |= _model_fields(arguments.model)
+    flags = {
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "num_experts": arguments.experts,
+        "top_k": arguments.top_k,
+        "dtype": arguments.dtype,
+        "format": arguments.format,
+        "activation": None if arguments.activation is None else _activation(arguments.activation),
+        "bias": arguments.bias,
+    }
+    fields |= {name: value for name, value in flags.items() if value is not None}
+    missing = [f"--{flag}" for flag in ("hidden", "intermediate", "experts", "top-k") if _FIELD[flag] not in fields]
+    if missing:
+        raise ValueError(f"give {', '.join(missing)}, or a --checkpoint or --model that has them")
+
+    check_known("--format", fields["format"], formats.FORMATS)
+    check_known("--layout", arguments.layout, ["auto", *layouts.LAYOUTS])
+    check_known("--dtype", fields["dtype"], ("bfloat16", "float16", "float32", "float64"))
+    gated = fields["activation"].gated
+    if arguments.gate_up_order is not None:
+        fields["gate_up_order"] = None if arguments.gate_up_order == "none" else arguments.gate_up_order
+    order = fields.setdefault("gate_up_order", "concatenated" if gated else None)
+    if gated != (order is not None):
+        raise ValueError(
+            f"`--gate-up-order` (={order or 'none'}) does not fit `--activation` (={fields['activation']}), "
+            f"which has {'a' if gated else 'no'} gate"
+        )
+    sizes = (fields["num_experts"], fields["hidden_size"], fields["intermediate_size"])
+    experts.check_sizes(*sizes, formats.FORMATS[fields["format"]])
+    if not 1 <= fields["top_k"] <= fields["num_experts"]:
+        raise ValueError(f"`--top-k` (={fields['top_k']}) must be in 1..{fields['num_experts']}, the number of experts")
+    for count in arguments.tokens:
+        if count < 1:
+            raise ValueError(f"`--tokens` (={count}) must be at least 1")
+    fields |= {"layout": resolve_layout(arguments.layout, environment), "weights_on": arguments.weights_on}
+    return [Problem(num_tokens=count, **fields) for count in arguments.tokens]
+
+
+_FIELD = {"hidden": "hidden_size", "intermediate": "intermediate_size", "experts": "num_experts", "top-k": "top_k"}
+
+
+def _checkpoint_fields(directory: str) -> dict[str, Any]:
+    from jmx.activations import SwiGLU
+    from jmx.checkpoint import gpt_oss
+
+    config = gpt_oss.read_config(directory)
+    sizes = {name: getattr(config, name) for name in _FIELD.values()}
+    activation = SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
+    return sizes | {"activation": activation, "gate_up_order": "interleaved", "bias": True}
+
+
+def _model_fields(name: str) -> dict[str, Any]:
+    from jmx.bench import MODELS
+
+    check_known("--model", name, MODELS)
+    problem = MODELS[name].problem(1, "packed")
+    return {field: getattr(problem, field) for field in (*_FIELD.values(), "activation", "gate_up_order", "bias")}
+
+
+def _activation(text: str) -> "Activation":
+    """The activation of "name" or "name:parameter=value,...": swiglu:alpha=1.702,beta=1,limit=7."""
+    from jmx import activations
+
+    kinds = {kind.__name__.lower(): kind for kind in vars(activations).values() if _is_activation(kind)}
+    name, _, rest = text.lower().partition(":")
+    check_known("--activation", name, kinds)
+    parameters: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            parameters[key] = {"true": True, "false": False, "none": None}[value] if value.isalpha() else float(value)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"`--activation` (={text!r}): {key} (={value!r}) must be a number, true or false"
+            ) from None
+    for field in dataclasses.fields(kinds[name]):
+        value = parameters.get(field.name)
+        if field.name in parameters and (field.type is bool) != isinstance(value, bool):
+            wanted = "true or false" if field.type is bool else "a number"
+            raise ValueError(f"`--activation` (={text!r}): {field.name} (={value!r}) must be {wanted}")
+    try:
+        return kinds[name](**parameters)
+    except TypeError:
+        takes = ", ".join(field.name for field in dataclasses.fields(kinds[name])) or "no parameters"
+        raise ValueError(
+            f"`--activation` (={text!r}) lacks a parameter or has one too many: it takes {takes}"
+        ) from None
+
+
+def _is_activation(kind: Any) -> bool:
+    from jmx.activations import Activation
+
+    return isinstance(kind, type) and issubclass(kind, Activation) and kind is not Activation

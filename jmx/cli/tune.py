@@ -1,0 +1,107 @@
+"""`jmx tune`: how a backend's kernels run fastest here."""
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+from jmx.cli.common import (
+    EXIT_NO,
+    EXIT_OK,
+    Parser,
+    check_directories,
+    check_known,
+    check_pair,
+    counts,
+    show,
+)
+
+
+def add(command: Parser) -> None:
+    command.add_argument("--backend", metavar="NAME", help="default: the first one that can be tuned and runs here")
+    command.add_argument(
+        "--shape",
+        default="gpt-oss-120b",
+        metavar="NAME|E,k,H,I",
+        help="a shape that `jmx bench` knows (default gpt-oss-120b), or experts, top-k, hidden and intermediate size",
+    )
+    command.add_argument(
+        "--format",
+        default="mxfp4",
+        metavar="NAME",
+        help="of the weights, with an input format behind a colon or without (default mxfp4)",
+    )
+    command.add_argument(
+        "--tokens", type=counts, metavar="N,...", help="token counts (default: powers of 4, and some more)"
+    )
+    command.add_argument("--output", metavar="FILE", help="the table to add to (default: this user's own cache)")
+    command.add_argument(
+        "--seconds", type=float, metavar="N", help="begin no candidate of a token count after N (default: try them all)"
+    )
+    command.add_argument("--again", action="store_true", help="measure what the table has already, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from jmx import tuner, tuning
+    from jmx.backends import BACKENDS
+    from jmx.selection import Environment
+
+    check_pair(arguments.format)
+    shape = _shape(arguments.shape, arguments.format)
+    tokens = arguments.tokens or tuner.TOKENS
+    for flag, value, fits in [
+        *(("tokens", count, count >= 1) for count in tokens),
+        ("seconds", arguments.seconds, arguments.seconds is None or arguments.seconds > 0),
+    ]:
+        if not fits:
+            raise ValueError(f"`--{flag}` (={value}) must be positive")
+    if arguments.backend is not None:
+        check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
+    check_directories(arguments.output)
+    environment = Environment.probe()
+    engine = tuner.choose_engine(arguments.backend, shape, tokens[0], environment)
+    strict = arguments.output is not None
+    file = pathlib.Path(arguments.output) if strict else tuning.cache_file(engine.name, environment.device_kind)
+    outcomes = tuner.run(
+        engine,
+        shape,
+        tokens,
+        file,
+        strict=strict,
+        again=arguments.again,
+        seconds=arguments.seconds,
+    )
+    show(tuner.table(outcomes))
+    print(f"in {file}")
+    return EXIT_OK if all(outcome.entry is not None for outcome in outcomes) else EXIT_NO
+
+
+def _shape(text: str, pair: str) -> Any:
+    """The `jmx.bench.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
+
+    `pair`: what --format names.
+    """
+    from jmx import bench
+    from jmx.routing import TopKSoftmax
+
+    if not text[:1].isdigit():
+        check_known("--shape", text, bench.MODELS)
+        return _in_formats(bench.MODELS[text], pair)
+    try:
+        num_experts, top_k, hidden, intermediate = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"`--shape` (={text!r}) must be a name, or four whole numbers E,k,H,I") from None
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"`--shape` (={text!r}) has k (={top_k}) outside 1..{num_experts}, the number of experts")
+    sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": intermediate}
+    shape = dataclasses.replace(bench.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
+    return _in_formats(shape, pair)
+
+
+def _in_formats(shape: Any, pair: str) -> Any:
+    from jmx import experts, formats
+
+    shape = shape.in_formats(pair)
+    sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    experts.check_sizes(*sizes, formats.FORMATS[shape.format])
+    return shape
