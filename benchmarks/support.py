@@ -13,7 +13,6 @@ import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -39,7 +38,7 @@ what these need. This page is written by [a script](../benchmarks/support.py) th
 """  # noqa: E501
 
 _TIMES = """
-Behind a yes stand microseconds of a layer where they were measured, at the fewest and the most tokens of the run that the letter names.
+Behind a yes stand microseconds of a layer, at the fewest and the most tokens of the run that the letter names; for several formats that a backend reads alike those of one, which is named.
 """  # noqa: E501
 
 
@@ -58,8 +57,7 @@ class Source(NamedTuple):
     tokens: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A backend's answer: why not, or None for yes, and then microseconds at the fewest and the most tokens."""
 
     no: str | None
@@ -142,14 +140,17 @@ class _Notes:
         self.reasons: dict[str, int] = {}
         self.sources: dict[Source, str] = {}
 
-    def text(self, cell: Cell) -> str:
-        """A cell as the tables have it."""
-        if cell.no is not None:
-            return f"no ({self.reasons.setdefault(cell.no, len(self.reasons) + 1)})"
-        if cell.source is None or cell.times is None:
-            return "yes"
-        letter = self.sources.setdefault(cell.source, chr(ord("a") + len(self.sources)))
-        return f"yes: {' / '.join(_microseconds(us) for us in cell.times)} ({letter})"
+    def text(self, cells: Mapping[str, Cell]) -> str:
+        """What a backend says to formats, by name, that it answers alike: with the time of one that was measured."""
+        no = next(iter(cells.values())).no
+        if no is not None:
+            return f"no ({self.reasons.setdefault(no, len(self.reasons) + 1)})"
+        for format, (_, source, times) in cells.items():
+            if source is not None and times is not None:
+                letter = self.sources.setdefault(source, chr(ord("a") + len(self.sources)))
+                which = f"{letter}, `{format}`" if len(cells) > 1 else letter
+                return f"yes: {' / '.join(_microseconds(us) for us in dict.fromkeys(times))} ({which})"
+        return "yes"
 
 
 def page(found: Measured) -> str:
@@ -158,26 +159,26 @@ def page(found: Measured) -> str:
     notes = _Notes()
     titles = [f"`{backend.name}`" for backend in places]
 
-    def rows(input_format: str | None, by_family: bool) -> list[tuple[str, ...]]:
-        """One a set of formats (of one family, or of any) that have the same answers and times."""
-        alike: dict[tuple[str | None, tuple[Cell, ...]], list[str]] = {}
+    def rows(input_format: str | None) -> list[tuple[str, ...]]:
+        """One a set of formats of one family that have the same answers."""
+        alike: dict[tuple[str, tuple[str | None, ...]], dict[str, tuple[Cell, ...]]] = {}
         for format in FORMATS:
             cells = tuple(cell(backend, home, format, input_format, found) for backend, home in places.items())
-            alike.setdefault((_family(format) if by_family else None, cells), []).append(format)
-        return [(_names(names), *map(notes.text, cells)) for (_, cells), names in alike.items()]
+            alike.setdefault((_family(format), tuple(cell.no for cell in cells)), {})[format] = cells
+        return [
+            (_names([*members]), *(notes.text(dict(zip(members, column, strict=True))) for column in columns))
+            for members, columns in ((members, zip(*members.values(), strict=True)) for members in alike.values())
+        ]
 
-    plain = [("weights", *titles), *rows(None, by_family=True)]
-    rounded = [
-        ("inputs", "weights", *titles),
-        *((f"`{name}`", *row) for name in INPUT_FORMATS for row in rows(name, by_family=False)),
-    ]
+    plain = [("weights", *titles), *rows(None)]
+    rounded = [("inputs", "weights", *titles), *((f"`{name}`", *row) for name in INPUT_FORMATS for row in rows(name))]
     devices = [
         f"* `{backend.name}`: {', '.join(dict.fromkeys(home.device for home in its))}"
         for backend, its in places.items()
     ]
     reasons = [f"{number}. {reason}" for reason, number in notes.reasons.items()]
     sources = [
-        f"* ({letter}) {source.device}, {source.shape}, {source.tokens[0]} / {source.tokens[1]} tokens"
+        f"* ({letter}) {source.device}, {source.shape}, {' / '.join(map(str, dict.fromkeys(source.tokens)))} tokens"
         for source, letter in notes.sources.items()
     ]
     parts = [
