@@ -77,10 +77,14 @@ class Shape:
         )
 
     def experts(self, key: Array) -> Experts:
-        """Random weights of one layer."""
+        """Random weights of one layer, and static scales where its inputs have them."""
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
         format = formats.FORMATS[self.format]
-        return Experts.random(key, *sizes, gate_up_order=self.gate_up_order, format=format, bias=self.bias)
+        experts = Experts.random(key, *sizes, gate_up_order=self.gate_up_order, format=format, bias=self.bias)
+        if self.input_format is None or not INPUT_FORMATS[self.input_format].static:
+            return experts
+        scale = jnp.float32(_STATIC_RANGE / INPUT_FORMATS[self.input_format].largest)
+        return experts.with_inputs(self.input_format, scale, scale)
 
 
 # Sizes and activations as in the published model configurations and code.
@@ -106,6 +110,7 @@ RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the 
 # bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference; what lies above this is another function.
 TOLERANCE = 3e-2
 _CHECKED_TOKENS = 64
+_STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and so, nearly, is what is between
 _SEED_BITS = 32  # jax.random.key drops those above without a word, unless jax computes in 64 bits
 
 # The host needs 150 to 250 us to launch a call. Where the device is done before, the time of a call is the host's; a
