@@ -110,7 +110,7 @@ RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the 
 # bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference; what lies above this is another function.
 TOLERANCE = 3e-2
 _CHECKED_TOKENS = 64
-_STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and so, nearly, is what is between
+_STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and h is nearly
 _SEED_BITS = 32  # jax.random.key drops those above without a word, unless jax computes in 64 bits
 
 # The host needs 150 to 250 us to launch a call. Where the device is done before, the time of a call is the host's; a
