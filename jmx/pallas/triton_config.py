@@ -3,12 +3,11 @@
 from dataclasses import dataclass, replace
 from itertools import product
 
-FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
-_MAX_HELD = (
-    304  # three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0
-)
+FEW_TOKENS = 8  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
+# Three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0.
+_MAX_HELD = 304
 # Of 32 weights, in the format that has most: a scale in float32 and a zero point, which are three factors of 16 bits.
-_BLOCK_BYTES = 5
+_BLOCK_BYTES = 6
 _BLOCK_FACTORS = 3
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
@@ -43,8 +42,8 @@ class Config:
     split_k: int = 1
 
     def __post_init__(self) -> None:
-        # Tensor cores take 16 rows and 16 columns, of gates and of ups, and of each of four products a step.
-        for name, low, high in (("block_m", 16, 256), ("block_n", 32, 256), ("block_k", 64, 512), ("num_warps", 1, 16)):
+        # Tensor cores take 8 rows and 16 columns, of gates and of ups, and of each of four products a step.
+        for name, low, high in (("block_m", 8, 256), ("block_n", 32, 256), ("block_k", 64, 512), ("num_warps", 1, 16)):
             value = getattr(self, name)
             if value not in (1 << n for n in range(low.bit_length() - 1, high.bit_length())):
                 raise ValueError(f"`{name}` (={value}) must be a power of two in {low}..{high}")
@@ -96,7 +95,7 @@ def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
 
     `wgmma` always gets them so; `mma`, where a product's sums go into another product, or a tile is high enough.
     """
-    wgmma = capability >= (9, 0) and config.num_warps % 4 == 0 and config.block_n >= 64
+    wgmma = capability >= (9, 0) and config.num_warps % 4 == 0 and config.block_n >= 64 and config.block_m >= 16
     high = 2 * config.block_n >= config.block_m * config.num_warps
     return config.block_n >= 16 * config.num_warps and (wgmma or config.products > 1 or high)
 
@@ -104,17 +103,19 @@ def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     assignments = num_tokens * top_k
-    if assignments <= 8:  # so few tiles that they are cut small, and `down` is split
-        return Config(16, 32, 256, 2, 3, products=4, split_k=2)
+    if assignments <= 8:  # so few tiles that `down` is split
+        return Config(8, 64, 256, 4, 3, products=4, split_k=2)
     rows = 1 if num_tokens <= FEW_TOKENS else -(-assignments // num_experts)
-    if rows <= 12:  # most blocks of random routing have a few more rows than that
-        return Config(16, 64, 128, 2, 4, products=4)
+    hopper = capability >= (9, 0)  # each product of `wgmma` is waited for
+    if rows <= 4:  # most blocks of random routing have a few more rows than that
+        return Config(8, 64, 256, 2, 3, products=4)
+    if rows <= 12:
+        return Config(16, 64, 256, 2, 3, products=4)
     if rows <= 24:
-        return Config(32, 64, 128, 2, 4, products=4)
-    products = 1 if capability >= (9, 0) else 4  # each of `wgmma` is waited for
+        return Config(32, 128, 128, 4, 3, products=1) if hopper else Config(32, 64, 128, 2, 4, products=4)
     if rows <= 48:
-        return Config(64, 128, 64, 4, 4, products)
-    return Config(128, 128, 64, 8, 3, products)
+        return Config(64, 128, 128, 8, 3, products=1) if hopper else Config(64, 128, 64, 4, 4, products=4)
+    return Config(128, 128, 64, 8, 3, products=1 if hopper else 4)
 
 
 # What a tile and a step may be: block_n, block_k, num_warps, num_stages.
@@ -128,6 +129,7 @@ _TILES = (
     (64, 256, 4, 3),
     (128, 64, 4, 4),
     (128, 128, 4, 3),
+    (128, 128, 8, 3),
     (128, 64, 8, 3),
     (128, 128, 8, 2),
 )
@@ -136,11 +138,13 @@ _TILES = (
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
     """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
     first = heuristic(num_tokens, top_k, num_experts, capability)
-    heights = {first.block_m // 2, first.block_m, first.block_m * 2} if first.block_m > 16 else {16}
+    heights = {max(8, first.block_m // 2), first.block_m, first.block_m * 2}
     found = [first]
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
     for block_m, tile, products in product(sorted(heights), _TILES, (4, 1)):
+        if block_m < 16 and products == 1:  # no `wgmma`, and so nothing to wait for
+            continue
         try:
             config = Config(block_m, *tile, products, first.split_k)
             check(config, capability)

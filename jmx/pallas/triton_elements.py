@@ -37,6 +37,17 @@ FACTORS = {
     "lop3.b32 t, sign, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, unit, none; }",
 }
 
+# The word that begins $3 bits behind the one in $1, with $2 the one after that.
+SHIFTED = "shf.r.wrap.b32 $0, $1, $2, $3;"
+
+# As FACTORS for e8m0, of the codes that $3 and $4 pick out of the words $1 and $2; of 255 the factor is that of 254, to
+# leave weights that are not there zeros.
+PICKED_FACTORS = (
+    "{ .reg .b32 t, high, least, most; mov.b32 least, 0x00400040; mov.b32 most, 0x7F007F00; prmt.b32 t, $1, 0, $3; "
+    "prmt.b32 high, $2, 0, $4; shl.b32 t, t, 7; mad.lo.u32 t, high, 0x00800000, t; max.bf16x2 t, t, least; "
+    "min.bf16x2 $0, t, most; }"
+)
+
 # int4: below the bits of 128, an element whose sign was turned over is 128 + 8 more than itself, and exact.
 _NIBBLES = "0x000F000F"
 _TURNED_OVER = "0x43084308"
