@@ -5,9 +5,13 @@ codes need not begin at one: those of gpt-oss are 90 bytes long. Read byte by by
 them, and the step waits. So a row reads the aligned words that its codes of a step lie in, shifts them into place, and
 picks a byte for each block. What that takes beside words comes out of small tables, even numbers that are known while
 tracing: Triton moves layouts over loads alone.
+
+Scales below 2 alone are read so, which those of trained weights are: they leave room in bfloat16 for a factor by which
+all others would have to be multiplied apart. What else is among a tile's words is told, and its codes read again.
 """
 
 from collections.abc import Callable
+from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jmx.formats import MXFP4, Format
 from jmx.pallas.triton_decode import pairs
-from jmx.pallas.triton_elements import PICKED_FACTORS, SHIFTED
+from jmx.pallas.triton_elements import SCALED_FACTORS, SHIFTED
 
 Array = jax.Array
 
@@ -54,26 +58,26 @@ class Codes(NamedTuple):
 
 
 def reader(
-    codes: Codes, expert: Array, row: Array, here: Array, groups: int, num_threads: int, interpret: bool
+    codes: Codes, expert: Array, row: Array, groups: int, num_threads: int, interpret: bool
 ) -> Callable[[Array], tuple[Array, Array]]:
-    """What reads a step: the factors of its blocks, bfloat16 (N, g), and int32 (N,) or (N, n), not 0 in rows where one
-    of the codes is NaN, whose factor may be anything. Interpreted, there are codes instead of factors.
+    """What reads a step: the scaled factors of its blocks, bfloat16 (N, g), and the words themselves, or'ed into one a
+    row, int32 (N,) or (N, n). Where `any_large` of these, factors may be anything. Interpreted, they are codes.
 
     Args:
         codes: refs.
         expert: whose they are.
-        row: int32 (N,), of the expert; those that are not `here` have any factors.
-        groups: codes of a row.
+        row: int32 (N,), of the expert; those that there are not have any factors.
+        groups: codes of a row. Of those from there on a factor is finite, unless `any_large`.
         num_threads: of the block of threads.
         interpret: whether to say it in jnp.
     """
-    (number,), num_words = codes.picks.shape, codes.words.shape[1]
+    (number,), last = codes.picks.shape, codes.words.shape[1] - 1
     # Where rows are fewer than threads each is read several times, see `of_groups` in triton_kernel.
     times = min(max(1, num_threads // row.size), number)
     if times > 1:
-        row, here = (jnp.broadcast_to(a[:, None], (a.size, times)) for a in (row, here))
-    starts_with_a_word = groups % _WORD == 0
-    shift = None if starts_with_a_word else plgpu.load(codes.shifts.at[row * groups & _WORD - 1])
+        row = jnp.broadcast_to(row[:, None], (row.size, times))
+    begins_with_a_word = groups % _WORD == 0
+    shift = None if begins_with_a_word else plgpu.load(codes.shifts.at[row * groups & _WORD - 1])
     picks, second = (plgpu.load(table.at[jnp.arange(number)]) for table in (codes.picks, codes.second))
     shape = row.shape[0], number
 
@@ -83,35 +87,22 @@ def reader(
 
     def read(step: Array) -> tuple[Array, Array]:
         first = row * groups + step * number >> 2
-        words = []
-        for nth in range(number // _WORD + (shift is not None)):
-            words.append(plgpu.load(codes.words.at[expert, first + nth], mask=here & (first + nth < num_words), other=0))
+        indices = [jnp.minimum(first + nth, last) for nth in range(number // _WORD + (shift is not None))]
+        words = [plgpu.load(codes.words.at[expert, index]) for index in indices]
+        every = reduce(jnp.bitwise_or, words)
         if shift is not None:
             words = [_shifted(low, high, shift, interpret) for low, high in pairwise(words)]
-        bad = jnp.zeros(row.shape, jnp.int32)
-        for nth, word in enumerate(words):
-            beyond = _beyond(groups - step * number - nth * _WORD)
-            bad |= _nans(word, beyond)
-            if interpret:
-                words[nth] = word & ~beyond
         found = spread(words[0])
         if number > _WORD:
             found = jnp.where(jnp.broadcast_to(second, shape) == 0, found, spread(words[1]))
-        return _picked(found, jnp.broadcast_to(picks, shape), interpret), bad
+        return _picked(found, jnp.broadcast_to(picks, shape), interpret), every
 
     return read
 
 
-def _beyond(count: Array) -> Array:
-    """Ones in the bytes of a word from the `count`th on."""
-    count = jnp.clip(count, 0, _WORD)
-    return jnp.where(count == _WORD, 0, jnp.int32(-1) << 8 * (count & _WORD - 1))
-
-
-def _nans(word: Array, beyond: Array) -> Array:
-    """Not 0 where a byte of each word, but those beyond, is 255: in its complement one is 0, and borrows."""
-    rest = ~word | beyond
-    return (rest - 0x01010101) & ~rest & _TOPS
+def any_large(words: Array) -> Array:
+    """Whether any of words has a code of 128 or more: a scale of 2 or more, or NaN."""
+    return jnp.max((words & _TOPS != 0).astype(jnp.int32)) > 0
 
 
 def _shifted(low: Array, high: Array, shift: Array, interpret: bool) -> Array:
@@ -132,4 +123,4 @@ def _shifted(low: Array, high: Array, shift: Array, interpret: bool) -> Array:
 def _picked(words: Array, picks: Array, interpret: bool) -> Array:
     if interpret:
         return (words.astype(jnp.uint32) >> (picks % _WORD * 8).astype(jnp.uint32)).astype(jnp.uint8)
-    return pairs(PICKED_FACTORS, words, picks)
+    return pairs(SCALED_FACTORS, words, picks)

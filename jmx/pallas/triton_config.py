@@ -106,16 +106,16 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
     if assignments <= 8:  # so few tiles that `down` is split
         return Config(8, 64, 256, 4, 3, products=4, split_k=2)
     rows = 1 if num_tokens <= FEW_TOKENS else -(-assignments // num_experts)
-    hopper = capability >= (9, 0)  # each product of `wgmma` is waited for
     if rows <= 4:  # most blocks of random routing have a few more rows than that
         return Config(8, 64, 256, 2, 3, products=4)
     if rows <= 12:
         return Config(16, 64, 256, 2, 3, products=4)
     if rows <= 24:
-        return Config(32, 128, 128, 4, 3, products=1) if hopper else Config(32, 64, 128, 2, 4, products=4)
+        return Config(32, 64, 128, 2, 4, products=4)
+    products = 1 if capability >= (9, 0) else 4  # each of `wgmma` is waited for
     if rows <= 48:
-        return Config(64, 128, 128, 8, 3, products=1) if hopper else Config(64, 128, 64, 4, 4, products=4)
-    return Config(128, 128, 64, 8, 3, products=1 if hopper else 4)
+        return Config(64, 128, 64, 4, 4, products)
+    return Config(128, 128, 64, 8, 3, products)
 
 
 # What a tile and a step may be: block_n, block_k, num_warps, num_stages.

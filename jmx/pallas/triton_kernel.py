@@ -28,7 +28,7 @@ from jmx.activations import Activation
 from jmx.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.triton_codes import Codes, reader
+from jmx.pallas.triton_codes import Codes, any_large, reader
 from jmx.pallas.triton_config import Config
 from jmx.pallas.triton_decode import (
     CHUNK,
@@ -92,7 +92,7 @@ class _Operands(NamedTuple):
     """Of `grouped_product`, as the kernel takes them.
 
     `scales` and `zero_points` are those of groups, `row_scales` (E, N) those of whole rows. `groups_of` (B,) says where
-    each block's stand in the former two; None: where its expert does. `codes` stand for `scales` where there are any.
+    each block's stand in the former two; None: where its expert does. `codes` are `scales`, as words, or None.
     """
 
     blocks: Blocks
@@ -139,8 +139,7 @@ def grouped_product(
     if format.block_size == WHOLE_ROW:
         scales, row_scales = None, scales[..., 0]
     codes = None if scales is None else Codes.of(scales, format, product.config.block_k)
-    scales = scales if codes is None else None
-    # Words of values keep within it for as long as Pallas counts so, as scales of two bytes do; single bytes do not.
+    # Words keep within it for as long as Pallas counts so, as scales of two bytes do; single bytes do not.
     if any(array is not None and array.dtype.itemsize == 1 and array.size > _INT32 for array in (scales, zero_points)):
         scales, zero_points = (None if a is None else a[blocks.experts] for a in (scales, zero_points))
         groups_of = jnp.arange(blocks.experts.size, dtype=jnp.int32)
@@ -152,6 +151,16 @@ def grouped_product(
     )
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)
+
+
+class Rows(NamedTuple):
+    """Of a tile: its rows of the weight (block_n,) and of x (block_m,), the part of the columns, and whether each of
+    the former is inside the weight."""
+
+    weight: Array
+    x: Array
+    part: Array
+    inside: Array
 
 
 def _words(array: Array) -> Array:
@@ -166,7 +175,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
     x, row_of, values = of.x, of.row_of, of.values
     config, sides, format = product.config, product.sides, product.format
     (_, num_rows, num_words), (parts, _, width) = values.shape, out.shape
-    tile_n, step_words = config.block_n // sides, config.block_k // PLACES
+    tile_n, step_words, num_threads = config.block_n // sides, config.block_k // PLACES, 32 * config.num_warps
     steps = pl.cdiv(pl.cdiv(num_words, step_words), parts)
     tile, block, part = (pl.program_id(axis) for axis in range(3))
     expert, count = experts[block], counts[block]
@@ -194,38 +203,24 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
         entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in of.tables]
 
-        def of_groups(array: Any, step: Array, later: int = 0) -> Array:
+        def of_groups(rows: Rows, array: Any, step: Array, later: int = 0) -> Array:
             """(block_n, groups) of an array (E, N, groups): those of the words of a step, or of a later one."""
             first, number = _groups_of_step(step, later, step_words, format)
             # Of one group Triton moves a column to the threads that need it where it has but one dimension. One that
             # has less than an element a thread it may have all of them load over and over, and so it comes repeated.
-            times = 32 * config.num_warps // config.block_n
+            times = num_threads // config.block_n
             if number == 1 and times <= 1:
-                mask = inside & (first < array.shape[2])
-                return plgpu.load(array.at[groups_row, weight_row, first], mask=mask, other=0)[:, None]
+                mask = rows.inside & (first < array.shape[2])
+                return plgpu.load(array.at[groups_row, rows.weight, first], mask=mask, other=0)[:, None]
             group = first + (jnp.arange(number) if number > 1 else jnp.zeros(times, jnp.int32))
-            mask = inside[:, None] & (group < array.shape[2])[None, :]
-            return plgpu.load(array.at[groups_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
+            mask = rows.inside[:, None] & (group < array.shape[2])[None, :]
+            return plgpu.load(array.at[groups_row, rows.weight[:, None], group[None, :]], mask=mask, other=0)
 
-        read = None
-        if of.codes is not None:
-            groups, num_threads = num_words * PLACES // format.block_size, 32 * config.num_warps
-            read = reader(of.codes, expert, weight_row, inside, groups, num_threads, product.interpret)
-
-        def step(index: Array, state: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
-            sums, bad, ahead = state
-            step = part * steps + index
+        def multiplied(sums: Array, rows: Rows, step: Array, groups: Groups) -> Array:
+            """Sums and a step's products."""
             word = step * step_words + jnp.arange(step_words)
-            mask = inside[:, None] & (word < num_words)[None, :]
-            words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
-            if read is not None:
-                factors, found = read(step)
-                groups, bad = Groups(factors, None), bad | found
-            else:
-                groups = Groups(*(None if a is None else of_groups(a, step) for a in (of.scales, of.zero_points)))
-            if ahead is not None:
-                # The next step's are asked for now, to be in the cache by then; they may be too narrow for the pipeline.
-                bad, ahead = bad | are_nan(ahead, format), of_groups(of.scales, step, later=1)
+            mask = rows.inside[:, None] & (word < num_words)[None, :]
+            words = plgpu.load(values.at[expert, rows.weight[:, None], word[None, :]], mask=mask, other=0)
             if config.products == 1:
                 weights = [weights_turned(words, groups, format, product.interpret, entries)]
                 indices = [step * config.block_k + jnp.arange(config.block_k)]
@@ -234,17 +229,54 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
                 indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), RUN), RUN) for p in range(PLACES)]
             for weight, index in zip(weights, indices, strict=True):
                 mask = (index < x.shape[1])[:, None] & here[None, :]
-                tokens = plgpu.load(x.at[x_row[None, :], index[:, None]], mask=mask, other=0)
+                tokens = plgpu.load(x.at[rows.x[None, :], index[:, None]], mask=mask, other=0)
                 sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
-            return sums, bad, ahead
+            return sums
 
-        sums, bad, ahead = jnp.zeros((config.block_n, config.block_m), jnp.float32), None, None
-        if read is not None:
-            bad = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
-        elif of.scales is not None and of.scales.dtype == jnp.uint8:
-            ahead = of_groups(of.scales, part * steps)
-            bad = jnp.zeros(ahead.shape, jnp.bool_)
-        sums, bad, _ = lax.fori_loop(0, steps, step, (sums, bad, ahead))
+        def by_blocks(rows: Rows, loop: Any) -> Array:
+            """The tile's sums, whatever its blocks' scales."""
+
+            def step(index: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
+                sums, look_ahead = state
+                step = rows.part * steps + index
+                groups = (None if a is None else of_groups(rows, a, step) for a in (of.scales, of.zero_points))
+                sums = multiplied(sums, rows, step, Groups(*groups))
+                if look_ahead is None:
+                    return sums, None
+                # The next step's are asked for now, to be in the cache by then; they may be too narrow for pipelines.
+                bad, ahead = look_ahead
+                return sums, (bad | are_nan(ahead, format), of_groups(rows, of.scales, step, later=1))
+
+            look_ahead = None
+            if of.scales is not None and of.scales.dtype == jnp.uint8:
+                codes = of_groups(rows, of.scales, rows.part * steps)
+                look_ahead = jnp.zeros(codes.shape, jnp.bool_), codes
+            sums, look_ahead = loop(steps, step, (none, look_ahead))
+            if look_ahead is not None:
+                sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
+            return sums
+
+        def by_words(rows: Rows) -> Array:
+            """As `by_blocks`, by words of codes, and by blocks where these do not suffice."""
+            groups = num_words * PLACES // format.block_size
+            read = reader(of.codes, expert, rows.weight, groups, num_threads, product.interpret)
+
+            def step(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+                sums, every = state
+                step = rows.part * steps + index
+                factors, words = read(step)
+                return multiplied(sums, rows, step, Groups(factors, None)), every | words
+
+            every = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
+            sums, every = lax.fori_loop(0, steps, step, (none, every))
+            # What both loops compute from the same numbers would stay in registers through the first one.
+            zero = plgpu.load(of.codes.shifts.at[0])
+            again = Rows(*(a + zero for a in (rows.weight, rows.x, rows.part)), column + zero < num_rows // sides)
+            return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
+
+        none = jnp.zeros((config.block_n, config.block_m), jnp.float32)
+        rows = Rows(weight_row, x_row, part, inside)
+        sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows)
 
         def of_rows(array: Any) -> Array:
             return plgpu.load(array.at[expert, weight_row], mask=inside, other=0).astype(jnp.float32)
@@ -253,9 +285,6 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             sums *= of_rows(of.row_scales)[:, None]
         if of.bias is not None:
             sums += jnp.where(part == 0, of_rows(of.bias), 0)[:, None]
-        if bad is not None:
-            rows = (bad != 0).astype(jnp.int32).reshape(config.block_n, -1)
-            sums = jnp.where(jnp.max(rows, axis=1)[:, None] > 0, jnp.nan, sums)
         y = _activated(sums, product)
         nth = jnp.arange(tile_n)
         y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
@@ -271,6 +300,16 @@ def _names(ids: Any, row: Array, id: Array) -> Array:
     for slot in range(top_k):
         named |= plgpu.load(ids.at[row, slot], mask=row < num_tokens, other=-1) == id
     return named
+
+
+def _counted_down(steps: int, step: Any, state: Any) -> Any:
+    """`lax.fori_loop` from 0, in a form that Triton does not pipeline, and so neither unrolls nor gives memory."""
+
+    def body(counted: tuple[Array, Any]) -> tuple[Array, Any]:
+        left, state = counted
+        return left - 1, step(steps - left, state)
+
+    return lax.while_loop(lambda counted: counted[0] > 0, body, (jnp.int32(steps), state))[1]
 
 
 def _groups_of_step(step: Array, later: int, step_words: int, format: Format) -> tuple[Array, int]:
