@@ -90,14 +90,20 @@ def check(config: Config, capability: tuple[int, int]) -> None:
         )
 
 
+def is_wgmma(config: Config, capability: tuple[int, int]) -> bool:
+    """Whether Triton multiplies by `wgmma`, else by `mma`."""
+    fits = config.num_warps % 4 == 0 and config.block_n >= 64 and config.block_m >= 16
+    return capability >= (9, 0) and fits
+
+
 def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
     """Whether Triton gives each warp rows of the weight of its own; else some would decode the same ones.
 
     `wgmma` always gets them so; `mma`, where a product's sums go into another product, or a tile is high enough.
     """
-    wgmma = capability >= (9, 0) and config.num_warps % 4 == 0 and config.block_n >= 64 and config.block_m >= 16
     high = 2 * config.block_n >= config.block_m * config.num_warps
-    return config.block_n >= 16 * config.num_warps and (wgmma or config.products > 1 or high)
+    several = config.products > 1
+    return config.block_n >= 16 * config.num_warps and (is_wgmma(config, capability) or several or high)
 
 
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
@@ -143,14 +149,15 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
     for block_m, tile, products in product(sorted(heights), _TILES, (4, 1)):
-        if block_m < 16 and products == 1:  # no `wgmma`, and so nothing to wait for
-            continue
         try:
             config = Config(block_m, *tile, products, first.split_k)
             check(config, capability)
         except ValueError:  # registers or shared memory do not hold it
             continue
         held = 3 * config.sums + config.weights <= _MAX_HELD
-        if config not in found and held and decodes_once(config, capability):
+        # Each product of `wgmma` is waited for. One of all columns, which takes more to decode, is for that.
+        waits = products > 1 and is_wgmma(config, capability)
+        vain = products == 1 and block_m < 16
+        if config not in found and held and not waits and not vain and decodes_once(config, capability):
             found.append(config)
     return found

@@ -270,7 +270,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             every = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
             sums, every = lax.fori_loop(0, steps, step, (none, every))
             # What both loops compute from the same numbers would stay in registers through the first one.
-            zero = plgpu.load(of.codes.shifts.at[0])
+            zero = of.codes.shifts[jnp.int32(0)]
             again = Rows(*(a + zero for a in (rows.weight, rows.x, rows.part)), column + zero < num_rows // sides)
             return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
 
