@@ -286,6 +286,31 @@ def test_a_scale_that_is_nan(name, tokens, rng):
     a_nan_scale(INTERPRETED.name, name, tokens, rng)
 
 
+def a_scale_of_two_and_above(backend, code, config, rng):
+    """Tiles that have one are computed in another way than the rest."""
+    case = Case(tokens=6, num_experts=4, hidden=320, intermediate=288, dtype="bfloat16")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[0, 0] = 1
+    weights.gate_up[1][1, 7, 3] = weights.down[1][1, 200, 8] = code
+    with tuning.override(backend, config):
+        y = call(backend, case, weights.experts(case), x, routing)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.parametrize("code", [127, 128, 131])
+def test_a_scale_of_two_and_above(code, rng):
+    a_scale_of_two_and_above(INTERPRETED.name, code, Config(8, 64, 256, 2, 3), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("code", [127, 128, 131])
+@pytest.mark.parametrize(
+    "config", [Config(8, 64, 256, 2, 3), Config(8, 64, 256, 4, 3, split_k=2), Config(16, 64, 128, 4, 3, 1)], ids=str
+)
+def test_a_scale_of_two_and_above_on_a_gpu(config, code, rng):
+    a_scale_of_two_and_above("triton", code, config, rng)
+
+
 # Rows of 4 and 3 codes, of 5 and 4, of 10 and 9: they begin at every byte of a word, at every second, and at the first.
 ROWS_OF_CODES = [(128, 96), (160, 128), (320, 288)]
 

@@ -271,7 +271,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             sums, every = lax.fori_loop(0, steps, step, (none, every))
             # What both loops compute from the same numbers would stay in registers through the first one.
             zero = of.codes.shifts[jnp.int32(0)]
-            again = Rows(*(a + zero for a in (rows.weight, rows.x, rows.part)), column + zero < num_rows // sides)
+            again = Rows(rows.weight + zero, rows.x + zero, rows.part + zero, column + zero < num_rows // sides)
             return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
 
         none = jnp.zeros((config.block_n, config.block_m), jnp.float32)
