@@ -251,7 +251,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             if of.scales is not None and of.scales.dtype == jnp.uint8:
                 codes = of_groups(rows, of.scales, rows.part * steps)
                 look_ahead = jnp.zeros(codes.shape, jnp.bool_), codes
-            sums, look_ahead = loop(steps, step, (none, look_ahead))
+            sums, look_ahead = loop(steps, step, (zeros, look_ahead))
             if look_ahead is not None:
                 sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
             return sums
@@ -268,13 +268,13 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
                 return multiplied(sums, rows, step, Groups(factors, None)), every | words
 
             every = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
-            sums, every = lax.fori_loop(0, steps, step, (none, every))
-            # What both loops compute from the same numbers would stay in registers through the first one.
+            sums, every = lax.fori_loop(0, steps, step, (zeros, every))
+            # 0, which is not known to compilers: what both loops compute of the same rows would stay in registers.
             zero = of.codes.shifts[jnp.int32(0)]
             again = Rows(rows.weight + zero, rows.x + zero, rows.part + zero, column + zero < num_rows // sides)
             return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
 
-        none = jnp.zeros((config.block_n, config.block_m), jnp.float32)
+        zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
         rows = Rows(weight_row, x_row, part, inside)
         sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows)
 
