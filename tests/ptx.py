@@ -76,6 +76,7 @@ _OPERATIONS = {
     "shr.b32": lambda a, b: a >> b,
     "shr.u32": lambda a, b: a >> b,
     "shf.l.wrap.b32": _shf,
+    "shf.r.wrap.b32": lambda low, high, right: (high.astype(np.uint64) << 32 | low) >> (right & 31),
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
     "mad.lo.u32": lambda a, b, c: a * b + c,

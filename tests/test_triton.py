@@ -234,6 +234,8 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
         Config(16, 128, 128, 4, 3, split_k=3),  # of two steps, so that one part is empty
         Config(32, 64, 512, 4, 2),
         Config(64, 32, 64, 4, 2, products=1),
+        Config(8, 64, 128, 2, 3),
+        Config(8, 32, 256, 4, 2, products=1, split_k=2),  # fewer rows than threads, and fewer codes than a step's
     ],
     ids=str,
 )
@@ -282,6 +284,64 @@ def a_nan_scale(backend, name, tokens, rng):
 @pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), pytest.param("int4_g32", 20, marks=slow)])
 def test_a_scale_that_is_nan(name, tokens, rng):
     a_nan_scale(INTERPRETED.name, name, tokens, rng)
+
+
+def a_scale_of_two_and_above(backend, code, config, rng):
+    """Tiles that have one are computed in another way than the rest."""
+    case = Case(tokens=6, num_experts=4, hidden=320, intermediate=288, dtype="bfloat16")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[0, 0] = 1
+    weights.gate_up[1][1, 7, 3] = weights.down[1][1, 200, 8] = code
+    with tuning.override(backend, config):
+        y = call(backend, case, weights.experts(case), x, routing)
+    assert_agrees(backend, case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.parametrize("code", [127, 128, 131])
+def test_a_scale_of_two_and_above(code, rng):
+    a_scale_of_two_and_above(INTERPRETED.name, code, Config(8, 64, 256, 2, 3), rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("code", [127, 128, 131])
+@pytest.mark.parametrize(
+    "config", [Config(8, 64, 256, 2, 3), Config(8, 64, 256, 4, 3, split_k=2), Config(16, 64, 128, 4, 3, 1)], ids=str
+)
+def test_a_scale_of_two_and_above_on_a_gpu(config, code, rng):
+    a_scale_of_two_and_above("triton", code, config, rng)
+
+
+# Rows of 4 and 3 codes, of 5 and 4, of 10 and 9: they begin at every byte of a word, at every second, and at the first.
+ROWS_OF_CODES = [(128, 96), (160, 128), (320, 288)]
+
+
+def a_nan_code_in_a_row(backend, sizes, config, rng):
+    """Among the first of a row of `down`, or the last, whose neighbours may be in the same word."""
+    hidden, intermediate = sizes
+    case = Case(tokens=6, num_experts=4, hidden=hidden, intermediate=intermediate, dtype="bfloat16")
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    routing.expert_ids[0, 0] = 1
+    rows = rng.permutation(hidden)[:8]
+    weights.down[1][1, rows[:4], 0] = weights.down[1][1, rows[4:], -1] = 255  # NaN
+    with tuning.override(backend, config):
+        y = call(backend, case, weights.experts(case), x, routing)
+    hit = (routing.expert_ids == 1).any(axis=1)
+    expected = hit[:, None] & np.isin(np.arange(hidden), rows)
+    np.testing.assert_array_equal(np.isnan(np.asarray(y, np.float32)), expected)
+
+
+@pytest.mark.parametrize("sizes", ROWS_OF_CODES, ids=str)
+@pytest.mark.parametrize("config", [Config(8, 64, 128, 2, 3), Config(8, 32, 256, 2, 2, split_k=2)], ids=str)
+def test_a_nan_code_keeps_to_its_row(config, sizes, rng):
+    a_nan_code_in_a_row(INTERPRETED.name, sizes, config, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", ROWS_OF_CODES, ids=str)
+@pytest.mark.parametrize("block_k", [64, 128, 256])
+@pytest.mark.parametrize(("block_m", "products"), [(8, 4), (16, 4), (16, 1)])
+def test_a_nan_code_keeps_to_its_row_on_a_gpu(block_m, products, block_k, sizes, rng):
+    a_nan_code_in_a_row("triton", sizes, Config(block_m, 64, block_k, 4, 3, products, split_k=2), rng)
 
 
 @pytest.mark.gpu
@@ -340,7 +400,7 @@ def test_a_nan_passes_a_clamp(rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 1000])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 9, 16, 17, 100, 1000])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_sizes_of_gpt_oss(tokens, top_k, rng):
     battery.check("triton", Case(tokens=tokens, top_k=top_k, hidden=2880, intermediate=2880, dtype="bfloat16"), rng)

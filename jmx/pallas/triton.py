@@ -1,7 +1,7 @@
 """Backend `triton`: the whole layer over packed 4-bit weights on Ampere and Ada, by the kernel of `triton_kernel`.
 
 Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
-(not for a few tokens: there every active expert sees them all), and each token's results are summed with its routing
+(not for a few tokens: there every active expert picks its own), and each token's results are summed with its routing
 weights in float32. Products take bfloat16 and add up in float32; float16 activations are rounded to bfloat16, whose
 range float16 does not exceed. Where weights have an order, rows are brought into their expert's before each product.
 """
@@ -104,10 +104,11 @@ class Triton:
         on_input = computation.weights_on == "input"
         every = experts.merged()
         order, down_order = every.gate_up.order, every.down.order
-        rows, row_of, expert_of_row = x, None, None
+        rows, row_of, users, expert_of_row = x, None, None, None
         if num_tokens <= min(FEW_TOKENS, config.block_m) and not on_input and order is None:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts)
             num_rows = work.blocks.experts.size * num_tokens
+            users = None if num_tokens == 1 else (routing.expert_ids.astype(jnp.int32), work.blocks.experts)
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_m)
             assert work.token_of_row is not None
@@ -127,13 +128,13 @@ class Triton:
             config, experts.format, num_rows, computation.activation, experts.gate_up_order, self.interpret
         )
         rows = turned(rows.astype(jnp.bfloat16))
-        (h,) = grouped_product(rows, row_of, every.gate_up, every.gate_up_bias, blocks, gate_up)
+        (h,) = grouped_product(rows, row_of, users, every.gate_up, every.gate_up_bias, blocks, gate_up)
         if down_order is not None:
             places = index_of(*reversed(jnp.divmod(down_order[expert_of_row], PLACES)))
             h = turned(jnp.take_along_axis(h, places, axis=1, mode="promise_in_bounds"))
         down = Product(config, experts.format, num_rows, interpret=self.interpret)
         blocks = blocks._replace(x_rows=blocks.out_rows)
-        out = grouped_product(h, None, every.down, every.down_bias, blocks, down)
+        out = grouped_product(h, None, users, every.down, every.down_bias, blocks, down)
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
 
 

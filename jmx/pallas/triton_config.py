@@ -3,12 +3,11 @@
 from dataclasses import dataclass, replace
 from itertools import product
 
-FEW_TOKENS = 16  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
-_MAX_HELD = (
-    304  # three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0
-)
+FEW_TOKENS = 8  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
+# Three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0.
+_MAX_HELD = 304
 # Of 32 weights, in the format that has most: a scale in float32 and a zero point, which are three factors of 16 bits.
-_BLOCK_BYTES = 5
+_BLOCK_BYTES = 6
 _BLOCK_FACTORS = 3
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
 # Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
@@ -43,8 +42,8 @@ class Config:
     split_k: int = 1
 
     def __post_init__(self) -> None:
-        # Tensor cores take 16 rows and 16 columns, of gates and of ups, and of each of four products a step.
-        for name, low, high in (("block_m", 16, 256), ("block_n", 32, 256), ("block_k", 64, 512), ("num_warps", 1, 16)):
+        # Tensor cores take 8 rows and 16 columns, of gates and of ups, and of each of four products a step.
+        for name, low, high in (("block_m", 8, 256), ("block_n", 32, 256), ("block_k", 64, 512), ("num_warps", 1, 16)):
             value = getattr(self, name)
             if value not in (1 << n for n in range(low.bit_length() - 1, high.bit_length())):
                 raise ValueError(f"`{name}` (={value}) must be a power of two in {low}..{high}")
@@ -91,24 +90,32 @@ def check(config: Config, capability: tuple[int, int]) -> None:
         )
 
 
+def is_wgmma(config: Config, capability: tuple[int, int]) -> bool:
+    """Whether Triton multiplies by `wgmma`, else by `mma`."""
+    fits = config.num_warps % 4 == 0 and config.block_n >= 64 and config.block_m >= 16
+    return capability >= (9, 0) and fits
+
+
 def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
     """Whether Triton gives each warp rows of the weight of its own; else some would decode the same ones.
 
     `wgmma` always gets them so; `mma`, where a product's sums go into another product, or a tile is high enough.
     """
-    wgmma = capability >= (9, 0) and config.num_warps % 4 == 0 and config.block_n >= 64
     high = 2 * config.block_n >= config.block_m * config.num_warps
-    return config.block_n >= 16 * config.num_warps and (wgmma or config.products > 1 or high)
+    several = config.products > 1
+    return config.block_n >= 16 * config.num_warps and (is_wgmma(config, capability) or several or high)
 
 
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     assignments = num_tokens * top_k
-    if assignments <= 8:  # so few tiles that they are cut small, and `down` is split
-        return Config(16, 32, 256, 2, 3, products=4, split_k=2)
+    if assignments <= 8:  # so few tiles that `down` is split
+        return Config(8, 64, 256, 4, 3, products=4, split_k=2)
     rows = 1 if num_tokens <= FEW_TOKENS else -(-assignments // num_experts)
-    if rows <= 12:  # most blocks of random routing have a few more rows than that
-        return Config(16, 64, 128, 2, 4, products=4)
+    if rows <= 4:  # most blocks of random routing have a few more rows than that
+        return Config(8, 64, 256, 2, 3, products=4)
+    if rows <= 12:
+        return Config(16, 64, 256, 2, 3, products=4)
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
     products = 1 if capability >= (9, 0) else 4  # each of `wgmma` is waited for
@@ -128,6 +135,7 @@ _TILES = (
     (64, 256, 4, 3),
     (128, 64, 4, 4),
     (128, 128, 4, 3),
+    (128, 128, 8, 3),
     (128, 64, 8, 3),
     (128, 128, 8, 2),
 )
@@ -136,7 +144,7 @@ _TILES = (
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
     """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
     first = heuristic(num_tokens, top_k, num_experts, capability)
-    heights = {first.block_m // 2, first.block_m, first.block_m * 2} if first.block_m > 16 else {16}
+    heights = {max(8, first.block_m // 2), first.block_m, first.block_m * 2}
     found = [first]
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
@@ -147,6 +155,9 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
         except ValueError:  # registers or shared memory do not hold it
             continue
         held = 3 * config.sums + config.weights <= _MAX_HELD
-        if config not in found and held and decodes_once(config, capability):
+        # Each product of `wgmma` is waited for. One of all columns, which takes more to decode, is for that.
+        waits = products > 1 and is_wgmma(config, capability)
+        vain = products == 1 and block_m < 16
+        if config not in found and held and not waits and not vain and decodes_once(config, capability):
             found.append(config)
     return found

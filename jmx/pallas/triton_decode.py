@@ -28,7 +28,7 @@ class Groups(NamedTuple):
     """What elements share by the block: arrays (N, groups), each group of as many words; None: not by the block.
 
     Args:
-        scales: of a packed weight's dtype: uint8 codes, or floats.
+        scales: of a packed weight's dtype: uint8 codes, or floats. Of codes also their factors, bfloat16.
         zero_points: int8.
     """
 
@@ -80,7 +80,7 @@ def weights_by_place(words: Array, groups: Groups, format: Format, interpret: bo
         spread = Groups(*(None if array is None else _spread(array, words) for array in groups))
         return [_interpreted(words, place, spread, format) for place in range(PLACES)]
     factors = _factors(groups, words, format)
-    return [_pairs(text, words, *factors) for text in _elements(groups, format).at]
+    return [pairs(text, words, *factors) for text in _elements(groups, format).at]
 
 
 def weights_turned(words: Array, groups: Groups, format: Format, interpret: bool, tables: list[Array]) -> Array:
@@ -102,7 +102,7 @@ def weights_turned(words: Array, groups: Groups, format: Format, interpret: bool
         return jnp.broadcast_to(array[None, None, :, None], shape).reshape(shape[0], -1)
 
     arguments = [of_words(array) for array in (words, *_factors(groups, words, format))]
-    return _pairs(_elements(groups, format).at_any, *arguments, *map(of_places, tables))
+    return pairs(_elements(groups, format).at_any, *arguments, *map(of_places, tables))
 
 
 def _elements(groups: Groups, format: Format) -> Elements:
@@ -114,8 +114,8 @@ def _factors(groups: Groups, words: Array, format: Format) -> list[Array]:
     factors = []
     if groups.zero_points is not None:
         factors.append(offsets(groups.zero_points))
-    if groups.scales is not None and format.scale_dtype in FACTORS:
-        factors.append(_pairs(FACTORS[format.scale_dtype], groups.scales.astype(jnp.int16)))
+    if groups.scales is not None and groups.scales.dtype == jnp.uint8:
+        factors.append(pairs(FACTORS[format.scale_dtype], groups.scales.astype(jnp.int16)))
     elif groups.scales is not None and num_factors(format, groups.scales.dtype) == 1:
         factors.append(groups.scales)
     elif groups.scales is not None:
@@ -143,7 +143,7 @@ def _spread(array: Array, words: Array) -> Array:
     return jnp.broadcast_to(array[:, :, None], shape).reshape(words.shape)
 
 
-def _pairs(text: str, *arguments: Array) -> Array:
+def pairs(text: str, *arguments: Array) -> Array:
     """PTX on two neighbours at a time: in one register, where they have 16 bits, else in two."""
     registers = sum(array.dtype.itemsize // 2 for array in arguments)
     (result,) = plgpu.elementwise_inline_asm(

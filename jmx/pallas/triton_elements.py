@@ -37,6 +37,16 @@ FACTORS = {
     "lop3.b32 t, sign, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, unit, none; }",
 }
 
+# The word that begins $3 bits behind the one in $1, with $2 the one after that.
+SHIFTED = "shf.r.wrap.b32 $0, $1, $2, $3;"
+
+# Factors of the codes below 128 of e8m0 that $3 and $4 pick out of the words $1 and $2, times 2^126 already: what that
+# is above bfloat16's 2^0 goes into its exponent.
+SCALED_FACTORS = (
+    "{ .reg .b32 t, high; prmt.b32 t, $1, 0, $3; prmt.b32 high, $2, 0, $4; mad.lo.u32 t, t, 0x80, 0x3F003F00; "
+    "mad.lo.u32 $0, high, 0x00800000, t; }"
+)
+
 # int4: below the bits of 128, an element whose sign was turned over is 128 + 8 more than itself, and exact.
 _NIBBLES = "0x000F000F"
 _TURNED_OVER = "0x43084308"
@@ -60,9 +70,9 @@ class Elements:
 
 
 def elements_of(format: Format, scale_dtype: np.dtype) -> Elements:
-    """Of weights of 4 bits whose scales, unpacked, are of `scale_dtype`."""
+    """Of weights of 4 bits whose scales, unpacked, are of `scale_dtype`; for e2m1 bfloat16 means SCALED_FACTORS."""
     if format.element_dtype != jnp.int4:
-        return _E2M1_ELEMENTS
+        return _E2M1_SCALED if scale_dtype == jnp.bfloat16 else _E2M1_ELEMENTS
     return _INT4_ELEMENTS["zero_points" in format.arrays, num_factors(format, scale_dtype)]
 
 
@@ -73,24 +83,29 @@ def num_factors(format: Format, scale_dtype: np.dtype) -> int:
     return 1 if np.dtype(scale_dtype).itemsize == 1 or scale_dtype == jnp.bfloat16 else 2
 
 
-def _e2m1(signs: str, turn: str) -> str:
+def _e2m1(signs: str, turn: str, scaled: bool) -> str:
+    unit = "" if scaled else "fma.rn.bf16x2 t, t, unit, none; "
     return (
         f"{{ .reg .b32 t, unit, none; mov.b32 unit, {_UNIT:#x}; mov.b32 none, {_NONE}; "
         f"shf.l.wrap.b32 t, $1, $1, 6; lop3.b32 t, t, $1, {signs}, 0xE4; {turn}; and.b32 t, t, {_E2M1:#x}; "
-        "fma.rn.bf16x2 t, t, unit, none; fma.rn.bf16x2 $0, t, $2, none; }"
+        f"{unit}fma.rn.bf16x2 $0, t, $2, none; }}"
     )
 
 
-def _e2m1_at(place: int) -> str:
+def _e2m1_at(place: int, scaled: bool) -> str:
     """Left by a few bits is a shift, which more units of a multiprocessor do than a turn."""
     turn = TURNS[place]
-    return _e2m1(f"{SIGNS[place // 2]:#x}", f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}")
+    turned = f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}"
+    return _e2m1(f"{SIGNS[place // 2]:#x}", turned, scaled)
 
 
-# At any place $3 is its entry of SIGNS and $5 of TURNS, once for either word, as are $4 and $6.
-_E2M1_ELEMENTS = Elements(
-    tuple(map(_e2m1_at, range(PLACES))), _e2m1("$3", "shf.l.wrap.b32 t, t, t, $5"), (SIGNS, TURNS)
-)
+def _e2m1_elements(scaled: bool) -> Elements:
+    """At any place $3 is its entry of SIGNS and $5 of TURNS, once for either word, as are $4 and $6."""
+    at = tuple(_e2m1_at(place, scaled) for place in range(PLACES))
+    return Elements(at, _e2m1("$3", "shf.l.wrap.b32 t, t, t, $5", scaled), (SIGNS, TURNS))
+
+
+_E2M1_ELEMENTS, _E2M1_SCALED = (_e2m1_elements(scaled) for scaled in (False, True))
 
 
 def _int4(shift: str, zero_points: bool, factors: int) -> str:

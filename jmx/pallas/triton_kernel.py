@@ -28,6 +28,7 @@ from jmx.activations import Activation
 from jmx.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas.activations import in_kernel
+from jmx.pallas.triton_codes import Codes, any_large, reader
 from jmx.pallas.triton_config import Config
 from jmx.pallas.triton_decode import (
     CHUNK,
@@ -91,13 +92,16 @@ class _Operands(NamedTuple):
     """Of `grouped_product`, as the kernel takes them.
 
     `scales` and `zero_points` are those of groups, `row_scales` (E, N) those of whole rows. `groups_of` (B,) says where
-    each block's stand in the former two; None: where its expert does.
+    each block's stand in the former two; None: where its expert does. `codes` are `scales`, as words, or None.
     """
 
     blocks: Blocks
     x: Any
     row_of: Any
+    ids: Any
+    ids_of: Any
     values: Any
+    codes: Codes | None
     scales: Any
     zero_points: Any
     groups_of: Any
@@ -107,13 +111,21 @@ class _Operands(NamedTuple):
 
 
 def grouped_product(
-    x: Array, row_of: Array | None, weight: BlockScaled, bias: Array | None, blocks: Blocks, product: Product
+    x: Array,
+    row_of: Array | None,
+    users: tuple[Array, Array] | None,
+    weight: BlockScaled,
+    bias: Array | None,
+    blocks: Blocks,
+    product: Product,
 ) -> Array:
-    """x times each block's weight, plus its bias; rows of the result that are in no block may hold anything.
+    """x times each block's weight, plus its bias; rows of the result that no block computes may hold anything.
 
     Args:
         x: bfloat16 (rows, K rounded up), `turned`.
         row_of: int32, the row of x that is read for each row that `blocks` name; None: that row itself.
+        users: where a block's rows are all tokens, the ids (T, k) that they name, and the id (B,) that each block is
+            for: rows that do not name it are neither read nor computed. None: all of a block's rows are.
         weight: packed, K a multiple of 4; its order, if any, is that of x's columns already.
         bias: (E, N), floating, or None.
         blocks: arrays, see `Blocks.as_arrays`; at most `product.config.block_m` rows each.
@@ -126,15 +138,29 @@ def grouped_product(
     row_scales = weight.global_scales
     if format.block_size == WHOLE_ROW:
         scales, row_scales = None, scales[..., 0]
-    # Words of values keep within it for as long as Pallas counts so, as scales of two bytes do; single bytes do not.
+    codes = None if scales is None else Codes.of(scales, format, product.config.block_k)
+    # Words keep within it for as long as Pallas counts so, as scales of two bytes do; single bytes do not.
     if any(array is not None and array.dtype.itemsize == 1 and array.size > _INT32 for array in (scales, zero_points)):
         scales, zero_points = (None if a is None else a[blocks.experts] for a in (scales, zero_points))
         groups_of = jnp.arange(blocks.experts.size, dtype=jnp.int32)
     blocks = blocks._replace(num_blocks=None)
     values = _words(weight.values)
-    operands = _Operands(blocks, x, row_of, values, scales, zero_points, groups_of, row_scales, bias, tables)
+    ids, ids_of = (None, None) if users is None else users
+    operands = _Operands(
+        blocks, x, row_of, ids, ids_of, values, codes, scales, zero_points, groups_of, row_scales, bias, tables
+    )
     arrays, structure = jax.tree.flatten(operands)
     return _product.bind(*arrays, structure=structure, product=product)
+
+
+class Rows(NamedTuple):
+    """Of a tile: its rows of the weight (block_n,) and of x (block_m,), the part of the columns, and whether each of
+    the former is inside the weight."""
+
+    weight: Array
+    x: Array
+    part: Array
+    inside: Array
 
 
 def _words(array: Array) -> Array:
@@ -149,7 +175,7 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
     x, row_of, values = of.x, of.row_of, of.values
     config, sides, format = product.config, product.sides, product.format
     (_, num_rows, num_words), (parts, _, width) = values.shape, out.shape
-    tile_n, step_words = config.block_n // sides, config.block_k // PLACES
+    tile_n, step_words, num_threads = config.block_n // sides, config.block_k // PLACES, 32 * config.num_warps
     steps = pl.cdiv(pl.cdiv(num_words, step_words), parts)
     tile, block, part = (pl.program_id(axis) for axis in range(3))
     expert, count = experts[block], counts[block]
@@ -170,31 +196,31 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
         column = columns(nth)
         here, inside = row < count, column < num_rows // sides
         weight_row = side * side_step + row_step * column
+        if of.ids is not None:
+            here &= _names(of.ids, row, of.ids_of[block])
         x_row = x_rows[block] + row
         if row_of is not None:
             x_row = plgpu.load(row_of.at[x_row], mask=here, other=0)
         entries = [plgpu.load(table.at[jnp.arange(table.size)]) for table in of.tables]
 
-        def of_groups(array: Any, step: Array, later: int = 0) -> Array:
+        def of_groups(rows: Rows, array: Any, step: Array, later: int = 0) -> Array:
             """(block_n, groups) of an array (E, N, groups): those of the words of a step, or of a later one."""
             first, number = _groups_of_step(step, later, step_words, format)
             # Of one group Triton moves a column to the threads that need it where it has but one dimension. One that
             # has less than an element a thread it may have all of them load over and over, and so it comes repeated.
-            times = 32 * config.num_warps // config.block_n
+            times = num_threads // config.block_n
             if number == 1 and times <= 1:
-                mask = inside & (first < array.shape[2])
-                return plgpu.load(array.at[groups_row, weight_row, first], mask=mask, other=0)[:, None]
+                mask = rows.inside & (first < array.shape[2])
+                return plgpu.load(array.at[groups_row, rows.weight, first], mask=mask, other=0)[:, None]
             group = first + (jnp.arange(number) if number > 1 else jnp.zeros(times, jnp.int32))
-            mask = inside[:, None] & (group < array.shape[2])[None, :]
-            return plgpu.load(array.at[groups_row, weight_row[:, None], group[None, :]], mask=mask, other=0)
+            mask = rows.inside[:, None] & (group < array.shape[2])[None, :]
+            return plgpu.load(array.at[groups_row, rows.weight[:, None], group[None, :]], mask=mask, other=0)
 
-        def step(index: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
-            sums, look_ahead = state
-            step = part * steps + index
+        def multiplied(sums: Array, rows: Rows, step: Array, groups: Groups) -> Array:
+            """Sums and a step's products."""
             word = step * step_words + jnp.arange(step_words)
-            mask = inside[:, None] & (word < num_words)[None, :]
-            words = plgpu.load(values.at[expert, weight_row[:, None], word[None, :]], mask=mask, other=0)
-            groups = Groups(*(None if a is None else of_groups(a, step) for a in (of.scales, of.zero_points)))
+            mask = rows.inside[:, None] & (word < num_words)[None, :]
+            words = plgpu.load(values.at[expert, rows.weight[:, None], word[None, :]], mask=mask, other=0)
             if config.products == 1:
                 weights = [weights_turned(words, groups, format, product.interpret, entries)]
                 indices = [step * config.block_k + jnp.arange(config.block_k)]
@@ -203,19 +229,54 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
                 indices = [plgpu.max_contiguous(pl.multiple_of(index_of(p, word), RUN), RUN) for p in range(PLACES)]
             for weight, index in zip(weights, indices, strict=True):
                 mask = (index < x.shape[1])[:, None] & here[None, :]
-                tokens = plgpu.load(x.at[x_row[None, :], index[:, None]], mask=mask, other=0)
+                tokens = plgpu.load(x.at[rows.x[None, :], index[:, None]], mask=mask, other=0)
                 sums += jnp.dot(weight, tokens, preferred_element_type=jnp.float32)
-            if look_ahead is None:
-                return sums, None
-            # The next step's are asked for now, to be in the cache by then; they may be too narrow for the pipeline.
-            bad, ahead = look_ahead
-            return sums, (bad | are_nan(ahead, format), of_groups(of.scales, step, later=1))
+            return sums
 
-        sums, look_ahead = jnp.zeros((config.block_n, config.block_m), jnp.float32), None
-        if of.scales is not None and of.scales.dtype == jnp.uint8:
-            codes = of_groups(of.scales, part * steps)
-            look_ahead = jnp.zeros(codes.shape, jnp.bool_), codes
-        sums, look_ahead = lax.fori_loop(0, steps, step, (sums, look_ahead))
+        def by_blocks(rows: Rows, loop: Any) -> Array:
+            """The tile's sums, whatever its blocks' scales."""
+
+            def step(index: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
+                sums, look_ahead = state
+                step = rows.part * steps + index
+                groups = (None if a is None else of_groups(rows, a, step) for a in (of.scales, of.zero_points))
+                sums = multiplied(sums, rows, step, Groups(*groups))
+                if look_ahead is None:
+                    return sums, None
+                # The next step's are asked for now, to be in the cache by then; they may be too narrow for pipelines.
+                bad, ahead = look_ahead
+                return sums, (bad | are_nan(ahead, format), of_groups(rows, of.scales, step, later=1))
+
+            look_ahead = None
+            if of.scales is not None and of.scales.dtype == jnp.uint8:
+                codes = of_groups(rows, of.scales, rows.part * steps)
+                look_ahead = jnp.zeros(codes.shape, jnp.bool_), codes
+            sums, look_ahead = loop(steps, step, (zeros, look_ahead))
+            if look_ahead is not None:
+                sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
+            return sums
+
+        def by_words(rows: Rows) -> Array:
+            """As `by_blocks`, by words of codes, and by blocks where these do not suffice."""
+            groups = num_words * PLACES // format.block_size
+            read = reader(of.codes, expert, rows.weight, groups, num_threads, product.interpret)
+
+            def step(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+                sums, every = state
+                step = rows.part * steps + index
+                factors, words = read(step)
+                return multiplied(sums, rows, step, Groups(factors, None)), every | words
+
+            every = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
+            sums, every = lax.fori_loop(0, steps, step, (zeros, every))
+            # 0, which is not known to compilers: what both loops compute of the same rows would stay in registers.
+            zero = of.codes.shifts[jnp.int32(0)]
+            again = Rows(rows.weight + zero, rows.x + zero, rows.part + zero, column + zero < num_rows // sides)
+            return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
+
+        zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
+        rows = Rows(weight_row, x_row, part, inside)
+        sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows)
 
         def of_rows(array: Any) -> Array:
             return plgpu.load(array.at[expert, weight_row], mask=inside, other=0).astype(jnp.float32)
@@ -224,14 +285,31 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             sums *= of_rows(of.row_scales)[:, None]
         if of.bias is not None:
             sums += jnp.where(part == 0, of_rows(of.bias), 0)[:, None]
-        if look_ahead is not None:
-            sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
         y = _activated(sums, product)
         nth = jnp.arange(tile_n)
         y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
         index = tile * tile_n + nth
         at = (part, out_rows[block] + row[:, None], index[None, :])
         plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
+
+
+def _names(ids: Any, row: Array, id: Array) -> Array:
+    """Which rows of `ids` (T, k), from `row` (N,), have `id`, bool (N,)."""
+    num_tokens, top_k = ids.shape
+    named = jnp.zeros(row.shape, jnp.bool_)
+    for slot in range(top_k):
+        named |= plgpu.load(ids.at[row, slot], mask=row < num_tokens, other=-1) == id
+    return named
+
+
+def _counted_down(steps: int, step: Any, state: Any) -> Any:
+    """`lax.fori_loop` from 0, in a form that Triton does not pipeline, and so neither unrolls nor gives memory."""
+
+    def body(counted: tuple[Array, Any]) -> tuple[Array, Any]:
+        left, state = counted
+        return left - 1, step(steps - left, state)
+
+    return lax.while_loop(lambda counted: counted[0] > 0, body, (jnp.int32(steps), state))[1]
 
 
 def _groups_of_step(step: Array, later: int, step_words: int, format: Format) -> tuple[Array, int]:
