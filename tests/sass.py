@@ -57,7 +57,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def is_wgmma(instruction: Instruction) -> bool:
-    return instruction.opcode.startswith("HGMMA")
+    return instruction.opcode.startswith(("HGMMA", "QGMMA"))
 
 
 def hazards(program: list[Instruction]) -> list[str]:

@@ -117,8 +117,8 @@ class MosaicSm90Fp8:
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
 
 
-def _sizes(problem: Problem) -> tuple[tuple[int, int], int, int, int]:
-    return (problem.hidden_size, problem.intermediate_size), problem.num_tokens or 1, problem.top_k, problem.num_experts
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    return problem.num_tokens or 1, problem.top_k, problem.num_experts
 
 
 def _unit_bytes(problem: Problem) -> int:
