@@ -272,8 +272,7 @@ def grouped_product(
                     plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot], collective_axes=shared)
                     if x_scales_s is not None:
                         here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
-                        there = x_scales_s.at[slot, :, pl.ds(0, width)]
-                        plgpu.copy_gmem_to_smem(here, there, full.at[slot], collective_axes=shared)
+                        plgpu.copy_gmem_to_smem(here, x_scales_s.at[slot, :, pl.ds(0, width)], full.at[slot])
 
                 for_width(count, copy)
 
