@@ -145,7 +145,7 @@ def grouped_product(
         work = Blocks(*(rest.pop(0) for _ in arrays))
         out_g, x_s, values_s, *rest = rest
         scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
-        full, empty = rest
+        full, empty, *ended = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_items = work.num_blocks[0] * m_steps
         num_mine = lax.div(num_items - core + (num_clusters - 1), num_clusters)
@@ -232,6 +232,9 @@ def grouped_product(
                 fragments.store(out_g, outs, rows, item.tile, item.out_row + first, item.count - first, None)
 
             lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
+            for barrier in ended:  # no block of threads may be gone while another one still arrives at its barriers
+                plgpu.barrier_arrive(barrier)
+                plgpu.barrier_wait(barrier)
 
         def each_stage(item: Callable[[Array, Array], Callable[[Array, Array], None]]) -> None:
             """For each item what `item` returns of its block and its first tile, for each unit and its slot."""
@@ -302,9 +305,9 @@ def grouped_product(
     ]
     there = [stage for stage in stages if stage is not None]
     if shared is None:
-        emptied, cluster = plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute), {}
+        by_all, cluster = partial(plgpu.Barrier, num_arrivals=num_compute), {}
     else:
-        emptied = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_barriers=num_stages, num_arrivals=num_compute)
+        by_all = partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,), num_arrivals=num_compute)
         cluster = {"cluster": (config.cluster,), "cluster_names": (CLUSTER,)}
     kernel = plgpu.kernel(
         body,
@@ -314,7 +317,12 @@ def grouped_product(
         **cluster,
         num_threads=num_compute + 1,
         thread_name="warpgroup",
-        scratch_types=[*there, plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)), emptied],
+        scratch_types=[
+            *there,
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
+            by_all(num_barriers=num_stages),
+            *([] if shared is None else [by_all()]),
+        ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             approx_math=True,
