@@ -11,6 +11,7 @@ MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
 MAX_BLOCK_N = 256  # three sums of 128 columns: registers of two warpgroups do not hold more
 MAX_WIDTH = 128  # of a product
 REGISTERS = 232  # of a computing thread, where there are one or two warpgroups of them
+_STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _BARRIER_BYTES = 2048
 
 
@@ -57,6 +58,16 @@ class Config:
         return self.warpgroups_m * self.cluster
 
     @property
+    def staged(self) -> int:
+        """Rows of results that a warpgroup writes to shared memory at a time, on their way to global memory."""
+        import os
+        import re
+        X = re.findall(r"s(\d+)", os.environ.get("FP8_X", ""))
+        if X:
+            return min(int(X[0]), self.block_n)
+        return min(self.block_n, MAX_WIDTH if self.block_n <= MAX_WIDTH else 32)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of rows that the kernel is compiled for: a block takes the least that holds its own.
 
@@ -76,7 +87,8 @@ class Config:
     def shared_memory(self, unit_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
         rows = self.block_n * ROW_BYTES + 4 * self.scales_n
-        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + _BARRIER_BYTES
+        staged = self.warpgroups_m * self.staged * _STAGED_BYTES
+        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + staged + _BARRIER_BYTES
 
     def check(self, unit_bytes: int) -> None:
         """Raises ValueError unless shared memory holds the stages."""

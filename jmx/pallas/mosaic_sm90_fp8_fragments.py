@@ -35,6 +35,7 @@ SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(1
 _SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
 _SLICES = 4  # of 32 columns
 _SLICE_BYTES = 32
+_SUMS_AND_OPERANDS = 192  # registers of a thread that may hold them
 
 _MAGNITUDES = "and.b32 $0, $1, 0x77777777;"
 _LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
@@ -115,21 +116,38 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | N
         old, rest = given[: len(totals)], [*given[len(totals) :]]
         table = rest.pop() if tables else None
         mine = [Unit(*(rest.pop(0) if one else None for one in there)) for _ in units]
+        parts, new = range(len(old)), [sums_of(total) for total in old]
         scaled = mine[0].x_scales is not None or (mine[0].scales is not None and table is None)
         apart = scaled or (table is not None and len(old) > 1)  # a unit's operand serves all its rows at once
-        parts = range(len(old))
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
-        new, sums, operand = [sums_of(total) for total in old], None, _operand(mine[0], table)
+        beside = len(old) * n // 2 + n + _operand_size(table) * len(mine) <= _SUMS_AND_OPERANDS
+        sums, done, operand = None, None, _operand(mine[0], table)
+
+        def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
+            products, unit, part = done
+            row_scales = _row_scales(unit) if table is None else None
+            new[part] = _added(new[part], _wait(products, pending), row_scales, unit.x_scales, part * n)
+
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
             sums = _multiply(sums, operand, _descriptor(unit.x, part * n), n)
+            if done is not None:
+                add(done, 1)  # while the tensor cores work, as what follows
+                done = None
             if following is not None and following is not unit:
-                operand = _operand(following, table)  # while the tensor cores work
+                operand = _operand(following, table)
             if apart or unit is mine[-1]:
-                row_scales = _row_scales(unit) if table is None else None
-                new[part], sums = _added(new[part], _wait(sums, 0), row_scales, unit.x_scales, part * n), None
+                done, sums = (sums, unit, part), None
+            if done is not None and (following is None or not beside):
+                add(done, 0)
+                done = None
         return tuple(accumulator(total, values) for total, values in zip(old, new, strict=True))
 
     return body(*totals, *refs, *tables)
+
+
+def _operand_size(table: ir.Value | None) -> int:
+    """Registers of a thread that the operand A of a unit takes."""
+    return 0 if table is None else 4 * _SLICES
 
 
 def _operand(unit: Unit, table: ir.Value | None) -> Any:
@@ -289,3 +307,47 @@ def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Arr
         return accumulator(sums, out)
 
     return body(sums, scales, first, count)
+
+
+
+def swizzled_rows(columns: int, dtype: Any) -> Any:
+    """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
+    bytes_ = min(ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
+    tiling: Any = plgpu.TilingTransform((8, bytes_ // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    return (tiling, plgpu.SwizzleTransform(bytes_))
+
+
+def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
+    """Writes a tile's outputs, transposed, to shared memory.
+
+    Args:
+        ref: (count, columns), with transforms `swizzled_rows`.
+        arrays: own elements of the thread's first row, and of its second where there is no gate; ref's dtype.
+        columns: outputs of the tile.
+        first, count: which of the accumulator's columns.
+    """
+    dtype = arrays[0].dtype
+    size, span = dtype.itemsize, min(ROW_BYTES, columns * dtype.itemsize)
+    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
+
+    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
+    def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
+        base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+        warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
+        output = arith.addi(arith.muli(warp, constant(columns // 4)), arith.divui(lane, constant(4)))
+        for second, array in enumerate(arrays):
+            byte = arith.muli(arith.addi(output, constant(8 * second)), constant(size))
+            start = arith.addi(base, arith.muli(arith.divui(byte, constant(span)), constant(8 * span)))
+            byte = arith.remui(byte, constant(span))
+            for i in range(2):
+                row = arith.addi(arith.muli(arith.remui(lane, constant(4)), constant(2)), constant(i))
+                turn = arith.muli(arith.divui(row, constant(ROW_BYTES // span)), constant(16))
+                at = arith.addi(arith.muli(row, constant(span)), arith.xori(byte, turn))
+                at = arith.addi(start, at)
+                for eight in range(count // 8):
+                    value = llvm.extractelement(array.registers.flat[first // 8 + eight], constant(i))
+                    value = utils.bitcast(value, ir.IntegerType.get_signless(8 * size))
+                    text = f"st.shared.b{8 * size} [$0 + {8 * eight * columns * size}], $1;"
+                    utils.inline_ptx(text, at, value, has_side_effects=True)
+
+    body(ref, *arrays)

@@ -29,7 +29,7 @@ from jmx.pallas import mosaic_sm90_fragments as fragments
 from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS, Config, parts_of
 from jmx.pallas.mosaic_sm90_fp8_layout import RAISED, UNIT_COLUMNS, table, value_rows
 from jmx.pallas.mosaic_sm90_fragments import Rows
-from jmx.pallas.mosaic_sm90_layout import TILE
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
 
 Array = Any
 CLUSTER = "cluster"
@@ -145,7 +145,7 @@ def grouped_product(
         work = Blocks(*(rest.pop(0) for _ in arrays))
         out_g, x_s, values_s, *rest = rest
         scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
-        full, empty, *ended = rest
+        out_s, full, empty, *ended = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_items = work.num_blocks[0] * m_steps
         num_mine = lax.div(num_items - core + (num_clusters - 1), num_clusters)
@@ -189,9 +189,9 @@ def grouped_product(
                         None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
                     )
 
-                num_parts, Carry = parts_of(width), tuple[tuple[Array, ...], Array]
+                num_parts = parts_of(width)
 
-                def step(count: int, _: Array, carry: Carry) -> Carry:
+                def step(count: int, _: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
                     totals, slot = carry
                     slots = [slot]
                     for _ in range(count - 1):
@@ -205,8 +205,8 @@ def grouped_product(
 
                 n = width // num_parts
                 zeros = plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
-                carry = ((zeros,) * num_parts, first_slot(turn))
                 whole, rest = divmod(units, config.units)
+                carry = (zeros,) * num_parts, first_slot(turn)
                 if whole:
                     carry = lax.fori_loop(0, whole, partial(step, config.units), carry)
                 if rest:
@@ -229,9 +229,30 @@ def grouped_product(
                     gated = rows.gate_up_order is not None
                     outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
                 outs = [out.astype(product.dtype) for out in outs]
-                fragments.store(out_g, outs, rows, item.tile, item.out_row + first, item.count - first, None)
+                for chunk in range(0, width, config.staged):
+                    write(outs, item, first, chunk, min(config.staged, width - chunk))
+
+            def write(outs: list[Array], item: _Item, part: int, first: int, size: int) -> None:
+                """Of a part's outputs `size` rows from `first` on, by 8; they go while the next item is computed."""
+                row, count = lax.div(item.out_row, 8) * 8 + part, item.count - part  # by 8, for TMA to see
+
+                def copy(start: int, rows_: int) -> None:
+                    at = pl.ds(row + first + start, rows_), pl.ds(item.tile * out_columns, out_columns)
+                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, pl.ds(start, rows_)], out_g.at[*at])
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                fp8.stage(out_s.at[warpgroup, pl.ds(0, size)], outs, out_columns, first, size)
+                plgpu.commit_smem()
+                whole = count > first + size - 8
+                pl.when(whole)(partial(copy, 0, size))
+
+                @pl.when(~whole)
+                def _() -> None:
+                    for eight in range(0, size - 8, 8):
+                        pl.when(count > first + eight)(partial(copy, eight, 8))
 
             lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
+            plgpu.wait_smem_to_gmem(0)
             for barrier in ended:  # no block of threads may be gone while another one still arrives at its barriers
                 plgpu.barrier_arrive(barrier)
                 plgpu.barrier_wait(barrier)
@@ -304,6 +325,8 @@ def grouped_product(
         plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if inputs.by_block else None,
     ]
     there = [stage for stage in stages if stage is not None]
+    out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
+    out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
     if shared is None:
         by_all, cluster = partial(plgpu.Barrier, num_arrivals=num_compute), {}
     else:
@@ -319,6 +342,7 @@ def grouped_product(
         thread_name="warpgroup",
         scratch_types=[
             *there,
+            plgpu.SMEM((num_compute, config.staged, out_columns), product.dtype, transforms=out_transforms),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
             by_all(num_barriers=num_stages),
             *([] if shared is None else [by_all()]),
