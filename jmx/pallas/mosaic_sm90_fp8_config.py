@@ -12,6 +12,7 @@ MAX_BLOCK_N = 256  # three sums of 128 columns: registers of two warpgroups do n
 MAX_WIDTH = 128  # of a product
 REGISTERS = 232  # of a computing thread, where there are one or two warpgroups of them
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
+_STAGED_OF_LARGE = 32  # rows of results, where stages leave little room
 _BARRIER_BYTES = 2048
 
 
@@ -60,12 +61,7 @@ class Config:
     @property
     def staged(self) -> int:
         """Rows of results that a warpgroup writes to shared memory at a time, on their way to global memory."""
-        import os
-        import re
-        X = re.findall(r"s(\d+)", os.environ.get("FP8_X", ""))
-        if X:
-            return min(int(X[0]), self.block_n)
-        return min(self.block_n, MAX_WIDTH if self.block_n <= MAX_WIDTH else 32)
+        return self.block_n if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
 
     @property
     def widths(self) -> tuple[int, ...]:

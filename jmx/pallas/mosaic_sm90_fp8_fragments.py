@@ -309,7 +309,6 @@ def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Arr
     return body(sums, scales, first, count)
 
 
-
 def swizzled_rows(columns: int, dtype: Any) -> Any:
     """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
     bytes_ = min(ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
