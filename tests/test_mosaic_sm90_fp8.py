@@ -31,7 +31,7 @@ from jmx.inputs import INPUT_FORMATS
 from jmx.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
 from jmx.pallas.mosaic_sm90_fp8 import INPUTS, MosaicSm90Fp8
-from jmx.pallas.mosaic_sm90_fp8_config import Config, candidates, heuristic, parts_of
+from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape, candidates, parts_of
 from jmx.pallas.mosaic_sm90_fp8_layout import EXACT_BELOW, LAYOUT, RAISED, table, unit_bytes
 from jmx.quantization import random
 
@@ -218,7 +218,7 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
 def test_configurations_fit(name):
     size = unit_bytes(FORMATS[name])
     for tokens in (1, 64, 1024, 8192):
-        for config in candidates(size, tokens, 4, 32):
+        for config in candidates(Shape(size, name == "mxfp4", name == "fp8_block", tokens, 4, 32)):
             config.check(size)
             assert config.shared_memory(size) <= SHARED_MEMORY
 
@@ -298,10 +298,9 @@ def test_computations(change, rng):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("format", ["mxfp4", "fp8_channel"])
-def test_every_way_to_cut(format, config, rng):
-    case = Case(tokens=200, format=format, input_format="fp8_token", dtype="bfloat16", hidden=160, intermediate=224)
-    case = suited("mosaic_fp8", case)
+@pytest.mark.parametrize(("format", "input_format", "sizes"), [PAIRS[0], PAIRS[4], PAIRS[5]])
+def test_every_way_to_cut(format, input_format, sizes, config, rng):
+    case = suited("mosaic_fp8", Case(tokens=200, format=format, input_format=input_format, dtype="bfloat16", **sizes))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     with tuning.override("mosaic_fp8", config):
         y, again = (call("mosaic_fp8", case, weights.experts(case), x, routing) for _ in range(2))

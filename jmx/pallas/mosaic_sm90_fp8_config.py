@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
 
@@ -110,16 +111,36 @@ def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int, cluste
     return replace(least, num_stages=min(MAX_STAGES, units + left // more))
 
 
-def heuristic(unit_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:
+class Shape(NamedTuple):
+    """What a configuration goes by.
+
+    Args:
+        unit_bytes: of a unit of the weight.
+        decoded: whether its elements become e4m3 in registers.
+        by_block: whether scales, of weights or inputs, belong to 128 columns.
+        num_tokens, top_k, num_experts: of the layer.
+    """
+
+    unit_bytes: int
+    decoded: bool
+    by_block: bool
+    num_tokens: int
+    top_k: int
+    num_experts: int
+
+
+def heuristic(shape: Shape) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
-    rows = -(-num_tokens * top_k // num_experts)
-    block_n = next((n for n in (8, 16, 32, 64) if 2 * rows <= n), MAX_WIDTH)
-    return deepest(unit_bytes, block_n, 2, 2)
+    rows = -(-shape.num_tokens * shape.top_k // shape.num_experts)
+    block_n = next((n for n in (8, 16, 32, 64, MAX_WIDTH) if 2 * rows <= n), MAX_BLOCK_N)
+    if shape.by_block:  # so much is scaled and added up that it has to run beside the products
+        block_n = min(block_n, MAX_WIDTH)
+    return deepest(shape.unit_bytes, block_n, 2, 1 if shape.decoded and block_n > MAX_WIDTH else 2)
 
 
-def candidates(unit_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
+def candidates(shape: Shape) -> list[Config]:
     """What `jmx tune` tries, the heuristic first."""
-    first = heuristic(unit_bytes, num_tokens, top_k, num_experts)
     few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4), (1,))
     many = itertools.product((MAX_WIDTH, 192, 208, 224, MAX_BLOCK_N), (2,), (1, 2), (1, 2))
-    return list(dict.fromkeys((first, *(deepest(unit_bytes, *cut) for cut in (*few, *many)))))
+    cuts = (deepest(shape.unit_bytes, *cut) for cut in (*few, *many))
+    return list(dict.fromkeys((heuristic(shape), *cuts)))
