@@ -311,9 +311,9 @@ def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Arr
 
 def swizzled_rows(columns: int, dtype: Any) -> Any:
     """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
-    bytes_ = min(ROW_BYTES, columns * jnp.dtype(dtype).itemsize)
-    tiling: Any = plgpu.TilingTransform((8, bytes_ // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
-    return (tiling, plgpu.SwizzleTransform(bytes_))
+    size = jnp.dtype(dtype).itemsize
+    span = min(ROW_BYTES, columns * size)
+    return (plgpu.TilingTransform((8, span // size)), plgpu.SwizzleTransform(span))  # pyright: ignore[reportAbstractUsage]
 
 
 def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
