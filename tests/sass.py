@@ -1,8 +1,8 @@
 """Reading SASS, a GPU's machine code, as nvdisasm prints it: are registers left alone that tensor cores still use?
 
-`wgmma`, HGMMA in SASS, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it. Meanwhile the registers of
-its A operand must not be written, and those of its accumulator not be touched but by other HGMMA. That is ptxas' own
-concern; but where a branch stood in between it has been seen to forget, and to say nothing.
+`wgmma`, HGMMA in SASS and QGMMA where it is of FP8, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it.
+Meanwhile the registers of its A operand must not be written, and those of its accumulator not be touched but by other
+such. That is ptxas' own concern; but where a branch stood in between it has been seen to forget, and to say nothing.
 """
 
 import re

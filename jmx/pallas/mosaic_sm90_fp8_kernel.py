@@ -1,12 +1,16 @@
 """A grouped product on Hopper's FP8 tensor cores, in one Pallas Mosaic GPU kernel: rows @ weight[expert].T, and on.
 
-As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, in registers, and
-a block of rows of one expert, at most 128, is B. Every multiprocessor runs one block of threads for good. One warp
-fetches weights and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
+As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of rows
+of one expert, at most 256, is B, in two parts where it has more than 128. E4M3 weights are read from shared memory;
+MXFP4 ones become e4m3 in registers. Every multiprocessor runs one block of threads for good. One warp fetches weights
+and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
 
     weights   | W0 | W1 | W2 | ...                             full[slot] -->
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
     compute   | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...              --> empty[slot]
+
+Results leave by way of shared memory, and are on their way while the next item is computed. Blocks of threads may work
+in clusters of two, on different rows of the weight and the same rows of x, of which each fetches half for both.
 
 A product is one launch, not both of a layer as there: between them rows of h are rounded anew, for which a token's h
 has to be there as a whole.
@@ -113,9 +117,10 @@ def grouped_product(
     Args:
         inputs: blocks may read past the end of the rows.
         product: see `Product`.
-        blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`
-            are computed.
-        num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
+        blocks: `x_rows` and `out_rows` are multiples of 8. All blocks must name an expert that there is; only the first
+            `num_blocks` are computed.
+        num_rows: R, rows of the result, a multiple of 8. Rows that no block names may hold anything: a block writes its
+            own and those up to the next multiple of 8.
         num_cores: multiprocessors to run on.
 
     Returns:
