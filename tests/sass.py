@@ -1,8 +1,8 @@
 """Reading SASS, a GPU's machine code, as nvdisasm prints it: are registers left alone that tensor cores still use?
 
-`wgmma`, HGMMA in SASS, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it. Meanwhile the registers of
-its A operand must not be written, and those of its accumulator not be touched but by other HGMMA. That is ptxas' own
-concern; but where a branch stood in between it has been seen to forget, and to say nothing.
+`wgmma`, HGMMA in SASS and QGMMA where it is of FP8, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it.
+Meanwhile the registers of its A operand must not be written, and those of its accumulator not be touched but by other
+such. That is ptxas' own concern; but where a branch stood in between it has been seen to forget, and to say nothing.
 """
 
 import re
@@ -57,7 +57,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def is_wgmma(instruction: Instruction) -> bool:
-    return instruction.opcode.startswith("HGMMA")
+    return instruction.opcode.startswith(("HGMMA", "QGMMA"))
 
 
 def hazards(program: list[Instruction]) -> list[str]:
@@ -87,6 +87,14 @@ def _clashes(program: list[Instruction], start: int) -> set[int]:
         closed = min(closed + _closes_group(instruction), _MANY_GROUPS)
         todo += [(next_, closed) for next_ in instruction.following]
     return clashes
+
+
+def spills(program: list[Instruction]) -> list[str]:
+    """Whatever goes to or comes from local memory within an innermost loop around products."""
+    backwards = [(to, n) for n, instruction in enumerate(program) for to in instruction.following if to <= n]
+    loops = [(a, b) for a, b in backwards if any(is_wgmma(instruction) for instruction in program[a : b + 1])]
+    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return [i.text for a, b in inner for i in program[a : b + 1] if i.opcode.startswith(("LDL", "STL"))]
 
 
 def register_limits(program: list[Instruction]) -> list[tuple[int, int]]:

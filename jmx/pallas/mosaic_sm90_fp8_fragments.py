@@ -35,6 +35,7 @@ SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(1
 _SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
 _SLICES = 4  # of 32 columns
 _SLICE_BYTES = 32
+_SUMS_AND_OPERANDS = 192  # registers of a thread that may hold them
 
 _MAGNITUDES = "and.b32 $0, $1, 0x77777777;"
 _LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
@@ -47,7 +48,8 @@ _SIGNS = (
 class Unit(NamedTuple):
     """What has come of one unit, refs in shared memory; None for what there is not.
 
-    `values` (rows, 256) uint8, `scales` (256,) uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3, `x_scales` (n,).
+    `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,) uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3,
+    `x_scales` (n,).
     """
 
     values: Any
@@ -89,75 +91,103 @@ def _e2m1_slices(values: ir.Value, scales: ir.Value, table: ir.Value) -> list[li
     return out
 
 
-def add_units(total: jax.Array, units: Sequence[Unit], table: Any | None) -> jax.Array:
-    """total (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
+def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | None) -> tuple[jax.Array, ...]:
+    """Totals (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
 
     The tensor cores' own sums keep some 14 bits, so they go over these units only, where no scale is theirs alone, else
-    over each unit, and are added to `total`, times the scales that there are. Nothing is in flight at the end.
+    over each unit, and are added to the totals, times the scales that there are. Nothing is in flight at the end.
 
     Args:
-        total: float32, n a multiple of 8.
+        totals: float32, n a multiple of 8: of the units' first n rows, of the next n, and so on.
         table: ref uint32 (256, 2) in global memory, of `mosaic_sm90_fp8_layout.table`; None for e4m3 weights.
     """
-    n = total.shape[1]
+    n = totals[0].shape[1]
     refs = [ref for unit in units for ref in unit if ref is not None]
-    kinds = [plgpu.RefType(SWIZZLED) if any(ref is unit.x for unit in units) else plgpu.RefType() for ref in refs]
+    of_wgmma = [ref for unit in units for ref in (unit.x, *([unit.values] if table is None else []))]
+    kinds = [plgpu.RefType(SWIZZLED) if any(ref is one for one in of_wgmma) else plgpu.RefType() for ref in refs]
     tables = [] if table is None else [table]
     there = [ref is not None for ref in units[0]]
 
     @operation(
-        arg_types=(plgpu.Layout.WGMMA, *kinds, *[plgpu.RefType()] * len(tables)),
-        return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+        arg_types=(*[plgpu.Layout.WGMMA] * len(totals), *kinds, *[plgpu.RefType()] * len(tables)),
+        return_type=(result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),) * len(totals),
     )
-    def body(_: Any, total: Fragment, *given: ir.Value) -> Fragment:
-        rest = [*given]
+    def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
+        old, rest = given[: len(totals)], [*given[len(totals) :]]
         table = rest.pop() if tables else None
         mine = [Unit(*(rest.pop(0) if one else None for one in there)) for _ in units]
+        parts, new = range(len(old)), [sums_of(total) for total in old]
         scaled = mine[0].x_scales is not None or (mine[0].scales is not None and table is None)
-        totals, sums = sums_of(total), None
-        operand = _operand(mine[0], table)
-        for unit, following in zip(mine, [*mine[1:], None], strict=True):
-            sums = _multiply(sums, operand, unit.x, n)
-            if following is not None:
-                operand = _operand(following, table)  # while the tensor cores work
-            if scaled or following is None:
-                totals = _added(totals, _wait(sums, 0), _row_scales(unit) if table is None else None, unit.x_scales)
-                sums = None
-        return accumulator(total, totals)
+        apart = scaled or (table is not None and len(old) > 1)  # a unit's operand serves all its rows at once
+        order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
+        beside = len(old) * n // 2 + n + _operand_size(table) * len(mine) <= _SUMS_AND_OPERANDS
+        sums, done, operand = None, None, _operand(mine[0], table)
 
-    return body(total, *refs, *tables)
+        def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
+            products, unit, part = done
+            row_scales = _row_scales(unit) if table is None else None
+            new[part] = _added(new[part], _wait(products, pending), row_scales, unit.x_scales, part * n)
+
+        for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
+            sums = _multiply(sums, operand, _descriptor(unit.x, part * n), n)
+            if done is not None:
+                add(done, 1)  # while the tensor cores work, as what follows
+                done = None
+            if following is not None and following is not unit:
+                operand = _operand(following, table)
+            if apart or unit is mine[-1]:
+                done, sums = (sums, unit, part), None
+            if done is not None and (following is None or not beside):
+                add(done, 0)
+                done = None
+        return tuple(accumulator(total, values) for total, values in zip(old, new, strict=True))
+
+    return body(*totals, *refs, *tables)
 
 
-def _operand(unit: Unit, table: ir.Value | None) -> list[list[ir.Value]]:
-    """The operand A: four registers for each slice of 32 columns."""
-    if table is not None:
-        return _e2m1_slices(unit.values, unit.scales, table)
-    return [_piece(unit.values, slice_) for slice_ in range(_SLICES)]
+def _operand_size(table: ir.Value | None) -> int:
+    """Registers of a thread that the operand A of a unit takes."""
+    return 0 if table is None else 4 * _SLICES
 
 
-def _multiply(sums: list[ir.Value] | None, operand: list[list[ir.Value]], x: ir.Value, n: int) -> list[ir.Value]:
+def _operand(unit: Unit, table: ir.Value | None) -> Any:
+    """The operand A: four registers for each slice of 32 columns, or a descriptor of it in shared memory."""
+    return _descriptor(unit.values, 0) if table is None else _e2m1_slices(unit.values, unit.scales, table)
+
+
+def _descriptor(ref: ir.Value, row: int) -> ir.Value:
+    """What `wgmma` knows an operand by: `ref` (rows, 128), swizzled by 128 bytes, from a multiple of 8 rows on."""
+    (eight_stride, *_), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    upper = _SWIZZLE_128_BYTES | eight_stride >> 4
+    lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), constant(4))
+    lower = arith.addi(lower, constant(row // 8 * eight_stride >> 4))
+    return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
+
+
+def _multiply(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) -> list[ir.Value]:
     """`sums`, or zeros, plus the four slices' products: the thread's n / 2 of them, on their way."""
     size = n // 2
-    (eight_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
-    upper = _SWIZZLE_128_BYTES | eight_stride >> 4
-    lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(x)), constant(4))
-    descriptor = utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
     out = llvm.StructType.get_literal([f32()] * size)
     names = ", ".join(f"${i}" for i in range(size))
     utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
     values = [] if sums is None else sums
-    for nth, a in enumerate(operand):
+    for nth in range(_SLICES):
         first = size + len(values)  # the operands behind the sums
-        operands = [f"${first + i}" for i in range(5)]
+        offset = nth * _SLICE_BYTES >> 4
+        if isinstance(operand, ir.Value):
+            a, name, makes = [operand], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
+        else:
+            a, makes = operand[nth], ""
+            name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
         text = (
-            f"{{ .reg .b64 d; .reg .pred p; add.s64 d, {operands[4]}, {nth * _SLICE_BYTES >> 4}; "
-            f"setp.ne.b32 p, ${first + 5}, 0; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{names}}}, "
-            f"{{{', '.join(operands[:4])}}}, d, p, 1, 1; }}"
+            f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
+            f"setp.ne.b32 p, ${first + 1}, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{names}}}, {name}, d, p, 1, 1; }}"
         )
         tied = [str(i) for i in range(len(values))]
-        constraints = ",".join([*["=f"] * size, *tied, *["r"] * 4, "l", "r"])
-        arguments = [*values, *a, descriptor, constant(int(bool(values)))]
+        kinds = ["l"] if len(a) == 1 else ["r"] * 4
+        constraints = ",".join([*["=f"] * size, *tied, "l", "r", *kinds])
+        arguments = [*values, x, constant(int(bool(values))), *a]
         made = llvm.inline_asm(out, arguments, text, constraints, has_side_effects=True, asm_dialect=0)
         values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
     utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
@@ -186,9 +216,16 @@ def _row_scales(unit: Unit) -> list[ir.Value] | None:
 
 
 def _added(
-    totals: list[ir.Value], products: list[ir.Value], row_scales: list[ir.Value] | None, x_scales: ir.Value | None
+    totals: list[ir.Value],
+    products: list[ir.Value],
+    row_scales: list[ir.Value] | None,
+    x_scales: ir.Value | None,
+    first: int,
 ) -> list[ir.Value]:
-    """`totals` plus `products` times scales; both in the tensor cores' order: by 8 columns first row, second row."""
+    """`totals` plus `products` times scales; both in the tensor cores' order: by 8 columns first row, second row.
+
+    `first`: of `x_scales`, that of the first column.
+    """
     column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
     out = []
     for eight in range(len(totals) // 4):
@@ -196,7 +233,7 @@ def _added(
         if x_scales is not None:
             pair = llvm.load(
                 ir.VectorType.get((2,), f32()),
-                address_of(x_scales, arith.addi(column, constant(8 * eight)), f32()),
+                address_of(x_scales, arith.addi(column, constant(first + 8 * eight)), f32()),
                 alignment=8,
             )
             by_column = [llvm.extractelement(pair, constant(i)) for i in range(2)]
@@ -270,3 +307,46 @@ def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Arr
         return accumulator(sums, out)
 
     return body(sums, scales, first, count)
+
+
+def swizzled_rows(columns: int, dtype: Any) -> Any:
+    """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
+    size = jnp.dtype(dtype).itemsize
+    span = min(ROW_BYTES, columns * size)
+    return (plgpu.TilingTransform((8, span // size)), plgpu.SwizzleTransform(span))  # pyright: ignore[reportAbstractUsage]
+
+
+def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
+    """Writes a tile's outputs, transposed, to shared memory.
+
+    Args:
+        ref: (count, columns), with transforms `swizzled_rows`.
+        arrays: own elements of the thread's first row, and of its second where there is no gate; ref's dtype.
+        columns: outputs of the tile.
+        first, count: which of the accumulator's columns.
+    """
+    dtype = arrays[0].dtype
+    size, span = dtype.itemsize, min(ROW_BYTES, columns * dtype.itemsize)
+    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
+
+    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
+    def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
+        base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+        warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
+        output = arith.addi(arith.muli(warp, constant(columns // 4)), arith.divui(lane, constant(4)))
+        for second, array in enumerate(arrays):
+            byte = arith.muli(arith.addi(output, constant(8 * second)), constant(size))
+            start = arith.addi(base, arith.muli(arith.divui(byte, constant(span)), constant(8 * span)))
+            byte = arith.remui(byte, constant(span))
+            for i in range(2):
+                row = arith.addi(arith.muli(arith.remui(lane, constant(4)), constant(2)), constant(i))
+                turn = arith.muli(arith.divui(row, constant(ROW_BYTES // span)), constant(16))
+                at = arith.addi(arith.muli(row, constant(span)), arith.xori(byte, turn))
+                at = arith.addi(start, at)
+                for eight in range(count // 8):
+                    value = llvm.extractelement(array.registers.flat[first // 8 + eight], constant(i))
+                    value = utils.bitcast(value, ir.IntegerType.get_signless(8 * size))
+                    text = f"st.shared.b{8 * size} [$0 + {8 * eight * columns * size}], $1;"
+                    utils.inline_ptx(text, at, value, has_side_effects=True)
+
+    body(ref, *arrays)

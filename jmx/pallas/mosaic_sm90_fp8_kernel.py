@@ -1,12 +1,16 @@
 """A grouped product on Hopper's FP8 tensor cores, in one Pallas Mosaic GPU kernel: rows @ weight[expert].T, and on.
 
-As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, in registers, and
-a block of rows of one expert, at most 128, is B. Every multiprocessor runs one block of threads for good. One warp
-fetches weights and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
+As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of rows
+of one expert, at most 256, is B, in two parts where it has more than 128. E4M3 weights are read from shared memory;
+MXFP4 ones become e4m3 in registers. Every multiprocessor runs one block of threads for good. One warp fetches weights
+and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
 
     weights   | W0 | W1 | W2 | ...                             full[slot] -->
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
     compute   | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...              --> empty[slot]
+
+Results leave by way of shared memory, and are on their way while the next item is computed. Blocks of threads may work
+in clusters of two, on different rows of the weight and the same rows of x, of which each fetches half for both.
 
 A product is one launch, not both of a layer as there: between them rows of h are rounded anew, for which a token's h
 has to be there as a whole.
@@ -26,14 +30,13 @@ from jmx.formats import MXFP4, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_fp8_fragments as fp8
 from jmx.pallas import mosaic_sm90_fragments as fragments
-from jmx.pallas.mosaic_sm90_config import widths
-from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS, Config
+from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS, Config, parts_of
 from jmx.pallas.mosaic_sm90_fp8_layout import RAISED, UNIT_COLUMNS, table, value_rows
 from jmx.pallas.mosaic_sm90_fragments import Rows
-from jmx.pallas.mosaic_sm90_layout import TILE
-from jmx.pallas.mosaic_sm90_schedule import Place, Schedule
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
 
 Array = Any
+CLUSTER = "cluster"
 _FETCH_REGISTERS = 40
 _COLUMNS = UNIT_COLUMNS  # of a stage
 
@@ -98,7 +101,7 @@ class _Operands(NamedTuple):
 class _Item(NamedTuple):
     """One piece of work as a computing warpgroup sees it."""
 
-    place: Place  # whose tile is this warpgroup's own
+    tile: Array  # of the weight's rows, this warpgroup's own
     x_row: Array
     out_row: Array
     count: Array
@@ -114,9 +117,10 @@ def grouped_product(
     Args:
         inputs: blocks may read past the end of the rows.
         product: see `Product`.
-        blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`
-            are computed.
-        num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
+        blocks: `x_rows` and `out_rows` are multiples of 8. All blocks must name an expert that there is; only the first
+            `num_blocks` are computed.
+        num_rows: R, rows of the result, a multiple of 8. Rows that no block names may hold anything: a block writes its
+            own and those up to the next multiple of 8.
         num_cores: multiprocessors to run on.
 
     Returns:
@@ -124,10 +128,10 @@ def grouped_product(
     """
     rows, per_unit = product.rows, value_rows(product.format)
     m_tiles, units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
-    units = -(-units // config.units) * config.units  # past the end there are zeros
-    m_steps = -(-m_tiles // config.warpgroups_m)
-    schedule: Any = Schedule(config, m_tiles, units, 1, m_steps)  # pyright: ignore[reportArgumentType]
+    m_steps = -(-m_tiles // config.step_tiles)
     num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
+    num_clusters = max(1, num_cores // config.cluster)
+    shared = CLUSTER if config.cluster > 1 else None
     given = _Operands.of(inputs, product)
     arrays = blocks.as_arrays()
     # No scalar, which would cost a kernel of its own.
@@ -135,7 +139,7 @@ def grouped_product(
 
     def for_width(count: Array, function: Callable[[int], None]) -> None:
         """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
-        *below, last = widths(block_n)
+        *below, last = config.widths
         for lower, width in zip([-1, *below], below, strict=False):
             pl.when((count > lower) & (count <= width))(partial(function, width))
         pl.when(count > (below[-1] if below else -1))(partial(function, last))
@@ -146,13 +150,18 @@ def grouped_product(
         work = Blocks(*(rest.pop(0) for _ in arrays))
         out_g, x_s, values_s, *rest = rest
         scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
-        full, empty = rest
+        out_s, full, empty, *ended = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        num_blocks = work.num_blocks[0]
-        num_mine = lax.div(schedule.num_items(num_blocks) - core + (num_cores - 1), num_cores)
+        num_items = work.num_blocks[0] * m_steps
+        num_mine = lax.div(num_items - core + (num_clusters - 1), num_clusters)
 
-        def place(turn: Array) -> Place:
-            return schedule.place(core + turn * num_cores, num_blocks)
+        def place(turn: Array) -> tuple[Array, Array]:
+            """The block of an item, and the first tile of the weight's rows; past the end those of some item."""
+            item = jnp.clip(core + turn * num_clusters, 0, jnp.maximum(num_items, 1) - 1)
+            tile = lax.rem(item, m_steps) * config.step_tiles
+            if config.cluster > 1:
+                tile = tile + lax.axis_index(CLUSTER) * config.warpgroups_m
+            return lax.div(item, m_steps), tile
 
         def first_slot(turn: Array) -> Array:
             return lax.rem(turn * units, num_stages)
@@ -162,17 +171,14 @@ def grouped_product(
 
         def compute() -> None:
             def look_up(turn: Array) -> _Item:
-                at = place(turn)
-                at = at._replace(tile=at.tile + warpgroup)
-                expert = work.experts[at.block]
+                block, tile = place(turn)
+                tile, expert = tile + warpgroup, work.experts[block]
                 by_row, bias = (
-                    None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
-                    for ref in (g.by_row, g.bias)
+                    None if ref is None else fragments.load_row(ref, rows, expert, tile) for ref in (g.by_row, g.bias)
                 )
                 if product.format == MXFP4:
-                    by_row = fp8.row_powers(g.scales, expert, jnp.minimum(at.tile, m_tiles - 1))
-                block = at.block
-                return _Item(at, work.x_rows[block], work.out_rows[block], work.counts[block], by_row, bias)
+                    by_row = fp8.row_powers(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
+                return _Item(tile, work.x_rows[block], work.out_rows[block], work.counts[block], by_row, bias)
 
             def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
@@ -188,25 +194,35 @@ def grouped_product(
                         None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
                     )
 
-                def step(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-                    total, slot = carry
+                num_parts = parts_of(width)
+
+                def step(count: int, _: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+                    totals, slot = carry
                     slots = [slot]
-                    for _ in range(config.units - 1):
+                    for _ in range(count - 1):
                         slots.append(after(slots[-1]))
                     for slot in slots:  # all of them first: no branch may come while products are on their way
                         plgpu.barrier_wait(full.at[slot])
-                    total = fp8.add_units(total, [unit(slot) for slot in slots], g.table)
+                    totals = fp8.add_units(totals, [unit(slot) for slot in slots], g.table)
                     for slot in slots:
                         plgpu.barrier_arrive(empty.at[slot])
-                    return total, after(slots[-1])
+                    return totals, after(slots[-1])
 
-                total = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
-                total, _ = lax.fori_loop(0, units // config.units, step, (total, first_slot(turn)))
-                if g.x_row_scales is not None:
-                    total = fp8.scale_columns(total, g.x_row_scales, item.x_row, item.count)
-                finish(item, width, fragments.split_rows(total))
+                n = width // num_parts
+                zeros = plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
+                whole, rest = divmod(units, config.units)
+                carry = (zeros,) * num_parts, first_slot(turn)
+                if whole:
+                    carry = lax.fori_loop(0, whole, partial(step, config.units), carry)
+                if rest:
+                    carry = step(rest, jnp.int32(0), carry)
+                for part, total in enumerate(carry[0]):
+                    first, count = item.x_row + part * n, item.count - part * n
+                    if g.x_row_scales is not None:
+                        total = fp8.scale_columns(total, g.x_row_scales, first, count)
+                    finish(item, part * n, n, fragments.split_rows(total))
 
-            def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
+            def finish(item: _Item, first: int, width: int, sums: tuple[Array, Array]) -> None:
                 outs = [*sums]
                 if product.format == MXFP4:
                     outs = [out * 2.0**-RAISED for out in outs]
@@ -218,16 +234,40 @@ def grouped_product(
                     gated = rows.gate_up_order is not None
                     outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
                 outs = [out.astype(product.dtype) for out in outs]
-                fragments.store(out_g, outs, rows, item.place.tile, item.out_row, item.count, None)
+                for chunk in range(0, width, config.staged):
+                    write(outs, item, first, chunk, min(config.staged, width - chunk))
+
+            def write(outs: list[Array], item: _Item, part: int, first: int, size: int) -> None:
+                """Of a part's outputs `size` rows from `first` on, by 8; they go while the next item is computed."""
+                row, count = lax.div(item.out_row, 8) * 8 + part, item.count - part  # by 8, for TMA to see
+
+                def copy(start: int, rows_: int) -> None:
+                    at = pl.ds(row + first + start, rows_), pl.ds(item.tile * out_columns, out_columns)
+                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, pl.ds(start, rows_)], out_g.at[*at])
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                fp8.stage(out_s.at[warpgroup, pl.ds(0, size)], outs, out_columns, first, size)
+                plgpu.commit_smem()
+                whole = count > first + size - 8
+                pl.when(whole)(partial(copy, 0, size))
+
+                @pl.when(~whole)
+                def _() -> None:
+                    for eight in range(0, size - 8, 8):
+                        pl.when(count > first + eight)(partial(copy, eight, 8))
 
             lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
+            plgpu.wait_smem_to_gmem(0)
+            for barrier in ended:  # no block of threads may be gone while another one still arrives at its barriers
+                plgpu.barrier_arrive(barrier)
+                plgpu.barrier_wait(barrier)
 
-        def each_stage(item: Callable[[Place], Callable[[Array, Array], None]]) -> None:
-            """For each of this core's items what `item` returns of its place, for each unit and its slot."""
+        def each_stage(item: Callable[[Array, Array], Callable[[Array, Array], None]]) -> None:
+            """For each item what `item` returns of its block and its first tile, for each unit and its slot."""
 
             @pl.loop(0, num_mine)
             def _(turn: Array) -> None:
-                fill = item(place(turn))
+                fill = item(*place(turn))
 
                 def stage(step: Array, slot: Array) -> Array:
                     @pl.when(turn * units + step >= num_stages)
@@ -239,9 +279,9 @@ def grouped_product(
 
                 lax.fori_loop(0, units, stage, first_slot(turn))
 
-        def fetch_weights(at: Place) -> Callable[[Array, Array], None]:
+        def fetch_weights(block: Array, tile: Array) -> Callable[[Array, Array], None]:
             """Past the weight's end TMA writes zeros."""
-            expert, m = work.experts[at.block], pl.ds(at.tile, config.warpgroups_m)
+            expert, m = work.experts[block], pl.ds(tile, config.warpgroups_m)
 
             def fill(step: Array, slot: Array) -> None:
                 values = g.values.at[expert, m, pl.ds(step * per_unit, per_unit)]
@@ -252,13 +292,13 @@ def grouped_product(
 
             return fill
 
-        def fetch_rows(at: Place) -> Callable[[Array, Array], None]:
-            first, count = lax.div(work.x_rows[at.block], 8) * 8, work.counts[at.block]  # by 8, for TMA to see
+        def fetch_rows(block: Array, _: Array) -> Callable[[Array, Array], None]:
+            first, count = lax.div(work.x_rows[block], 8) * 8, work.counts[block]  # by 8, for TMA to see
 
             def fill(step: Array, slot: Array) -> None:
                 def copy(width: int) -> None:
                     here = g.x.at[pl.ds(first, width), pl.ds(step * _COLUMNS, _COLUMNS)]
-                    plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
+                    plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot], collective_axes=shared)
                     if x_scales_s is not None:
                         here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
                         plgpu.copy_gmem_to_smem(here, x_scales_s.at[slot, :, pl.ds(0, width)], full.at[slot])
@@ -281,25 +321,36 @@ def grouped_product(
                 pl.when(warp == 0)(lambda: each_stage(fetch_weights))
                 pl.when(warp == 1)(lambda: each_stage(fetch_rows))
 
-    values, scales = product.weight.values, given.scales
+    values, scales, swizzled = product.weight.values, given.scales, product.format != MXFP4
+    value_stages = (num_stages, config.warpgroups_m, per_unit, values.shape[-1])
     stages = [
         plgpu.SMEM((num_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
-        plgpu.SMEM((num_stages, config.warpgroups_m, per_unit, values.shape[-1]), values.dtype),
+        plgpu.SMEM(value_stages, values.dtype, transforms=fp8.SWIZZLED if swizzled else ()),
         None if scales is None else plgpu.SMEM((num_stages, config.warpgroups_m, 1, scales.shape[-1]), scales.dtype),
         plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if inputs.by_block else None,
     ]
     there = [stage for stage in stages if stage is not None]
+    out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
+    out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
+    if shared is None:
+        by_all, cluster = partial(plgpu.Barrier, num_arrivals=num_compute), {}
+    else:
+        by_all = partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,), num_arrivals=num_compute)
+        cluster = {"cluster": (config.cluster,), "cluster_names": (CLUSTER,)}
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, rows.num_outputs), product.dtype),
-        grid=(num_cores,),
+        grid=(num_clusters,),
         grid_names=("core",),
+        **cluster,
         num_threads=num_compute + 1,
         thread_name="warpgroup",
         scratch_types=[
             *there,
+            plgpu.SMEM((num_compute, config.staged, out_columns), product.dtype, transforms=out_transforms),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
-            plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
+            by_all(num_barriers=num_stages),
+            *([] if shared is None else [by_all()]),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,

@@ -1,12 +1,14 @@
 """The layout `mosaic_sm90_fp8`: e4m3 weights, and MXFP4 ones that become e4m3, as Hopper's FP8 tensor cores want them.
 
-A weight (N, K) is cut into units of 64 rows by 128 columns: the A operand of four `wgmma.m64nNk32`, of which a thread
-(warp w, lane l) holds rows 16 * w + l // 4 and the one 8 below, of each 32 columns 4 * (l % 4) + {0..3} and those 16 to
-the right. It finds them by loads of 16 bytes, without anything moving between threads:
+A weight (N, K) is cut into units of 64 rows by 128 columns: the A operand of four `wgmma.m64nNk32`. Units that follow
+each other along the columns lie one behind the other.
 
-    e4m3  the bytes themselves: for each 32 columns four words, which are the operand's four registers
-    e2m1  for each 32 columns a word of 8 codes a row. Nibble n has code n's magnitude in its lower three bits. Signs
-          are fourth bits: of codes 0..3, the lower columns, those of nibbles 1, 3, 5, 7; of codes 4..7 of 0, 2, 4, 6.
+    e4m3  the rows as they are, of 128 bytes. They go to shared memory, swizzled on the way, where wgmma reads them.
+    e2m1  in the order in which registers want them. A thread (warp w, lane l) holds rows 16 * w + l // 4 and the one 8
+          below, of each 32 columns 4 * (l % 4) + {0..3} and those 16 to the right. For each 32 columns it has a word of
+          8 codes a row, and finds them by loads of 16 bytes, without anything moving between threads. Nibble n has code
+          n's magnitude in its lower three bits. Signs are fourth bits: of codes 0..3, the lower columns, those of
+          nibbles 1, 3, 5, 7; of codes 4..7 of 0, 2, 4, 6.
 
 Then a magnitude is a byte that `prmt` looks up in a table of eight, and a sign a bit that is in place, or 4 beside it.
 
@@ -49,14 +51,14 @@ _NAN = 255
 
 
 def value_rows(format: formats.Format) -> int:
-    """A unit's values are uint8 (value_rows, 256)."""
-    return 64 * UNIT_COLUMNS * format.element_bits // 8 // VALUE_COLUMNS
+    """A unit's values are uint8 (value_rows, 256) of MXFP4, (value_rows, 128) of e4m3."""
+    return 64 * UNIT_COLUMNS // 2 // VALUE_COLUMNS if format == MXFP4 else 64
 
 
 def unit_bytes(format: formats.Format) -> int:
     """Of a unit with its scales, at most."""
     scales = 64 * (UNIT_COLUMNS // format.block_size if format == MXFP4 else format.block_size > 0 and 4)
-    return value_rows(format) * VALUE_COLUMNS + scales
+    return 64 * UNIT_COLUMNS * format.element_bits // 8 + scales
 
 
 def num_units(spec: WeightSpec) -> int:
@@ -71,7 +73,7 @@ def table() -> np.ndarray[Any, Any]:
     return (elements * factors[:, None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint32)
 
 
-# Values: bytes (N, K * bits / 8) <-> (row tiles, units * value_rows, 256)
+# Values: bytes (N, K * bits / 8) <-> (row tiles, units * value_rows, 256 or 128)
 
 
 def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
@@ -79,9 +81,9 @@ def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     if spec.format.element_bits == 4:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(values.shape[0], -1)
     rows = tile_rows(pad(values, 1, units * UNIT_COLUMNS, 0), spec, 0)
-    rows = rows.reshape(tiles, 4, 2, 8, units, _SLICES, 2, 4, 4)  # tile, warp, r, row, unit, slice, half, lane % 4, 4
     if spec.format.element_bits == 8:
-        return rows.transpose(0, 4, 5, 1, 3, 7, 6, 2, 8).reshape(tiles, -1, VALUE_COLUMNS)
+        return rows.reshape(tiles, 64, units, UNIT_COLUMNS).swapaxes(1, 2).reshape(tiles, -1, UNIT_COLUMNS)
+    rows = rows.reshape(tiles, 4, 2, 8, units, _SLICES, 2, 4, 4)  # tile, warp, r, row, unit, slice, half, lane % 4, 4
     rows = rows.transpose(0, 4, 5, 1, 3, 7, 2, 6, 8).astype(jnp.uint32)
     places = 16 * np.arange(2)[:, None] + 4 * np.arange(4)
     signs = 8 * np.arange(4) + np.array([[7], [3]])
@@ -94,16 +96,16 @@ def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
 def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     if spec.format.element_bits == 8:
-        rows = values.reshape(tiles, units, _SLICES, 4, 8, 4, 2, 2, 4).transpose(0, 3, 7, 4, 1, 2, 6, 5, 8)
-    else:
-        words = lax.bitcast_convert_type(values.reshape(tiles, units, 2, 128, 2, 2, 4), jnp.uint32)
-        words = words.transpose(0, 1, 2, 4, 3, 5).reshape(tiles, units, _SLICES, 4, 8, 4, 2, 1, 1)
-        places = 16 * np.arange(2)[:, None] + 4 * np.arange(4)
-        signs = 8 * np.arange(4) + np.array([[7], [3]])
-        rows = words >> places.astype(np.uint32) & 7 | (words >> signs.astype(np.uint32) & 1) << 3
-        rows = rows.astype(jnp.uint8).transpose(0, 3, 6, 4, 1, 2, 7, 5, 8)
+        rows = values.reshape(tiles, units, 64, UNIT_COLUMNS).swapaxes(1, 2)
+        return untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]
+    words = lax.bitcast_convert_type(values.reshape(tiles, units, 2, 128, 2, 2, 4), jnp.uint32)
+    words = words.transpose(0, 1, 2, 4, 3, 5).reshape(tiles, units, _SLICES, 4, 8, 4, 2, 1, 1)
+    places = 16 * np.arange(2)[:, None] + 4 * np.arange(4)
+    signs = 8 * np.arange(4) + np.array([[7], [3]])
+    rows = words >> places.astype(np.uint32) & 7 | (words >> signs.astype(np.uint32) & 1) << 3
+    rows = rows.astype(jnp.uint8).transpose(0, 3, 6, 4, 1, 2, 7, 5, 8)
     rows = untile_rows(rows.reshape(tiles, 4, 2, 8, -1), spec)[:, : spec.shape[1]]
-    return rows if spec.format.element_bits == 8 else rows[:, ::2] | rows[:, 1::2] << 4
+    return rows[:, ::2] | rows[:, 1::2] << 4
 
 
 # Of blocks: (N, blocks) <-> (row tiles, units, 64 * those of a row of a unit)
