@@ -25,7 +25,7 @@ def test_tiles_have_names_of_their_own():
     assert len({tile.name for tile in TILES}) == len(TILES)
     assert Tile(64, 16, 128, True).name == "64x16x128-Pingpong-1x1"
     assert Tile(128, 128, 128, False, cluster_tokens=2).macro == "TILE(128, 128, 128, Cooperative, 1, 2)"
-    assert TILES[-1].name == "128x64x128-Cooperative-2x1"
+    assert Tile(128, 64, 128, False, cluster_rows=2).name == "128x64x128-Cooperative-2x1"
 
 
 def test_every_tile_is_in_the_header():

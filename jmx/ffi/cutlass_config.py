@@ -3,9 +3,9 @@
 A tile of `rows` weight rows by `tokens` token rows is summed up by one or two warpgroups, which take `columns` columns
 at a time. Scales are applied to float32 sums after each 32 columns, so every sum has a second one beside it in
 registers: the larger tiles of FlashInfer's list (128x256, 256x128, 256x256) do not fit there, and are not compiled.
-Nor are those of 512 columns, which leave shared memory for few stages, and every combination of schedules and clusters:
-each tile is more than a minute of compiling. A cluster of two shares what it loads of tokens, which pays where there
-are many.
+Nor are those of 512 columns, which leave shared memory for few stages, those of 128x128, which were slower than 128x64
+at every size that was measured, and every combination of schedules and clusters: each tile is more than a minute of
+compiling.
 """
 
 from dataclasses import dataclass, replace
@@ -60,7 +60,6 @@ TILES = (
     Tile(128, 32, 128, False),
     Tile(128, 64, 128, False),
     Tile(128, 64, 128, True),
-    Tile(128, 64, 128, False, cluster_rows=2),
 )
 
 
