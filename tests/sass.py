@@ -89,22 +89,6 @@ def _clashes(program: list[Instruction], start: int) -> set[int]:
     return clashes
 
 
-def spills(program: list[Instruction]) -> list[str]:
-    """Whatever goes to or comes from local memory within an innermost loop around products."""
-    backwards = [(to, n) for n, instruction in enumerate(program) for to in instruction.following if to <= n]
-    around = [[loop for loop in backwards if loop[0] <= n <= loop[1]] for n, i in enumerate(program) if is_wgmma(i)]
-    loops = sorted({min(each, key=_size) for each in around if each}, key=_size)
-    inner: list[tuple[int, int]] = []
-    for first, last in loops:  # what overlaps with a smaller one is around that, or turns back past its end
-        if all(last < start or end < first for start, end in inner):
-            inner.append((first, last))
-    return [i.text for first, last in inner for i in program[first : last + 1] if i.opcode.startswith(("LDL", "STL"))]
-
-
-def _size(loop: tuple[int, int]) -> int:
-    return loop[1] - loop[0]
-
-
 def register_limits(program: list[Instruction]) -> list[tuple[int, int]]:
     """Of each `setmaxnreg`: the registers that a thread has from there on, and those that it uses."""
     return [(int(i.operands[-1], 16), _most(program, n)) for n, i in enumerate(program) if _sets_limit(i)]
