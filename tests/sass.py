@@ -89,14 +89,6 @@ def _clashes(program: list[Instruction], start: int) -> set[int]:
     return clashes
 
 
-def spills(program: list[Instruction]) -> list[str]:
-    """Whatever goes to or comes from local memory within an innermost loop around products."""
-    backwards = [(to, n) for n, instruction in enumerate(program) for to in instruction.following if to <= n]
-    loops = [(a, b) for a, b in backwards if any(is_wgmma(instruction) for instruction in program[a : b + 1])]
-    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
-    return [i.text for a, b in inner for i in program[a : b + 1] if i.opcode.startswith(("LDL", "STL"))]
-
-
 def register_limits(program: list[Instruction]) -> list[tuple[int, int]]:
     """Of each `setmaxnreg`: the registers that a thread has from there on, and those that it uses."""
     return [(int(i.operands[-1], 16), _most(program, n)) for n, i in enumerate(program) if _sets_limit(i)]

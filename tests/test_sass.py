@@ -1,7 +1,7 @@
 """The reader of SASS, on a few lines by hand: a warpgroup's product loop, whose A operand is dequantised anew."""
 
 import pytest
-from sass import hazards, is_wgmma, parse, register_limits, spills
+from sass import hazards, is_wgmma, parse, register_limits
 
 LOOP = """
         .global         kernel
@@ -32,14 +32,6 @@ def test_registers_that_are_free_again_may_be_written():
         "HGMMA.64x16x16.F32.BF16"
     ] * 2
     assert hazards(program) == []
-
-
-@pytest.mark.parametrize("spill", ["LDL R41, [R1+0x10]", "STL [R1], R41", "LDL.LU R2, [R1]"])
-def test_spills_are_told_within_the_loop_alone(spill):
-    assert spills(parse(LOOP)) == []
-    within = LOOP.replace("LOP3.LUT R40, R48, 0x81c081c0, RZ, 0xc0, !PT", spill)
-    assert [text.split(": ")[1] for text in spills(parse(within))] == [spill]
-    assert spills(parse(LOOP.replace("STG.E desc[UR6][R4.64], R24", spill))) == []
 
 
 @pytest.mark.parametrize(

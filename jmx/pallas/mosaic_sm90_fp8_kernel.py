@@ -1,9 +1,9 @@
 """A grouped product on Hopper's FP8 tensor cores, in one Pallas Mosaic GPU kernel: rows @ weight[expert].T, and on.
 
-As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of rows
-of one expert, at most 256, is B, in two parts where it has more than 128. E4M3 weights are read from shared memory;
-MXFP4 ones become e4m3 in registers. Every multiprocessor runs one block of threads for good. One warp fetches weights
-and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
+As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of
+rows of one expert, at most 256, is B, in two parts where it has more than 128. E4M3 weights are read from shared
+memory; MXFP4 ones become e4m3 in registers. Every multiprocessor runs one block of threads for good. One warp fetches
+weights and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
 
     weights   | W0 | W1 | W2 | ...                             full[slot] -->
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
