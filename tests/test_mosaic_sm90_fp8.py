@@ -223,29 +223,25 @@ def test_configurations_fit(name):
             assert config.shared_memory(size) <= SHARED_MEMORY
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("block_n", [16, 64, 96, 128, 176, 208, 256])
-def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block_n, cluster):
-    widths = Config(block_n, 2, 1, 4, cluster).widths
+def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block_n):
+    widths = Config(block_n, 2, 1, 4).widths
     assert list(widths) == sorted(set(widths))
     assert widths[-1] == block_n
     for width in widths:
         assert width % (8 * parts_of(width)) == 0
-        assert width // 8 % cluster == 0
         assert width // parts_of(width) <= 128
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ((12, 2, 1, 4, 1), "`block_n` (=12)"),
-        ((264, 2, 1, 4, 1), "`block_n` (=264)"),
-        ((136, 2, 1, 4, 1), "`block_n` (=136)"),
-        ((24, 2, 1, 4, 2), "`block_n` (=24)"),
-        ((8, 3, 1, 4, 1), "`warpgroups_m` (=3)"),
-        ((8, 2, 5, 8, 1), "`units` (=5)"),
-        ((8, 2, 2, 1, 1), "`num_stages` (=1)"),
-        ((8, 2, 2, 4, 3), "`cluster` (=3)"),
+        ((12, 2, 1, 4), "`block_n` (=12)"),
+        ((264, 2, 1, 4), "`block_n` (=264)"),
+        ((136, 2, 1, 4), "`block_n` (=136)"),
+        ((8, 3, 1, 4), "`warpgroups_m` (=3)"),
+        ((8, 2, 5, 8), "`units` (=5)"),
+        ((8, 2, 2, 1), "`num_stages` (=1)"),
     ],
 )
 def test_impossible_configurations_are_refused(fields, told):
@@ -256,7 +252,7 @@ def test_impossible_configurations_are_refused(fields, told):
 
 def test_a_configuration_that_shared_memory_does_not_hold_is_refused():
     with pytest.raises(ValueError, match="must be such that"):
-        Config(128, 2, 1, 8, 1).check(unit_bytes(FORMATS["fp8_block"]))
+        Config(128, 2, 1, 8).check(unit_bytes(FORMATS["fp8_block"]))
 
 
 # On a GPU
@@ -293,8 +289,8 @@ def test_computations(change, rng):
 @pytest.mark.parametrize(
     "config",
     [
-        *(Config(n, m, u, 6, 1) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
-        *(Config(n, m, u, 4, c) for n in (128, 208) for m in (1, 2) for u in (1, 2) for c in (1, 2)),
+        *(Config(n, m, u, 6) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
+        *(Config(208, m, u, 4) for m in (1, 2) for u in (1, 2)),
     ],
     ids=str,
 )

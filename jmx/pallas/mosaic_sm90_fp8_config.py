@@ -26,14 +26,12 @@ class Config:
         warpgroups_m: warpgroups that compute, each on 64 rows of the weight of its own.
         units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
         num_stages: stages of the ring, of 128 columns each.
-        cluster: blocks of threads that share the rows that they fetch, each with rows of the weight of its own.
     """
 
     block_n: int
     warpgroups_m: int
     units: int
     num_stages: int
-    cluster: int
 
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
@@ -44,20 +42,12 @@ class Config:
             raise ValueError(f"`units` (={self.units}) must be in 1..{MAX_UNITS}")
         if not self.units <= self.num_stages <= MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be in {self.units}..{MAX_STAGES}")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"`cluster` (={self.cluster}) must be 1 or 2")
         if self.block_n % self._step:
-            rule = f"must be a multiple of {self._step} where it is above {MAX_WIDTH}, or `cluster` above 1"
-            raise ValueError(f"`block_n` (={self.block_n}) {rule}")
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of {self._step} above {MAX_WIDTH}")
 
     @property
     def _step(self) -> int:
-        return 8 if self.block_n <= MAX_WIDTH and self.cluster == 1 else 16
-
-    @property
-    def step_tiles(self) -> int:
-        """Tiles of 64 rows of the weight that are computed at once with a block."""
-        return self.warpgroups_m * self.cluster
+        return 8 if self.block_n <= MAX_WIDTH else 16
 
     @property
     def staged(self) -> int:
@@ -102,9 +92,9 @@ def parts_of(width: int) -> int:
     return -(-width // MAX_WIDTH)
 
 
-def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int, cluster: int = 1) -> Config:
+def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    least = Config(block_n, warpgroups_m, units, units, cluster)
+    least = Config(block_n, warpgroups_m, units, units)
     least.check(unit_bytes)
     more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
     left = SHARED_MEMORY - least.shared_memory(unit_bytes)
@@ -140,7 +130,7 @@ def heuristic(shape: Shape) -> Config:
 
 def candidates(shape: Shape) -> list[Config]:
     """What `jmx tune` tries, the heuristic first."""
-    few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4), (1,))
-    many = itertools.product((MAX_WIDTH, 192, 208, 224, MAX_BLOCK_N), (2,), (1, 2), (1, 2))
+    few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4))
+    many = itertools.product((192, 208, 224, MAX_BLOCK_N), (2,), (1, 2))
     cuts = (deepest(shape.unit_bytes, *cut) for cut in (*few, *many))
     return list(dict.fromkeys((heuristic(shape), *cuts)))

@@ -9,8 +9,7 @@ weights and another one rows into a ring of stages, 128 columns each; one or two
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
     compute   | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...              --> empty[slot]
 
-Results leave by way of shared memory, and are on their way while the next item is computed. Blocks of threads may work
-in clusters of two, on different rows of the weight and the same rows of x, of which each fetches half for both.
+Results leave by way of shared memory, and are on their way while the next item is computed.
 
 A product is one launch, not both of a layer as there: between them rows of h are rounded anew, for which a token's h
 has to be there as a whole.
@@ -36,7 +35,6 @@ from jmx.pallas.mosaic_sm90_fragments import Rows
 from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
 
 Array = Any
-CLUSTER = "cluster"
 _FETCH_REGISTERS = 40
 _COLUMNS = UNIT_COLUMNS  # of a stage
 
@@ -128,10 +126,8 @@ def grouped_product(
     """
     rows, per_unit = product.rows, value_rows(product.format)
     m_tiles, units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
-    m_steps = -(-m_tiles // config.step_tiles)
+    m_steps = -(-m_tiles // config.warpgroups_m)
     num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
-    num_clusters = max(1, num_cores // config.cluster)
-    shared = CLUSTER if config.cluster > 1 else None
     given = _Operands.of(inputs, product)
     arrays = blocks.as_arrays()
     # No scalar, which would cost a kernel of its own.
@@ -150,18 +146,15 @@ def grouped_product(
         work = Blocks(*(rest.pop(0) for _ in arrays))
         out_g, x_s, values_s, *rest = rest
         scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
-        out_s, full, empty, *ended = rest
+        out_s, full, empty = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_items = work.num_blocks[0] * m_steps
-        num_mine = lax.div(num_items - core + (num_clusters - 1), num_clusters)
+        num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
 
         def place(turn: Array) -> tuple[Array, Array]:
             """The block of an item, and the first tile of the weight's rows; past the end those of some item."""
-            item = jnp.clip(core + turn * num_clusters, 0, jnp.maximum(num_items, 1) - 1)
-            tile = lax.rem(item, m_steps) * config.step_tiles
-            if config.cluster > 1:
-                tile = tile + lax.axis_index(CLUSTER) * config.warpgroups_m
-            return lax.div(item, m_steps), tile
+            item = jnp.clip(core + turn * num_cores, 0, jnp.maximum(num_items, 1) - 1)
+            return lax.div(item, m_steps), lax.rem(item, m_steps) * config.warpgroups_m
 
         def first_slot(turn: Array) -> Array:
             return lax.rem(turn * units, num_stages)
@@ -258,9 +251,6 @@ def grouped_product(
 
             lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
             plgpu.wait_smem_to_gmem(0)
-            for barrier in ended:  # no block of threads may be gone while another one still arrives at its barriers
-                plgpu.barrier_arrive(barrier)
-                plgpu.barrier_wait(barrier)
 
         def each_stage(item: Callable[[Array, Array], Callable[[Array, Array], None]]) -> None:
             """For each item what `item` returns of its block and its first tile, for each unit and its slot."""
@@ -298,7 +288,7 @@ def grouped_product(
             def fill(step: Array, slot: Array) -> None:
                 def copy(width: int) -> None:
                     here = g.x.at[pl.ds(first, width), pl.ds(step * _COLUMNS, _COLUMNS)]
-                    plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot], collective_axes=shared)
+                    plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
                     if x_scales_s is not None:
                         here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
                         plgpu.copy_gmem_to_smem(here, x_scales_s.at[slot, :, pl.ds(0, width)], full.at[slot])
@@ -332,25 +322,18 @@ def grouped_product(
     there = [stage for stage in stages if stage is not None]
     out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
     out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
-    if shared is None:
-        by_all, cluster = partial(plgpu.Barrier, num_arrivals=num_compute), {}
-    else:
-        by_all = partial(plgpu.ClusterBarrier, collective_axes=(CLUSTER,), num_arrivals=num_compute)
-        cluster = {"cluster": (config.cluster,), "cluster_names": (CLUSTER,)}
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, rows.num_outputs), product.dtype),
-        grid=(num_clusters,),
+        grid=(num_cores,),
         grid_names=("core",),
-        **cluster,
         num_threads=num_compute + 1,
         thread_name="warpgroup",
         scratch_types=[
             *there,
             plgpu.SMEM((num_compute, config.staged, out_columns), product.dtype, transforms=out_transforms),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
-            by_all(num_barriers=num_stages),
-            *([] if shared is None else [by_all()]),
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
