@@ -155,6 +155,9 @@ def _cells(row: Row) -> list[str]:
     return [row.system, row.held, *("-" if n is None else format(n, spec) for n, spec in numbers)]
 
 
+_COLOURS = 10  # that matplotlib has lines of
+
+
 def draw(report: Report, path: str) -> None:
     """Draws time over floor against tokens, one line a system, lower is better. A PNG.
 
@@ -165,14 +168,16 @@ def draw(report: Report, path: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log")
     points = [(row.name, row.tokens, row.over_floor) for row in report.rows if row.over_floor is not None]
     limits = f"copy {report.limits.copy_rate / 1e12:.3g} TB/s, dense {report.limits.dense_rate / 1e12:.3g} TFLOP/s"
     axes.axhline(1, color="black", label=f"floor: {limits}")
-    for system in dict.fromkeys(system for system, _, _ in points):
+    systems = [*dict.fromkeys(system for system, _, _ in points)]
+    for number, system in enumerate(systems):
         line = sorted((tokens, ratio) for name, tokens, ratio in points if name == system)
-        axes.plot([tokens for tokens, _ in line], [ratio for _, ratio in line], marker="o", label=system)
+        dashes = ("-", "--", ":")[number // _COLOURS % 3]  # colours come again
+        axes.plot([tokens for tokens, _ in line], [ratio for _, ratio in line], dashes, marker="o", label=system)
     tokens = sorted({tokens for _, tokens, _ in points})
     axes.set_xticks(tokens, [str(count) for count in tokens])
     highest = max((ratio for _, _, ratio in points), default=1)
@@ -184,7 +189,10 @@ def draw(report: Report, path: str) -> None:
     axes.set_title(f"{s['model']}, {s['routing']} routing, one layer on {report.machine['device']}", fontsize=10)
     axes.set_xlabel("tokens")
     axes.set_ylabel("time over floor")
-    axes.legend(fontsize=8)
+    if len(systems) <= _COLOURS:
+        axes.legend(fontsize=8)
+    else:  # inside it would lie over the lines
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(visible=True, linewidth=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
