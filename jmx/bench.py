@@ -107,8 +107,9 @@ ROUTINGS = {
 
 RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the same weights in bfloat16
 
-# bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference; what lies above this is another function.
-TOLERANCE = 3e-2
+# bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference. Inputs rounded to e2m1 leave up to 3.6e-2: where h
+# in bfloat16 and in float32 lie on either side of a middle, they are a step of it apart. Above is another function.
+TOLERANCE = 5e-2
 _CHECKED_TOKENS = 64
 _STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and h is nearly
 _SEED_BITS = 32  # jax.random.key drops those above without a word, unless jax computes in 64 bits
