@@ -131,6 +131,7 @@ def heuristic(shape: Shape) -> Config:
 def candidates(shape: Shape) -> list[Config]:
     """What `jmx tune` tries, the heuristic first."""
     few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4))
-    many = itertools.product((192, 208, 224, MAX_BLOCK_N), (2,), (1, 2))
+    units = (1,) if shape.by_block else (1, 2)  # scaled beside products, sums of two parts do not fit registers
+    many = itertools.product((192, 208, 224, MAX_BLOCK_N), (2,), units)
     cuts = (deepest(shape.unit_bytes, *cut) for cut in (*few, *many))
     return list(dict.fromkeys((heuristic(shape), *cuts)))
