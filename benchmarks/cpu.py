@@ -29,7 +29,7 @@ import numpy as np
 import rich
 
 from benchmarks.peers import llama_cpp
-from jmx import bench
+from jmx import bench, machine, shapes
 from jmx.activations import SwiGLU
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
@@ -58,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
     limits: list[Limits] = []
     measured = (_measure_formats if arguments.peer is None else _measure_peer)(arguments, seed, limits)
     middle = Limits(*(statistics.median(rates) for rates in zip(*map(dataclasses.astuple, limits), strict=True)))
-    shape = bench.MODELS[arguments.model]
+    shape = shapes.MODELS[arguments.model]
     rows = [
         bench.judge(
             row, dataclasses.replace(shape.problem(row.tokens, "packed"), format=row.format or shape.format), middle
         )
         for row in measured
     ]
-    machine = bench.describe_machine(jax.devices()[0])
+    told = machine.describe_machine(jax.devices()[0])
     versions = {}
     if arguments.peer is not None:
         versions = json.loads(pathlib.Path(arguments.peer, "versions.json").read_text())
@@ -79,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
         "seed": seed,
         "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
     }
-    machine |= {"host_cpus": bench.num_cpus(), "versions": machine["versions"] | versions}
-    report = Report(machine, middle, settings, tuple(sorted(rows, key=lambda row: [*SYSTEMS].index(row.system))))
+    told |= {"host_cpus": machine.num_cpus(), "versions": told["versions"] | versions}
+    report = Report(told, middle, settings, tuple(sorted(rows, key=lambda row: [*SYSTEMS].index(row.system))))
     rich.print(report)
     if arguments.json is not None:
         report.save(arguments.json)
@@ -91,10 +91,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure_peer(arguments: argparse.Namespace, seed: int, limits: list[Limits]) -> list[Row]:
     """Ours, the reference and the peer, on MXFP4."""
-    shape, count = bench.MODELS[arguments.model], arguments.layers
+    shape, count = shapes.MODELS[arguments.model], arguments.layers
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     experts = [_draw_experts(shape, key) for key in jax.random.split(weights_key, count)]
-    ggml = llama_cpp.Ggml(arguments.peer, bench.num_cpus())
+    ggml = llama_cpp.Ggml(arguments.peer, machine.num_cpus())
     peers = [llama_cpp.Layer(ggml, _as_peers(layer)) for layer in experts]
     measured = []
     for tokens in arguments.tokens:
@@ -107,19 +107,19 @@ def _measure_peer(arguments: argparse.Namespace, seed: int, limits: list[Limits]
 
 def _measure_formats(arguments: argparse.Namespace, seed: int, limits: list[Limits]) -> list[Row]:
     """Ours in each format, and in each that takes them with rounded inputs beside it."""
-    model, count = bench.MODELS[arguments.model], arguments.layers
+    model, count = shapes.MODELS[arguments.model], arguments.layers
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     layer_keys = jax.random.split(weights_key, count)
-    shapes = [dataclasses.replace(model, format=name) for name in arguments.format]
-    experts = {shape.format: [_draw_experts(shape, key) for key in layer_keys] for shape in shapes}
+    kinds = [dataclasses.replace(model, format=name) for name in arguments.format]
+    experts = {kind.format: [_draw_experts(kind, key) for key in layer_keys] for kind in kinds}
     if arguments.input_format is not None:
-        shapes += [dataclasses.replace(shape, input_format=arguments.input_format) for shape in shapes]
+        kinds += [dataclasses.replace(kind, input_format=arguments.input_format) for kind in kinds]
     cpu = next(backend for backend in BACKENDS if backend.name == "cpu")
     measured = []
     for tokens in arguments.tokens:
         key = jax.random.fold_in(data_key, tokens)
         systems = []
-        for shape in shapes:
+        for shape in kinds:
             if shape.input_format is not None and cpu.supports(shape.problem(tokens, "packed"), Environment.probe()):
                 continue
             case = bench.Case.draw(shape, tokens, "uniform", count, key, experts[shape.format][0])
@@ -172,7 +172,7 @@ def _formats(text: str) -> list[str]:
     return names
 
 
-def _draw_experts(shape: bench.Shape, key: Any) -> Experts:
+def _draw_experts(shape: shapes.Shape, key: Any) -> Experts:
     """As `shape.experts`, packed, some experts at a time: drawing takes several times the memory of what is drawn."""
     parts = range(0, shape.num_experts, _DRAWN)
     some = [dataclasses.replace(shape, num_experts=min(_DRAWN, shape.num_experts - first)) for first in parts]
@@ -181,17 +181,17 @@ def _draw_experts(shape: bench.Shape, key: Any) -> Experts:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *drawn)
 
 
-def _ours(name: str, shape: bench.Shape, case: bench.Case, experts: Sequence[Experts]) -> Timed:
+def _ours(name: str, shape: shapes.Shape, case: bench.Case, experts: Sequence[Experts]) -> Timed:
     """A backend of jmx, timed as `jmx bench` does: routing is part of it."""
     layer = bench.Contender.of(name, shape, case.num_tokens, Environment.probe()).layer
     compiled = jax.jit(partial(bench.run_layers, layer)).lower(case.x, case.logits, experts).compile()
-    temporary = bench.check_memory(compiled)
+    temporary = machine.check_memory(compiled)
     _, y = compiled(case.x, case.logits, experts)
     row = _row(name, "packed", case, y)
     return Timed(dataclasses.replace(row, temporary_bytes=temporary), lambda: compiled(case.x, case.logits, experts))
 
 
-def _peer(shape: bench.Shape, case: bench.Case, layers: Sequence[llama_cpp.Layer]) -> Timed:
+def _peer(shape: shapes.Shape, case: bench.Case, layers: Sequence[llama_cpp.Layer]) -> Timed:
     """llama.cpp's layers on the same tokens and experts. Routing is given, and no residual is added."""
     assert isinstance(shape.activation, SwiGLU)
     assert shape.activation.limit is not None
@@ -214,9 +214,9 @@ def _time(systems: Sequence[Timed], rounds: int, limits: list[Limits]) -> list[R
     """Their rows, with microseconds of a layer; a round adds what the machine reaches at its time to `limits`."""
     samples: list[list[float]] = [[] for _ in systems]
     for nth in range(rounds):
-        limits.append(bench.measure_limits(1))
+        limits.append(machine.measure_limits(1))
         for i in [*range(len(systems))][:: -1 if nth % 2 else 1]:
-            samples[i].append(bench.seconds(systems[i].call, 1)[0])
+            samples[i].append(machine.seconds(systems[i].call, 1)[0])
     medians = [statistics.median(times) for times in samples]
     return [
         dataclasses.replace(

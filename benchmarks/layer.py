@@ -74,12 +74,12 @@ def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
 
     A peer that cannot run, or that ends early, has rows that say so.
     """
-    from jmx import bench
+    from jmx import bench, shapes
     from jmx.roofline import Report, Row
 
     report = Report.load(file)
     settings, machine = report.settings, dict(report.machine)
-    shape = bench.routed_shape(settings["model"], settings["routing"])
+    shape = shapes.routed_shape(settings["model"], settings["routing"])
     rows = list(report.rows)
     # As many as ours: fewer than asked for where memory held fewer.
     layers = [max(row.layers or 1 for row in rows if row.tokens == tokens) for tokens in settings["tokens"]]
@@ -95,7 +95,7 @@ def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
 
 
 def peer_shape(shape: Any) -> dict[str, Any]:
-    """A `jmx.bench.Shape` as the fields of `benchmarks.peers.problem.Shape`.
+    """A `jmx.shapes.Shape` as the fields of `benchmarks.peers.problem.Shape`.
 
     The peers route by softmax over the largest logits, whatever the method: that costs the same or less.
     """

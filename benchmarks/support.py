@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx import bench, layouts
+from jmx import layouts, shapes
 from jmx.backends import BACKENDS
 from jmx.ffi.blackwell import Prepared
 from jmx.formats import FORMATS, MXFP4
@@ -26,7 +26,7 @@ from jmx.selection import Backend, Environment, Reason, Rejection, known_devices
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
-SHAPE = bench.MODELS["deepseek-v3"]  # its sizes are whole blocks of every format
+SHAPE = shapes.MODELS["deepseek-v3"]  # its sizes are whole blocks of every format
 TOKENS = 64
 
 _HEAD = """# What runs where
@@ -165,10 +165,11 @@ def page(found: Measured) -> str:
         for format in FORMATS:
             cells = tuple(cell(backend, home, format, input_format, found) for backend, home in places.items())
             alike.setdefault((_family(format), tuple(cell.no for cell in cells)), {})[format] = cells
-        return [
-            (_names([*members]), *(notes.text(dict(zip(members, column, strict=True))) for column in columns))
-            for members, columns in ((members, zip(*members.values(), strict=True)) for members in alike.values())
-        ]
+        told = []
+        for members in alike.values():
+            columns = (dict(zip(members, column, strict=True)) for column in zip(*members.values(), strict=True))
+            told.append((_names([*members]), *map(notes.text, columns)))
+        return told
 
     plain = [("weights", *titles), *rows(None)]
     rounded = [("inputs", "weights", *titles), *((f"`{name}`", *row) for name in INPUT_FORMATS for row in rows(name))]

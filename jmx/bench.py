@@ -6,104 +6,30 @@ logits is timed too. The floor of a row is what its problem must move and multip
 """
 
 import dataclasses
-import datetime
-import math
-import os
-import platform
 import secrets
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import lax
 
-from jmx import _version, activations, formats, layouts, quantization
-from jmx.activations import Activation, SiLUAndMul, SwiGLU
+from jmx import activations, formats, layouts, quantization
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.explain import flops, weight_bytes
 from jmx.inputs import INPUT_FORMATS
 from jmx.layer import moe
+from jmx.machine import check_memory, describe_machine, measure_limits, out_of_memory, seconds
 from jmx.roofline import Limits, Report, Row
-from jmx.routing import GroupedTopK, Logits, Method, TopKSoftmax, route
+from jmx.routing import Logits, route
 from jmx.selection import Environment, NoBackendError, Problem, select
+from jmx.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape
 
 Array = Any
-Device = Any  # a jax.Device
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of one layer, and what it computes."""
-
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    method: Method
-    activation: Activation
-    gate_up_order: str | None
-    bias: bool
-    format: str = formats.MXFP4.name
-    input_format: str | None = None
-
-    def in_formats(self, pair: str) -> "Shape":
-        """This shape in other formats: "WEIGHTS" or "WEIGHTS:INPUTS"."""
-        weights, _, inputs = pair.partition(":")
-        return dataclasses.replace(self, format=weights, input_format=inputs or None)
-
-    def problem(self, num_tokens: int, layout: str) -> Problem:
-        """A call on bfloat16 tokens, with weights in `layout`."""
-        return Problem(
-            num_tokens=num_tokens,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_experts=self.num_experts,
-            top_k=self.method.top_k,
-            dtype="bfloat16",
-            format=self.format,
-            input_format=self.input_format,
-            activation=self.activation,
-            gate_up_order=self.gate_up_order,
-            bias=self.bias,
-            layout=layout,
-        )
-
-    def experts(self, key: Array) -> Experts:
-        """Random weights of one layer, and static scales where its inputs have them."""
-        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
-        format = formats.FORMATS[self.format]
-        experts = Experts.random(key, *sizes, gate_up_order=self.gate_up_order, format=format, bias=self.bias)
-        if self.input_format is None or not INPUT_FORMATS[self.input_format].static:
-            return experts
-        scale = jnp.float32(_STATIC_RANGE / INPUT_FORMATS[self.input_format].largest)
-        return experts.with_inputs(self.input_format, scale, scale)
-
-
-# Sizes and activations as in the published model configurations and code.
-_GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
-_DEEPSEEK = GroupedTopK(8, num_groups=8, topk_groups=4, scoring="sigmoid", renormalize=True, routed_scaling_factor=2.5)
-MODELS = {
-    "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
-    "gpt-oss-20b": Shape(32, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
-    "gpt-oss-120b": Shape(128, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
-    "qwen3-30b-a3b": Shape(128, 2048, 768, TopKSoftmax(8), SiLUAndMul(), "concatenated", False),
-    "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
-}
-
-ROUTINGS = {
-    "uniform": "every expert is as likely as every other",
-    "zipf": "the n-th most popular expert of a layer is drawn in proportion to 1/n",
-    "half": "half of the tokens go to one expert, among others",
-    "top1": "uniform, with a single expert a token",
-}
 
 RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the same weights in bfloat16
 
@@ -111,7 +37,6 @@ RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the 
 # in bfloat16 and in float32 lie on either side of a middle, they are a step of it apart. Above is another function.
 TOLERANCE = 5e-2
 _CHECKED_TOKENS = 64
-_STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and h is nearly
 _SEED_BITS = 32  # jax.random.key drops those above without a word, unless jax computes in 64 bits
 
 # The host needs 150 to 250 us to launch a call. Where the device is done before, the time of a call is the host's; a
@@ -181,12 +106,6 @@ def run(
     return Report(describe_machine(device), limits, settings, tuple(rows))
 
 
-def routed_shape(model: str, routing: str) -> Shape:
-    """The shape of a key of `MODELS` under a key of `ROUTINGS`, of which "top1" changes what is computed."""
-    shape = MODELS[model]
-    return shape if routing != "top1" else dataclasses.replace(shape, method=dataclasses.replace(shape.method, top_k=1))
-
-
 def layers_of_call(num_tokens: int, layers: int | None) -> int:
     """Different layers in one call on `num_tokens`: `layers`, or where that is None 16 up to 16 tokens and 4 beyond."""
     if layers is not None:
@@ -249,85 +168,6 @@ def check_arguments(
         raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << _SEED_BITS) - 1}")
 
 
-def _read_rate(words: np.ndarray[Any, Any], repeats: int) -> float:
-    """Bytes a second that all cores of this process together read of `words`, each a part of its own."""
-    with ThreadPoolExecutor(num_cpus()) as pool:
-        parts = np.array_split(words, num_cpus())
-        return words.nbytes / seconds(lambda: [*pool.map(np.bitwise_or.reduce, parts)], repeats)[0]
-
-
-def num_cpus() -> int:
-    """Cores that this process may use, where the platform tells; else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def describe_machine(device: Device) -> dict[str, Any]:
-    """What ran: the device by its own name, its memory in bytes, and the versions."""
-    versions = {"jmx": _version.__version__, "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "platform_version": " ".join(device.client.platform_version.split()),
-        "memory_bytes": memory_limit(device),
-        "host_cpus": os.cpu_count(),
-        "versions": versions | {"python": platform.python_version()},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def memory_limit(device: Device) -> int | None:
-    """Bytes that a program may hold on `device`, or None where that is not known. On a CPU, those of the machine."""
-    if device.platform == "cpu":
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            return None
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def measure_limits(repeats: int) -> Limits:
-    """The best of two ways to copy (a plain copy, and a kernel that changes each word), and a square product.
-
-    On a CPU, where a copy reads what it writes, too, also of a loop that only reads.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    key = jax.random.key(secrets.randbits(32))
-    words = jax.random.bits(key, (1 << (25 if on_cpu else 29),), jnp.uint32)
-    copies = [jax.jit(jnp.copy), jax.jit(lambda words: words ^ 1)]
-    copy_rate = max(2 * words.nbytes / seconds(partial(copy, words), repeats)[0] for copy in copies)
-    if on_cpu:
-        copy_rate = max(copy_rate, _read_rate(np.asarray(words), repeats))
-    del words
-    size = 1024 if on_cpu else 8192
-    squares = []
-    for dtype in (jnp.bfloat16, jnp.float32) if on_cpu else (jnp.bfloat16,):
-        left, right = jax.random.normal(key, (2, size, size), dtype)
-        squares.append(2 * size**3 / seconds(partial(jax.jit(jnp.matmul), left, right), repeats)[0])
-    return Limits(copy_rate, max(squares))
-
-
-def seconds(call: Callable[[], Any], repeats: int, least: float = 0.05) -> tuple[float, float]:
-    """Median seconds of a call, and (slowest - fastest) / median.
-
-    Each of the `repeats` samples is the mean of so many calls, one behind the other without waiting for any, that it
-    lasts `least` seconds. Two rounds before them warm up. A call's result is let go before the next call, which so
-    finds its memory where the one before did: a CUDA graph need not be written anew.
-    """
-    jax.block_until_ready(call())
-    calls, samples, out = 1, [], None
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        for _ in range(calls):
-            del out
-            out = call()
-        jax.block_until_ready(out)
-        samples.append((time.perf_counter() - start) / calls)
-        calls = max(1, min(1000, math.ceil(least / samples[-1])))
-    samples = samples[2:]
-    median = statistics.median(samples)
-    return median, (max(samples) - min(samples)) / median
-
-
 class Case(NamedTuple):
     """What all backends are given at one token count."""
 
@@ -368,20 +208,6 @@ def _cases(
         Case.draw(shape, count, kind, layers_of_call(count, layers), jax.random.fold_in(key, count), first)
         for count in tokens
     ]
-
-
-def draw_logits(key: Array, shape: tuple[int, int, int], kind: str) -> jax.Array:
-    """Random router logits, float32 (L, T, E), each layer with its own popular experts; see `ROUTINGS`."""
-    noise_key, rank_key, token_key = jax.random.split(key, 3)
-    num_layers, num_tokens, num_experts = shape
-    rank = jax.vmap(lambda key: jax.random.permutation(key, num_experts))(jax.random.split(rank_key, num_layers))
-    if kind == "zipf":  # the largest of log p + Gumbel noise is a draw from p; the k largest are k draws
-        return jax.random.gumbel(noise_key, shape) - jnp.log1p(rank)[:, None]
-    logits = jax.random.normal(noise_key, shape)
-    if kind == "half":
-        taken = jax.random.permutation(token_key, num_tokens) < (num_tokens + 1) // 2
-        logits += 8.0 * (taken[:, None] & (rank == 0)[:, None])  # 8 standard deviations
-    return logits
 
 
 class Contender(NamedTuple):
@@ -545,19 +371,3 @@ def relative_error(result: Array, reference: Array) -> float:
     """||result - reference|| / ||reference|| in float64; NaN where either has one."""
     result, reference = (np.asarray(array, np.float64) for array in (result, reference))
     return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))
-
-
-def check_memory(compiled: Any) -> int | None:
-    """The call's temporary bytes. MemoryError before it runs, where a CPU would rather start to swap."""
-    needs, has = compiled.memory_analysis(), memory_limit(jax.devices()[0])
-    if needs is None:
-        return None
-    total = needs.argument_size_in_bytes + needs.output_size_in_bytes + needs.temp_size_in_bytes
-    if has is not None and total > has:
-        raise MemoryError(f"the call needs {total / 1e9:.1f} GB, and the device has {has / 1e9:.1f} GB")
-    return needs.temp_size_in_bytes
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether `error` says that the device's memory does not suffice."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -61,7 +61,7 @@ def _version_of(distribution: str) -> str | None:
 def _examine_devices() -> list[dict[str, Any]]:
     import jax
 
-    from jmx.bench import memory_limit
+    from jmx.machine import memory_limit
 
     return [
         {
@@ -78,8 +78,9 @@ def _examine_devices() -> list[dict[str, Any]]:
 def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
     """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
     from jmx.backends import BACKENDS, resolve_layout
-    from jmx.bench import MODELS, usable_layout
+    from jmx.bench import usable_layout
     from jmx.selection import Environment, NoBackendError
+    from jmx.shapes import MODELS
 
     environment = Environment.probe()
     layout = resolve_layout("auto", environment)

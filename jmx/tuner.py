@@ -24,11 +24,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jmx import bench, tuning
+from jmx import bench, machine, tuning
 from jmx.backends import BACKENDS, resolve_layout
-from jmx.bench import Shape
 from jmx.formats import FORMATS
 from jmx.selection import Environment, NoBackendError
+from jmx.shapes import Shape
 from jmx.tuning import Entry, Key, Tunable
 
 Array = Any
@@ -195,7 +195,7 @@ def _compile(
     """
     start = time.monotonic()
     begun, programs = [], deque()
-    num_compilers = min(len(rig.configs), bench.num_cpus(), _MOST_COMPILERS)
+    num_compilers = min(len(rig.configs), machine.num_cpus(), _MOST_COMPILERS)
     free = threading.Semaphore(num_compilers)
 
     def done(_: Future[jax.stages.Compiled]) -> None:
@@ -258,7 +258,7 @@ class _Rig:
 
     def trial(self, config: Any, compiled: jax.stages.Compiled) -> _Trial:
         """Checks and times. ValueError for a wrong result, besides whatever the candidate itself raises."""
-        bench.check_memory(compiled)
+        machine.check_memory(compiled)
         call = partial(compiled, *self._arguments)
         result = call()
         self._check(result[1])
@@ -269,7 +269,7 @@ class _Rig:
 
     def time(self, call: Callable[[], Any], repeats: int) -> float:
         """Microseconds of one layer."""
-        return 1e6 * bench.seconds(call, repeats)[0] / len(self._case.logits)
+        return 1e6 * machine.seconds(call, repeats)[0] / len(self._case.logits)
 
     def _check(self, y: Array) -> None:
         """The first right result against the reference on some tokens, all others against it on every token."""
@@ -296,7 +296,7 @@ def _rig_that_fits(rig: Callable[[Array], _Rig], layer_keys: Array) -> _Rig:
         try:
             return rig(layer_keys)
         except Exception as e:
-            if len(layer_keys) == 1 or not bench.out_of_memory(e):
+            if len(layer_keys) == 1 or not machine.out_of_memory(e):
                 raise
             layer_keys = layer_keys[: len(layer_keys) // 2]
 

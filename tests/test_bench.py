@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from jax.core import Tracer
 
-from jmx import bench, formats, roofline
+from jmx import bench, formats, machine, roofline, shapes
 from jmx.activations import SwiGLU
-from jmx.bench import RAGGED_DOT, Shape
+from jmx.bench import RAGGED_DOT
 from jmx.layouts import LAYOUTS
 from jmx.routing import Logits, TopKSoftmax, route
 from jmx.selection import Environment, Reason, Rejection
+from jmx.shapes import Shape
 from jmx.xla import Xla
 
 TINY = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
@@ -26,9 +27,9 @@ LIMITS = roofline.Limits(copy_rate=1e9, dense_rate=5e9)
 @pytest.fixture
 def tiny(monkeypatch):
     """Makes "tiny" a model, and limits that need no measuring."""
-    monkeypatch.setitem(bench.MODELS, "tiny", TINY)
+    monkeypatch.setitem(shapes.MODELS, "tiny", TINY)
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: LIMITS)
-    monkeypatch.setattr(bench, "seconds", partial(bench.seconds, least=1e-3))
+    monkeypatch.setattr(bench, "seconds", partial(machine.seconds, least=1e-3))
 
 
 def test_a_run_has_a_checked_row_for_every_contestant_and_token_count(tiny):
@@ -159,7 +160,7 @@ def test_one_failing_row_leaves_the_others(tiny, monkeypatch):
 
 def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(tiny, monkeypatch):
     limits = iter([1000, 10**12, 1000, 1000])  # bytes that the device has, at each try
-    monkeypatch.setattr(bench, "memory_limit", lambda device: next(limits))
+    monkeypatch.setattr(machine, "memory_limit", lambda device: next(limits))
     monkeypatch.setattr(bench, "describe_machine", lambda device: {})
     half, none = bench.run("tiny", [2, 3], backends=[RAGGED_DOT], layers=2, repeats=1).rows
     assert (half.layers, half.error) == (1, None)
@@ -191,9 +192,9 @@ def test_bad_arguments_are_told_before_anything_is_measured(arguments, message, 
     assert str(told.value).startswith(message)
 
 
-@pytest.mark.parametrize("model", bench.MODELS)
+@pytest.mark.parametrize("model", shapes.MODELS)
 def test_every_named_shape_can_be_run_and_is_the_problem_that_it_says(model):
-    shape = bench.MODELS[model]
+    shape = shapes.MODELS[model]
     experts = jax.eval_shape(shape.experts, jax.random.key(0))
     x = jax.ShapeDtypeStruct((7, shape.hidden_size), jnp.bfloat16)
     logits = jax.ShapeDtypeStruct((7, shape.num_experts), jnp.float32)
@@ -210,7 +211,7 @@ def test_routings_are_as_skewed_as_they_say(rng):
     tokens, num_experts = 3000, 16
 
     def shares(kind, top_k=2):
-        logits = bench.draw_logits(jax.random.key(rng.integers(2**31)), (2, tokens, num_experts), kind)
+        logits = shapes.draw_logits(jax.random.key(rng.integers(2**31)), (2, tokens, num_experts), kind)
         ids = [np.asarray(route(Logits(layer, TopKSoftmax(top_k))).expert_ids) for layer in logits]
         return np.stack([np.bincount(layer.ravel(), minlength=num_experts) / tokens for layer in ids])
 
@@ -257,16 +258,16 @@ def test_seconds_are_those_of_one_call():
         time.sleep(0.004)
         return jnp.float32(1)
 
-    median, spread = bench.seconds(call, repeats=3, least=0.02)
+    median, spread = machine.seconds(call, repeats=3, least=0.02)
     assert 0.004 <= median < 0.02
     assert spread >= 0
     assert len(calls) > 3 * 2  # several calls a sample
 
 
 def test_limits_are_measured(monkeypatch):
-    monkeypatch.setattr(bench, "seconds", lambda call, repeats: (jax.block_until_ready(call()).nbytes * 1e-9, 0.0))
-    monkeypatch.setattr(bench, "_read_rate", lambda words, repeats: 3e9)
-    limits = bench.measure_limits(1)
+    monkeypatch.setattr(machine, "seconds", lambda call, repeats: (jax.block_until_ready(call()).nbytes * 1e-9, 0.0))
+    monkeypatch.setattr(machine, "_read_rate", lambda words, repeats: 3e9)
+    limits = machine.measure_limits(1)
     on_cpu = jax.default_backend() == "cpu"
     assert limits.copy_rate == pytest.approx(3e9 if on_cpu else 2e9)  # a copied byte is read and written
     size = 1024 if on_cpu else 8192
@@ -276,9 +277,9 @@ def test_limits_are_measured(monkeypatch):
 @pytest.mark.parametrize("cpus", [1, 3])
 def test_every_word_is_read_by_some_core(monkeypatch, cpus):
     found = []
-    monkeypatch.setattr(bench, "seconds", lambda call, repeats: (found.extend(call()) or 0.5, 0.0))
-    monkeypatch.setattr(bench, "num_cpus", lambda: cpus)
-    assert bench._read_rate(np.uint32(1) << np.arange(32, dtype=np.uint32), 1) == 2 * 32 * 4
+    monkeypatch.setattr(machine, "seconds", lambda call, repeats: (found.extend(call()) or 0.5, 0.0))
+    monkeypatch.setattr(machine, "num_cpus", lambda: cpus)
+    assert machine._read_rate(np.uint32(1) << np.arange(32, dtype=np.uint32), 1) == 2 * 32 * 4
     assert len(found) == cpus
     assert sum(int(part) for part in found) == 2**32 - 1
 

@@ -9,7 +9,7 @@ from backend_cases import BLOCK
 
 from benchmarks import cpu
 from benchmarks.peers import llama_cpp
-from jmx import bench, roofline
+from jmx import machine, roofline, shapes
 from jmx.roofline import Limits, Row
 
 
@@ -26,8 +26,8 @@ def test_blocks_hold_what_the_packed_bytes_hold(rng):
 
 def test_all_are_timed_in_each_round_and_every_second_one_turns_around(monkeypatch):
     order, seconds = [], iter([1e-3, 2e-3, 6e-3, 5e-3, 3e-3, 8e-3])
-    monkeypatch.setattr(bench, "seconds", lambda call, repeats: (call(), (next(seconds), 0.0))[1])
-    monkeypatch.setattr(bench, "measure_limits", lambda repeats: Limits(float(len(order)), 1.0))
+    monkeypatch.setattr(machine, "seconds", lambda call, repeats: (call(), (next(seconds), 0.0))[1])
+    monkeypatch.setattr(machine, "measure_limits", lambda repeats: Limits(float(len(order)), 1.0))
     limits = []
     systems = [cpu.Timed(Row(name, 1, layers=2), lambda name=name: order.append(name)) for name in "ab"]
     a, b = cpu._time(systems, 3, limits)
@@ -38,10 +38,10 @@ def test_all_are_timed_in_each_round_and_every_second_one_turns_around(monkeypat
 
 
 def test_the_report_holds_all_systems_on_the_same_tokens(tmp_path, monkeypatch, capsys):
-    gpt_oss = bench.MODELS["gpt-oss-20b"]
+    gpt_oss = shapes.MODELS["gpt-oss-20b"]
     small = dataclasses.replace(gpt_oss, num_experts=6, hidden_size=64, intermediate_size=96)
-    monkeypatch.setitem(bench.MODELS, "gpt-oss-20b", small)
-    monkeypatch.setattr(bench, "measure_limits", lambda repeats: Limits(1e9, 5e9))
+    monkeypatch.setitem(shapes.MODELS, "gpt-oss-20b", small)
+    monkeypatch.setattr(machine, "measure_limits", lambda repeats: Limits(1e9, 5e9))
     monkeypatch.setattr(llama_cpp, "Ggml", lambda directory, num_threads: (directory, num_threads))
     monkeypatch.setattr(llama_cpp, "Layer", lambda ggml, weights: weights)
 
@@ -79,9 +79,9 @@ def test_the_report_holds_all_systems_on_the_same_tokens(tmp_path, monkeypatch, 
 
 
 def test_formats_are_timed_beside_each_other(tmp_path, monkeypatch):
-    small = dataclasses.replace(bench.MODELS["gpt-oss-20b"], num_experts=4, hidden_size=64, intermediate_size=64)
-    monkeypatch.setitem(bench.MODELS, "gpt-oss-20b", small)
-    monkeypatch.setattr(bench, "measure_limits", lambda repeats: Limits(1e9, 5e9))
+    small = dataclasses.replace(shapes.MODELS["gpt-oss-20b"], num_experts=4, hidden_size=64, intermediate_size=64)
+    monkeypatch.setitem(shapes.MODELS, "gpt-oss-20b", small)
+    monkeypatch.setattr(machine, "measure_limits", lambda repeats: Limits(1e9, 5e9))
     file = tmp_path / "r.json"
     formats = ["--format", "nvfp4,int4_g64", "--input-format", "int8_token"]
     assert cpu.main([*formats, "--tokens", "2", "--rounds", "1", "--layers", "1", "--json", str(file)]) == 0

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jmx import bench, cli, doctor, roofline, selection
+from jmx import bench, cli, doctor, roofline, selection, shapes
 from jmx._version import __version__
 from jmx.checkpoint import gpt_oss, shards
 from jmx.selection import Reason, Rejection
@@ -276,7 +276,7 @@ def test_convert_quantizes_and_reports(jmx, tmp_path, rng):
 
 def test_bench_saves_prints_and_draws(jmx, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
-    monkeypatch.setitem(bench.MODELS, "tiny", dataclasses.replace(bench.MODELS["small"], num_experts=2))
+    monkeypatch.setitem(shapes.MODELS, "tiny", dataclasses.replace(shapes.MODELS["small"], num_experts=2))
     file, picture = str(tmp_path / "report.json"), str(tmp_path / "roof.png")
     flags = ["--model", "tiny", "--tokens", "2", "--layers", "1", "--repeats", "1", "--backends", "ragged_dot"]
     code, out, err = jmx("bench", *flags, "--json", file)

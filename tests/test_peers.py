@@ -13,7 +13,7 @@ import pytest
 import jmx
 from benchmarks import layer, table
 from benchmarks.peers import fetch
-from jmx import bench, roofline
+from jmx import bench, roofline, shapes
 from jmx.experts import Experts
 from jmx.formats import BlockScaled
 
@@ -70,7 +70,7 @@ def test_a_peer_that_ends_early_leaves_what_it_has_measured(tmp_path, monkeypatc
         return types.SimpleNamespace(returncode=-6)
 
     monkeypatch.setattr(layer.subprocess, "run", run)
-    shape = layer.peer_shape(bench.MODELS["gpt-oss-120b"])
+    shape = layer.peer_shape(shapes.MODELS["gpt-oss-120b"])
     versions, rows, failure = layer.measure("marlin", tmp_path, shape, SETTINGS | {"layers": [16, 4]})
     assert versions == {"torch": "2"}
     assert rows == {1: {"layers": 3, "us": 5.0}}
@@ -141,7 +141,7 @@ def test_the_peers_are_checked_against_what_the_reference_computes(model, rng):
     torch = pytest.importorskip("torch")
     from benchmarks.peers import problem
 
-    shape = problem.Shape(**layer.peer_shape(bench.MODELS[model]))
+    shape = problem.Shape(**layer.peer_shape(shapes.MODELS[model]))
     shape = dataclasses.replace(shape, num_experts=6, top_k=2, hidden_size=96, intermediate_size=64)
     weights = problem.draw_weights(shape, "cpu")
     case = problem.draw_case(shape, 9, "uniform", "cpu")
@@ -173,7 +173,7 @@ def test_the_peers_tokens_are_routed_as_ours_are(routing, share, rng):
     assert not (top.values[:, 1] == top.values[:, 2]).any()  # else two sets of experts would be right
     shares = (torch.bincount(top.indices[:, :2].flatten(), minlength=16) / 4000).sort(descending=True).values.numpy()
     key = jax.random.key(rng.integers(2**31))
-    ours = np.argsort(-bench.draw_logits(key, (1, 4000, 16), routing)[0], axis=-1)[:, :2]
+    ours = np.argsort(-shapes.draw_logits(key, (1, 4000, 16), routing)[0], axis=-1)[:, :2]
     expected = np.sort(np.bincount(ours.ravel(), minlength=16) / 4000)[::-1]
     np.testing.assert_allclose(shares, expected, atol=0.06)
     assert share is None or abs(shares[0] - share) < 0.12

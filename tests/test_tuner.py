@@ -15,15 +15,15 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from jmx import backends, bench, cli, layer, tuner, tuning, xla
+from jmx import backends, bench, cli, layer, machine, shapes, tuner, tuning, xla
 from jmx.activations import SwiGLU
-from jmx.bench import Shape
 from jmx.formats import MXFP4
 from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.mosaic_sm90 import MosaicSm90
 from jmx.pallas.mosaic_sm90_layout import Tile
 from jmx.routing import TopKSoftmax
 from jmx.selection import Environment, Problem, Reason, Rejection
+from jmx.shapes import Shape
 from jmx.tuning import Key
 
 SHAPE = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
@@ -115,8 +115,8 @@ def _take_fakes_at_their_word(monkeypatch):
 def registered(tmp_path, monkeypatch):
     """Puts an engine before the others; gives the function that does it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(bench.MODELS, "tiny", SHAPE)
-    monkeypatch.setattr(bench, "seconds", partial(bench.seconds, least=2e-3))
+    monkeypatch.setitem(shapes.MODELS, "tiny", SHAPE)
+    monkeypatch.setattr(machine, "seconds", partial(machine.seconds, least=2e-3))
     _take_fakes_at_their_word(monkeypatch)
     tuning._tables.cache_clear()
 
@@ -253,8 +253,8 @@ def test_no_candidate_is_begun_after_the_seconds(registered, tmp_path):
 
 def test_only_the_finalists_and_the_heuristic_are_timed_again(registered, tmp_path, monkeypatch):
     repeats = []
-    seconds = bench.seconds
-    monkeypatch.setattr(bench, "seconds", lambda call, count: (repeats.append(count), seconds(call, count))[1])
+    seconds = machine.seconds
+    monkeypatch.setattr(machine, "seconds", lambda call, count: (repeats.append(count), seconds(call, count))[1])
     many = tuple(Config(work) for work in range(6))
     (outcome,), _ = run(registered(Fake(many)), tmp_path / "t.json")
     assert outcome.tried == 7
@@ -262,7 +262,7 @@ def test_only_the_finalists_and_the_heuristic_are_timed_again(registered, tmp_pa
 
 
 def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(registered, tmp_path, monkeypatch):
-    compile_, seconds, done = jax.stages.Lowered.compile, bench.seconds, []
+    compile_, seconds, done = jax.stages.Lowered.compile, machine.seconds, []
     two = threading.Barrier(2, timeout=60)  # for two compilations under way at once; one alone fails
 
     def compile_beside_another(lowered):
@@ -273,8 +273,8 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
         return compiled
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside_another)
-    monkeypatch.setattr(bench, "seconds", lambda call, count: (done.append("timed"), seconds(call, count))[1])
-    monkeypatch.setattr(bench, "num_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "seconds", lambda call, count: (done.append("timed"), seconds(call, count))[1])
+    monkeypatch.setattr(machine, "num_cpus", lambda: 2)
     (outcome,), told = run(registered(Fake((FAST, MIDDLING, Config(200)))), tmp_path / "t.json")
     assert told == ""
     assert (outcome.tried, outcome.failed) == (4, ())

@@ -63,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> Any:
     import jax
 
-    from jmx import bench
+    from jmx import bench, shapes
 
     on_cpu = jax.default_backend() == "cpu"
     model = arguments.model or ("small" if on_cpu else "gpt-oss-120b")
     backends = None if arguments.backends is None else arguments.backends.split(",")
-    check_known("--model", model, bench.MODELS)
-    check_known("--routing", arguments.routing, bench.ROUTINGS)
+    check_known("--model", model, shapes.MODELS)
+    check_known("--routing", arguments.routing, shapes.ROUTINGS)
     pairs = None if arguments.format is None else arguments.format.split(",")
     for name in backends or ():
         check_known("--backends", name, bench.contestants())

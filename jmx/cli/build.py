@@ -3,12 +3,7 @@
 import argparse
 import pathlib
 
-from jmx.cli.common import (
-    EXIT_OK,
-    Parser,
-    check_directories,
-    check_known,
-)
+from jmx.cli.common import EXIT_OK, Parser, check_directories, check_known
 
 
 def add(command: Parser) -> None:

@@ -2,14 +2,7 @@
 
 import argparse
 
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    Parser,
-    add_json,
-    print_json,
-    show,
-)
+from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, add_json, print_json, show
 
 
 def add(command: Parser) -> None:

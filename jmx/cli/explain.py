@@ -130,7 +130,7 @@ def _checkpoint_fields(directory: str) -> dict[str, Any]:
 
 
 def _model_fields(name: str) -> dict[str, Any]:
-    from jmx.bench import MODELS
+    from jmx.shapes import MODELS
 
     check_known("--model", name, MODELS)
     problem = MODELS[name].problem(1, "packed")

@@ -77,16 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shape(text: str, pair: str) -> Any:
-    """The `jmx.bench.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
+    """The `jmx.shapes.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
 
     `pair`: what --format names.
     """
-    from jmx import bench
+    from jmx import shapes
     from jmx.routing import TopKSoftmax
 
     if not text[:1].isdigit():
-        check_known("--shape", text, bench.MODELS)
-        return _in_formats(bench.MODELS[text], pair)
+        check_known("--shape", text, shapes.MODELS)
+        return _in_formats(shapes.MODELS[text], pair)
     try:
         num_experts, top_k, hidden, intermediate = (int(part) for part in text.split(","))
     except ValueError:
@@ -94,7 +94,7 @@ def _shape(text: str, pair: str) -> Any:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"`--shape` (={text!r}) has k (={top_k}) outside 1..{num_experts}, the number of experts")
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "intermediate_size": intermediate}
-    shape = dataclasses.replace(bench.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
+    shape = dataclasses.replace(shapes.MODELS["gpt-oss-120b"], **sizes, method=TopKSoftmax(top_k))
     return _in_formats(shape, pair)
 
 

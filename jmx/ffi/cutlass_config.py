@@ -104,7 +104,7 @@ def heuristic(problem: Problem) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert in use gets on average."""
     assignments = (problem.num_tokens or 1) * problem.top_k
     average = assignments / min(problem.num_experts, assignments or 1)
-    tokens = 16 if average <= 16 else 64  # of 32 rows an expert 64 are faster than 32: measured, docs/cutlass.md
+    tokens = 16 if average <= 16 else 64  # of 32 rows an expert 64 are faster than 32: benchmarks/NOTES.md
     tile = Tile(128, tokens, 128, False)
     return Config(tile, tile)
 

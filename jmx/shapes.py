@@ -1,0 +1,102 @@
+"""Layers of published models by their sizes, with random weights and routing: what is measured and tuned."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jmx import formats
+from jmx.activations import Activation, SiLUAndMul, SwiGLU
+from jmx.experts import Experts
+from jmx.inputs import INPUT_FORMATS
+from jmx.routing import GroupedTopK, Method, TopKSoftmax
+from jmx.selection import Problem
+
+_STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and h is nearly
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one layer, and what it computes."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    method: Method
+    activation: Activation
+    gate_up_order: str | None
+    bias: bool
+    format: str = formats.MXFP4.name
+    input_format: str | None = None
+
+    def in_formats(self, pair: str) -> "Shape":
+        """This shape in other formats: "WEIGHTS" or "WEIGHTS:INPUTS"."""
+        weights, _, inputs = pair.partition(":")
+        return dataclasses.replace(self, format=weights, input_format=inputs or None)
+
+    def problem(self, num_tokens: int, layout: str) -> Problem:
+        """A call on bfloat16 tokens, with weights in `layout`."""
+        return Problem(
+            num_tokens=num_tokens,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_experts=self.num_experts,
+            top_k=self.method.top_k,
+            dtype="bfloat16",
+            format=self.format,
+            input_format=self.input_format,
+            activation=self.activation,
+            gate_up_order=self.gate_up_order,
+            bias=self.bias,
+            layout=layout,
+        )
+
+    def experts(self, key: jax.Array) -> Experts:
+        """Random weights of one layer, and static scales where its inputs have them."""
+        sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
+        format = formats.FORMATS[self.format]
+        experts = Experts.random(key, *sizes, gate_up_order=self.gate_up_order, format=format, bias=self.bias)
+        if self.input_format is None or not INPUT_FORMATS[self.input_format].static:
+            return experts
+        scale = jnp.float32(_STATIC_RANGE / INPUT_FORMATS[self.input_format].largest)
+        return experts.with_inputs(self.input_format, scale, scale)
+
+
+# Sizes and activations as in the published model configurations and code.
+_GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
+_DEEPSEEK = GroupedTopK(8, num_groups=8, topk_groups=4, scoring="sigmoid", renormalize=True, routed_scaling_factor=2.5)
+MODELS = {
+    "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
+    "gpt-oss-20b": Shape(32, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
+    "gpt-oss-120b": Shape(128, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
+    "qwen3-30b-a3b": Shape(128, 2048, 768, TopKSoftmax(8), SiLUAndMul(), "concatenated", False),
+    "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
+}
+
+ROUTINGS = {
+    "uniform": "every expert is as likely as every other",
+    "zipf": "the n-th most popular expert of a layer is drawn in proportion to 1/n",
+    "half": "half of the tokens go to one expert, among others",
+    "top1": "uniform, with a single expert a token",
+}
+
+
+def routed_shape(model: str, routing: str) -> Shape:
+    """The shape of a key of `MODELS` under a key of `ROUTINGS`, of which "top1" changes what is computed."""
+    shape = MODELS[model]
+    return shape if routing != "top1" else dataclasses.replace(shape, method=dataclasses.replace(shape.method, top_k=1))
+
+
+def draw_logits(key: jax.Array, shape: tuple[int, int, int], kind: str) -> jax.Array:
+    """Random router logits, float32 (L, T, E), each layer with its own popular experts; see `ROUTINGS`."""
+    noise_key, rank_key, token_key = jax.random.split(key, 3)
+    num_layers, num_tokens, num_experts = shape
+    rank = jax.vmap(lambda key: jax.random.permutation(key, num_experts))(jax.random.split(rank_key, num_layers))
+    if kind == "zipf":  # the largest of log p + Gumbel noise is a draw from p; the k largest are k draws
+        return jax.random.gumbel(noise_key, shape) - jnp.log1p(rank)[:, None]
+    logits = jax.random.normal(noise_key, shape)
+    if kind == "half":
+        taken = jax.random.permutation(token_key, num_tokens) < (num_tokens + 1) // 2
+        logits += 8.0 * (taken[:, None] & (rank == 0)[:, None])  # 8 standard deviations
+    return logits
