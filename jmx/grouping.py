@@ -106,6 +106,38 @@ class Blocks(NamedTuple):
     counts: Any
     num_blocks: Any
 
+    def of_layer(self, first_expert: jax.Array | int) -> "Blocks":
+        """The same with experts numbered from `first_expert` on, for kernels that take ints, too.
+
+        Where `num_blocks` is no int it is (B,), the same number throughout: a scalar would cost a kernel of its own.
+        """
+        ids, number = self.experts + first_expert, self.num_blocks
+        number = number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
+        return self._replace(experts=ids, num_blocks=number)
+
+    def taken_from(self, refs: list[Any]) -> "Blocks":
+        """The same inside a kernel that takes ints, too: the list's first refs, which go, in place of `arrays`."""
+        return Blocks._make(field if isinstance(field, int) else refs.pop(0) for field in self)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The fields that are no ints."""
+        return [field for field in self if not isinstance(field, int)]
+
+    @property
+    def number(self) -> Any:
+        """How many blocks are real, in such a kernel, of blocks as `of_layer` has them."""
+        return self.num_blocks if isinstance(self.num_blocks, int) else self.num_blocks[0]
+
+    def count_of(self, block: Array) -> Array:
+        """How many rows a block has, in such a kernel."""
+        return jnp.int32(self.counts) if isinstance(self.counts, int) else self.counts[block]
+
+    @staticmethod
+    def first_row(rows: Any, block: Array) -> Array:
+        """A block's first row by `x_rows` or `out_rows`, in such a kernel."""
+        return block * rows if isinstance(rows, int) else rows[block]
+
     def as_arrays(self) -> "Blocks":
         """The same with every int written out, for kernels that take arrays alone."""
         index = np.arange(self.experts.size, dtype=np.int32)

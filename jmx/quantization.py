@@ -328,8 +328,8 @@ def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockS
     """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
 
     Codes are uniform over all element codes that are numbers. Scales are two neighbouring powers of two such that the
-    standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. Zero points are
-    the three around zero, orders any.
+    standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. Those of FP8_BLOCK
+    are one for each 128 rows. Zero points are the three around zero, orders any.
     """
     abstract = format.abstract(shape, packed=True)
     keys = jax.random.split(key, 4)
@@ -346,6 +346,8 @@ def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockS
         columns = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), abstract.order.shape)
         order = jax.random.permutation(keys[3], columns, axis=-1, independent=True)
     above = jax.random.randint(keys[1], abstract.scales.shape, 0, 2, jnp.int32)
+    if format == FP8_BLOCK:
+        above = above[..., np.arange(shape[-2]) // _BLOCK_ROWS * _BLOCK_ROWS, :]
     if format == MXFP4:
         scales = (_SCALE_ONE + exponent + above).astype(jnp.uint8)
     else:

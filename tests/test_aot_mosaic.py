@@ -16,11 +16,11 @@ from sass import hazards, parse, register_limits
 
 import jmx
 from jmx import Environment, Experts, Routing, tuning
-from jmx.bench import MODELS, Shape
 from jmx.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import MosaicSm90
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY, Config
 from jmx.pallas.mosaic_sm90_layout import LAYOUT, Tile
+from jmx.shapes import MODELS, Shape
 
 ENGINE, H200 = MosaicSm90(), Environment.named("h200")
 TABLES = sorted((pathlib.Path(jmx.__file__).parent / "tuned").glob(f"{ENGINE.name}-*.json"))

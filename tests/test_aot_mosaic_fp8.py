@@ -14,7 +14,6 @@ from jmx import Environment, Experts, tuning
 from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS
 from jmx.pallas.mosaic_sm90_fp8 import MosaicSm90Fp8
-from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS
 from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
 from jmx.selection import Problem
 
@@ -22,9 +21,11 @@ MAX_SPILLED = 64  # bytes of a thread: addresses for the most part, once an item
 ENGINE, H200 = MosaicSm90Fp8(), Environment.named("h200")
 ACTIVATION = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 CASES = [  # weights, inputs, tokens, hidden and intermediate size
+    pytest.param("mxfp4", "fp8_token", 1, 288, 352, id="mxfp4-few"),
     pytest.param("mxfp4", "fp8_token", 16, 288, 352, id="mxfp4"),
     pytest.param("mxfp4", "fp8_token", 2048, 512, 640, id="mxfp4-large", marks=pytest.mark.slow),
     pytest.param("fp8_block", "fp8_block", 2048, 512, 640, id="fp8_block-large", marks=pytest.mark.slow),
+    pytest.param("fp8_channel", "fp8_block", 2048, 512, 640, id="fp8_channel-fp8_block", marks=pytest.mark.slow),
     pytest.param("fp8_channel", "fp8_static", 2048, 512, 640, id="fp8_channel-large", marks=pytest.mark.slow),
 ]
 
@@ -62,4 +63,4 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
         assert hazards(program) == []
         limits = register_limits(program)
         assert all(used <= limit for limit, used in limits), limits
-        assert max(limits)[0] == REGISTERS
+        assert max(limits)[0] == config.registers

@@ -17,11 +17,11 @@ from memory import abstract_step, temporary_bytes
 
 import jmx
 from jmx import Environment, Experts, Routing, tuning
-from jmx.bench import MODELS
 from jmx.formats import FORMATS
 from jmx.pallas.triton import Triton
 from jmx.pallas.triton_config import FEW_TOKENS
 from jmx.pallas.triton_elements import num_factors
+from jmx.shapes import MODELS
 
 pytestmark = pytest.mark.aot
 

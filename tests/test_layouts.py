@@ -27,6 +27,7 @@ def same_bits(a, b):
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(a[:2], b[:2], strict=True))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("lead", [(1,), (5,), (2, 3)])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_inverse_undoes_forward_bit_for_bit(rng, name, lead):

@@ -14,7 +14,6 @@ from jmx.pallas.mosaic_sm90_config import (
     candidates,
     deepest,
     heuristic,
-    widths,
 )
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
@@ -79,7 +78,7 @@ def test_deepest_leaves_no_room_for_another_stage(tile_bytes, shape):
 
 @pytest.mark.parametrize("block_n", range(8, 257, 8))
 def test_widths_hold_every_count_of_rows(block_n):
-    found = widths(block_n)
+    found = Config(block_n, 1, 1, 1, 1).widths
     assert found[-1] == block_n
     assert list(found) == sorted(set(found))
     assert all(width % 8 == 0 for width in found)

@@ -24,14 +24,14 @@ from backend_cases import (
 )
 from test_backends import check
 
-from jmx import Environment, Experts, Reason, SiLUAndMul, formats, inputs, tuning
+from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLUAndMul, formats, inputs, tuning
 from jmx.backends import resolve_layout
 from jmx.formats import FORMATS, MXFP4, BlockScaled
 from jmx.inputs import INPUT_FORMATS
 from jmx.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
 from jmx.pallas.mosaic_sm90_fp8 import INPUTS, MosaicSm90Fp8
-from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape, candidates, parts_of
+from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape, candidates, heuristic, parts_of
 from jmx.pallas.mosaic_sm90_fp8_layout import EXACT_BELOW, LAYOUT, RAISED, table, unit_bytes
 from jmx.quantization import random
 
@@ -178,6 +178,44 @@ def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):
         np.testing.assert_array_equal(chunks[2], row.max())
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("role", "shape", "order"),
+    [
+        ("gate_up", (512, 384), "interleaved"),
+        ("gate_up", (768, 256), "concatenated"),
+        ("down", (384, 256), None),
+        ("down", (160, 256), None),
+    ],
+)
+def test_behind_a_tiles_scales_stands_whether_its_rows_share_them(role, shape, order, dtype, rng):
+    """First rows theirs and second rows theirs, in every unit; a tile that the weight's end cuts does not."""
+    q, spec = weight(rng, "fp8_block", shape, 1), WeightSpec(role, shape, order, FORMATS["fp8_block"])
+    q = q._replace(scales=shared(rng, q.scales).astype(dtype))
+    whole = np.ones((shape[0] + 63) // 64, bool)
+    whole[-1] = shape[0] % 64 == 0
+
+    def told(scales):
+        held = LAYOUT.forward(q._replace(scales=scales), spec).scales[0]
+        assert held.dtype == dtype
+        assert held.shape == (len(whole), -(-shape[1] // 128) + 1, 64)
+        assert (held[:, -1:] == held[:, -1:, :1]).all()
+        return np.asarray(held[:, -1, 0], np.float32)
+
+    np.testing.assert_array_equal(told(q.scales), whole)
+    row, unit = int(rng.integers(shape[0])), int(rng.integers(shape[1] // 128))
+    rows = np.arange(shape[0]).reshape({"interleaved": (-1, 2), "concatenated": (2, -1), None: (1, -1)}[order])
+    output = np.argwhere(rows == row)[0][0 if order == "interleaved" else 1]
+    whole[output // (64 if order is None else 32)] = False
+    np.testing.assert_array_equal(told(q.scales.at[0, row, unit].mul(1.5)), whole)
+
+
+def shared(rng, scales):
+    """Scales (E, N, blocks) of some like these, each of 128 rows."""
+    odd = rng.uniform(0.5, 1, scales.shape)[:, np.arange(scales.shape[1]) // 128 * 128]
+    return (scales[:, np.arange(scales.shape[1]) // 128 * 128] * odd).astype(scales.dtype)
+
+
 def test_the_table_is_exact_as_far_as_it_says():
     elements = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     found = table().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -217,10 +255,30 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
 @pytest.mark.parametrize("name", TAKEN)
 def test_configurations_fit(name):
     size = unit_bytes(FORMATS[name])
-    for tokens in (1, 64, 1024, 8192):
-        for config in candidates(Shape(size, name == "mxfp4", name == "fp8_block", tokens, 4, 32)):
+    for tokens in (1, 4, 64, 256, 512, 1024, 8192):
+        for config in candidates(shape_of(tokens, name)):
             config.check(size)
             assert config.shared_memory(size) <= SHARED_MEMORY
+
+
+def shape_of(tokens, name="mxfp4", num_cores=132):
+    """gpt-oss-20b's."""
+    by_block = name == "fp8_block"
+    return Shape(unit_bytes(FORMATS[name]), name == "mxfp4", by_block, tokens, 4, 32, (90, 45), (23, 23), num_cores)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_n", "warpgroups_m", "split_k"),
+    [(1, 8, 3, 2), (4, 8, 5, 1), (64, 16, 4, 1), (256, 40, 4, 1), (1024, 176, 2, 1), (8192, 256, 2, 1)],
+)
+def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, warpgroups_m, split_k):
+    config = heuristic(shape_of(tokens))
+    assert (config.block_n, config.warpgroups_m, config.split_k) == (block_n, warpgroups_m, split_k)
+
+
+def test_the_heuristic_fills_as_many_multiprocessors_as_there_are():
+    assert heuristic(shape_of(1, num_cores=132)).warpgroups_m == 3  # 4 experts of 30 items
+    assert heuristic(shape_of(1, num_cores=78)).warpgroups_m == 5  # of 18
 
 
 @pytest.mark.parametrize("block_n", [16, 64, 96, 128, 176, 208, 256])
@@ -239,7 +297,10 @@ def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block
         ((12, 2, 1, 4), "`block_n` (=12)"),
         ((264, 2, 1, 4), "`block_n` (=264)"),
         ((136, 2, 1, 4), "`block_n` (=136)"),
-        ((8, 3, 1, 4), "`warpgroups_m` (=3)"),
+        ((8, 6, 1, 4), "`warpgroups_m` (=6)"),
+        ((72, 4, 1, 4), "`block_n` (=72) must be at most 56,"),
+        ((16, 5, 3, 4), "`block_n` (=16) must be at most 8,"),
+        ((8, 2, 1, 4, 0), "`split_k` (=0)"),
         ((8, 2, 5, 8), "`units` (=5)"),
         ((8, 2, 2, 1), "`num_stages` (=1)"),
     ],
@@ -277,6 +338,9 @@ def test_every_pair(tokens, format, input_format, sizes, rng):
         {"top_k": 1},
         *({"ids": ids} for ids in IDS),
         {"num_experts": 200, "top_k": 8, "hidden": 64, "intermediate": 64},
+        *({"tokens": tokens, "ids": ids} for tokens in (1, 3) for ids in IDS),
+        {"tokens": 3, "num_experts": 200, "top_k": 8, "dtype": "float16"},
+        {"tokens": 3, "weights_on": "input"},
     ],
     ids=str,
 )  # fmt: skip
@@ -289,8 +353,10 @@ def test_computations(change, rng):
 @pytest.mark.parametrize(
     "config",
     [
-        *(Config(n, m, u, 6) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
+        *(Config(n, m, u, 4) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
         *(Config(208, m, u, 4) for m in (1, 2) for u in (1, 2)),
+        *(Config(n, m, u, 4) for n, m, u in ((64, 3, 2), (24, 3, 4), (40, 4, 2), (8, 4, 3), (24, 5, 2))),
+        *(Config(16, m, 2, 4, split) for m in (1, 3, 5) for split in (2, 3)),
     ],
     ids=str,
 )
@@ -302,6 +368,78 @@ def test_every_way_to_cut(format, input_format, sizes, config, rng):
         y, again = (call("mosaic_fp8", case, weights.experts(case), x, routing) for _ in range(2))
     np.testing.assert_array_equal(again, y)
     assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["mxfp4", "fp8_channel"])
+def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
+    case = Case(tokens=40, format=format, input_format="fp8_token", dtype="bfloat16", hidden=160, intermediate=224)
+    case = suited("mosaic_fp8", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+    with tuning.override("mosaic_fp8", Config(16, 3, 2, 4, 2)):
+        whole = call("mosaic_fp8", case, experts, x, routing)
+        for tokens in (1, 5, 9):
+            some = dataclasses.replace(case, tokens=tokens)
+            own = jax.tree.map(lambda array, n=tokens: array[:n], routing)
+            np.testing.assert_array_equal(call("mosaic_fp8", some, experts, x[:tokens], own), whole[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "units"),
+    [
+        ({}, 2),
+        ({"order": "concatenated", "bias": NEITHER}, 1),
+        ({"activation": ReLU2(), "order": None}, 2),
+        ({"dtype": "float16", "activation": SiLUAndMul(), "hidden": 256}, 3),
+        ({"format": "fp8_channel"}, 2),
+        ({"format": "fp8_tensor", "bias": NEITHER}, 2),
+    ],
+    ids=str,
+)
+def test_blocks_with_tokens_as_the_operand_a(change, units, rng):
+    """Those of more than 96 rows, where tiles' rows share scales, and beside them all others."""
+    case = Case(tokens=500, format="fp8_block", input_format="fp8_block", dtype="bfloat16", num_experts=4, top_k=1)
+    case = suited("mosaic_fp8", dataclasses.replace(case, **{"hidden": 384, "intermediate": 384, **change}))
+    weights, x = draw_weights(rng, case), draw_x(rng, case)
+    given = [weights]
+    if case.format == "fp8_block":  # of all experts, of none, and of some
+        given += [shared_by(rng, weights, slice(0, last)) for last in (4, 2)]
+    for weights in given:
+        experts = weights.experts(case)
+        for counts in [(97, 128, 65, 110), (127, 1, 96, 120), (0, 300, 104, 96)]:
+            ids = np.repeat([0, 1, 2, 3, -1], [*counts, case.tokens - sum(counts)])
+            routing = Routing(rng.permutation(ids)[:, None].astype(np.int32), np.ones((case.tokens, 1), np.float32))
+            with tuning.override("mosaic_fp8", Config(128, 2, units, 4)):
+                y, again = (call("mosaic_fp8", case, experts, x, routing) for _ in range(2))
+            np.testing.assert_array_equal(again, y)
+            assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
+
+
+def shared_by(rng, weights, experts):
+    """`weights` in "fp8_block", whose scales some experts' rows share as others do in checkpoints."""
+
+    def role(q):
+        scales = np.array(q.scales)
+        scales[experts] = shared(rng, scales[experts])
+        return q._replace(scales=scales)
+
+    return weights._replace(gate_up=role(weights.gate_up), down=role(weights.down))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "other"), [(96, False), (97, True)])
+def test_what_a_layout_says_of_shared_scales_is_believed(count, other, rng):
+    """What it says wrongly gives other results: so both ways are taken where they ought to be."""
+    case = Case(tokens=count, format="fp8_block", input_format="fp8_block", dtype="bfloat16", num_experts=1, top_k=1)
+    case = suited("mosaic_fp8", dataclasses.replace(case, **BLOCKS))
+    experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)
+    scales = experts.gate_up.scales.at[:, :, -1].set(1)
+    wrong = dataclasses.replace(experts, gate_up=experts.gate_up._replace(scales=scales))
+    with tuning.override("mosaic_fp8", Config(128, 2, 2, 4)):
+        y, found = (call("mosaic_fp8", case, given, x, routing) for given in (experts, wrong))
+    assert (np.linalg.norm(found - y) > 0.1 * np.linalg.norm(y)) == other
 
 
 @pytest.mark.gpu
@@ -325,6 +463,8 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     scale = jnp.float32(0.01) if format.static else None
     x = rng.standard_normal((77, columns)) * 2.0 ** rng.uniform(-40, 4, (77, 1))
     x[5], x[8], x[9] = 0, x[8] * 1e-30, x[9] * 1e-38
+    x[10] = rng.integers(-(2**8), 2**8, columns) / 2.0 ** rng.integers(0, 10, columns)  # half way between two, often
+    x[10, :2] = 448, -0.0
     if format.dynamic:
         x[6, 3], x[7, -1] = np.nan, -np.inf
     x = jnp.asarray(x, jnp.float32).astype(dtype)

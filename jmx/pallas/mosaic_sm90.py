@@ -16,7 +16,6 @@ from jax import lax
 from jmx import grouping, tuning
 from jmx.experts import Experts
 from jmx.formats import FORMATS, BlockScaled, Format
-from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_config
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90_config import FEW_TOKENS, Config
@@ -113,7 +112,7 @@ class MosaicSm90:
                 down.order,
             ),
             Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32),
-            _blocks(work.blocks, experts.first_expert),
+            work.blocks.of_layer(experts.first_expert),
             config=config,
             num_rows=num_rows,
             num_cores=environment.core_count or 1,
@@ -139,11 +138,3 @@ def _alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[Blo
 
 def _tile_bytes(problem: Problem) -> int:
     return Tile.of(FORMATS[problem.format]).bytes
-
-
-def _blocks(blocks: Blocks, first_expert: jax.Array | int) -> Blocks:
-    """`blocks` as the kernel takes them: experts of all layers, and no scalar, which would cost a kernel of its own."""
-    ids, number = blocks.experts + first_expert, blocks.num_blocks
-    return blocks._replace(
-        experts=ids, num_blocks=number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
-    )

@@ -4,16 +4,18 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from jmx.pallas.mosaic_sm90_layout import TILE
+from jmx.pallas.mosaic_sm90_widths import widths
 
 SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
 MAX_BLOCK_N = 256  # wgmma's largest N
+_BY_EIGHT = 192  # rows of a block: larger ones are compiled for half as many widths
 FEW_TOKENS = 8  # up to here every active expert sees all tokens, so that nothing is sorted
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
-_COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
+COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Config:
         for name in ("warpgroups_m", "warpgroups_k", "k_tiles", "num_stages", "split_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
-        if self.num_warpgroups not in _COMPUTE_REGISTERS:
+        if self.num_warpgroups not in COMPUTE_REGISTERS:
             raise ValueError(
-                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(_COMPUTE_REGISTERS)}"
+                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
             )
         if self.num_stages > MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be at most {MAX_STAGES}")
@@ -65,9 +67,14 @@ class Config:
         return self.warpgroups_k * self.k_tiles
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of rows that the kernel is compiled for."""
+        return widths(self.block_n, 8 if self.block_n <= _BY_EIGHT else 16)
+
+    @property
     def registers(self) -> int:
         """Registers of a computing thread."""
-        return _COMPUTE_REGISTERS[self.num_warpgroups]
+        return COMPUTE_REGISTERS[self.num_warpgroups]
 
     @property
     def max_block_n(self) -> int:
@@ -106,19 +113,6 @@ def deepest(
     one.check(tile_bytes)
     more = (SHARED_MEMORY - one.shared_memory(tile_bytes)) // one.stage_bytes(tile_bytes)
     return replace(one, num_stages=min(MAX_STAGES, 1 + more))
-
-
-def widths(block_n: int) -> tuple[int, ...]:
-    """The numbers of columns that the kernel is compiled for: a block takes the least that holds its rows.
-
-    All that tensor cores offer, up to 64. Blocks that may be larger are mostly halves and more of `block_n`, since an
-    expert's rows are cut into near-equal blocks. So there, what is smaller is stepped over, which saves compilation.
-    """
-    if block_n <= 64:
-        return tuple(range(8, block_n + 1, 8))
-    step = 8 if block_n <= 192 else 16
-    half = block_n // 2 // step * step
-    return (*range(32, half - 8, 32), *range(half, block_n, step), block_n)
 
 
 def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:

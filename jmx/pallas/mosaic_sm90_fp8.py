@@ -17,8 +17,10 @@ from jmx.experts import Experts
 from jmx.inputs import INPUT_FORMATS
 from jmx.pallas import mosaic_sm90_fp8_config
 from jmx.pallas.activations import in_kernel
+from jmx.pallas.mosaic_sm90_config import FEW_TOKENS
 from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape
-from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
+from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, UNIT_COLUMNS, unit_bytes
+from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
 from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
@@ -61,12 +63,10 @@ class MosaicSm90Fp8:
         return refusal(problem, LAYOUT.name, LAYOUT.formats, INPUTS)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
-        del environment
-        return mosaic_sm90_fp8_config.heuristic(_shape(problem))
+        return mosaic_sm90_fp8_config.heuristic(_shape(problem, environment))
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
-        del environment
-        return mosaic_sm90_fp8_config.candidates(_shape(problem))
+        return mosaic_sm90_fp8_config.candidates(_shape(problem, environment))
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del environment
@@ -91,15 +91,18 @@ class MosaicSm90Fp8:
         problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on, format.name)
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
-        work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
-        assert work.token_of_row is not None
-        num_rows = work.token_of_row.size
-        rows, chosen = x, work.token_of_row
-        if on_input:  # an expert's inputs are then its own
-            rows, chosen = grouping.weigh(x[chosen], work, routing.weights), None
+        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
+            work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
+            rows, chosen, num_rows = x, None, work.blocks.experts.size * work.blocks.out_rows
+        else:
+            work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
+            assert work.token_of_row is not None
+            rows, chosen, num_rows = x, work.token_of_row, work.token_of_row.size
+            if on_input:  # an expert's inputs are then its own
+                rows, chosen = grouping.weigh(x[chosen], work, routing.weights), None
         rows = quantize(rows, x.shape[-1], format, experts.input_scale("gate_up"), chosen)
         every = experts.merged()
-        blocks = work.blocks._replace(experts=work.blocks.experts + experts.first_expert)
+        blocks = work.blocks.of_layer(experts.first_expert)
         product = partial(grouped_product, config=config, num_rows=num_rows, num_cores=environment.core_count or 1)
         gate_up = Product(
             every.gate_up,
@@ -112,14 +115,19 @@ class MosaicSm90Fp8:
         down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
         h = product(rows, gate_up, blocks)
         rows = quantize(h, experts.intermediate_size, format, experts.input_scale("down"), None)
-        out = product(rows, down, blocks._replace(x_rows=blocks.out_rows))[None, :, : x.shape[-1]]
+        out = product(rows, down, blocks._replace(x_rows=blocks.out_rows), split_k=config.split_k)
+        out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
 
 
-def _shape(problem: Problem) -> Shape:
+def _shape(problem: Problem, environment: Environment) -> Shape:
     by_block = formats.FP8_BLOCK.name == problem.format or inputs.FP8_BLOCK.name == problem.input_format
     sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
-    return Shape(_unit_bytes(problem), problem.format == formats.MXFP4.name, by_block, *sizes)
+    outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
+    tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
+    units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
+    decoded, cores = problem.format == formats.MXFP4.name, environment.core_count or 1
+    return Shape(_unit_bytes(problem), decoded, by_block, *sizes, tiles, units, cores)
 
 
 def _unit_bytes(problem: Problem) -> int:

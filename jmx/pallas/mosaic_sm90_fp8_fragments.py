@@ -25,6 +25,7 @@ from jmx.pallas.mosaic_sm90_mlir import (
     i64,
     less,
     operation,
+    pair,
     result,
     thread_index,
     utils,
@@ -126,10 +127,10 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | N
         def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
             products, unit, part = done
             row_scales = _row_scales(unit) if table is None else None
-            new[part] = _added(new[part], _wait(products, pending), row_scales, unit.x_scales, part * n)
+            new[part] = _added(new[part], wait(products, pending), row_scales, unit.x_scales, part * n)
 
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
-            sums = _multiply(sums, operand, _descriptor(unit.x, part * n), n)
+            sums = start_product(sums, operand, descriptor(unit.x, part * n), n)
             if done is not None:
                 add(done, 1)  # while the tensor cores work, as what follows
                 done = None
@@ -152,19 +153,21 @@ def _operand_size(table: ir.Value | None) -> int:
 
 def _operand(unit: Unit, table: ir.Value | None) -> Any:
     """The operand A: four registers for each slice of 32 columns, or a descriptor of it in shared memory."""
-    return _descriptor(unit.values, 0) if table is None else _e2m1_slices(unit.values, unit.scales, table)
+    return descriptor(unit.values) if table is None else _e2m1_slices(unit.values, unit.scales, table)
 
 
-def _descriptor(ref: ir.Value, row: int) -> ir.Value:
-    """What `wgmma` knows an operand by: `ref` (rows, 128), swizzled by 128 bytes, from a multiple of 8 rows on."""
-    (eight_stride, *_), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
+    """What `wgmma` knows an operand by: `ref` (..., rows, 128), swizzled by 128 bytes, from a multiple of 8 rows on."""
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    eight_stride = strides[-4]  # of tiles of 8 rows
     upper = _SWIZZLE_128_BYTES | eight_stride >> 4
     lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), constant(4))
-    lower = arith.addi(lower, constant(row // 8 * eight_stride >> 4))
+    row = row if isinstance(row, ir.Value) else constant(row)
+    lower = arith.addi(lower, arith.muli(row, constant(eight_stride // 8 >> 4)))
     return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
 
 
-def _multiply(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) -> list[ir.Value]:
+def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) -> list[ir.Value]:
     """`sums`, or zeros, plus the four slices' products: the thread's n / 2 of them, on their way."""
     size = n // 2
     out = llvm.StructType.get_literal([f32()] * size)
@@ -194,7 +197,7 @@ def _multiply(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) ->
     return values
 
 
-def _wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
+def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
     """`sums`, once all products but the last `pending` groups are there."""
     size = len(sums)
     tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
@@ -209,10 +212,15 @@ def _row_scales(unit: Unit) -> list[ir.Value] | None:
     scales = unit.scales
     if scales is None:
         return None
-    element = ir.MemRefType(scales.type).element_type
     group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2))
-    found = [llvm.load(element, address_of(scales, arith.addi(group, constant(i)), element)) for i in range(2)]
-    return [value if element == f32() else arith.extf(f32(), value) for value in found]
+    return [load_float(scales, arith.addi(group, constant(i))) for i in range(2)]
+
+
+def load_float(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """The `index`th number in a contiguous ref, as float32."""
+    element = ir.MemRefType(ref.type).element_type
+    value = llvm.load(element, address_of(ref, index, element))
+    return value if element == f32() else arith.extf(f32(), value)
 
 
 def _added(
@@ -242,11 +250,11 @@ def _added(
                 nth = 4 * eight + 2 * row + i
                 factors = [] if row_scales is None else [row_scales[row]]
                 factors += [] if by_column is None else [by_column[i]]
-                out.append(_plus(totals[nth], products[nth], factors))
+                out.append(plus(totals[nth], products[nth], factors))
     return out
 
 
-def _plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Value:
+def plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Value:
     if not factors:
         return arith.addf(total, product)
     *others, last = factors
@@ -277,10 +285,8 @@ def row_powers(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Arr
             bits = arith.shli(code, constant(23))
             bits = arith.select(less(code, constant(1)), constant(1 << 22), bits)  # 2^-127 is subnormal
             bits = arith.select(less(code, constant(255)), bits, constant(0x7FC00000))
-            value, two = llvm.bitcast(f32(), bits), llvm.mlir_undef(ir.VectorType.get((2,), f32()))
-            for i in range(2):
-                two = llvm.insertelement(two, value, constant(i))
-            out.append(of_registers([two], size))
+            value = llvm.bitcast(f32(), bits)
+            out.append(of_registers([pair(value, value)], size))
         return tuple(out)
 
     return body(scales, expert, tile)
@@ -311,9 +317,14 @@ def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Arr
 
 def swizzled_rows(columns: int, dtype: Any) -> Any:
     """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
-    size = jnp.dtype(dtype).itemsize
-    span = min(ROW_BYTES, columns * size)
+    size, span = size_and_span(columns, dtype)
     return (plgpu.TilingTransform((8, span // size)), plgpu.SwizzleTransform(span))  # pyright: ignore[reportAbstractUsage]
+
+
+def size_and_span(columns: int, dtype: Any) -> tuple[int, int]:
+    """Bytes of an element, and of the rows' pieces that are swizzled."""
+    size = jnp.dtype(dtype).itemsize
+    return size, min(ROW_BYTES, columns * size)
 
 
 def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
@@ -326,7 +337,7 @@ def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count
         first, count: which of the accumulator's columns.
     """
     dtype = arrays[0].dtype
-    size, span = dtype.itemsize, min(ROW_BYTES, columns * dtype.itemsize)
+    size, span = size_and_span(columns, dtype)
     own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
 
     @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))

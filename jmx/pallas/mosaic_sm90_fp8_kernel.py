@@ -2,8 +2,9 @@
 
 As in `mosaic_sm90_kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of
 rows of one expert, at most 256, is B, in two parts where it has more than 128. E4M3 weights are read from shared
-memory; MXFP4 ones become e4m3 in registers. Every multiprocessor runs one block of threads for good. One warp fetches
-weights and another one rows into a ring of stages, 128 columns each; one or two warpgroups compute:
+memory; MXFP4 ones become e4m3 in registers. Large blocks whose scales belong to 128 columns are A themselves, where
+that costs less: see `mosaic_sm90_fp8_token_fragments`. Every multiprocessor runs one block of threads for good. One
+warp fetches weights and another one rows into a ring of stages, 128 columns each; one to five warpgroups compute:
 
     weights   | W0 | W1 | W2 | ...                             full[slot] -->
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
@@ -28,15 +29,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.formats import MXFP4, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_fp8_fragments as fp8
+from jmx.pallas import mosaic_sm90_fp8_token_fragments as by_token
 from jmx.pallas import mosaic_sm90_fragments as fragments
-from jmx.pallas.mosaic_sm90_fp8_config import REGISTERS, Config, parts_of
+from jmx.pallas.mosaic_sm90_fp8_config import MAX_WIDTH, Config, parts_of
 from jmx.pallas.mosaic_sm90_fp8_layout import RAISED, UNIT_COLUMNS, table, value_rows
 from jmx.pallas.mosaic_sm90_fragments import Rows
 from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90_widths import for_width
 
 Array = Any
 _FETCH_REGISTERS = 40
 _COLUMNS = UNIT_COLUMNS  # of a stage
+_MANY_TOKENS = 96  # rows of a block: with more, tokens may be the operand A
 
 
 class Inputs(NamedTuple):
@@ -103,12 +107,13 @@ class _Item(NamedTuple):
     x_row: Array
     out_row: Array
     count: Array
+    tokens_are_a: Array
     by_row: tuple[Array, Array] | None
     bias: tuple[Array, Array] | None
 
 
 def grouped_product(
-    inputs: Inputs, product: Product, blocks: Blocks, *, config: Config, num_rows: int, num_cores: int
+    inputs: Inputs, product: Product, blocks: Blocks, *, config: Config, num_rows: int, num_cores: int, split_k: int = 1
 ) -> jax.Array:
     """The product of each block of rows.
 
@@ -116,45 +121,40 @@ def grouped_product(
         inputs: blocks may read past the end of the rows.
         product: see `Product`.
         blocks: `x_rows` and `out_rows` are multiples of 8. All blocks must name an expert that there is; only the first
-            `num_blocks` are computed.
+            `num_blocks`, an int or here (B,), the same number throughout, are computed.
         num_rows: R, rows of the result, a multiple of 8. Rows that no block names may hold anything: a block writes its
             own and those up to the next multiple of 8.
         num_cores: multiprocessors to run on.
+        split_k: parts of the weight's columns that are computed apart, where there is no activation.
 
     Returns:
-        (R, product.rows.num_outputs).
+        (split_k * R, product.rows.num_outputs): the parts' sums one below the other.
     """
     rows, per_unit = product.rows, value_rows(product.format)
-    m_tiles, units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
+    m_tiles, all_units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
+    units = -(-all_units // split_k)  # of an item; behind the weight's last one are zeros
     m_steps = -(-m_tiles // config.warpgroups_m)
     num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
+    tokens_may_be_a = inputs.by_block and product.format != MXFP4
+    tokens_may_be_a &= (num_compute, block_n, split_k) == (by_token.TILES, MAX_WIDTH, 1)
     given = _Operands.of(inputs, product)
-    arrays = blocks.as_arrays()
-    # No scalar, which would cost a kernel of its own.
-    arrays = arrays._replace(num_blocks=jnp.broadcast_to(arrays.num_blocks, arrays.experts.shape))
-
-    def for_width(count: Array, function: Callable[[int], None]) -> None:
-        """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
-        *below, last = config.widths
-        for lower, width in zip([-1, *below], below, strict=False):
-            pl.when((count > lower) & (count <= width))(partial(function, width))
-        pl.when(count > (below[-1] if below else -1))(partial(function, last))
 
     def body(*refs: Any) -> None:
         rest = [*refs]
         g = _Operands._make(None if one is None else rest.pop(0) for one in given)
-        work = Blocks(*(rest.pop(0) for _ in arrays))
+        work = blocks.taken_from(rest)
         out_g, x_s, values_s, *rest = rest
         scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
-        out_s, full, empty = rest
+        out_s, full, empty, turns = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        num_items = work.num_blocks[0] * m_steps
+        num_items = work.number * (m_steps * split_k)
         num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
 
-        def place(turn: Array) -> tuple[Array, Array]:
-            """The block of an item, and the first tile of the weight's rows; past the end those of some item."""
+        def place(turn: Array) -> tuple[Array, Array, Array]:
+            """Block, first tile of the weight's rows and part of the columns of an item; past the end of some item."""
             item = jnp.clip(core + turn * num_cores, 0, jnp.maximum(num_items, 1) - 1)
-            return lax.div(item, m_steps), lax.rem(item, m_steps) * config.warpgroups_m
+            step, part = lax.div(item, split_k), lax.rem(item, split_k)
+            return lax.div(step, m_steps), lax.rem(step, m_steps) * config.warpgroups_m, part
 
         def first_slot(turn: Array) -> Array:
             return lax.rem(turn * units, num_stages)
@@ -164,19 +164,58 @@ def grouped_product(
 
         def compute() -> None:
             def look_up(turn: Array) -> _Item:
-                block, tile = place(turn)
+                block, tile, part = place(turn)
                 tile, expert = tile + warpgroup, work.experts[block]
                 by_row, bias = (
                     None if ref is None else fragments.load_row(ref, rows, expert, tile) for ref in (g.by_row, g.bias)
                 )
                 if product.format == MXFP4:
                     by_row = fp8.row_powers(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
-                return _Item(tile, work.x_rows[block], work.out_rows[block], work.counts[block], by_row, bias)
+                if bias is not None and split_k > 1:
+                    once = jnp.where(part == 0, jnp.float32(1), jnp.float32(0))
+                    bias = bias[0] * once, bias[1] * once
+                count = work.count_of(block)
+                tokens_are_a = jnp.bool_(tokens_may_be_a) & (count > _MANY_TOKENS)
+                if tokens_may_be_a and g.scales is not None:
+                    for nth in range(by_token.TILES):
+                        mine = jnp.minimum(tile - warpgroup + nth, m_tiles - 1)
+                        tokens_are_a = tokens_are_a & (g.scales[expert, mine, all_units, 0] != 0)
+                x_row = work.first_row(work.x_rows, block)
+                out_row = work.first_row(work.out_rows, block) + part * num_rows
+                return _Item(tile, x_row, out_row, count, tokens_are_a, by_row, bias)
 
             def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
-                for_width(item.count, partial(multiply, turn, item))
+                transposed = partial(for_width, config.widths, item.count, partial(multiply, turn, item))
+                if tokens_may_be_a:
+                    pl.when(item.tokens_are_a)(partial(multiply_by_token, turn, item))
+                    pl.when(~item.tokens_are_a)(transposed)
+                else:
+                    transposed()
                 return following
+
+            def add_units(turn: Array, zeros: Any, add: Callable[[Any, list[Array]], Any], at_once: int) -> Any:
+                """What becomes of `zeros`: `add` takes totals, and the slots of `at_once` units that go to them."""
+
+                def step(count: int, _: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+                    totals, slot = carry
+                    slots = [slot]
+                    for _ in range(count - 1):
+                        slots.append(after(slots[-1]))
+                    for slot in slots:  # all of them first: no branch may come while products are on their way
+                        plgpu.barrier_wait(full.at[slot])
+                    return add(totals, slots), after(slots[-1])
+
+                whole, rest = divmod(units, at_once)
+                carry = zeros, first_slot(turn)
+                if whole:
+                    carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
+                if rest:
+                    carry = step(rest, jnp.int32(0), carry)
+                return carry[0]
+
+            def zeros(n: int) -> Array:
+                return plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
 
             def multiply(turn: Array, item: _Item, width: int) -> None:
                 def unit(slot: Array) -> fp8.Unit:
@@ -187,68 +226,88 @@ def grouped_product(
                         None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
                     )
 
-                num_parts = parts_of(width)
-
-                def step(count: int, _: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-                    totals, slot = carry
-                    slots = [slot]
-                    for _ in range(count - 1):
-                        slots.append(after(slots[-1]))
-                    for slot in slots:  # all of them first: no branch may come while products are on their way
-                        plgpu.barrier_wait(full.at[slot])
+                def add(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
                     totals = fp8.add_units(totals, [unit(slot) for slot in slots], g.table)
                     for slot in slots:
                         plgpu.barrier_arrive(empty.at[slot])
-                    return totals, after(slots[-1])
+                    return totals
 
+                num_parts = parts_of(width)
                 n = width // num_parts
-                zeros = plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
-                whole, rest = divmod(units, config.units)
-                carry = (zeros,) * num_parts, first_slot(turn)
-                if whole:
-                    carry = lax.fori_loop(0, whole, partial(step, config.units), carry)
-                if rest:
-                    carry = step(rest, jnp.int32(0), carry)
-                for part, total in enumerate(carry[0]):
-                    first, count = item.x_row + part * n, item.count - part * n
+                of_rows = [
+                    None if row is None else [fragments.repeat(value, n) for value in row]
+                    for row in (item.by_row, item.bias)
+                ]
+                for part, total in enumerate(add_units(turn, (zeros(n),) * num_parts, add, config.units)):
+                    first, count = part * n, item.count - part * n
                     if g.x_row_scales is not None:
-                        total = fp8.scale_columns(total, g.x_row_scales, first, count)
-                    finish(item, part * n, n, fragments.split_rows(total))
+                        total = fp8.scale_columns(total, g.x_row_scales, item.x_row + first, count)
+                    outs = finish(fragments.split_rows(total), *of_rows)
+                    for chunk in range(0, n, config.staged):
+                        size = min(config.staged, n - chunk)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        fp8.stage(out_s.at[warpgroup, pl.ds(0, size)], outs, out_columns, chunk, size)
+                        plgpu.commit_smem()
+                        send(item, first + chunk, item.tile, 0, size)
 
-            def finish(item: _Item, first: int, width: int, sums: tuple[Array, Array]) -> None:
+            def multiply_by_token(turn: Array, item: _Item) -> None:
+                def add(total: Array, slots: list[Array]) -> Array:
+                    (slot,) = slots
+                    here = (values_s, scales_s, x_s, x_scales_s)
+                    unit = fp8.Unit(*(None if ref is None else ref.at[slot] for ref in here))
+                    plgpu.barrier_wait(turns.at[warpgroup])
+                    sums = by_token.multiply(unit, warpgroup)
+                    plgpu.barrier_arrive(turns.at[1 - warpgroup])
+                    total = by_token.add(total, sums, unit, warpgroup)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return total
+
+                total = add_units(turn, zeros(by_token.WIDTH), add, 1)
+                block, tile, _ = place(turn)
+                of_rows = (
+                    None if ref is None else by_token.load_rows(ref, rows, work.experts[block], tile)
+                    for ref in (g.by_row, g.bias)
+                )
+                outs = finish(by_token.split_rows(total), *of_rows)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                by_token.stage(out_s.at[warpgroup], outs, out_columns)
+                plgpu.commit_smem()
+                for nth in range(by_token.TILES):
+                    send(item, warpgroup * TILE, tile + nth, nth * TILE, TILE)
+
+            def finish(sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
+                """Outputs of sums; all are own elements of first and of second rows."""
                 outs = [*sums]
                 if product.format == MXFP4:
                     outs = [out * 2.0**-RAISED for out in outs]
-                if item.by_row is not None:
-                    outs = [out * fragments.repeat(row, width) for out, row in zip(outs, item.by_row, strict=True)]
-                if item.bias is not None:
-                    outs = [out + fragments.repeat(row, width) for out, row in zip(outs, item.bias, strict=True)]
+                if by_row is not None:
+                    outs = [out * row for out, row in zip(outs, by_row, strict=True)]
+                if bias is not None:
+                    outs = [out + row for out, row in zip(outs, bias, strict=True)]
                 if product.activation is not None:
                     gated = rows.gate_up_order is not None
                     outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
-                outs = [out.astype(product.dtype) for out in outs]
-                for chunk in range(0, width, config.staged):
-                    write(outs, item, first, chunk, min(config.staged, width - chunk))
+                return [out.astype(product.dtype) for out in outs]
 
-            def write(outs: list[Array], item: _Item, part: int, first: int, size: int) -> None:
-                """Of a part's outputs `size` rows from `first` on, by 8; they go while the next item is computed."""
-                row, count = lax.div(item.out_row, 8) * 8 + part, item.count - part  # by 8, for TMA to see
+            def send(item: _Item, first: Array | int, tile: Array, staged: int, size: int) -> None:
+                """Of a block's and a tile's outputs `size` rows from `first` on, by 8, which are in shared memory from
+                `staged` on. They go while the next item is computed."""
+                row, count = lax.div(item.out_row, 8) * 8 + first, item.count - first  # by 8, for TMA to see
 
                 def copy(start: int, rows_: int) -> None:
-                    at = pl.ds(row + first + start, rows_), pl.ds(item.tile * out_columns, out_columns)
-                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, pl.ds(start, rows_)], out_g.at[*at])
+                    at = pl.ds(row + start, rows_), pl.ds(tile * out_columns, out_columns)
+                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, pl.ds(staged + start, rows_)], out_g.at[*at])
 
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                fp8.stage(out_s.at[warpgroup, pl.ds(0, size)], outs, out_columns, first, size)
-                plgpu.commit_smem()
-                whole = count > first + size - 8
+                whole = count > size - 8
                 pl.when(whole)(partial(copy, 0, size))
 
                 @pl.when(~whole)
                 def _() -> None:
                     for eight in range(0, size - 8, 8):
-                        pl.when(count > first + eight)(partial(copy, eight, 8))
+                        pl.when(count > eight)(partial(copy, eight, 8))
 
+            if tokens_may_be_a:
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
             lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
             plgpu.wait_smem_to_gmem(0)
 
@@ -257,14 +316,15 @@ def grouped_product(
 
             @pl.loop(0, num_mine)
             def _(turn: Array) -> None:
-                fill = item(*place(turn))
+                block, tile, part = place(turn)
+                fill, first = item(block, tile), part * units
 
                 def stage(step: Array, slot: Array) -> Array:
                     @pl.when(turn * units + step >= num_stages)
                     def _() -> None:
                         plgpu.barrier_wait(empty.at[slot])
 
-                    fill(step, slot)
+                    fill(first + step, slot)
                     return after(slot)
 
                 lax.fori_loop(0, units, stage, first_slot(turn))
@@ -283,7 +343,8 @@ def grouped_product(
             return fill
 
         def fetch_rows(block: Array, _: Array) -> Callable[[Array, Array], None]:
-            first, count = lax.div(work.x_rows[block], 8) * 8, work.counts[block]  # by 8, for TMA to see
+            first = lax.div(work.first_row(work.x_rows, block), 8) * 8  # by 8, for TMA to see
+            count = work.count_of(block)
 
             def fill(step: Array, slot: Array) -> None:
                 def copy(width: int) -> None:
@@ -293,13 +354,13 @@ def grouped_product(
                         here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
                         plgpu.copy_gmem_to_smem(here, x_scales_s.at[slot, :, pl.ds(0, width)], full.at[slot])
 
-                for_width(count, copy)
+                for_width(config.widths, count, copy)
 
             return fill
 
         @pl.when(warpgroup < num_compute)
         def _() -> None:
-            plgpu.set_max_registers(REGISTERS, action="increase")
+            plgpu.set_max_registers(config.registers, action="increase")
             compute()
 
         @pl.when(warpgroup == num_compute)
@@ -324,7 +385,7 @@ def grouped_product(
     out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows, rows.num_outputs), product.dtype),
+        out_type=jax.ShapeDtypeStruct((split_k * num_rows, rows.num_outputs), product.dtype),
         grid=(num_cores,),
         grid_names=("core",),
         num_threads=num_compute + 1,
@@ -334,6 +395,7 @@ def grouped_product(
             plgpu.SMEM((num_compute, config.staged, out_columns), product.dtype, transforms=out_transforms),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
+            plgpu.Barrier(num_barriers=2, num_arrivals=1),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -341,4 +403,5 @@ def grouped_product(
             unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
         ),
     )
-    return kernel(*(array for array in given if array is not None), *arrays)
+    operands = [array for array in given if array is not None]
+    return kernel(*operands, *blocks.arrays)

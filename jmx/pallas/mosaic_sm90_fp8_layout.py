@@ -22,6 +22,10 @@ A unit's scales are the distances m - c, a byte for each row and 32 columns: for
 row, then of their second. Behind the last unit of a row of tiles comes one more chunk like theirs, with the rows' m,
 four times each.
 
+Scales of 128 columns are one a row, those of rows r and r + 8 of each 16 side by side. Behind the last unit of a row of
+tiles comes one more chunk of 64: all 1 where, in each unit, those of rows 0 to 7 of each 16 are one number and those of
+rows 8 to 15 are, as blocks of 128 rows have them; else 0.
+
 Gate and up alternate by 8 rows within a unit, as in the layout `mosaic_sm90`. Rows are padded to 64, columns to 128.
 """
 
@@ -132,7 +136,11 @@ def _forward_one(q: BlockScaled, spec: WeightSpec, one: Any) -> BlockScaled:
     if q.scales is None:
         return BlockScaled(values, None)
     if spec.format != MXFP4:
-        return BlockScaled(values, _tile_blocks(q.scales, spec, one))
+        scales = _tile_blocks(q.scales, spec, one)
+        pairs = scales.reshape(len(scales), -1, 32, 2)
+        shared = (pairs == pairs[:, :, :1]).all(axis=(1, 2, 3))[:, None, None]
+        told = jnp.where(shared, jnp.full_like(scales[:, :1], one), 0)
+        return BlockScaled(values, jnp.concatenate([scales, told], axis=1))
     largest = jnp.where(_counts(q), q.scales, 0).max(axis=1, keepdims=True)
     rows = _tile_blocks(jnp.broadcast_to(largest, (*largest.shape[:-1], _SLICES)), spec, 0)[:, :1]
     return BlockScaled(values, jnp.concatenate([_tile_blocks(largest - q.scales, spec, 0), rows], axis=1))
@@ -148,7 +156,7 @@ def _inverse_one(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
     if q.scales is None:
         return BlockScaled(values, None)
     if spec.format != MXFP4:
-        return BlockScaled(values, _untile_blocks(q.scales, spec))
+        return BlockScaled(values, _untile_blocks(q.scales[:, :-1], spec))
     largest = _untile_blocks(q.scales[:, -1:], spec)[:, :1]
     return BlockScaled(values, largest - _untile_blocks(q.scales[:, :-1], spec))
 

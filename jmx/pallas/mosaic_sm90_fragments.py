@@ -35,6 +35,7 @@ from jmx.pallas.mosaic_sm90_mlir import (
     i64,
     less,
     operation,
+    pair,
     result,
     thread_index,
     utils,
@@ -154,10 +155,7 @@ def accumulator(acc: Fragment, sums: Sequence[ir.Value]) -> Fragment:
     """`acc` with other elements, in the order of `sums_of`."""
     registers = np.empty(len(sums) // 2, dtype=object)
     for i in range(len(registers)):
-        two = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
-        for j in range(2):
-            two = llvm.insertelement(two, sums[2 * i + j], constant(j))
-        registers[i] = two
+        registers[i] = pair(sums[2 * i], sums[2 * i + 1])
     return Fragment(_registers=registers.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
 
 
@@ -384,13 +382,16 @@ class Rows:
     def output(self, tile: ir.Value) -> ir.Value:
         """The thread's first row of the output; where there is no gate, its second is 8 below."""
         warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
-        tile_rows, warp_rows = (TILE, 16) if self.gate_up_order is None else (GATED_ROWS, 8)
-        row = arith.addi(arith.muli(tile, constant(tile_rows)), arith.muli(warp, constant(warp_rows)))
-        return arith.addi(row, arith.divui(lane, constant(4)))
+        return self.output_of(tile, warp, arith.divui(lane, constant(4)))
 
-    def weight(self, tile: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The thread's two rows of the weight; past the end where the tile is padding."""
-        row = self.output(tile)
+    def output_of(self, tile: ir.Value, sixteen: ir.Value, eighth: ir.Value) -> ir.Value:
+        """The row of the output for one of the first eight of some 16 rows of a tile."""
+        tile_rows, rows = (TILE, 16) if self.gate_up_order is None else (GATED_ROWS, 8)
+        row = arith.addi(arith.muli(tile, constant(tile_rows)), arith.muli(sixteen, constant(rows)))
+        return arith.addi(row, eighth)
+
+    def weight(self, row: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The weight's rows of `output_of`, and 8 below in the tile; past the end where the tile is padding."""
         if self.gate_up_order is None:
             return row, arith.addi(row, constant(8))
         if self.gate_up_order == "interleaved":
@@ -405,22 +406,21 @@ def load_row(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tupl
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(size), row_array(size)))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
-        element = ir.MemRefType(array.type).element_type
-        base = arith.muli(expert.registers.item(), constant(rows.num_rows))
-        out = []
-        for row in rows.weight(tile.registers.item()):
-            inside = less(row, constant(rows.num_rows))
-            row = arith.select(inside, row, constant(0))
-            value = llvm.load(element, address_of(array, wide(arith.addi(base, row)), element))
-            value = value if element == f32() else arith.extf(f32(), value)
-            value = arith.select(inside, value, utils.c(0.0, f32()))
-            two = llvm.mlir_undef(ir.VectorType.get((2,), f32()))
-            for i in range(2):
-                two = llvm.insertelement(two, value, constant(i))
-            out.append(of_registers([two], size))
-        return tuple(out)
+        mine = rows.weight(rows.output(tile.registers.item()))
+        values = (load_of_row(array, rows.num_rows, expert.registers.item(), row) for row in mine)
+        return tuple(of_registers([pair(value, value)], size) for value in values)
 
     return body(array, expert, tile)
+
+
+def load_of_row(array: ir.Value, num_rows: int, expert: ir.Value, row: ir.Value) -> ir.Value:
+    """What `array` (E, num_rows) has for a row, float32; 0 past the end."""
+    element = ir.MemRefType(array.type).element_type
+    inside = less(row, constant(num_rows))
+    at = arith.addi(arith.muli(expert, constant(num_rows)), arith.select(inside, row, constant(0)))
+    value = llvm.load(element, address_of(array, wide(at), element))
+    value = value if element == f32() else arith.extf(f32(), value)
+    return arith.select(inside, value, utils.c(0.0, f32()))
 
 
 def repeat(row: jax.Array, n: int) -> jax.Array:

@@ -32,11 +32,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.formats import MXFP4, BlockScaled, Format
 from jmx.grouping import Blocks
 from jmx.pallas import mosaic_sm90_fragments as fragments
-from jmx.pallas.mosaic_sm90_config import Config, widths
+from jmx.pallas.mosaic_sm90_config import Config
 from jmx.pallas.mosaic_sm90_dequantize import decoder_of
 from jmx.pallas.mosaic_sm90_fragments import Rows, Weights
 from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE, Tile
 from jmx.pallas.mosaic_sm90_schedule import Place, Schedule, schedules
+from jmx.pallas.mosaic_sm90_widths import for_width
 
 Array = Any
 _FETCH_REGISTERS = 40
@@ -153,23 +154,16 @@ def expert_products(
         for product, schedule in zip(products, both, strict=True)
     ]
 
-    def for_width(count: Array, function: Callable[[int], None]) -> None:
-        """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
-        *below, last = widths(block_n)
-        for lower, width in zip([-1, *below], below, strict=False):
-            pl.when((count > lower) & (count <= width))(partial(function, width))
-        pl.when(count > (below[-1] if below else -1))(partial(function, last))
-
     def body(*refs: Any) -> None:
         rest = [*refs]
         x_g = rest.pop(0)
         of_products = [operands._make(None if one is None else rest.pop(0) for one in operands) for operands in given]
-        work = Blocks(rest.pop(0), *(field if isinstance(field, int) else rest.pop(0) for field in blocks[1:]))
+        work = blocks.taken_from(rest)
         written, h_g, out_g, x_s, *rest = rest
         weights_s = Weights(*(None if stage is None else rest.pop(0) for stage in stages))
         sums_s, full, empty, sums_full, sums_empty = rest
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        num_blocks = work.num_blocks if isinstance(work.num_blocks, int) else work.num_blocks[0]
+        num_blocks = work.number
 
         def phases() -> Iterator[_Phase]:
             """The first product's items go round the cores, and the second one's go on from where those ended."""
@@ -184,12 +178,6 @@ def expert_products(
                 first_item += num_mine * num_cores - num_items
                 stages, items = stages + num_mine * schedule.k_steps, items + num_mine
                 before = schedule
-
-        def first_row(rows: Any, block: Array) -> Array:
-            return block * rows if isinstance(rows, int) else rows[block]
-
-        def count_of(block: Array) -> Array:
-            return jnp.int32(work.counts) if isinstance(work.counts, int) else work.counts[block]
 
         def place(phase: _Phase, turn: Array) -> Place:
             """Where this core's items are."""
@@ -218,12 +206,12 @@ def expert_products(
                     None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
                     for ref in (refs.by_row, refs.bias)
                 )
-                first, count = first_row(work.out_rows, at.block), count_of(at.block)
+                first, count = work.first_row(work.out_rows, at.block), work.count_of(at.block)
                 return _Item(at, expert, first, count, exponent, raised, by_row, bias)
 
             def compute_item(turn: Array, item: _Item) -> _Item:
                 following = look_up(turn + 1)
-                for_width(item.count, partial(multiply, turn, item))
+                for_width(config.widths, item.count, partial(multiply, turn, item))
                 return following
 
             def multiply(turn: Array, item: _Item, width: int) -> None:
@@ -347,7 +335,7 @@ def expert_products(
 
         def fetch_rows(phase: _Phase) -> None:
             def item(at: Place) -> Callable[[Array, Array], None]:
-                first, count = first_row(phase.x_rows, at.block), count_of(at.block)
+                first, count = work.first_row(phase.x_rows, at.block), work.count_of(at.block)
                 if phase.before is not None:
                     fragments.wait(written, *phase.before.needed(at, num_blocks))
 
@@ -358,7 +346,7 @@ def expert_products(
                         here = phase.x.at[pl.ds(lax.div(first, 8) * 8, width), columns]  # rows by 8, for TMA to see
                         plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
 
-                    for_width(count, copy)
+                    for_width(config.widths, count, copy)
 
                 return fill
 
@@ -422,4 +410,4 @@ def expert_products(
     )
     operands = [x, *(array for operands in given for array in operands if array is not None)]
     written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
-    return kernel(*operands, *(field for field in blocks if not isinstance(field, int)), written)[1]
+    return kernel(*operands, *blocks.arrays, written)[1]

@@ -5,7 +5,7 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_layout import THREADS
 
@@ -38,6 +38,14 @@ def wide(value: ir.Value) -> ir.Value:
 
 def less(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+def pair(*values: ir.Value) -> ir.Value:
+    """A vector of two values: what an array's registers hold of a row's two columns."""
+    two = llvm.mlir_undef(ir.VectorType.get((2,), values[0].type))
+    for i, value in enumerate(values):
+        two = llvm.insertelement(two, value, constant(i))
+    return two
 
 
 def thread_index() -> ir.Value:
