@@ -32,7 +32,7 @@ demo: $(VENV)/installed-hf$(extra)
 	$(bin)/python examples/gpt_oss/generate.py $(ARGS)
 
 test: $(VENV)/installed-test$(extra)
-	$(bin)/python -m pytest $(or $(ARGS),-n auto)
+	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile)
 
 # In an environment of its own: with jax's CUDA plugin in it, every program looks for a GPU, and complains without one.
 test-aot:
@@ -71,11 +71,17 @@ clean:
 	find cmake -mindepth 1 -not -name CMakeLists.txt -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
 
-# One stamp for each set of extras; the dashes between them become pip's commas. Installing builds what is in C++.
-$(VENV)/installed-%: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/src/*) | $(bin)/python
+# jmx is built and installed once: that compiles what is in C++, in an environment of its own, for a minute.
+$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/src/*) | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
+	@echo "installing jmx into $(VENV)"
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+# One stamp for each set of extras; the dashes between them become pip's commas. jmx itself is there by now.
+$(VENV)/installed-%: $(VENV)/installed
 	@echo "installing jmx[$(subst -,$(comma),$*)] into $(VENV)"
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(subst -,$(comma),$*)]'
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check 'jmx[$(subst -,$(comma),$*)]'
 	@touch $@
 
 # A name can exist and not run (a pyenv shim of a version that is not selected), so each candidate is tried.

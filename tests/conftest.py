@@ -35,7 +35,26 @@ def pytest_report_header() -> str:
     return f"jax {jax.__version__} on {jax.default_backend()}, JMX_TEST_SEED={SEED}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """What is left out of `items`: all but n cases, by this run's seed, of each backend of a test that is `sampled`."""
+    alike: dict[tuple[str, str, int], list[pytest.Item]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            backend = item.callspec.params.get("backend", "")  # pyright: ignore[reportAttributeAccessIssue]
+            alike.setdefault((item.nodeid.partition("[")[0], backend, *marker.args), []).append(item)
+    left_out = []
+    for (name, backend, count), cases in alike.items():
+        order = np.random.default_rng([SEED, zlib.crc32(f"{name} {backend}".encode())]).permutation(len(cases))
+        left_out += [cases[i] for i in order[count:]]
+    return left_out
+
+
+@pytest.hookimpl(trylast=True)  # after what -k leaves: a case that is asked for alone always runs
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "cpu" and not os.environ.get("JMX_TEST_ALL"):
+        left_out = {*_sample(items)}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; jax runs on {jax.default_backend()} here"))

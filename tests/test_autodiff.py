@@ -41,6 +41,7 @@ from jmx.backends import BACKENDS
 # Backward is the reference's, whatever ran forward. A gradient passes one product more than the result does, and its
 # sums cancel.
 FACTOR = 3
+FEW = 16
 
 
 @pytest.fixture(params=[b.name for b in BACKENDS])
@@ -93,14 +94,10 @@ CASES = [
 ]
 
 
-# Whatever ran forward, backward is the reference's: beside that, every other case is enough for each run.
-EACH = [
-    pytest.param(b.name, case, marks=[] if b.name == "xla" or i % 2 == 0 else [pytest.mark.slow], id=f"{b.name}-{case}")
-    for b in BACKENDS
-    for i, case in enumerate(CASES)
-]
+EACH = [pytest.param(b.name, case, id=f"{b.name}-{case}") for b in BACKENDS for case in CASES]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("backend", "case"), EACH, indirect=["backend"])
 def test_gradients_match_dense(backend, case, rng):
     check_against_dense(backend, case, rng)
@@ -138,7 +135,8 @@ def check_against_dense(backend, case, rng):
     assert got[0].dtype == x.dtype
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
-        assert_agrees(backend, case, a, b, FACTOR)
+        few = b.size < FEW  # sums that cancel have no others beside them
+        assert_agrees(backend, case, a, b, FACTOR * (4 if few else 1))
 
 
 def test_gradients_match_differences_of_the_float64_reference(rng):

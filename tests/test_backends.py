@@ -116,16 +116,19 @@ def check(backend, case, rng):
     assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", SIZES, ids=str)
 def test_sizes_and_dtypes(backend, case, rng):
     check(backend, case, rng)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("backend_of_format", "case"), OTHER_FORMATS, ids=str)
 def test_other_formats(backend_of_format, case, rng):
     check(backend_of_format, case, rng)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", COMPUTATIONS, ids=str)
 def test_activations_biases_and_weights(backend, case, rng):
     check(backend, case, rng)
@@ -136,6 +139,7 @@ def test_routings(backend, case, rng):
     check(backend, case, rng)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", REAL, ids=str)
 def test_model_shapes(backend, case, rng):
     check(backend, case, rng)
@@ -160,6 +164,7 @@ def test_any_case(name, seed, hidden, intermediate, computation, **sizes):
     check(name, case, np.random.default_rng(seed))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_weights_of_zero_and_large_ones(backend, weights_on, rng):
     case = suited(backend, Case(activation=SiLUAndMul(), weights_on=weights_on, tokens=64))
@@ -170,6 +175,7 @@ def test_weights_of_zero_and_large_ones(backend, weights_on, rng):
     assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
 @pytest.mark.parametrize("jit", [True, False])
 def test_ids_of_any_integer_dtype(backend, dtype, jit, rng):
@@ -295,6 +301,7 @@ def test_a_nan_block_reaches_the_tokens_of_its_expert(backend, tokens, rng):
 
 @pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("layout", ["packed", "canonical"])
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["eager view", "scan over views", "scan over arrays"])
 def test_stacked_layers(backend, tokens, layout, form, rng):
     case = suited(backend, Case(tokens=tokens, hidden=64, intermediate=32, activation=GPT_OSS))
@@ -336,6 +343,7 @@ def test_a_run_repeats_bit_for_bit(backend, rng):
             np.testing.assert_array_equal(call(backend, case, experts, x, routing), first)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [2, 40, 300])
 def test_a_token_does_not_depend_on_its_neighbours(backend, tokens, dtype, rng):

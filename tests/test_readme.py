@@ -82,7 +82,8 @@ def test_python_runs_as_printed(page):
         assert expected.strip() in out
 
 
-def test_the_backend_that_the_docs_build_works(tmp_path):
+def test_the_backend_that_the_docs_build_works(tmp_path, monkeypatch):
+    monkeypatch.setenv("JMX_TEST_ALL", "1")
     shutil.copytree(ROOT / "jmx", tmp_path / "jmx", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
