@@ -187,9 +187,14 @@ def draw_x(rng: np.random.Generator, case: Case) -> np.ndarray:
 
 
 def draw_routing(rng: np.random.Generator, case: Case) -> Routing:
-    """Numpy routing: ids by the case's rule, weights of either sign."""
+    """Numpy routing: ids by the case's rule, weights of either sign.
+
+    A token's weights of one expert have one sign: else they could cancel, and no bound holds relative to what is left.
+    """
     ids = IDS[case.ids](rng, case).astype(np.int32)
-    return Routing(ids, rng.normal(0, 1, ids.shape).astype(np.float32))
+    signs = rng.choice([-1, 1], (case.tokens, case.num_experts))
+    weights = np.take_along_axis(signs, ids % case.num_experts, axis=1) * np.abs(rng.normal(0, 1, ids.shape))
+    return Routing(ids, weights.astype(np.float32))
 
 
 def _distinct(rng: np.random.Generator, case: Case) -> np.ndarray:
