@@ -1,4 +1,4 @@
-// What a Hopper GPU can do of what the kernel in jmx/pallas/mosaic_sm90_kernel.py does: tensor cores with A in registers,
+// What a Hopper GPU can do of what the kernel in jmx/pallas/mosaic_sm90/kernel.py does: tensor cores with A in registers,
 // dequantisation, both at once, and reading. Nothing is computed that means anything.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/limits_sm90.cu -o limits && ./limits
@@ -12,7 +12,7 @@
 
 constexpr int kTiles = 2000;
 
-// The 8 codes of a word, times the multipliers of its two rows: 16 instructions, as in mosaic_sm90_fragments.py.
+// The 8 codes of a word, times the multipliers of its two rows: 16 instructions, as in jmx/pallas/mosaic_sm90/fragments.py.
 __device__ __forceinline__ void dequantize(uint32_t w, uint32_t m0, uint32_t m1, uint32_t* out) {
     uint32_t t[4] = {w & 0x81C081C0, (w << 3) & 0x81C081C0, ((w << 6) & 0x01C001C0) | ((w << 1) & 0x80008000),
                      ((w >> 3) & 0x01C001C0) | ((w << 2) & 0x80008000)};

@@ -1,23 +1,28 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
 from jmx import layouts
-from jmx.ffi import blackwell, blackwell_layouts, cutlass_layout
+from jmx.ffi import blackwell, blackwell_layouts
 from jmx.ffi.cpu import Cpu
-from jmx.ffi.cutlass import Cutlass
+from jmx.ffi.cutlass.backend import Cutlass
+from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.formats import MXFP4, Format
-from jmx.pallas import mosaic_sm90, mosaic_sm90_fp8, mosaic_sm90_fp8_layout, mosaic_sm90_layout, triton
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.layout import LAYOUT as MOSAIC_SM90
+from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
+from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT as MOSAIC_SM90_FP8
+from jmx.pallas.triton.backend import Triton
 from jmx.selection import Backend, Environment
 from jmx.xla import Xla
 
 # `xla` runs everything: what stands behind it runs on request alone, as `cutlass` does, which `mosaic` outruns, or not
 # at all: the engines for Blackwell have no kernel yet.
 BACKENDS: tuple[Backend, ...] = (
-    *(mosaic_sm90.MosaicSm90(), mosaic_sm90_fp8.MosaicSm90Fp8(), Cpu(), triton.Triton(), Xla()),
+    *(MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Xla()),
     *(Cutlass(), *blackwell.ENGINES),
 )
-layouts.register(mosaic_sm90_layout.LAYOUT)
-layouts.register(mosaic_sm90_fp8_layout.LAYOUT)
-layouts.register(cutlass_layout.LAYOUT)
+layouts.register(MOSAIC_SM90)
+layouts.register(MOSAIC_SM90_FP8)
+layouts.register(CUTLASS)
 layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
 layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
 
@@ -34,10 +39,10 @@ def resolve_layout(
     """
     if layout == "auto":
         if environment.compute_capability == (9, 0):
-            if input_format is None and mosaic_sm90_layout.LAYOUT.holds(format):
-                return mosaic_sm90_layout.LAYOUT.name
-            if input_format in mosaic_sm90_fp8.INPUTS and mosaic_sm90_fp8_layout.LAYOUT.holds(format):
-                return mosaic_sm90_fp8_layout.LAYOUT.name
+            if input_format is None and MOSAIC_SM90.holds(format):
+                return MOSAIC_SM90.name
+            if input_format in INPUTS and MOSAIC_SM90_FP8.holds(format):
+                return MOSAIC_SM90_FP8.name
         # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
         # a gather of bytes, but not of float4, into what follows.
         return "packed"

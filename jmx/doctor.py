@@ -104,9 +104,9 @@ def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
 
     if not any(found["name"] == "cutlass" and found.get("reason") == Reason.NOT_BUILT.value for found in backends):
         return []
-    from jmx.ffi import cutlass_build
+    from jmx.ffi.cutlass import build
 
-    found = cutlass_build.find()
+    found = build.find()
     return [f"for `jmx build cutlass`, {missing}" for missing in found] if isinstance(found, list) else []
 
 

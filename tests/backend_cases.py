@@ -21,7 +21,7 @@ from jmx.backends import BACKENDS
 from jmx.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
 from jmx.inputs import INPUT_FORMATS, dequantize, quantize
 from jmx.layouts import LAYOUTS
-from jmx.pallas.triton import Triton
+from jmx.pallas.triton.backend import Triton
 from jmx.quantization import random
 
 BLOCK = MXFP4.block_size

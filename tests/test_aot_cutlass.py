@@ -12,8 +12,8 @@ import pytest
 from backend_cases import GPT_OSS
 
 import jmx
-from jmx.ffi import cutlass_library
-from jmx.ffi.cutlass_layout import LAYOUT
+from jmx.ffi.cutlass import library as cutlass_library
+from jmx.ffi.cutlass.layout import LAYOUT
 
 FOUND = cutlass_library.library()
 pytestmark = [pytest.mark.aot, pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))]

@@ -17,9 +17,9 @@ from sass import hazards, parse, register_limits
 import jmx
 from jmx import Environment, Experts, Routing, tuning
 from jmx.formats import MXFP4
-from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY, Config
-from jmx.pallas.mosaic_sm90_layout import LAYOUT, Tile
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY, Config
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.shapes import MODELS, Shape
 
 ENGINE, H200 = MosaicSm90(), Environment.named("h200")

@@ -13,8 +13,8 @@ import jmx
 from jmx import Environment, Experts, tuning
 from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS
-from jmx.pallas.mosaic_sm90_fp8 import MosaicSm90Fp8
-from jmx.pallas.mosaic_sm90_fp8_layout import LAYOUT, unit_bytes
+from jmx.pallas.mosaic_sm90_fp8.backend import MosaicSm90Fp8
+from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, unit_bytes
 from jmx.selection import Problem
 
 MAX_SPILLED = 64  # bytes of a thread: addresses for the most part, once an item

@@ -18,9 +18,9 @@ from memory import abstract_step, temporary_bytes
 import jmx
 from jmx import Environment, Experts, Routing, tuning
 from jmx.formats import FORMATS
-from jmx.pallas.triton import Triton
-from jmx.pallas.triton_config import FEW_TOKENS
-from jmx.pallas.triton_elements import num_factors
+from jmx.pallas.triton.backend import Triton
+from jmx.pallas.triton.config import FEW_TOKENS
+from jmx.pallas.triton.elements import num_factors
 from jmx.shapes import MODELS
 
 pytestmark = pytest.mark.aot

@@ -32,12 +32,15 @@ import jmx
 from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU, doctor, tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
-from jmx.ffi import cutlass, cutlass_build, cutlass_library, cutlass_source
 from jmx.ffi.build import Missing
-from jmx.ffi.cutlass import Cutlass
-from jmx.ffi.cutlass_config import TILES, Config, padded
-from jmx.ffi.cutlass_layout import LAYOUT
-from jmx.ffi.cutlass_library import Library
+from jmx.ffi.cutlass import backend as cutlass
+from jmx.ffi.cutlass import build as cutlass_build
+from jmx.ffi.cutlass import library as cutlass_library
+from jmx.ffi.cutlass import source as cutlass_source
+from jmx.ffi.cutlass.backend import Cutlass
+from jmx.ffi.cutlass.config import TILES, Config, padded
+from jmx.ffi.cutlass.layout import LAYOUT
+from jmx.ffi.cutlass.library import Library
 from jmx.formats import BlockScaled
 from jmx.layouts import WeightSpec
 from jmx.selection import Computation, select
@@ -51,12 +54,12 @@ built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))
 @pytest.fixture
 def there(monkeypatch):
     """As on a machine where the library is built."""
-    monkeypatch.setattr(cutlass_library, "library", lambda: Library(pathlib.Path("built.so"), ("a-tile",)))
+    monkeypatch.setattr(cutlass, "library", lambda: Library(pathlib.Path("built.so"), ("a-tile",)))
 
 
 @pytest.fixture
 def nowhere(monkeypatch):
-    monkeypatch.setattr(cutlass_library, "library", lambda: Library(fault="it is not compiled"))
+    monkeypatch.setattr(cutlass, "library", lambda: Library(fault="it is not compiled"))
 
 
 # Who gets it
@@ -227,7 +230,7 @@ def in_numpy(there, monkeypatch):
         return given
 
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
-    monkeypatch.setattr(cutlass_library, "workspace_bytes", lambda *sizes: 1234)
+    monkeypatch.setattr(cutlass, "workspace_bytes", lambda *sizes: 1234)
 
 
 def apply(case, x, routing, experts):
@@ -413,7 +416,7 @@ def test_a_call_that_does_not_fit_is_an_error(rng):
     case = Case(tokens=4, hidden=128, intermediate=128, dtype="bfloat16", layout=LAYOUT.name)
     experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutlass_library, "workspace_bytes", lambda *sizes: 64)
+        patch.setattr(cutlass, "workspace_bytes", lambda *sizes: 64)
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"`workspace` \(64 bytes\) must have"):
             jax.block_until_ready(
                 cutlass._layer(

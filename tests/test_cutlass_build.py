@@ -17,12 +17,15 @@ import pytest
 from rich.console import Console
 
 from jmx import cli, tuning
-from jmx.ffi import build, cutlass_build, cutlass_library, cutlass_source
+from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
-from jmx.ffi.cutlass_config import TILES
+from jmx.ffi.cutlass import build as cutlass_build
+from jmx.ffi.cutlass import library as cutlass_library
+from jmx.ffi.cutlass import source as cutlass_source
+from jmx.ffi.cutlass.config import TILES
 
 QUIET = Console(quiet=True)
-ROOT = pathlib.Path(cutlass_build.__file__).parents[2]
+ROOT = pathlib.Path(cutlass_build.__file__).parents[3]
 
 NVCC = """#!/bin/sh
 echo "$@" >> {log}
@@ -308,7 +311,7 @@ def test_interrupted_it_ends_its_compilers_and_leaves_nothing(machine):
     machine.nvcc("13.0", f"sleep 60 & echo $! >> {machine.folder}/pids; wait")
     code = (
         "import sys; from jmx import cli\n"
-        "from jmx.ffi import cutlass_build as b, cutlass_source as s\n"
+        "from jmx.ffi.cutlass import build as b, source as s\n"
         "import pathlib\n"
         f"nvcc = {str(machine.folder / 'cuda/bin/nvcc')!r}\n"
         "tools = b.Toolchain(nvcc, 'v', 'g++', 'g', pathlib.Path('/nowhere'), '', ())\n"

@@ -7,8 +7,8 @@ import pytest
 
 import jmx
 from jmx import formats
-from jmx.ffi import cutlass_library
-from jmx.ffi.cutlass_layout import LAYOUT
+from jmx.ffi.cutlass import library as cutlass_library
+from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.formats import BlockScaled
 from jmx.layouts import WeightSpec
 

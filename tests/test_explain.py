@@ -19,8 +19,8 @@ import jmx.nnx
 from jmx import Environment, Problem, Reason, Rejection, tuning
 from jmx.backends import BACKENDS
 from jmx.explain import PEAKS
-from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_config import Config
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.config import Config
 from jmx.selection import known_devices
 
 MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name

@@ -28,10 +28,10 @@ from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul, 
 from jmx.backends import resolve_layout
 from jmx.formats import FORMATS
 from jmx.layouts import WeightSpec
-from jmx.pallas import mosaic_sm90_kernel
-from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_config import Config
-from jmx.pallas.mosaic_sm90_layout import LAYOUT, Tile
+from jmx.pallas.mosaic_sm90 import kernel
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.config import Config
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.selection import Computation
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
@@ -85,7 +85,7 @@ def test_what_it_runs(device):
 
 
 def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores):
-    """As `mosaic_sm90_kernel.expert_products` says; rows that no block names are NaN."""
+    """As `kernel.expert_products` says; rows that no block names are NaN."""
     assert num_cores == HOPPER.core_count
     assert all(np.asarray(rows).max(initial=0) % 8 == 0 for rows in (blocks.x_rows, blocks.out_rows))
     h = product(np.asarray(x, np.float32), gate_up, blocks, blocks.x_rows, config.block_n, num_rows, 1)
@@ -169,7 +169,7 @@ AROUND = [
     ids=str,
 )
 def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
-    monkeypatch.setattr(mosaic_sm90_kernel, "expert_products", expert_products)
+    monkeypatch.setattr(kernel, "expert_products", expert_products)
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)

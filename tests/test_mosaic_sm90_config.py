@@ -6,8 +6,8 @@ import re
 import pytest
 
 import jmx
-from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_config import (
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.config import (
     MAX_STAGES,
     SHARED_MEMORY,
     Config,

@@ -11,8 +11,8 @@ from ptx import halves, run_ptx
 from jmx import formats
 from jmx.formats import FORMATS, BlockScaled
 from jmx.layouts import WeightSpec
-from jmx.pallas.mosaic_sm90_dequantize import Decoder, decoder_of
-from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE, num_tiles
+from jmx.pallas.mosaic_sm90.dequantize import Decoder, decoder_of
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
 from jmx.quantization import random
 
 _HALF_UNIT = 2.0**-8  # of bfloat16, relative to the least number of an octave

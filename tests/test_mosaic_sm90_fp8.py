@@ -29,10 +29,10 @@ from jmx.backends import resolve_layout
 from jmx.formats import FORMATS, MXFP4, BlockScaled
 from jmx.inputs import INPUT_FORMATS
 from jmx.layouts import WeightSpec
-from jmx.pallas.mosaic_sm90_config import SHARED_MEMORY
-from jmx.pallas.mosaic_sm90_fp8 import INPUTS, MosaicSm90Fp8
-from jmx.pallas.mosaic_sm90_fp8_config import Config, Shape, candidates, heuristic, parts_of
-from jmx.pallas.mosaic_sm90_fp8_layout import EXACT_BELOW, LAYOUT, RAISED, table, unit_bytes
+from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY
+from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
+from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic, parts_of
+from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RAISED, table, unit_bytes
 from jmx.quantization import random
 
 HOPPER = Environment.named("h200")
@@ -457,7 +457,7 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("name", INPUTS)
 def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
-    from jmx.pallas.mosaic_sm90_fp8_quantize import quantize
+    from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
 
     format, columns = INPUT_FORMATS[name], 640
     scale = jnp.float32(0.01) if format.static else None

@@ -13,8 +13,8 @@ import jmx
 from jmx import formats
 from jmx.formats import FORMATS, BlockScaled
 from jmx.layouts import WeightSpec
-from jmx.pallas import mosaic_sm90_dequantize as dequantize
-from jmx.pallas.mosaic_sm90_layout import LAYOUT, TILE, num_tiles
+from jmx.pallas.mosaic_sm90 import dequantize
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
 
 SCALE_BYTES = 128  # of a tile of MXFP4
 

@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jmx.pallas.mosaic_sm90_config import Config
-from jmx.pallas.mosaic_sm90_layout import GATED_ROWS, TILE
-from jmx.pallas.mosaic_sm90_schedule import schedules
+from jmx.pallas.mosaic_sm90.config import Config
+from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90.schedule import schedules
 
 CONFIGS = [
     Config(8, 1, 3, 5, 2, split_k=3),

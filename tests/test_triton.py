@@ -27,9 +27,9 @@ import jmx
 from jmx import GELU, Environment, Experts, GELUAndMul, NoBackendError, Reason, Routing, SiLU, tuning
 from jmx.backends import BACKENDS
 from jmx.formats import FORMATS
-from jmx.pallas.triton import Triton
-from jmx.pallas.triton_config import Config
-from jmx.pallas.triton_elements import NAMES
+from jmx.pallas.triton.backend import Triton
+from jmx.pallas.triton.config import Config
+from jmx.pallas.triton.elements import NAMES
 from jmx.selection import select
 
 PROBLEM = Case(dtype="bfloat16").problem()

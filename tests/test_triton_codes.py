@@ -8,9 +8,10 @@ from ptx import halves, run_ptx
 from test_triton_decode import every_code, registers, run_both, weights_of
 
 from jmx.formats import MXFP4, NVFP4
-from jmx.pallas import triton_codes, triton_decode
-from jmx.pallas.triton_codes import Codes
-from jmx.pallas.triton_elements import SCALED_FACTORS, SHIFTED
+from jmx.pallas.triton import codes as scale_codes
+from jmx.pallas.triton import decode
+from jmx.pallas.triton.codes import Codes
+from jmx.pallas.triton.elements import SCALED_FACTORS, SHIFTED
 
 CODES = np.arange(256, dtype=np.uint32)
 
@@ -30,7 +31,7 @@ def test_codes_are_read_by_words_where_a_step_has_whole_ones_and_so_has_an_exper
 def test_codes_of_two_and_above_are_told(codes):
     words = np.zeros((2, 5, 4), np.uint8)
     words[1, 3] = codes
-    assert triton_codes.any_large(jnp.asarray(words.view("<i4")[..., 0])) == (max(codes) > 127)
+    assert scale_codes.any_large(jnp.asarray(words.view("<i4")[..., 0])) == (max(codes) > 127)
 
 
 @pytest.mark.parametrize("byte", range(4))
@@ -58,5 +59,5 @@ def test_the_ptx_of_elements_with_scaled_factors(place, rng):
     words = np.repeat(every_code()[:128, :, None], 2, axis=2).view(np.uint16)
     codes = np.broadcast_to(CODES[:128, None, None], words.shape)
     factors = registers(np.asarray(2.0 ** (codes.astype(np.float64) - 1), ml_dtypes.bfloat16))
-    found = run_both(place, triton_decode.elements(MXFP4, np.dtype(ml_dtypes.bfloat16)), words, factors)
+    found = run_both(place, decode.elements(MXFP4, np.dtype(ml_dtypes.bfloat16)), words, factors)
     np.testing.assert_array_equal(found, weights_of(words, codes.astype(np.uint8), place))

@@ -7,8 +7,8 @@ import pytest
 
 import jmx
 from jmx.backends import BACKENDS
-from jmx.pallas.triton import Triton
-from jmx.pallas.triton_config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, decodes_once, heuristic
+from jmx.pallas.triton.backend import Triton
+from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, decodes_once, heuristic
 from jmx.tuning import Tunable
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})

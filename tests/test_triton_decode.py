@@ -12,8 +12,9 @@ from jax.experimental.pallas import triton as plgpu
 from ptx import halves, run_ptx
 
 from jmx.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW
-from jmx.pallas import triton_decode, triton_elements
-from jmx.pallas.triton_decode import Groups
+from jmx.pallas.triton import decode as decoding
+from jmx.pallas.triton import elements as ptx_elements
+from jmx.pallas.triton.decode import Groups
 
 CODES = np.arange(256, dtype=np.uint8)
 # Of either dtype that is two factors, and of the one that is one.
@@ -62,7 +63,7 @@ def assert_rounded_once(found, expected):
 
 
 def decoded(words, groups, format):
-    decode = jax.jit(triton_decode.weights_by_place, static_argnums=(2, 3))
+    decode = jax.jit(decoding.weights_by_place, static_argnums=(2, 3))
     return [np.asarray(found, np.float64) for found in decode(words, groups, format, True)]
 
 
@@ -110,8 +111,8 @@ def run_both(place, elements, words, *factors):
 
 
 def run_codes(place, format, words, codes):
-    factor = run_ptx(triton_elements.FACTORS[format.scale_dtype], registers(codes.astype(np.uint16)))
-    return run_both(place, triton_decode.elements(format, jnp.uint8), words, factor)
+    factor = run_ptx(ptx_elements.FACTORS[format.scale_dtype], registers(codes.astype(np.uint16)))
+    return run_both(place, decoding.elements(format, jnp.uint8), words, factor)
 
 
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
@@ -126,7 +127,7 @@ def test_the_ptx_of_every_word_beside_every_other(place, format, rng):
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("place", range(4))
 def test_the_ptx_of_every_code_under_every_scale(place, format):
-    finite = CODES[~np.asarray(triton_decode.are_nan(CODES, format))]
+    finite = CODES[~np.asarray(decoding.are_nan(CODES, format))]
     assert len(finite) == (255 if format == MXFP4 else 254)
     words = np.repeat(every_code()[: len(finite), :, None], 2, axis=2).view(np.uint16)
     codes = np.broadcast_to(finite[:, None, None], words.shape)
@@ -139,12 +140,12 @@ def test_the_ptx_of_integers(place, name, dtype, rng):
     """All words in either half of a register, next to one of each other's, under blocks that differ."""
     words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
     scales, zero_points = draw_blocks(rng, name, dtype, words.shape)
-    factors = [] if zero_points is None else [triton_decode.offsets(jnp.asarray(zero_points))]
+    factors = [] if zero_points is None else [decoding.offsets(jnp.asarray(zero_points))]
     if scales is not None and dtype == ml_dtypes.bfloat16:
         factors.append(scales)
     elif scales is not None:
-        factors += triton_decode.halves(jnp.asarray(scales))
-    elements = triton_decode.elements(FORMATS[name], np.dtype(dtype))
+        factors += decoding.halves(jnp.asarray(scales))
+    elements = decoding.elements(FORMATS[name], np.dtype(dtype))
     found = run_both(place, elements, words, *(registers(np.asarray(factor)) for factor in factors))
     expected = integers_of(words, place, zero_points, scales)
     if scales is None:
@@ -156,32 +157,32 @@ def test_the_ptx_of_integers(place, name, dtype, rng):
 def test_halves_of_the_largest_scale_are_finite():
     most = np.finfo(np.float32).max
     largest = np.array([most, -most, 2.0**-100, 0], np.float32)
-    high, low = (np.asarray(half, np.float64) for half in triton_decode.halves(jnp.asarray(largest)))
+    high, low = (np.asarray(half, np.float64) for half in decoding.halves(jnp.asarray(largest)))
     np.testing.assert_allclose(high + low, largest.astype(np.float64), rtol=2.0**-15)
 
 
 def test_the_turned_order(rng):
     for columns in (64, 96, 320):
         x = rng.standard_normal((3, columns)).astype(np.float32)
-        found = np.asarray(triton_decode.turned(jnp.asarray(x)))
-        column = triton_decode.column_at(np.arange(found.shape[1]))
+        found = np.asarray(decoding.turned(jnp.asarray(x)))
+        column = decoding.column_at(np.arange(found.shape[1]))
         np.testing.assert_array_equal(found[:, column < columns], x[:, column[column < columns]])
         assert (found[:, column >= columns] == 0).all()
         for place in range(4):
             word = np.arange(columns // 4)
-            np.testing.assert_array_equal(column[triton_decode.index_of(place, word)], 4 * word + place)
+            np.testing.assert_array_equal(column[decoding.index_of(place, word)], 4 * word + place)
 
 
 def test_weights_of_all_places_are_in_the_turned_order(rng):
     words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
     arguments = jnp.asarray(words), Groups(jnp.asarray(codes), None), MXFP4, True
-    whole = jnp.stack(triton_decode.weights_by_place(*arguments), axis=2).reshape(16, 128)
-    np.testing.assert_array_equal(triton_decode.weights_turned(*arguments, []), triton_decode.turned(whole))
+    whole = jnp.stack(decoding.weights_by_place(*arguments), axis=2).reshape(16, 128)
+    np.testing.assert_array_equal(decoding.weights_turned(*arguments, []), decoding.turned(whole))
 
 
 def decode_on_gpu(words, groups, format, products):
     """float64 (N, 4 n), in the turned order."""
-    tables = triton_decode.elements(format, jnp.uint8 if groups.scales is None else groups.scales.dtype).tables
+    tables = decoding.elements(format, jnp.uint8 if groups.scales is None else groups.scales.dtype).tables
     arrays, structure = jax.tree.flatten((words, groups, tables))
     rows, size = words.shape
 
@@ -189,10 +190,10 @@ def decode_on_gpu(words, groups, format, products):
         words, groups, tables = structure.unflatten([ref[...] for ref in refs[:-1]])
         out = refs[-1]
         if products == 1:
-            plgpu.store(out.at[...], triton_decode.weights_turned(words, groups, format, False, tables))
+            plgpu.store(out.at[...], decoding.weights_turned(words, groups, format, False, tables))
             return
-        for place, weights in enumerate(triton_decode.weights_by_place(words, groups, format, False)):
-            at = triton_decode.index_of(place, jnp.arange(size))[None, :]
+        for place, weights in enumerate(decoding.weights_by_place(words, groups, format, False)):
+            at = decoding.index_of(place, jnp.arange(size))[None, :]
             plgpu.store(out.at[jnp.arange(rows)[:, None], at], weights)
 
     shape = jax.ShapeDtypeStruct((rows, 4 * size), jnp.bfloat16)
@@ -204,7 +205,7 @@ def decode_on_gpu(words, groups, format, products):
 
 def in_turned_order(by_place):
     whole = np.stack(by_place, axis=2).reshape(len(by_place[0]), -1)
-    return whole[:, triton_decode.column_at(np.arange(whole.shape[1]))]
+    return whole[:, decoding.column_at(np.arange(whole.shape[1]))]
 
 
 def every_word():
@@ -219,7 +220,7 @@ def test_every_code_under_every_scale_on_a_gpu(products, format):
     words, size = every_word(), format.block_size // 4
     for turn in range(0, 256, 32):
         codes = np.roll(CODES, turn)[:, None] ^ np.arange(256 // size, dtype=np.uint8)
-        codes = np.where(np.asarray(triton_decode.are_nan(codes, format)), codes & 0x7E, codes)
+        codes = np.where(np.asarray(decoding.are_nan(codes, format)), codes & 0x7E, codes)
         expected = [weights_of(words, np.repeat(codes, size, axis=1), place, format) for place in range(4)]
         found = decode_on_gpu(words, Groups(codes, None), format, products)
         np.testing.assert_array_equal(found, in_turned_order(expected))

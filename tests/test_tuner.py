@@ -18,9 +18,9 @@ from rich.console import Console
 from jmx import backends, bench, cli, layer, machine, shapes, tuner, tuning, xla
 from jmx.activations import SwiGLU
 from jmx.formats import MXFP4
-from jmx.pallas import mosaic_sm90_config
-from jmx.pallas.mosaic_sm90 import MosaicSm90
-from jmx.pallas.mosaic_sm90_layout import Tile
+from jmx.pallas.mosaic_sm90 import backend as mosaic_sm90
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.routing import TopKSoftmax
 from jmx.selection import Environment, Problem, Reason, Rejection
 from jmx.shapes import Shape
@@ -183,8 +183,8 @@ def test_a_candidate_that_fails_is_told_by_name_and_passed_over(fault, told, reg
 def test_the_engine_for_hopper_is_tuned_from_its_layout_to_its_table(registered, tmp_path, monkeypatch):
     """All but the kernel, which needs a GPU: the reference stands in for it, from the engine's own layout."""
     h200 = Environment.named("h200")
-    slow, bad, wrong, fast = mosaic_sm90_config.candidates(Tile.of(MXFP4).bytes, 5, 2, 4)[:4]
-    monkeypatch.setattr(mosaic_sm90_config, "candidates", lambda *sizes: [slow, bad, wrong, fast])
+    slow, bad, wrong, fast = mosaic_sm90.candidates(Tile.of(MXFP4).bytes, 5, 2, 4)[:4]
+    monkeypatch.setattr(mosaic_sm90, "candidates", lambda *sizes: [slow, bad, wrong, fast])
     monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: h200))
 
     def apply(self, computation, x, routing, experts, environment):

@@ -17,15 +17,15 @@ def add(command: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from jmx.ffi import cutlass_build, cutlass_source
+    from jmx.ffi.cutlass import build, source
 
     check_known("BACKEND", arguments.engine, ["cutlass"])
-    check_known("--arch", arguments.arch, [cutlass_source.ARCHITECTURE])
+    check_known("--arch", arguments.arch, [source.ARCHITECTURE])
     if arguments.jobs is not None and arguments.jobs < 1:
         raise ValueError(f"`--jobs` (={arguments.jobs}) must be at least 1")
     check_directories(arguments.output)
     output = None if arguments.output is None else pathlib.Path(arguments.output)
     console = Console(stderr=True, highlight=False)
-    path, made = cutlass_build.run(console, output=output, jobs=arguments.jobs, again=arguments.again)
+    path, made = build.run(console, output=output, jobs=arguments.jobs, again=arguments.again)
     print(f"{'compiled' if made else 'was compiled before'}: {path}")
     return EXIT_OK

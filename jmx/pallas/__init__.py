@@ -1,1 +1,1 @@
-"""Kernels in Pallas. `<engine>.py` says what an engine supports; `<engine>_kernel.py` is its kernel."""
+"""Kernels in Pallas, a folder an engine: `backend` says what it supports, `kernel` is its kernel."""

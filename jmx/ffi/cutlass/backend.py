@@ -1,0 +1,177 @@
+"""Backend `cutlass`: the whole layer over 4-bit weights on Hopper, by FlashInfer's CUTLASS kernels in one call.
+
+FlashInfer sorts the assignments and multiplies; what stands around its products is `src/rows.cuh`. Products
+take bfloat16 and add up in float32, and the activation between them is rounded to bfloat16; float16 activations are
+rounded to bfloat16 too, whose range float16 does not exceed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmx import tuning
+from jmx.activations import GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
+from jmx.experts import Experts
+from jmx.ffi.cutlass.config import Config, candidates, check, heuristic, padded
+from jmx.ffi.cutlass.layout import LAYOUT
+from jmx.ffi.cutlass.library import BUILD, TARGET, library, workspace_bytes
+from jmx.refusals import refusal
+from jmx.routing import Routing
+from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+
+_BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_MOST_PAIRS = 2**31 - 1  # of a token and an expert: FlashInfer counts them in an int
+
+
+@dataclass(frozen=True)
+class Cutlass:
+    """The engine for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
+
+    @property
+    def name(self) -> str:
+        return "cutlass"
+
+    @property
+    def summary(self) -> str:
+        return "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantised in registers"
+
+    @property
+    def config_type(self) -> type[Config]:
+        return Config
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        if environment.platform != "gpu":
+            return Rejection(Reason.PLATFORM, f"platform is {environment.platform!r}, not 'gpu'", "run on a Hopper GPU")
+        if environment.compute_capability != (9, 0):
+            found = environment.compute_capability
+            return Rejection(
+                Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
+            )
+        refused = refusal(problem, LAYOUT.name)
+        if refused is not None and refused.reason is not Reason.LAYOUT:
+            return refused  # before what is not built: it may take an hour to build, and would be no better then
+        built = library()
+        if built.fault is not None:
+            return Rejection(Reason.NOT_BUILT, built.fault, BUILD)
+        if refused is not None:
+            return refused
+        if _function(problem.activation) is None:
+            return Rejection(
+                Reason.ACTIVATION, f"{problem.activation} is none that its kernels know", "use another one"
+            )
+        assert problem.num_tokens is not None  # or it was refused
+        rows = problem.num_tokens * (problem.top_k if problem.weights_on == "input" else 1)
+        if rows * problem.num_experts > _MOST_PAIRS:
+            return Rejection(
+                Reason.SHAPE,
+                f"{rows} rows times {problem.num_experts} experts are more than {_MOST_PAIRS}",
+                "call the layer on fewer tokens at a time",
+            )
+        return None
+
+    def heuristic(self, problem: Problem, environment: Environment) -> Config:
+        del environment
+        return heuristic(problem)
+
+    def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
+        del environment
+        return candidates(problem)
+
+    def check(self, config: Config, problem: Problem, environment: Environment) -> None:
+        del environment
+        check(config, problem)
+
+    def apply(
+        self,
+        computation: Computation,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> jax.Array:
+        num_tokens, top_k = routing.expert_ids.shape
+        if num_tokens * top_k == 0:
+            return jnp.zeros_like(x)
+        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
+        config = tuning.config(self, problem, environment).config
+        weights = routing.weights.astype(jnp.float32)
+        if computation.weights_on == "output":
+            return _layer(x, Routing(routing.expert_ids, weights), experts, computation.activation, config, x.dtype)
+        # Each slot is a token of its own: an expert's rows are multiplied once, whatever weight they were given.
+        rows = (x[:, None, :] * weights[..., None]).astype(x.dtype).reshape(num_tokens * top_k, -1)
+        slots = Routing(routing.expert_ids.reshape(-1, 1), jnp.ones((num_tokens * top_k, 1), jnp.float32))
+        out = _layer(rows, slots, experts, computation.activation, config, jnp.float32)
+        return out.reshape(num_tokens, top_k, -1).sum(axis=1).astype(x.dtype)
+
+
+def _function(activation: Activation) -> str | None:
+    """The name by which the handler knows it, or None."""
+    match activation:
+        case SwiGLU():
+            return "swiglu"
+        case SiLUAndMul() | SiLU():
+            return "silu"
+        case GELUAndMul(approximate) | GELU(approximate):
+            return "gelu_tanh" if approximate else "gelu"
+        case ReLU():
+            return "relu"
+        case ReLU2():
+            return "relu2"
+    return None
+
+
+def _layer(
+    x: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    activation: Activation,
+    config: Config,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """The call itself: y (T, H) of `dtype`, which may be float32 whatever x is. `routing.weights` are float32."""
+    num_tokens, top_k = routing.expert_ids.shape
+    bytes_ = workspace_bytes(
+        num_tokens,
+        top_k,
+        experts.num_experts,
+        padded(experts.hidden_size),
+        padded(experts.intermediate_size),
+        experts.gated,
+    )
+    swiglu = activation if isinstance(activation, SwiGLU) else SwiGLU()
+    no_layer = jnp.zeros((0,), jnp.int32)
+    call = jax.ffi.ffi_call(
+        TARGET,
+        (jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((bytes_,), jnp.uint8)),
+    )
+    gate_up_bias, down_bias = _biases(experts)
+    y, _ = call(
+        *(x, routing.expert_ids, routing.weights),
+        *(experts.gate_up.values, experts.gate_up.scales, gate_up_bias),
+        *(experts.down.values, experts.down.scales, down_bias),
+        no_layer if experts.index is None else experts.index.reshape(1),
+        intermediate_size=experts.intermediate_size,
+        gated=experts.gated,
+        interleaved=experts.gate_up_order == "interleaved",
+        activation=_function(activation),
+        alpha=np.float32(swiglu.alpha),
+        beta=np.float32(swiglu.beta),
+        limit=np.float32(inf if swiglu.limit is None else swiglu.limit),
+        gate_up_tile=config.gate_up.name,
+        down_tile=config.down.name,
+        overlap=config.overlap,
+    )
+    return y
+
+
+def _biases(experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """Both biases, of one dtype that the handler takes; of no elements where there is none."""
+    biases = (experts.gate_up_bias, experts.down_bias)
+    dtypes = {jnp.dtype(bias.dtype) for bias in biases if bias is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {*map(jnp.dtype, _BIAS_DTYPES)} else jnp.dtype(jnp.float32)
+    gate_up, down = (jnp.zeros((0,), dtype) if bias is None else bias.astype(dtype) for bias in biases)
+    return gate_up, down

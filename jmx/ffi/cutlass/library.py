@@ -1,0 +1,74 @@
+"""Loads the library of the backend `cutlass` when it is first asked for, and tells XLA of it. Nothing is built here."""
+
+import ctypes
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+
+from jmx.ffi.cutlass import source
+
+TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it
+INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, which tests compare with
+BUILD = "jmx build cutlass"
+
+
+class Library(NamedTuple):
+    """What was found: the file and the names of its tiles; or `fault`."""
+
+    path: pathlib.Path | None = None
+    tiles: tuple[str, ...] = ()
+    fault: str | None = None
+
+
+@functools.cache
+def library() -> Library:
+    """Loads the library and tells XLA of it, once. It is one that these sources were compiled to."""
+    found, _ = _load()
+    return found
+
+
+def workspace_bytes(
+    num_tokens: int, top_k: int, num_experts: int, hidden_size: int, intermediate_size: int, gated: bool
+) -> int:
+    """Bytes of workspace of a call with weights padded to these sizes.
+
+    Raises:
+        RuntimeError: the library is not there, or finds no answer.
+    """
+    found, loaded = _load()
+    if loaded is None:
+        raise RuntimeError(found.fault)
+    sizes = (num_tokens, top_k, num_experts, hidden_size, intermediate_size)
+    answer = loaded.jmx_cutlass_workspace_bytes(*(ctypes.c_int64(size) for size in sizes), ctypes.c_int(gated))
+    if answer < 0:
+        raise RuntimeError(f"{TARGET}: no workspace holds a call of sizes {sizes}")
+    return answer
+
+
+@functools.cache
+def _load() -> tuple[Library, Any]:
+    fault = f"the kernels are not compiled on this machine ({source.LIBRARY} of this version)"
+    for path in source.built():
+        try:
+            loaded = ctypes.CDLL(str(path))
+            for name in ("jmx_cutlass_key", "jmx_cutlass_tiles"):
+                getattr(loaded, name).restype = ctypes.c_char_p
+            loaded.jmx_cutlass_workspace_bytes.restype = ctypes.c_int64
+            if loaded.jmx_cutlass_key().decode() != source.key():
+                fault = f"{path} was compiled from other sources than these"
+                continue
+            for name in (TARGET, INTERLEAVE):
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="CUDA")
+        except Exception as e:  # of another machine, or built for another jax: the other backends still run
+            fault = f"{path} does not load: {' '.join(str(e).split())}"
+            continue
+        return Library(path, tuple(loaded.jmx_cutlass_tiles().decode().split())), loaded
+    return Library(fault=fault), None
+
+
+def forget() -> None:
+    """Looks for the library anew when it is next asked for: for a process that goes on after it was built."""
+    library.cache_clear()
+    _load.cache_clear()

@@ -1,0 +1,32 @@
+// FlashInfer's own interleaving of weights, for the test that holds jmx/ffi/cutlass/layout.py to it.
+#include <cuda_runtime.h>
+
+#include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jmx {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error Interleave(cudaStream_t stream, ffi::Buffer<ffi::U8> values, ffi::Result<ffi::Buffer<ffi::U8>> out) {
+  const auto shape = values.dimensions();
+  if (shape.size() != 3 || out->element_count() != values.element_count() || shape[1] % 16 != 0 || shape[2] % 32 != 0)
+    return ffi::Error::InvalidArgument("jmx_cutlass_interleave: `values` must be (E, N, K / 2), N % 16 = K % 64 = 0");
+  for (int64_t expert = 0; expert < shape[0]; ++expert) {
+    const int64_t offset = expert * shape[1] * shape[2];
+    tensorrt_llm::kernels::cutlass_kernels::interleave_fp4_weights_for_sm90_mixed_gemm(
+        values.typed_data() + offset, out->typed_data() + offset, shape[1], 2 * shape[2], stream);
+  }
+  const cudaError_t error = cudaPeekAtLastError();
+  return error == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(error));
+}
+
+}  // namespace
+}  // namespace jmx
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_interleave, jmx::Interleave,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>());

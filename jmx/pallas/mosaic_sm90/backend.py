@@ -1,0 +1,139 @@
+"""Backend `mosaic`: the whole layer over quantised weights on Hopper, by the kernel of `kernel`.
+
+Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
+(not for a few tokens, unless columns have an order: there every active expert sees them all), and each token's results
+are summed with its routing weights in float32. Products take bfloat16 and add up in float32; float16 activations are
+rounded to bfloat16, whose range float16 does not exceed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmx import grouping, tuning
+from jmx.experts import Experts
+from jmx.formats import FORMATS, BlockScaled, Format
+from jmx.pallas.activations import in_kernel
+from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, Config, candidates, heuristic
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, Tile
+from jmx.refusals import refusal
+from jmx.routing import Routing
+from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+
+ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
+
+
+@dataclass(frozen=True)
+class MosaicSm90:
+    """The engine for compute capability 9.0 (H100, H200, GH200)."""
+
+    @property
+    def name(self) -> str:
+        return "mosaic"
+
+    @property
+    def summary(self) -> str:
+        return "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantised in registers"
+
+    @property
+    def config_type(self) -> type[Config]:
+        return Config
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        if environment.platform != "gpu":
+            return Rejection(Reason.PLATFORM, f"platform is {environment.platform!r}, not 'gpu'", "run on a Hopper GPU")
+        if environment.compute_capability != (9, 0):
+            found = environment.compute_capability
+            return Rejection(
+                Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
+            )
+        return refusal(problem, LAYOUT.name, LAYOUT.formats)
+
+    def heuristic(self, problem: Problem, environment: Environment) -> Config:
+        del environment
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        return heuristic(_tile_bytes(problem), *sizes)
+
+    def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
+        del environment
+        sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+        return candidates(_tile_bytes(problem), *sizes)
+
+    def check(self, config: Config, problem: Problem, environment: Environment) -> None:
+        del environment
+        config.check(_tile_bytes(problem))
+
+    def apply(
+        self,
+        computation: Computation,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> jax.Array:
+        from jmx.pallas.mosaic_sm90.kernel import Product, Rows, expert_products  # takes a second to import
+
+        num_tokens, top_k = routing.expert_ids.shape
+        if num_tokens * top_k == 0:
+            return jnp.zeros_like(x)
+        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
+        config = tuning.config(self, problem, environment).config
+        on_input = computation.weights_on == "input"
+        every = experts.merged()
+        gate_up, down = _alike(every.gate_up, every.down, experts.format)
+        order = every.gate_up.order
+        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input and order is None:
+            work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
+            rows, num_rows = x, work.blocks.experts.shape[0] * -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        else:
+            work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
+            assert work.token_of_row is not None
+            num_rows = work.token_of_row.size
+            if order is not None:
+                columns = order[grouping.expert_of_row(work, routing.expert_ids, num_rows) + experts.first_expert]
+                rows = x.at[work.token_of_row[:, None], columns].get(mode="promise_in_bounds")
+            else:
+                rows = _gather(x, work.token_of_row)
+            if on_input:
+                rows = grouping.weigh(rows, work, routing.weights)
+        out = expert_products(
+            jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),
+            Product(
+                gate_up,
+                experts.format,
+                every.gate_up_bias,
+                Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
+                jnp.bfloat16,
+                in_kernel(computation.activation),
+                down.order,
+            ),
+            Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32),
+            work.blocks.of_layer(experts.first_expert),
+            config=config,
+            num_rows=num_rows,
+            num_cores=environment.core_count or 1,
+        )
+        out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
+        return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
+
+
+def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x (T, H), H even and of 16 bits: by twos, which takes two thirds of the time of a gather by ones."""
+    words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+    rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
+    return rows.reshape(index.size, x.shape[1])
+
+
+def _alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
+    """Both weights with scales of one dtype, where these come by the tile: their stages have one, too."""
+    if not Tile.of(format).scales or gate_up.scales.dtype == down.scales.dtype:
+        return gate_up, down
+    gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
+    return gate_up, down
+
+
+def _tile_bytes(problem: Problem) -> int:
+    return Tile.of(FORMATS[problem.format]).bytes

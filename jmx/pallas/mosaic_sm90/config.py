@@ -1,0 +1,152 @@
+"""What can be tuned of the kernel of `kernel`, what it costs in shared memory, and what is tried."""
+
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from jmx.pallas.mosaic_sm90.layout import TILE
+from jmx.pallas.mosaic_sm90.widths import widths
+
+SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
+_LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
+_BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
+MAX_BLOCK_N = 256  # wgmma's largest N
+_BY_EIGHT = 192  # rows of a block: larger ones are compiled for half as many widths
+FEW_TOKENS = 8  # up to here every active expert sees all tokens, so that nothing is sorted
+MAX_STAGES = 32
+_REGISTERS = 64 * 1024  # of a multiprocessor
+_OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
+COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a layer is cut: tokens into blocks of rows of one expert, and both products into tiles.
+
+    Args:
+        block_n: rows of a block, at most.
+        warpgroups_m: warpgroups next to each other along the weight's rows, 64 each.
+        warpgroups_k: warpgroups that share the columns of the same rows, and add up what they have at the end.
+        k_tiles: tiles of 64 columns that a warpgroup takes from one stage.
+        num_stages: stages of the pipeline from global to shared memory.
+        split_k: parts of `down`'s columns that are computed apart and added up in the end.
+    """
+
+    block_n: int
+    warpgroups_m: int
+    warpgroups_k: int
+    k_tiles: int
+    num_stages: int
+    split_k: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
+        for name in ("warpgroups_m", "warpgroups_k", "k_tiles", "num_stages", "split_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
+        if self.num_warpgroups not in COMPUTE_REGISTERS:
+            raise ValueError(
+                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
+            )
+        if self.num_stages > MAX_STAGES:
+            raise ValueError(f"`num_stages` (={self.num_stages}) must be at most {MAX_STAGES}")
+        if self.block_n > self.max_block_n:
+            raise ValueError(
+                f"`block_n` (={self.block_n}) must be at most {self.max_block_n}, for which "
+                f"{self.num_warpgroups} warpgroups have registers"
+            )
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups that compute; one more fetches."""
+        return self.warpgroups_m * self.warpgroups_k
+
+    @property
+    def stage_tiles(self) -> int:
+        """Tiles along the columns in one stage."""
+        return self.warpgroups_k * self.k_tiles
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of rows that the kernel is compiled for."""
+        return widths(self.block_n, 8 if self.block_n <= _BY_EIGHT else 16)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a computing thread."""
+        return COMPUTE_REGISTERS[self.num_warpgroups]
+
+    @property
+    def max_block_n(self) -> int:
+        """The most columns of sums for which ptxas finds registers: those that each thread is launched with."""
+        launched = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
+        return min(MAX_BLOCK_N, 2 * (launched - _OTHER_REGISTERS) // 8 * 8)
+
+    def check(self, tile_bytes: int) -> None:
+        """Raises ValueError unless shared memory holds the stages, where a tile of the weight has so many bytes."""
+        needed = self.shared_memory(tile_bytes)
+        if needed > SHARED_MEMORY:
+            raise ValueError(
+                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
+                f"them, and {self!r} needs {needed}"
+            )
+
+    def shared_memory(self, tile_bytes: int) -> int:
+        """Bytes of shared memory that the kernel uses."""
+        return self.num_stages * self.stage_bytes(tile_bytes) + self.partial_sums * 4 + _BARRIER_BYTES
+
+    def stage_bytes(self, tile_bytes: int) -> int:
+        """Bytes of one stage: weights, and `block_n` rows."""
+        return self.stage_tiles * (self.warpgroups_m * tile_bytes + self.block_n * TILE * 2)
+
+    @property
+    def partial_sums(self) -> int:
+        """Float32 sums that warpgroups along the columns hand over."""
+        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
+
+
+def deepest(
+    tile_bytes: int, block_n: int, warpgroups_m: int, warpgroups_k: int, k_tiles: int, split_k: int = 1
+) -> Config:
+    """The configuration with as many stages as fit. ValueError where not even one does, or registers do not suffice."""
+    one = Config(block_n, warpgroups_m, warpgroups_k, k_tiles, 1, split_k)
+    one.check(tile_bytes)
+    more = (SHARED_MEMORY - one.shared_memory(tile_bytes)) // one.stage_bytes(tile_bytes)
+    return replace(one, num_stages=min(MAX_STAGES, 1 + more))
+
+
+def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:
+    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    k_tiles = 1 if tile_bytes > _LARGE_TILE else 2
+    assignments = num_tokens * top_k
+    if assignments <= 8:  # so few tiles that warpgroups had better share them
+        return deepest(tile_bytes, 8, 1, 3, 5 if k_tiles > 1 else 3, split_k=3)
+    if assignments <= 24:
+        return deepest(tile_bytes, 8, 1, 5, 3 if k_tiles > 1 else 2)
+    rows = max(1.0, assignments / num_experts)
+    most = rows + 3 * sqrt(rows)  # of random routing
+    if most > 96:
+        return deepest(tile_bytes, 192, 3, 1, k_tiles)
+    return deepest(tile_bytes, -(-int(most) // 8) * 8, 5, 1, 1 + k_tiles)
+
+
+def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
+    """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
+    first = heuristic(tile_bytes, num_tokens, top_k, num_experts)
+    n = first.block_n
+    if num_tokens * top_k <= 24:
+        shapes = [(n, m, k, t, split) for m, k, t in [(1, 3, 5), (1, 3, 3), (1, 5, 3), (5, 1, 3)] for split in (1, 3)]
+    elif n <= 96:
+        shapes = [(n, m, 1, t) for m, t in [(5, 3), (5, 2), (5, 5), (4, 3), (3, 5)]]
+        shapes += [(near, 5, 1, 3) for near in (n + 8, n - 8) if near >= 8]
+    else:
+        shapes = [(n, 3, 1, 2) for n in (128, 144, 160, 176)] + [(192, 3, 1, 1), (256, 2, 1, 1)]
+    found = [first]
+    for shape in shapes:
+        try:
+            config = deepest(tile_bytes, *shape)
+        except ValueError:  # registers or shared memory do not hold it
+            continue
+        if config not in found and config.num_stages > 1:
+            found.append(config)
+    return found

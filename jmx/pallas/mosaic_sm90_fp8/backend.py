@@ -1,0 +1,133 @@
+"""Backend `mosaic_fp8`: the whole layer on Hopper's FP8 tensor cores, by the kernel of `kernel`.
+
+Inputs are rounded to e4m3, gathered by expert and multiplied; h is rounded anew and multiplied. Rounding, with
+gathering, is a kernel of its own (`quantize`). Each token's results are summed with its routing weights
+in float32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jmx import formats, grouping, inputs, tuning
+from jmx.experts import Experts
+from jmx.inputs import INPUT_FORMATS
+from jmx.pallas.activations import in_kernel
+from jmx.pallas.mosaic_sm90.config import FEW_TOKENS
+from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
+from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
+from jmx.refusals import refusal
+from jmx.routing import Routing
+from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+
+COLUMN_ALIGNMENT = 8  # of inputs, which are read by so many
+ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
+INPUTS = (inputs.FP8_STATIC.name, inputs.FP8_TOKEN.name, inputs.FP8_BLOCK.name)
+
+
+@dataclass(frozen=True)
+class MosaicSm90Fp8:
+    """The engine for compute capability 9.0 (H100, H200, GH200) and inputs in FP8."""
+
+    @property
+    def name(self) -> str:
+        return "mosaic_fp8"
+
+    @property
+    def summary(self) -> str:
+        return "Pallas Mosaic GPU kernels for Hopper's FP8 tensor cores: FP8 and MXFP4 weights, inputs in FP8"
+
+    @property
+    def config_type(self) -> type[Config]:
+        return Config
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        if environment.platform != "gpu":
+            return Rejection(Reason.PLATFORM, f"platform is {environment.platform!r}, not 'gpu'", "run on a Hopper GPU")
+        if environment.compute_capability != (9, 0):
+            found = environment.compute_capability
+            return Rejection(
+                Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
+            )
+        block = INPUT_FORMATS[problem.input_format].block_size if problem.input_format in INPUTS else None
+        whole = block if isinstance(block, int) else COLUMN_ALIGNMENT
+        for name in ("hidden_size", "intermediate_size"):
+            if (size := getattr(problem, name)) % whole:
+                rule = f"must be a multiple of {whole}"
+                return Rejection(Reason.SHAPE, f"{name} {size} {rule}", "backend='xla', or leave inputs as they are")
+        return refusal(problem, LAYOUT.name, LAYOUT.formats, INPUTS)
+
+    def heuristic(self, problem: Problem, environment: Environment) -> Config:
+        return heuristic(_shape(problem, environment))
+
+    def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
+        return candidates(_shape(problem, environment))
+
+    def check(self, config: Config, problem: Problem, environment: Environment) -> None:
+        del environment
+        config.check(_unit_bytes(problem))
+
+    def apply(
+        self,
+        computation: Computation,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> jax.Array:
+        from jmx.pallas.mosaic_sm90_fp8.kernel import Product, Rows, grouped_product  # take a second to import
+        from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
+
+        num_tokens, top_k = routing.expert_ids.shape
+        if num_tokens * top_k == 0:
+            return jnp.zeros_like(x)
+        assert computation.input_format is not None
+        format = INPUT_FORMATS[computation.input_format]
+        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on, format.name)
+        config = tuning.config(self, problem, environment).config
+        on_input = computation.weights_on == "input"
+        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
+            work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
+            rows, chosen, num_rows = x, None, work.blocks.experts.size * work.blocks.out_rows
+        else:
+            work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
+            assert work.token_of_row is not None
+            rows, chosen, num_rows = x, work.token_of_row, work.token_of_row.size
+            if on_input:  # an expert's inputs are then its own
+                rows, chosen = grouping.weigh(x[chosen], work, routing.weights), None
+        rows = quantize(rows, x.shape[-1], format, experts.input_scale("gate_up"), chosen)
+        every = experts.merged()
+        blocks = work.blocks.of_layer(experts.first_expert)
+        product = partial(grouped_product, config=config, num_rows=num_rows, num_cores=environment.core_count or 1)
+        gate_up = Product(
+            every.gate_up,
+            experts.format,
+            every.gate_up_bias,
+            Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
+            jnp.float32 if x.dtype == jnp.float16 else x.dtype,  # as the reference rounds h
+            in_kernel(computation.activation),
+        )
+        down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
+        h = product(rows, gate_up, blocks)
+        rows = quantize(h, experts.intermediate_size, format, experts.input_scale("down"), None)
+        out = product(rows, down, blocks._replace(x_rows=blocks.out_rows), split_k=config.split_k)
+        out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
+        return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
+
+
+def _shape(problem: Problem, environment: Environment) -> Shape:
+    by_block = formats.FP8_BLOCK.name == problem.format or inputs.FP8_BLOCK.name == problem.input_format
+    sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
+    outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
+    tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
+    units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
+    decoded, cores = problem.format == formats.MXFP4.name, environment.core_count or 1
+    return Shape(_unit_bytes(problem), decoded, by_block, *sizes, tiles, units, cores)
+
+
+def _unit_bytes(problem: Problem) -> int:
+    return unit_bytes(formats.FORMATS[problem.format])

@@ -1,0 +1,198 @@
+"""What can be tuned of the kernel of `kernel`, what it costs in shared memory, and what is tried."""
+
+import itertools
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import NamedTuple
+
+from jmx.pallas.mosaic_sm90.config import COMPUTE_REGISTERS, FEW_TOKENS, SHARED_MEMORY
+from jmx.pallas.mosaic_sm90.widths import widths
+
+ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
+MAX_STAGES = 16
+MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
+MAX_BLOCK_N = 256  # three sums of 128 columns: registers of two warpgroups do not hold more
+_UNIT_REGISTERS = 16  # of a thread, for a unit that is decoded; a block's sums and totals take one a row
+_HELD = {3: 112, 4: 72, 5: 56}  # such registers that ptxas finds, by warpgroups, where a launch has less than 168
+MAX_WIDTH = 128  # of a product
+_STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
+_STAGED_OF_LARGE = 32  # rows of results, where stages leave little room
+_BARRIER_BYTES = 2048
+_ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
+_COST_OF_A_PART = 6  # of columns, in the units of `_cost`
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration.
+
+    Args:
+        block_n: rows of a block, at most; a multiple of 8.
+        warpgroups_m: warpgroups that compute, each on 64 rows of the weight of its own.
+        units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
+        num_stages: stages of the ring, of 128 columns each.
+        split_k: parts of `down`'s columns that are computed apart and added up in the end.
+    """
+
+    block_n: int
+    warpgroups_m: int
+    units: int
+    num_stages: int
+    split_k: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
+        if self.warpgroups_m not in COMPUTE_REGISTERS:
+            raise ValueError(f"`warpgroups_m` (={self.warpgroups_m}) must be in 1..{max(COMPUTE_REGISTERS)}")
+        if not 1 <= self.units <= MAX_UNITS:
+            raise ValueError(f"`units` (={self.units}) must be in 1..{MAX_UNITS}")
+        if not self.units <= self.num_stages <= MAX_STAGES:
+            raise ValueError(f"`num_stages` (={self.num_stages}) must be in {self.units}..{MAX_STAGES}")
+        held = _HELD.get(self.warpgroups_m, self._held)
+        if self._held > held:
+            raise ValueError(
+                f"`block_n` (={self.block_n}) must be at most {held - self._held + self.block_n}, for which "
+                f"{self.warpgroups_m} warpgroups have registers with {self.units} units"
+            )
+        if self.split_k < 1:
+            raise ValueError(f"`split_k` (={self.split_k}) must be 1 or more")
+        if self.block_n % self._step:
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of {self._step} above {MAX_WIDTH}")
+
+    @property
+    def registers(self) -> int:
+        """Registers of a computing thread."""
+        return COMPUTE_REGISTERS[self.warpgroups_m]
+
+    @property
+    def _held(self) -> int:
+        return self.block_n + _UNIT_REGISTERS * self.units
+
+    @property
+    def _step(self) -> int:
+        return 8 if self.block_n <= MAX_WIDTH else 16
+
+    @property
+    def staged(self) -> int:
+        """Rows of results that a warpgroup writes to shared memory at a time, on their way to global memory."""
+        return self.block_n if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of rows that the kernel is compiled for."""
+        return widths(self.block_n, self._step)
+
+    @property
+    def scales_n(self) -> int:
+        """Scales of a stage's rows, with padding: stages must begin at multiples of 128 bytes."""
+        return -(-self.block_n // 32) * 32
+
+    def shared_memory(self, unit_bytes: int) -> int:
+        """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
+        rows = self.block_n * ROW_BYTES + 4 * self.scales_n
+        staged = self.warpgroups_m * self.staged * _STAGED_BYTES
+        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + staged + _BARRIER_BYTES
+
+    def check(self, unit_bytes: int) -> None:
+        """Raises ValueError unless shared memory holds the stages."""
+        needed = self.shared_memory(unit_bytes)
+        if needed > SHARED_MEMORY:
+            raise ValueError(
+                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
+                f"them, and {self!r} needs {needed}"
+            )
+
+
+def parts_of(width: int) -> int:
+    """How many products of equally many rows a block of so many is computed in."""
+    return -(-width // MAX_WIDTH)
+
+
+def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1) -> Config:
+    """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
+    least = Config(block_n, warpgroups_m, units, units, split_k)
+    least.check(unit_bytes)
+    more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
+    left = SHARED_MEMORY - least.shared_memory(unit_bytes)
+    return replace(least, num_stages=min(MAX_STAGES, units + left // more))
+
+
+class Shape(NamedTuple):
+    """What a configuration goes by.
+
+    Args:
+        unit_bytes: of a unit of the weight.
+        decoded: whether its elements become e4m3 in registers.
+        by_block: whether scales, of weights or inputs, belong to 128 columns.
+        num_tokens, top_k, num_experts: of the layer.
+        tiles, units: of 64 rows, and of 128 columns, that `gate_up` and `down` have.
+        num_cores: multiprocessors.
+    """
+
+    unit_bytes: int
+    decoded: bool
+    by_block: bool
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    tiles: tuple[int, int]
+    units: tuple[int, int]
+    num_cores: int
+
+    @property
+    def rows(self) -> float:
+        """Rows of an expert, on average."""
+        return self.num_tokens * self.top_k / self.num_experts
+
+    @property
+    def block_n(self) -> int:
+        """Rows that hardly any expert exceeds where routing is random: by three standard deviations."""
+        most = int(self.rows + 3 * sqrt(self.rows))
+        step = 8 if most <= MAX_WIDTH else 16
+        # Where a unit's sums are scaled and added up by themselves, that has to run beside the products.
+        return min(max(8, -(-most // step) * step), MAX_WIDTH if self.by_block else MAX_BLOCK_N)
+
+    @property
+    def experts_in_use(self) -> int:
+        """Of random routing."""
+        idle = (1 - self.top_k / self.num_experts) ** self.num_tokens
+        return round(self.num_experts * (1 - idle))
+
+
+def heuristic(shape: Shape) -> Config:
+    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    if shape.block_n > MAX_WIDTH:
+        return deepest(shape.unit_bytes, shape.block_n, 2, 1 if shape.decoded else 2)
+    cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
+    return deepest(shape.unit_bytes, *min(cuts, key=lambda cut: _cost(shape, *cut)))
+
+
+def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
+    """Blocks, warpgroups, units and parts to choose from."""
+    splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS else (1,)
+    held = ((m, _HELD.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
+    return [(min(shape.block_n, most), m, 2, split) for m, most in held for split in splits]
+
+
+def _cost(shape: Shape, block_n: int, warpgroups_m: int, units: int, split_k: int) -> int:
+    """What the busiest multiprocessor has to do: units, of which an item's take as long as one warpgroup's more would.
+
+    Of some ten configurations each at 1, 4 and 64 tokens it is least for the one that was the fastest on an H200.
+    """
+    del block_n, units
+    cost = _COST_OF_A_PART * split_k
+    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, split_k), strict=True):
+        items = shape.experts_in_use * -(-tiles // warpgroups_m) * parts
+        cost += -(-items // shape.num_cores) * -(-columns // parts) * (warpgroups_m + 1)
+    return cost
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """What `jmx tune` tries, the heuristic first."""
+    few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4))
+    units = (1,) if shape.by_block else (1, 2)  # scaled beside products, sums of two parts do not fit registers
+    many = itertools.product((176, 192, 208, 224, MAX_BLOCK_N), (2,), units)
+    cuts = [*_cuts(shape)] if shape.block_n <= MAX_WIDTH else []
+    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many))
+    return list(dict.fromkeys((heuristic(shape), *configs)))

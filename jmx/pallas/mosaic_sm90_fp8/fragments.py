@@ -1,0 +1,363 @@
+"""What one thread of a warpgroup does in the kernel of `kernel`, in MLIR and PTX.
+
+As in `mosaic_sm90.fragments`, whose words these are: a thread's *first* and *second* row, and its own elements.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.mosaic_sm90.fragments import accumulator, load_words, of_registers, row_array, row_size, sums_of
+from jmx.pallas.mosaic_sm90.layout import THREADS, TILE
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    f32,
+    i32,
+    i64,
+    less,
+    operation,
+    pair,
+    result,
+    thread_index,
+    utils,
+    wide,
+)
+from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
+
+SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
+_SLICES = 4  # of 32 columns
+_SLICE_BYTES = 32
+_SUMS_AND_OPERANDS = 192  # registers of a thread that may hold them
+
+_MAGNITUDES = "and.b32 $0, $1, 0x77777777;"
+_LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
+_SIGNS = (
+    "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;",  # (a & b) | c
+    "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x80808080, $2, 0xEA; }",
+)
+
+
+class Unit(NamedTuple):
+    """What has come of one unit, refs in shared memory; None for what there is not.
+
+    `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,) uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3,
+    `x_scales` (n,).
+    """
+
+    values: Any
+    scales: Any
+    x: Any
+    x_scales: Any
+
+
+def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
+    mine = arith.addi(arith.muli(thread_index(), constant(4)), constant(nth * THREADS * 4))
+    return load_words(values, mine, 4)
+
+
+def _row_bytes(scales: ir.Value) -> list[ir.Value]:
+    """Distances of the thread's two rows, a byte for each slice."""
+    group = arith.shrui(thread_index(), constant(2))
+    return load_words(scales, arith.muli(group, constant(2)), 2)
+
+
+def _e2m1_slices(values: ir.Value, scales: ir.Value, table: ir.Value) -> list[list[ir.Value]]:
+    distances = _row_bytes(scales)
+    words = [word for nth in range(_SLICES // 2) for word in _piece(values, nth)]
+    out = []
+    for slice_ in range(_SLICES):
+        halves = []
+        for row in range(2):
+            word = words[2 * slice_ + row]
+            at = utils.inline_ptx(f"bfe.u32 $0, $1, {8 * slice_}, 8;", distances[row], result_types=i32())
+            entry = address_of(table, wide(arith.muli(at, constant(2))), i32())
+            loaded = llvm.load(ir.VectorType.get((2,), i32()), entry, alignment=8)
+            low, high = (llvm.extractelement(loaded, constant(i)) for i in range(2))
+            chosen = utils.inline_ptx(_MAGNITUDES, word, result_types=i32())
+            found = [utils.inline_ptx(text, low, high, chosen, result_types=i32()) for text in _LOOK_UP]
+            halves.append([
+                utils.inline_ptx(text, word, magnitudes, result_types=i32())
+                for text, magnitudes in zip(_SIGNS, found, strict=True)
+            ])  # fmt: skip
+        out.append([halves[row][half] for half in range(2) for row in range(2)])
+    return out
+
+
+def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | None) -> tuple[jax.Array, ...]:
+    """Totals (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
+
+    The tensor cores' own sums keep some 14 bits, so they go over these units only, where no scale is theirs alone, else
+    over each unit, and are added to the totals, times the scales that there are. Nothing is in flight at the end.
+
+    Args:
+        totals: float32, n a multiple of 8: of the units' first n rows, of the next n, and so on.
+        table: ref uint32 (256, 2) in global memory, of `layout.table`; None for e4m3 weights.
+    """
+    n = totals[0].shape[1]
+    refs = [ref for unit in units for ref in unit if ref is not None]
+    of_wgmma = [ref for unit in units for ref in (unit.x, *([unit.values] if table is None else []))]
+    kinds = [plgpu.RefType(SWIZZLED) if any(ref is one for one in of_wgmma) else plgpu.RefType() for ref in refs]
+    tables = [] if table is None else [table]
+    there = [ref is not None for ref in units[0]]
+
+    @operation(
+        arg_types=(*[plgpu.Layout.WGMMA] * len(totals), *kinds, *[plgpu.RefType()] * len(tables)),
+        return_type=(result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),) * len(totals),
+    )
+    def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
+        old, rest = given[: len(totals)], [*given[len(totals) :]]
+        table = rest.pop() if tables else None
+        mine = [Unit(*(rest.pop(0) if one else None for one in there)) for _ in units]
+        parts, new = range(len(old)), [sums_of(total) for total in old]
+        scaled = mine[0].x_scales is not None or (mine[0].scales is not None and table is None)
+        apart = scaled or (table is not None and len(old) > 1)  # a unit's operand serves all its rows at once
+        order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
+        beside = len(old) * n // 2 + n + _operand_size(table) * len(mine) <= _SUMS_AND_OPERANDS
+        sums, done, operand = None, None, _operand(mine[0], table)
+
+        def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
+            products, unit, part = done
+            row_scales = _row_scales(unit) if table is None else None
+            new[part] = _added(new[part], wait(products, pending), row_scales, unit.x_scales, part * n)
+
+        for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
+            sums = start_product(sums, operand, descriptor(unit.x, part * n), n)
+            if done is not None:
+                add(done, 1)  # while the tensor cores work, as what follows
+                done = None
+            if following is not None and following is not unit:
+                operand = _operand(following, table)
+            if apart or unit is mine[-1]:
+                done, sums = (sums, unit, part), None
+            if done is not None and (following is None or not beside):
+                add(done, 0)
+                done = None
+        return tuple(accumulator(total, values) for total, values in zip(old, new, strict=True))
+
+    return body(*totals, *refs, *tables)
+
+
+def _operand_size(table: ir.Value | None) -> int:
+    """Registers of a thread that the operand A of a unit takes."""
+    return 0 if table is None else 4 * _SLICES
+
+
+def _operand(unit: Unit, table: ir.Value | None) -> Any:
+    """The operand A: four registers for each slice of 32 columns, or a descriptor of it in shared memory."""
+    return descriptor(unit.values) if table is None else _e2m1_slices(unit.values, unit.scales, table)
+
+
+def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
+    """What `wgmma` knows an operand by: `ref` (..., rows, 128), swizzled by 128 bytes, from a multiple of 8 rows on."""
+    strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    eight_stride = strides[-4]  # of tiles of 8 rows
+    upper = _SWIZZLE_128_BYTES | eight_stride >> 4
+    lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), constant(4))
+    row = row if isinstance(row, ir.Value) else constant(row)
+    lower = arith.addi(lower, arith.muli(row, constant(eight_stride // 8 >> 4)))
+    return utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
+
+
+def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) -> list[ir.Value]:
+    """`sums`, or zeros, plus the four slices' products: the thread's n / 2 of them, on their way."""
+    size = n // 2
+    out = llvm.StructType.get_literal([f32()] * size)
+    names = ", ".join(f"${i}" for i in range(size))
+    utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
+    values = [] if sums is None else sums
+    for nth in range(_SLICES):
+        first = size + len(values)  # the operands behind the sums
+        offset = nth * _SLICE_BYTES >> 4
+        if isinstance(operand, ir.Value):
+            a, name, makes = [operand], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
+        else:
+            a, makes = operand[nth], ""
+            name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
+        text = (
+            f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
+            f"setp.ne.b32 p, ${first + 1}, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{names}}}, {name}, d, p, 1, 1; }}"
+        )
+        tied = [str(i) for i in range(len(values))]
+        kinds = ["l"] if len(a) == 1 else ["r"] * 4
+        constraints = ",".join([*["=f"] * size, *tied, "l", "r", *kinds])
+        arguments = [*values, x, constant(int(bool(values))), *a]
+        made = llvm.inline_asm(out, arguments, text, constraints, has_side_effects=True, asm_dialect=0)
+        values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+    utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
+    return values
+
+
+def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
+    """`sums`, once all products but the last `pending` groups are there."""
+    size = len(sums)
+    tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
+    text = f"wgmma.wait_group.sync.aligned {pending};"
+    out = llvm.StructType.get_literal([f32()] * size)
+    made = llvm.inline_asm(out, sums, text, tied, has_side_effects=True, asm_dialect=0)
+    return [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+
+
+def _row_scales(unit: Unit) -> list[ir.Value] | None:
+    """Float32 scales of the thread's two rows, where the unit has them."""
+    scales = unit.scales
+    if scales is None:
+        return None
+    group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2))
+    return [load_float(scales, arith.addi(group, constant(i))) for i in range(2)]
+
+
+def load_float(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """The `index`th number in a contiguous ref, as float32."""
+    element = ir.MemRefType(ref.type).element_type
+    value = llvm.load(element, address_of(ref, index, element))
+    return value if element == f32() else arith.extf(f32(), value)
+
+
+def _added(
+    totals: list[ir.Value],
+    products: list[ir.Value],
+    row_scales: list[ir.Value] | None,
+    x_scales: ir.Value | None,
+    first: int,
+) -> list[ir.Value]:
+    """`totals` plus `products` times scales; both in the tensor cores' order: by 8 columns first row, second row.
+
+    `first`: of `x_scales`, that of the first column.
+    """
+    column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+    out = []
+    for eight in range(len(totals) // 4):
+        by_column = None
+        if x_scales is not None:
+            pair = llvm.load(
+                ir.VectorType.get((2,), f32()),
+                address_of(x_scales, arith.addi(column, constant(first + 8 * eight)), f32()),
+                alignment=8,
+            )
+            by_column = [llvm.extractelement(pair, constant(i)) for i in range(2)]
+        for row in range(2):
+            for i in range(2):
+                nth = 4 * eight + 2 * row + i
+                factors = [] if row_scales is None else [row_scales[row]]
+                factors += [] if by_column is None else [by_column[i]]
+                out.append(plus(totals[nth], products[nth], factors))
+    return out
+
+
+def plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Value:
+    if not factors:
+        return arith.addf(total, product)
+    *others, last = factors
+    for factor in others:
+        product = arith.mulf(product, factor)
+    return utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", product, last, total, result_types=f32())
+
+
+def row_powers(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What MXFP4's largest codes are worth of the thread's first and second row of a tile, float32 (256,).
+
+    `scales`: the layout's, uint8 (E, row tiles, units + 1, 256) in global memory, of which each row has the last chunk.
+    """
+    size = row_size(8)
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(size), row_array(size)))
+    def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
+        i8 = ir.IntegerType.get_signless(8)
+        _, tiles, chunks, chunk_bytes = ir.MemRefType(scales.type).shape
+        row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
+        last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
+        chunk = arith.muli(last, constant(chunk_bytes, i64()))
+        group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2 * _SLICES))
+        out = []
+        for below in range(2):
+            at = arith.addi(chunk, wide(arith.addi(group, constant(below * _SLICES))))
+            code = arith.extui(i32(), llvm.load(i8, address_of(scales, at, i8)))
+            bits = arith.shli(code, constant(23))
+            bits = arith.select(less(code, constant(1)), constant(1 << 22), bits)  # 2^-127 is subnormal
+            bits = arith.select(less(code, constant(255)), bits, constant(0x7FC00000))
+            value = llvm.bitcast(f32(), bits)
+            out.append(of_registers([pair(value, value)], size))
+        return tuple(out)
+
+    return body(scales, expert, tile)
+
+
+def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Array) -> jax.Array:
+    """sums (64, n) times scales[first + column], a ref (R,) float32 in global memory, for columns below `count`."""
+
+    @operation(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR),
+        return_type=result(sums.shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, sums: Fragment, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
+        start, last = first.registers.item(), arith.subi(count.registers.item(), constant(1))
+        column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+        values, out = sums_of(sums), []
+        for eight in range(len(values) // 4):
+            by_column = []
+            for i in range(2):
+                at = arith.minsi(arith.addi(column, constant(8 * eight + i)), last)
+                by_column.append(llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32())))
+            nth = 4 * eight
+            out += [arith.mulf(value, by_column[i % 2]) for i, value in enumerate(values[nth : nth + 4])]
+        return accumulator(sums, out)
+
+    return body(sums, scales, first, count)
+
+
+def swizzled_rows(columns: int, dtype: Any) -> Any:
+    """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
+    size, span = size_and_span(columns, dtype)
+    return (plgpu.TilingTransform((8, span // size)), plgpu.SwizzleTransform(span))  # pyright: ignore[reportAbstractUsage]
+
+
+def size_and_span(columns: int, dtype: Any) -> tuple[int, int]:
+    """Bytes of an element, and of the rows' pieces that are swizzled."""
+    size = jnp.dtype(dtype).itemsize
+    return size, min(ROW_BYTES, columns * size)
+
+
+def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
+    """Writes a tile's outputs, transposed, to shared memory.
+
+    Args:
+        ref: (count, columns), with transforms `swizzled_rows`.
+        arrays: own elements of the thread's first row, and of its second where there is no gate; ref's dtype.
+        columns: outputs of the tile.
+        first, count: which of the accumulator's columns.
+    """
+    dtype = arrays[0].dtype
+    size, span = size_and_span(columns, dtype)
+    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
+
+    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
+    def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
+        base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
+        warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
+        output = arith.addi(arith.muli(warp, constant(columns // 4)), arith.divui(lane, constant(4)))
+        for second, array in enumerate(arrays):
+            byte = arith.muli(arith.addi(output, constant(8 * second)), constant(size))
+            start = arith.addi(base, arith.muli(arith.divui(byte, constant(span)), constant(8 * span)))
+            byte = arith.remui(byte, constant(span))
+            for i in range(2):
+                row = arith.addi(arith.muli(arith.remui(lane, constant(4)), constant(2)), constant(i))
+                turn = arith.muli(arith.divui(row, constant(ROW_BYTES // span)), constant(16))
+                at = arith.addi(arith.muli(row, constant(span)), arith.xori(byte, turn))
+                at = arith.addi(start, at)
+                for eight in range(count // 8):
+                    value = llvm.extractelement(array.registers.flat[first // 8 + eight], constant(i))
+                    value = utils.bitcast(value, ir.IntegerType.get_signless(8 * size))
+                    text = f"st.shared.b{8 * size} [$0 + {8 * eight * columns * size}], $1;"
+                    utils.inline_ptx(text, at, value, has_side_effects=True)
+
+    body(ref, *arrays)

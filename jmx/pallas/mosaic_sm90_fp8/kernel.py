@@ -1,0 +1,407 @@
+"""A grouped product on Hopper's FP8 tensor cores, in one Pallas Mosaic GPU kernel: rows @ weight[expert].T, and on.
+
+As in `mosaic_sm90.kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of
+rows of one expert, at most 256, is B, in two parts where it has more than 128. E4M3 weights are read from shared
+memory; MXFP4 ones become e4m3 in registers. Large blocks whose scales belong to 128 columns are A themselves, where
+that costs less: see `token_fragments`. Every multiprocessor runs one block of threads for good. One
+warp fetches weights and another one rows into a ring of stages, 128 columns each; one to five warpgroups compute:
+
+    weights   | W0 | W1 | W2 | ...                             full[slot] -->
+    rows      | X0 | X1 | X2 | ...                             full[slot] -->
+    compute   | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...              --> empty[slot]
+
+Results leave by way of shared memory, and are on their way while the next item is computed.
+
+A product is one launch, not both of a layer as there: between them rows of h are rounded anew, for which a token's h
+has to be there as a whole.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jmx.formats import MXFP4, BlockScaled, Format
+from jmx.grouping import Blocks
+from jmx.pallas.mosaic_sm90 import fragments
+from jmx.pallas.mosaic_sm90.fragments import Rows
+from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90.widths import for_width
+from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
+from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
+from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config, parts_of
+from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, table, value_rows
+
+Array = Any
+_FETCH_REGISTERS = 40
+_COLUMNS = UNIT_COLUMNS  # of a stage
+_MANY_TOKENS = 96  # rows of a block: with more, tokens may be the operand A
+
+
+class Inputs(NamedTuple):
+    """Rows in FP8.
+
+    Args:
+        values: float8_e4m3fn (R, K), K a multiple of 128.
+        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
+    """
+
+    values: Array
+    scales: Array
+
+    @property
+    def by_block(self) -> bool:
+        return self.scales.ndim == 2
+
+
+class Product(NamedTuple):
+    """What a row is multiplied by, and what becomes of the result.
+
+    Args:
+        weight: in the layout `mosaic_sm90_fp8`, with one leading axis of experts.
+        format: of the weight.
+        bias: (E, N) or None.
+        rows: what the weight's rows are.
+        dtype: of the result.
+        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
+    """
+
+    weight: BlockScaled
+    format: Format
+    bias: Array | None
+    rows: Rows
+    dtype: Any
+    activation: Callable[..., Array] | None = None
+
+
+class _Operands(NamedTuple):
+    """Arrays as the kernel takes them, or refs of them; None for what there is not."""
+
+    x: Any
+    x_row_scales: Any
+    x_block_scales: Any
+    values: Any
+    scales: Any  # that come by the unit
+    by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
+    table: Any
+    bias: Any
+
+    @classmethod
+    def of(cls, inputs: Inputs, product: Product) -> "_Operands":
+        q, of_blocks = product.weight, product.format.block_size > 0
+        scales, by_row = (q.scales, None) if of_blocks else (None, q.scales)
+        by_block = (None, inputs.scales) if inputs.by_block else (inputs.scales, None)
+        look_up = jnp.asarray(table()) if product.format == MXFP4 else None
+        return cls(inputs.values, *by_block, q.values, scales, by_row, look_up, product.bias)
+
+
+class _Item(NamedTuple):
+    """One piece of work as a computing warpgroup sees it."""
+
+    tile: Array  # of the weight's rows, this warpgroup's own
+    x_row: Array
+    out_row: Array
+    count: Array
+    tokens_are_a: Array
+    by_row: tuple[Array, Array] | None
+    bias: tuple[Array, Array] | None
+
+
+def grouped_product(
+    inputs: Inputs, product: Product, blocks: Blocks, *, config: Config, num_rows: int, num_cores: int, split_k: int = 1
+) -> jax.Array:
+    """The product of each block of rows.
+
+    Args:
+        inputs: blocks may read past the end of the rows.
+        product: see `Product`.
+        blocks: `x_rows` and `out_rows` are multiples of 8. All blocks must name an expert that there is; only the first
+            `num_blocks`, an int or here (B,), the same number throughout, are computed.
+        num_rows: R, rows of the result, a multiple of 8. Rows that no block names may hold anything: a block writes its
+            own and those up to the next multiple of 8.
+        num_cores: multiprocessors to run on.
+        split_k: parts of the weight's columns that are computed apart, where there is no activation.
+
+    Returns:
+        (split_k * R, product.rows.num_outputs): the parts' sums one below the other.
+    """
+    rows, per_unit = product.rows, value_rows(product.format)
+    m_tiles, all_units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
+    units = -(-all_units // split_k)  # of an item; behind the weight's last one are zeros
+    m_steps = -(-m_tiles // config.warpgroups_m)
+    num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
+    tokens_may_be_a = inputs.by_block and product.format != MXFP4
+    tokens_may_be_a &= (num_compute, block_n, split_k) == (by_token.TILES, MAX_WIDTH, 1)
+    given = _Operands.of(inputs, product)
+
+    def body(*refs: Any) -> None:
+        rest = [*refs]
+        g = _Operands._make(None if one is None else rest.pop(0) for one in given)
+        work = blocks.taken_from(rest)
+        out_g, x_s, values_s, *rest = rest
+        scales_s, x_scales_s = (None if stage is None else rest.pop(0) for stage in stages[2:])
+        out_s, full, empty, turns = rest
+        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
+        num_items = work.number * (m_steps * split_k)
+        num_mine = lax.div(num_items - core + (num_cores - 1), num_cores)
+
+        def place(turn: Array) -> tuple[Array, Array, Array]:
+            """Block, first tile of the weight's rows and part of the columns of an item; past the end of some item."""
+            item = jnp.clip(core + turn * num_cores, 0, jnp.maximum(num_items, 1) - 1)
+            step, part = lax.div(item, split_k), lax.rem(item, split_k)
+            return lax.div(step, m_steps), lax.rem(step, m_steps) * config.warpgroups_m, part
+
+        def first_slot(turn: Array) -> Array:
+            return lax.rem(turn * units, num_stages)
+
+        def after(slot: Array) -> Array:
+            return jnp.where(slot + 1 == num_stages, 0, slot + 1)
+
+        def compute() -> None:
+            def look_up(turn: Array) -> _Item:
+                block, tile, part = place(turn)
+                tile, expert = tile + warpgroup, work.experts[block]
+                by_row, bias = (
+                    None if ref is None else fragments.load_row(ref, rows, expert, tile) for ref in (g.by_row, g.bias)
+                )
+                if product.format == MXFP4:
+                    by_row = fp8.row_powers(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
+                if bias is not None and split_k > 1:
+                    once = jnp.where(part == 0, jnp.float32(1), jnp.float32(0))
+                    bias = bias[0] * once, bias[1] * once
+                count = work.count_of(block)
+                tokens_are_a = jnp.bool_(tokens_may_be_a) & (count > _MANY_TOKENS)
+                if tokens_may_be_a and g.scales is not None:
+                    for nth in range(by_token.TILES):
+                        mine = jnp.minimum(tile - warpgroup + nth, m_tiles - 1)
+                        tokens_are_a = tokens_are_a & (g.scales[expert, mine, all_units, 0] != 0)
+                x_row = work.first_row(work.x_rows, block)
+                out_row = work.first_row(work.out_rows, block) + part * num_rows
+                return _Item(tile, x_row, out_row, count, tokens_are_a, by_row, bias)
+
+            def compute_item(turn: Array, item: _Item) -> _Item:
+                following = look_up(turn + 1)
+                transposed = partial(for_width, config.widths, item.count, partial(multiply, turn, item))
+                if tokens_may_be_a:
+                    pl.when(item.tokens_are_a)(partial(multiply_by_token, turn, item))
+                    pl.when(~item.tokens_are_a)(transposed)
+                else:
+                    transposed()
+                return following
+
+            def add_units(turn: Array, zeros: Any, add: Callable[[Any, list[Array]], Any], at_once: int) -> Any:
+                """What becomes of `zeros`: `add` takes totals, and the slots of `at_once` units that go to them."""
+
+                def step(count: int, _: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+                    totals, slot = carry
+                    slots = [slot]
+                    for _ in range(count - 1):
+                        slots.append(after(slots[-1]))
+                    for slot in slots:  # all of them first: no branch may come while products are on their way
+                        plgpu.barrier_wait(full.at[slot])
+                    return add(totals, slots), after(slots[-1])
+
+                whole, rest = divmod(units, at_once)
+                carry = zeros, first_slot(turn)
+                if whole:
+                    carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
+                if rest:
+                    carry = step(rest, jnp.int32(0), carry)
+                return carry[0]
+
+            def zeros(n: int) -> Array:
+                return plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
+
+            def multiply(turn: Array, item: _Item, width: int) -> None:
+                def unit(slot: Array) -> fp8.Unit:
+                    return fp8.Unit(
+                        values_s.at[slot, warpgroup],
+                        None if scales_s is None else scales_s.at[slot, warpgroup, 0],
+                        x_s.at[slot, pl.ds(0, width)],
+                        None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
+                    )
+
+                def add(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
+                    totals = fp8.add_units(totals, [unit(slot) for slot in slots], g.table)
+                    for slot in slots:
+                        plgpu.barrier_arrive(empty.at[slot])
+                    return totals
+
+                num_parts = parts_of(width)
+                n = width // num_parts
+                of_rows = [
+                    None if row is None else [fragments.repeat(value, n) for value in row]
+                    for row in (item.by_row, item.bias)
+                ]
+                for part, total in enumerate(add_units(turn, (zeros(n),) * num_parts, add, config.units)):
+                    first, count = part * n, item.count - part * n
+                    if g.x_row_scales is not None:
+                        total = fp8.scale_columns(total, g.x_row_scales, item.x_row + first, count)
+                    outs = finish(fragments.split_rows(total), *of_rows)
+                    for chunk in range(0, n, config.staged):
+                        size = min(config.staged, n - chunk)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        fp8.stage(out_s.at[warpgroup, pl.ds(0, size)], outs, out_columns, chunk, size)
+                        plgpu.commit_smem()
+                        send(item, first + chunk, item.tile, 0, size)
+
+            def multiply_by_token(turn: Array, item: _Item) -> None:
+                def add(total: Array, slots: list[Array]) -> Array:
+                    (slot,) = slots
+                    here = (values_s, scales_s, x_s, x_scales_s)
+                    unit = fp8.Unit(*(None if ref is None else ref.at[slot] for ref in here))
+                    plgpu.barrier_wait(turns.at[warpgroup])
+                    sums = by_token.multiply(unit, warpgroup)
+                    plgpu.barrier_arrive(turns.at[1 - warpgroup])
+                    total = by_token.add(total, sums, unit, warpgroup)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return total
+
+                total = add_units(turn, zeros(by_token.WIDTH), add, 1)
+                block, tile, _ = place(turn)
+                of_rows = (
+                    None if ref is None else by_token.load_rows(ref, rows, work.experts[block], tile)
+                    for ref in (g.by_row, g.bias)
+                )
+                outs = finish(by_token.split_rows(total), *of_rows)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                by_token.stage(out_s.at[warpgroup], outs, out_columns)
+                plgpu.commit_smem()
+                for nth in range(by_token.TILES):
+                    send(item, warpgroup * TILE, tile + nth, nth * TILE, TILE)
+
+            def finish(sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
+                """Outputs of sums; all are own elements of first and of second rows."""
+                outs = [*sums]
+                if product.format == MXFP4:
+                    outs = [out * 2.0**-RAISED for out in outs]
+                if by_row is not None:
+                    outs = [out * row for out, row in zip(outs, by_row, strict=True)]
+                if bias is not None:
+                    outs = [out + row for out, row in zip(outs, bias, strict=True)]
+                if product.activation is not None:
+                    gated = rows.gate_up_order is not None
+                    outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
+                return [out.astype(product.dtype) for out in outs]
+
+            def send(item: _Item, first: Array | int, tile: Array, staged: int, size: int) -> None:
+                """Of a block's and a tile's outputs `size` rows from `first` on, by 8, which are in shared memory from
+                `staged` on. They go while the next item is computed."""
+                row, count = lax.div(item.out_row, 8) * 8 + first, item.count - first  # by 8, for TMA to see
+
+                def copy(start: int, rows_: int) -> None:
+                    at = pl.ds(row + start, rows_), pl.ds(tile * out_columns, out_columns)
+                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, pl.ds(staged + start, rows_)], out_g.at[*at])
+
+                whole = count > size - 8
+                pl.when(whole)(partial(copy, 0, size))
+
+                @pl.when(~whole)
+                def _() -> None:
+                    for eight in range(0, size - 8, 8):
+                        pl.when(count > eight)(partial(copy, eight, 8))
+
+            if tokens_may_be_a:
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
+            lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
+            plgpu.wait_smem_to_gmem(0)
+
+        def each_stage(item: Callable[[Array, Array], Callable[[Array, Array], None]]) -> None:
+            """For each item what `item` returns of its block and its first tile, for each unit and its slot."""
+
+            @pl.loop(0, num_mine)
+            def _(turn: Array) -> None:
+                block, tile, part = place(turn)
+                fill, first = item(block, tile), part * units
+
+                def stage(step: Array, slot: Array) -> Array:
+                    @pl.when(turn * units + step >= num_stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    fill(first + step, slot)
+                    return after(slot)
+
+                lax.fori_loop(0, units, stage, first_slot(turn))
+
+        def fetch_weights(block: Array, tile: Array) -> Callable[[Array, Array], None]:
+            """Past the weight's end TMA writes zeros."""
+            expert, m = work.experts[block], pl.ds(tile, config.warpgroups_m)
+
+            def fill(step: Array, slot: Array) -> None:
+                values = g.values.at[expert, m, pl.ds(step * per_unit, per_unit)]
+                plgpu.copy_gmem_to_smem(values, values_s.at[slot], full.at[slot])
+                if scales_s is not None:
+                    scales = g.scales.at[expert, m, pl.ds(step, 1)]
+                    plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
+
+            return fill
+
+        def fetch_rows(block: Array, _: Array) -> Callable[[Array, Array], None]:
+            first = lax.div(work.first_row(work.x_rows, block), 8) * 8  # by 8, for TMA to see
+            count = work.count_of(block)
+
+            def fill(step: Array, slot: Array) -> None:
+                def copy(width: int) -> None:
+                    here = g.x.at[pl.ds(first, width), pl.ds(step * _COLUMNS, _COLUMNS)]
+                    plgpu.copy_gmem_to_smem(here, x_s.at[slot, pl.ds(0, width)], full.at[slot])
+                    if x_scales_s is not None:
+                        here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
+                        plgpu.copy_gmem_to_smem(here, x_scales_s.at[slot, :, pl.ds(0, width)], full.at[slot])
+
+                for_width(config.widths, count, copy)
+
+            return fill
+
+        @pl.when(warpgroup < num_compute)
+        def _() -> None:
+            plgpu.set_max_registers(config.registers, action="increase")
+            compute()
+
+        @pl.when(warpgroup == num_compute)
+        def _() -> None:
+            plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+
+            @plgpu.warp_map
+            def _(warp: Array) -> None:
+                pl.when(warp == 0)(lambda: each_stage(fetch_weights))
+                pl.when(warp == 1)(lambda: each_stage(fetch_rows))
+
+    values, scales, swizzled = product.weight.values, given.scales, product.format != MXFP4
+    value_stages = (num_stages, config.warpgroups_m, per_unit, values.shape[-1])
+    stages = [
+        plgpu.SMEM((num_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
+        plgpu.SMEM(value_stages, values.dtype, transforms=fp8.SWIZZLED if swizzled else ()),
+        None if scales is None else plgpu.SMEM((num_stages, config.warpgroups_m, 1, scales.shape[-1]), scales.dtype),
+        plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if inputs.by_block else None,
+    ]
+    there = [stage for stage in stages if stage is not None]
+    out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
+    out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((split_k * num_rows, rows.num_outputs), product.dtype),
+        grid=(num_cores,),
+        grid_names=("core",),
+        num_threads=num_compute + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            *there,
+            plgpu.SMEM((num_compute, config.staged, out_columns), product.dtype, transforms=out_transforms),
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
+            plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
+            plgpu.Barrier(num_barriers=2, num_arrivals=1),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
+        ),
+    )
+    operands = [array for array in given if array is not None]
+    return kernel(*operands, *blocks.arrays)

@@ -1,0 +1,280 @@
+"""Rounds rows to e4m3 on the way to `kernel`: gathered, padded, and with their scales, in one launch.
+
+A Pallas Mosaic GPU kernel in which every warpgroup takes a row: it loads all of it at once, finds the largest
+magnitude, across warps by way of shared memory, then divides and rounds what it still has in registers. So a row takes
+little more than one way to memory and back, which is what counts where rows are few. Its bits are those of
+`jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
+
+A quotient by the row's own scale is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem
+of Markstein (IBM Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded
+quotient, unless a remainder underflows. So small scales are raised by 2^64, with what they divide, which is exact; what
+underflows then rounds to zero. `div.rn` takes twice as many instructions, and a branch.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.inputs import InputFormat, static_limits
+from jmx.pallas.mosaic_sm90.fragments import load_words
+from jmx.pallas.mosaic_sm90.layout import THREADS
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    i32,
+    i64,
+    less,
+    operation,
+    pair,
+    thread_index,
+    utils,
+    wide,
+)
+from jmx.pallas.mosaic_sm90_fp8.kernel import Inputs
+from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
+
+_WARPS = 4  # of a row
+_LANES = 32
+_VECTOR = 8  # elements of a row that a thread takes at a time
+_PIECE = THREADS * _VECTOR  # columns that a warpgroup takes at a time
+_INFINITY = {2: 0x7F80, 4: 0x7F800000}  # bits; of float16 0x7C00
+_MOST_448 = 0x43E00000
+_LEAST_SCALE = 0x00800000  # 2^-126
+_NAN = 0x7FC00000
+_AS_FLOAT = {
+    "bfloat16": ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;"),
+    "float16": tuple(
+        f"{{ .reg .b16 l, h; .reg .f32 f; mov.b32 {{l, h}}, $1; cvt.f32.f16 f, {half}; mov.b32 $0, f; }}"
+        for half in "lh"
+    ),
+}
+_LARGER = {2: "max.u16x2 $0, $1, $2;", 4: "max.u32 $0, $1, $2;"}
+_MAGNITUDE = {2: "and.b32 $0, $1, 0x7FFF7FFF;", 4: "and.b32 $0, $1, 0x7FFFFFFF;"}
+_LARGER_HALF = "{ .reg .b32 h; shr.u32 h, $1, 16; and.b32 $0, $1, 0xFFFF; max.u32 $0, $0, h; }"
+_ACROSS = "shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+_QUOTIENT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; div.rn.f32 a, a, b; mov.b32 $0, a; }"
+_SMALL, _RAISE, _ONE = 0x1F800000, 0x5F800000, 0x3F800000  # 2^-64, 2^64, 1
+_PRODUCT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; mul.rn.f32 a, a, b; mov.b32 $0, a; }"
+_CORRECTED = (  # of a value, a scale, its reciprocal, and the power of two that both are raised by; -0 stays what it is
+    "{ .reg .f32 a, b, r, k, q, e; .reg .b32 s; mov.b32 a, $1; mov.b32 b, $2; mov.b32 r, $3; mov.b32 k, $4; "
+    "mul.rn.f32 a, a, k; mul.rn.f32 q, a, r; neg.f32 b, b; "
+    "fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; "
+    "mov.b32 s, q; lop3.b32 $0, $1, 0x80000000, s, 0xEA; }"  # (value & sign) | quotient
+)
+_SPOIL = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; fma.rn.f32 b, a, 0f00000000, b; mov.b32 $0, b; }"
+_ROUND = (
+    "{ .reg .b16 l, h; .reg .f32 a, b, c, d; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; mov.b32 d, $4; "
+    "cvt.rn.satfinite.e4m3x2.f32 l, b, a; cvt.rn.satfinite.e4m3x2.f32 h, d, c; mov.b32 $0, {l, h}; }"
+)
+
+
+def quantize(
+    x: jax.Array, columns: int, format: InputFormat, static_scale: jax.Array | None, index: jax.Array | None
+) -> Inputs:
+    """Rows of x in `format`.
+
+    Args:
+        x: bfloat16, float16 or float32 (T, C), C a multiple of 8.
+        columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
+        format: of e4m3.
+        static_scale: float32 (), where `format` is static; None elsewhere.
+        index: int32 (R,) rows of x, which must be within it; None: all.
+    """
+    num_rows = x.shape[0] if index is None else index.shape[0]
+    padded = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
+    scale_rows = -(-num_rows // 4) * 4  # whole 16 bytes, for TMA
+    by_block = isinstance(format.block_size, int)
+    scales = (columns // UNIT_COLUMNS, scale_rows) if by_block else (num_rows,)
+    given = [x, *([] if index is None else [index]), *([] if static_scale is None else [static_scale.reshape(1)])]
+
+    def body(*refs: Any) -> None:
+        x_g, *rest = refs
+        index_g = None if index is None else rest.pop(0)
+        static_g = None if static_scale is None else rest.pop(0)
+        row = partial(_round_row, x.dtype, columns, padded, format)
+        row(lax.axis_index("row"), x_g, index_g, static_g, *rest)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((num_rows, padded), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+        ],
+        grid=(num_rows,),
+        grid_names=("row",),
+        scratch_types=[plgpu.SMEM((_WARPS,), jnp.int32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return Inputs(*kernel(*given))
+
+
+def _run(text: str, *operands: ir.Value) -> ir.Value:
+    return utils.inline_ptx(text, *operands, result_types=i32())
+
+
+def _round_row(dtype: Any, columns: int, padded: int, format: InputFormat, row: jax.Array, *refs: Any) -> None:
+    """What a warpgroup does. `refs`: x, rows to take or None, static scale or None, values and scales to write, and
+    int32 (_WARPS,) of shared memory."""
+    there = [ref is not None for ref in refs]
+    refs = tuple(ref for ref in refs if ref is not None)
+
+    @operation(arg_types=(SCALAR, *[plgpu.RefType()] * len(refs)))
+    def body(_: Any, row: Fragment, *given: ir.Value) -> None:
+        rest, number = [*given], row.registers.item()
+        x, index, static, *written = (rest.pop(0) if one else None for one in there)
+        source = number if index is None else llvm.load(i32(), address_of(index, wide(number), i32()))
+        given_scale = None if static is None else _in_range(static, format)
+        _Row(np.dtype(dtype), columns, padded, format, x, *written, number, source).round(given_scale)
+
+    body(row, *refs)
+
+
+def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
+    """Bits of the static scale; NaN where it is none."""
+    given = llvm.load(i32(), address_of(static, constant(0), i32()))
+    least, most = (constant(int(limit.view(np.int32))) for limit in static_limits(format))
+    fits = arith.andi(
+        arith.cmpi(arith.CmpIPredicate.sge, given, least), arith.cmpi(arith.CmpIPredicate.sle, given, most)
+    )
+    return arith.select(fits, given, constant(_NAN))
+
+
+class _Row:
+    """One row, as a thread of the warpgroup that rounds it sees it."""
+
+    def __init__(self, dtype: Any, columns: int, padded: int, format: InputFormat, *refs_and_rows: Any):
+        self.dtype, self.columns, self.padded, self.format = dtype, columns, padded, format
+        self.x, self.values, self.scales, self.of_warps, self.row, source = refs_and_rows
+        # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
+        self.first = _run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
+        _, stride = ir.MemRefType(self.x.type).shape
+        self.line = arith.muli(wide(source), constant(stride, i64()))
+        self.pieces = range(-(-padded // _PIECE))
+
+    def round(self, static_scale: ir.Value | None) -> None:
+        pieces = [self._load(piece) for piece in self.pieces]
+        if static_scale is not None:
+            self._store_scale(static_scale, None)
+            scales = [(static_scale, None)] * len(pieces)
+        elif self.format.block_size == "row":
+            largest = self._largest([self._largest(words) for words in pieces])
+            scale, finite = self._scale(self._across_warps(self._across_lanes(largest, _LANES)))
+            self._store_scale(scale, None)
+            scales = [(scale, finite)] * len(pieces)
+        else:
+            of_block = UNIT_COLUMNS // _VECTOR
+            scales = [self._scale(self._across_lanes(self._largest(words), of_block)) for words in pieces]
+            for piece, (scale, _) in enumerate(scales):
+                self._store_scale(scale, piece)
+        for piece, (words, scale) in enumerate(zip(pieces, scales, strict=True)):
+            self._store(piece, words, *scale)
+
+    def _column(self, piece: int) -> ir.Value:
+        return arith.addi(self.first, constant(piece * _PIECE))
+
+    def _load(self, piece: int) -> list[ir.Value]:
+        """The thread's 8 elements, in 4 or 8 words; zeros behind the last column."""
+        column, element = self._column(piece), ir.MemRefType(self.x.type).element_type
+        inside = less(column, constant(self.columns))
+        at = arith.addi(self.line, wide(arith.select(inside, column, constant(0))))
+        words = []
+        for part in range(self.dtype.itemsize // 2):
+            address = address_of(self.x, arith.addi(at, constant(4 * part, i64())), element)
+            loaded = llvm.load(ir.VectorType.get((4,), i32()), address, alignment=16)
+            words += [llvm.extractelement(loaded, constant(i)) for i in range(4)]
+        return [arith.select(inside, word, constant(0)) for word in words]
+
+    def _largest(self, words: list[ir.Value]) -> ir.Value:
+        """The largest magnitude in words, or in each half of them."""
+        size = self.dtype.itemsize
+        magnitudes = [_run(_MAGNITUDE[size], word) for word in words]
+        while len(magnitudes) > 1:
+            pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
+            rest = magnitudes[len(magnitudes) // 2 * 2 :]
+            magnitudes = [_run(_LARGER[size], one, other) for one, other in pairs] + rest
+        return magnitudes[0]
+
+    def _across_lanes(self, largest: ir.Value, lanes: int) -> ir.Value:
+        """The largest, in words or in each half of them, of what so many lanes have."""
+        distance = lanes // 2
+        while distance:
+            other = utils.inline_ptx(
+                _ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True
+            )
+            largest = _run(_LARGER[self.dtype.itemsize], largest, other)
+            distance //= 2
+        return largest
+
+    def _across_warps(self, largest: ir.Value) -> ir.Value:
+        """The same of what the warps have, each of which has it in all of its lanes."""
+        warp = arith.divui(thread_index(), constant(_LANES))
+        llvm.store(largest, address_of(self.of_warps, warp, i32()))  # all lanes the same
+        utils.warpgroup_barrier()
+        return self._largest(load_words(self.of_warps, constant(0), _WARPS))
+
+    def _scale(self, largest: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Float32 bits of the scale of what has this largest magnitude, and whether all of it is finite."""
+        size = self.dtype.itemsize
+        if size == 2:
+            largest = _run(_LARGER_HALF, largest)
+        infinity = 0x7C00 if self.dtype == np.float16 else _INFINITY[size]
+        finite = less(largest, constant(infinity))
+        if size == 2:
+            largest = _run(_AS_FLOAT[self.dtype.name][0], largest)
+        scale = _run(_QUOTIENT, largest, constant(_MOST_448))
+        scale = arith.maxui(scale, constant(_LEAST_SCALE))
+        return arith.select(finite, scale, constant(_NAN)), finite
+
+    def _store_scale(self, scale: ir.Value, piece: int | None) -> None:
+        if piece is None:
+            with utils.when(less(thread_index(), constant(1))):
+                llvm.store(scale, address_of(self.scales, wide(self.row), i32()))
+            return
+        _, rows = ir.MemRefType(self.scales.type).shape
+        column = self._column(piece)
+        leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(column, constant(UNIT_COLUMNS)), constant(0))
+        with utils.when(arith.andi(leads, less(column, constant(self.columns)))):
+            block = arith.divui(column, constant(UNIT_COLUMNS))
+            at = arith.addi(wide(arith.muli(block, constant(rows))), wide(self.row))
+            llvm.store(scale, address_of(self.scales, at, i32()))
+
+    def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
+        """Rounds. `finite`: whether the scale's elements are; None where the scale does not come from them.
+
+        All of it stands behind the branch: else ptxas rounds all pieces at once, in twice as many registers.
+        """
+        column = self._column(piece)
+        with utils.when(less(column, constant(self.padded))):
+            two = pair(*self._rounded(words, scale, finite))
+            at = arith.addi(arith.muli(wide(self.row), constant(self.padded, i64())), wide(column))
+            i8 = ir.IntegerType.get_signless(8)
+            llvm.store(two, address_of(self.values, at, i8), alignment=8)
+
+    def _rounded(self, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> list[ir.Value]:
+        """Two words of four elements each."""
+        if self.dtype.itemsize == 2:
+            floats = [_run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
+        else:
+            floats = words
+        if finite is None:  # then infinity becomes NaN
+            quotients = [_run(_SPOIL, value, _run(_QUOTIENT, value, scale)) for value in floats]
+        else:
+            quotients = self._quotients(floats, scale)
+        rounded = [_run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
+        return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
+
+    def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
+        """Of values that are no larger than 448 times the scale, but for its rounding."""
+        power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
+        raised = _run(_PRODUCT, scale, power)
+        reciprocal = _run(_QUOTIENT, constant(_ONE), raised)
+        return [_run(_CORRECTED, value, raised, reciprocal, power) for value in values]

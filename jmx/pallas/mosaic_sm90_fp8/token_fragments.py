@@ -1,0 +1,193 @@
+"""What one thread does in the kernel of `kernel` where tokens are the operand A of `wgmma`.
+
+A product is then not transposed: each of two warpgroups takes 64 rows of x, and as B all 128 rows of the two tiles of
+the weight that lie in a stage. A thread of warp `w` and lane `l` has the *tokens* `16 * w + l // 4` and the one 8
+below, of both the tiles' rows `8 * i + 2 * (l % 4) + {0, 1}`. These are *first* rows where i is even and *second* ones
+where it is odd, as in `mosaic_sm90.fragments`: of a gated weight gates, and the ups that belong to them.
+
+It is worth it where a tile's first rows share their scales, and its second rows theirs: a thread then multiplies its
+sums by eight numbers, which it makes of six scales. Which number is whose is known while the kernel is compiled.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.mosaic_sm90.fragments import (
+    Rows,
+    accumulator,
+    load_of_row,
+    of_registers,
+    row_array,
+    row_size,
+    sums_of,
+)
+from jmx.pallas.mosaic_sm90.layout import TILE
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    constant,
+    f32,
+    i32,
+    operation,
+    pair,
+    result,
+    thread_index,
+    utils,
+)
+from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
+from jmx.pallas.mosaic_sm90_fp8.fragments import (
+    SWIZZLED,
+    Unit,
+    descriptor,
+    load_float,
+    plus,
+    size_and_span,
+    start_product,
+    swizzled_rows,
+    wait,
+)
+
+TILES = 2  # of the weight in a stage
+TOKENS = TILE  # of a warpgroup
+WIDTH = TILES * TILE  # rows of the weight in a stage
+_SUMS = result((TOKENS, WIDTH), jnp.float32, plgpu.Layout.WGMMA)
+_SIZE = row_size(WIDTH)  # of an array of a thread's own elements: either its first rows or its second ones
+
+
+def _token() -> ir.Value:
+    """The thread's first token in its warpgroup's."""
+    warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
+    return arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+
+
+def _column() -> ir.Value:
+    """The thread's first of each 8 rows of the weight."""
+    return arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+
+
+def multiply(unit: Unit, warpgroup: jax.Array) -> jax.Array:
+    """The warpgroup's tokens of a unit times its rows, float32 (64, 128): on their way, until `add` awaits them.
+
+    Args:
+        unit: of both tiles: `values` uint8 (2, 64, 128), `scales` (2, 1, 64) floats or None, `x` (128, 128) e4m3,
+            `x_scales` (128,).
+        warpgroup: which of the two.
+    """
+
+    @operation(arg_types=(SCALAR, *[plgpu.RefType(SWIZZLED)] * 2), return_type=_SUMS)
+    def body(_: Any, warpgroup: Fragment, x: ir.Value, values: ir.Value) -> Fragment:
+        first = arith.muli(warpgroup.registers.item(), constant(TOKENS))
+        nothing = Fragment.splat(utils.c(0.0, f32()), (TOKENS, WIDTH), mgpu.WGMMA_LAYOUT)
+        return accumulator(nothing, start_product(None, descriptor(x, first), descriptor(values), WIDTH))
+
+    return body(warpgroup, unit.x, unit.values)
+
+
+def add(totals: jax.Array, sums: jax.Array, unit: Unit, warpgroup: jax.Array) -> jax.Array:
+    """`totals` plus `sums` of a unit times its scales, as soon as they are there."""
+    refs = [ref for ref in (unit.x_scales, unit.scales) if ref is not None]
+
+    @operation(arg_types=(*[plgpu.Layout.WGMMA] * 2, SCALAR, *[plgpu.RefType()] * len(refs)), return_type=_SUMS)
+    def body(_: Any, totals: Fragment, sums: Fragment, warpgroup: Fragment, *refs: ir.Value) -> Fragment:
+        x_scales, *scales = refs
+        token = arith.addi(arith.muli(warpgroup.registers.item(), constant(TOKENS)), _token())
+        of_tokens = [load_float(x_scales, arith.addi(token, constant(8 * i))) for i in range(2)]
+        factors = [of_tokens] * (WIDTH // 8)
+        if scales:
+            of_rows = [[load_float(scales[0], constant(TILE * tile + i)) for i in range(2)] for tile in range(TILES)]
+            both = [[[arith.mulf(token, row) for token in of_tokens] for row in rows] for rows in of_rows]
+            factors = [rows[eight % 2] for rows in both for eight in range(TILE // 8)]
+        products = wait(sums_of(sums), 0)
+        added = [
+            plus(total, product, [factors[nth // 4][nth // 2 % 2]])
+            for nth, (total, product) in enumerate(zip(sums_of(totals), products, strict=True))
+        ]
+        return accumulator(totals, added)
+
+    return body(totals, sums, warpgroup, *refs)
+
+
+def split_rows(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums (64, 128) -> each thread's own elements of first and of second rows, by 16 rows of the weight by token."""
+
+    @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=(row_array(_SIZE), row_array(_SIZE)))
+    def body(_: Any, sums: Fragment) -> tuple[Fragment, ...]:
+        registers = sums.registers.reshape(-1, 2, 2)  # 16 rows, the upper or lower 8 of them, token
+        return tuple(of_registers(registers[:, second], _SIZE) for second in range(2))
+
+    return body(sums)
+
+
+def load_rows(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `array` (E, N) has for the thread's first and second rows of two tiles, as `split_rows` has them."""
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(_SIZE), row_array(_SIZE)))
+    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
+        found = [[], []]
+        for sixteen in range(WIDTH // 16):
+            at = arith.addi(tile.registers.item(), constant(sixteen // (TILE // 16)))
+            of_columns = []
+            for i in range(2):
+                column = arith.addi(_column(), constant(i))
+                both = rows.weight(rows.output_of(at, constant(sixteen % (TILE // 16)), column))
+                of_columns.append([load_of_row(array, rows.num_rows, expert.registers.item(), row) for row in both])
+            for mine, *values in zip(found, *of_columns, strict=True):
+                mine += [pair(*values)] * 2  # of both tokens
+        return tuple(of_registers(mine, _SIZE) for mine in found)
+
+    return body(array, expert, tile)
+
+
+def stage(ref: Any, arrays: Sequence[jax.Array], columns: int) -> None:
+    """Writes two tiles' outputs to shared memory without conflicts, those of the second one behind those of the first.
+
+    Args:
+        ref: (2 * 64, columns), with transforms `swizzled_rows`.
+        arrays: own elements of first rows, and of second ones where there is no gate; ref's dtype.
+        columns: outputs of a tile.
+    """
+    dtype = arrays[0].dtype
+    size, span = size_and_span(columns, dtype)
+    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
+    piece_eights = span // (8 * size)
+    in_turn = 8 * size > 16  # eight outputs take two of the places that swizzling moves: odd tokens begin elsewhere
+
+    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
+    def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
+        registers = np.stack([array.registers.reshape(TILES, -1, 2) for array in arrays], axis=2)
+        registers = registers.reshape(TILES, columns // 8, 2)  # tile, eight outputs, token
+        token = arith.divui(arith.remui(thread_index(), constant(32)), constant(4))  # of eight
+        warp = arith.divui(thread_index(), constant(32))
+        odd = arith.remui(token, constant(2))
+        moved = arith.muli(arith.divui(token, constant(ROW_BYTES // span)), constant(16))
+        if in_turn:
+            moved = arith.xori(moved, arith.muli(odd, constant(2 * 8 * size)))
+        moved = arith.xori(moved, arith.muli(_column(), constant(size)))
+        start = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(token, constant(span)))
+        start = arith.addi(start, arith.muli(warp, constant(2 * 8 * columns * size)))
+        for eight in range(piece_eights):
+            at = arith.addi(start, arith.xori(moved, constant(eight * 8 * size)))
+            for tile in range(TILES):
+                for first in range(0, columns // 8, piece_eights):
+                    for second in range(2):
+                        value = registers[tile, first + eight, second]
+                        if in_turn:
+                            other = registers[tile, first + (eight ^ 2), second]
+                            value = arith.select(arith.trunci(ir.IntegerType.get_signless(1), odd), other, value)
+                        offset = (tile * TILE + 8 * second) * columns * size + first // piece_eights * 8 * span
+                        _store(at, offset, value, size)
+
+    body(ref, *arrays)
+
+
+def _store(address: ir.Value, offset: int, two: ir.Value, size: int) -> None:
+    bits = utils.bitcast(two, ir.IntegerType.get_signless(16 * size))
+    utils.inline_ptx(f"st.shared.b{16 * size} [$0 + {offset}], $1;", address, bits, has_side_effects=True)
