@@ -22,12 +22,9 @@ class Few {
   static int64_t Room(int64_t, int64_t k) { return kMaxRows * Stride(k) * sizeof(__m512i); }
 
   static void Run(const jmx::Piece& piece) {
-    if constexpr (Format::kMayHaveZeros) {
-      if (piece.zero_points != nullptr) return Rows<kMaxRows, kWithZeros>(piece, 0);
-    } else {
-      if (!Format::Plain(piece)) return Rows<kMaxRows, kAnyScales>(piece, 0);
-    }
-    Rows<kMaxRows, kPlain>(piece, 0);
+    const int64_t width = piece.rows <= kMaxRows ? piece.columns : kCached;
+    for (int64_t column = 0; column < piece.columns; column += width)
+      Rows<kMaxRows>(piece, 0, column, std::min(column + width, piece.columns));
   }
 
  private:
@@ -36,7 +33,9 @@ class Few {
   static constexpr int kTogether = 4;  // blocks of a step, and vectors that they are decoded to
   static constexpr int kWeights = kTogether * jmx::kBlock;
   static constexpr int kPair = 2;      // rows of the weight that are read side by side: hardware sees few streams
-  static constexpr int kAhead = 4096;  // bytes between what is asked for and what is read
+  static constexpr int kAhead = 6144;  // bytes between what is asked for and what is read
+  static constexpr int kColumns = 32;  // whose scales are looked at before any is used; they are asked for so much ahead
+  static constexpr int kCached = 64;   // columns that lie in a cache for the next rows of x
 
   // Whether scales come afterwards, with zero points, or those of all kinds are in the tables.
   enum Mode { kPlain, kWithZeros, kAnyScales };
@@ -103,17 +102,31 @@ class Few {
   }
 
   // Tiles of `most` rows, of which the last may have fewer.
-  template <int most, Mode mode>
-  static void Rows(const jmx::Piece& piece, int64_t row) {
+  template <int most>
+  static void Rows(const jmx::Piece& piece, int64_t row, int64_t begin, int64_t end) {
     if constexpr (most > 0) {
       __m512i* x = reinterpret_cast<__m512i*>(piece.scratch);
       for (; piece.rows - row >= most; row += most) {
         for (int m = 0; m < most; ++m)
           Arrange(reinterpret_cast<const uint16_t*>(piece.x) + (row + m) * piece.k, piece.k, x + m * Stride(piece.k));
-        for (int64_t column = 0; column < piece.columns; column += jmx::kStep) Tile<most, mode>(piece, x, row, column);
+        for (int64_t column = begin; column < end; column += kColumns) {
+          const int64_t next = std::min(column + kColumns, end);
+          if constexpr (Format::kMayHaveZeros) {
+            if (piece.zero_points != nullptr) Tiles<most, kWithZeros>(piece, x, row, column, next);
+            else Tiles<most, kPlain>(piece, x, row, column, next);
+          } else {
+            if (Format(piece, column).Plain(next - column)) Tiles<most, kPlain>(piece, x, row, column, next);
+            else Tiles<most, kAnyScales>(piece, x, row, column, next);
+          }
+        }
       }
-      Rows<most - 1, mode>(piece, row);
+      Rows<most - 1>(piece, row, begin, end);
     }
+  }
+
+  template <int rows, Mode mode>
+  static void Tiles(const jmx::Piece& piece, const __m512i* x, int64_t row, int64_t column, int64_t end) {
+    for (; column < end; column += jmx::kStep) Tile<rows, mode>(piece, x, row, column);
   }
 
   template <int rows, Mode mode>
@@ -158,7 +171,7 @@ class Few {
       for (; block * jmx::kBlock + kWeights <= k; block += kTogether) {  // asks for as much as is read, in the order of memory
         for (int line = 0; line < kPair; ++line) __builtin_prefetch(next + (block * kPair / kTogether + line) * 64);
         if (block % (2 * Format::kScalesEvery) == 0)
-          __builtin_prefetch(format.Ahead(first * blocks + kAhead / (jmx::kBlock / 2) + block * kPair));
+          __builtin_prefetch(format.Ahead((kColumns + first) * blocks + block * kPair));
         step(block, kWeights);
       }
       if (block < blocks) step(block, k - block * jmx::kBlock);

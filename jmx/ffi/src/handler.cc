@@ -128,10 +128,11 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   int64_t width = std::min(kMaxColumns, columns);
   while (width > kStep && way.room(width, k) - way.room(0, k) > kPanelBytes) width -= kStep;
   const int64_t room = way.room(width, k);
+  const bool panels = room != way.room(0, k);
   const int64_t row_bytes = k * ffi::ByteWidth(type);
   const int64_t pieces = (columns + width - 1) / width;
-  const auto work = [&](int64_t i) {
-    const int64_t b = i / pieces, column = i % pieces * width, count = counts.typed_data()[b];
+  const auto run = [&](int64_t b, int64_t column, int64_t end) {
+    const int64_t count = counts.typed_data()[b];
     if (count <= 0) return;
     const int64_t row = experts.typed_data()[b] * columns + column;  // among the weight rows of all experts
     const int64_t from = x_rows.typed_data()[b];
@@ -145,12 +146,18 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
     piece.bias = biased ? bias.typed_data() + b * columns + column : nullptr;
     piece.out = out->typed_data() + out_rows.typed_data()[b] * columns + column;
     piece.rows = count;
-    piece.columns = std::min(width, columns - column);
+    piece.columns = std::min(end, columns) - column;
     piece.k = k;
     piece.group = group;
     piece.out_stride = columns;
     piece.scratch = Scratch(room);
     way.run(piece);
+  };
+  const auto work = [&](int64_t i, int64_t end) {
+    for (int64_t n; i < end; i += n) {  // those of one block are one, where nothing of it is kept
+      n = panels ? 1 : std::min(end - i, pieces - i % pieces);
+      run(i / pieces, i % pieces * width, (i % pieces + n) * width);
+    }
   };
   const int64_t worth = rows * columns * k / kWorkOfAThread;
   const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});

@@ -90,7 +90,6 @@ class Int4 : public Packed {
   static constexpr bool kMayHaveZeros = true;
   static const uint16_t* Elements() { return kIntegers; }
   static constexpr float kElementsOver = 256;  // so that no x is too large for products without their scale
-  static bool Plain(const jmx::Piece&) { return true; }
 #endif
 
  private:

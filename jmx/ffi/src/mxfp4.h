@@ -30,9 +30,7 @@ class Mxfp4 : public Packed {
   static constexpr float kElementsOver = 1;  // by which sums are smaller than they should be
 
   // Scales outside of this range are rare, and take tables of their own. Within it, weights are normal numbers.
-  static bool Plain(const jmx::Piece& piece) {
-    return AllWithin(reinterpret_cast<const uint8_t*>(piece.scales), piece.columns * piece.k / jmx::kBlock, 2, 246);
-  }
+  bool Plain(int64_t columns) const { return AllWithin(scales_, columns * (k / jmx::kBlock), 2, 246); }
 
   // Of four scales, the i-th becomes the exponents of lane i.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {

@@ -35,9 +35,7 @@ class Nvfp4 : public Packed {
   static constexpr float kElementsOver = 1;
 
   // Positive normal numbers.
-  static bool Plain(const jmx::Piece& piece) {
-    return AllWithin(reinterpret_cast<const uint8_t*>(piece.scales), piece.columns * piece.k / kGroup, 8, 126);
-  }
+  bool Plain(int64_t columns) const { return AllWithin(scales_, columns * (k / kGroup), 8, 126); }
 
   // The i-th of eight scales, to two lanes: its seven bits stand where a float32 has its exponent and mantissa.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {

@@ -45,10 +45,12 @@ ffi::Error RoundRows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Bu
   const int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
   if (values->element_count() != x.element_count() || scales->element_count() != static_cast<size_t>(rows))
     return wrong("`values` and `scales` must fit `x`");
-  const auto work = [&](int64_t row) {
-    int8_t* to = values->typed_data() + row * k;
-    scales->typed_data()[row] = x.element_type() == ffi::F32 ? Round(static_cast<const float*>(x.untyped_data()) + row * k, k, to)
-                                                            : Round(static_cast<const uint16_t*>(x.untyped_data()) + row * k, k, to);
+  const auto work = [&](int64_t row, int64_t end) {
+    for (; row < end; ++row) {
+      int8_t* to = values->typed_data() + row * k;
+      scales->typed_data()[row] = x.element_type() == ffi::F32 ? Round(static_cast<const float*>(x.untyped_data()) + row * k, k, to)
+                                                              : Round(static_cast<const uint16_t*>(x.untyped_data()) + row * k, k, to);
+    }
   };
   if (rows > 0) Share(pool, std::min({pool.num_threads() - 1, rows * k / kElementsOfAThread, rows - 1}), rows, 4, work);
   return ffi::Error::Success();
@@ -86,7 +88,7 @@ ffi::Error OrderColumns(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi:
       return wrong("`order` of expert " + std::to_string(expert) + " names a column that is not there");
     rows += count;
   }
-  const auto work = [&](int64_t b) {
+  const auto work = [&](int64_t b, int64_t) {  // one at a time
     const int32_t* columns = order.typed_data() + static_cast<int64_t>(experts.typed_data()[b]) * k;
     for (int64_t m = 0; m < counts.typed_data()[b]; ++m) {
       const char* from = static_cast<const char*>(x.untyped_data()) + (x_rows.typed_data()[b] + m) * k * bytes;

@@ -25,7 +25,7 @@ class PlainFloats {
   std::fenv_t saved_;
 };
 
-// Calls work(i) for each i below `count`, on this thread and at most `helpers` of the pool's.
+// Calls work(i, end) for ranges that make up 0..count, on this thread and at most `helpers` of the pool's.
 //
 // Whoever is free takes the next ones, at most `longest` in a row and fewer towards the end. The caller takes part, and
 // waits only for what another thread has begun: a pool that has no thread free, or is this very thread's, delays nothing.
@@ -42,7 +42,8 @@ void Share(Pool& pool, int64_t helpers, int64_t count, int64_t longest, const Wo
     for (int64_t i = state->next.load(); i < count;) {
       const int64_t end = i + std::clamp<int64_t>((count - i) / (2 * (helpers + 1)), 1, longest);
       if (!state->next.compare_exchange_weak(i, end)) continue;
-      for (mine += end - i; i < end; ++i) work(i);
+      work(i, end);
+      mine += end - i;
       i = state->next.load();
     }
     if (mine > 0 && state->done.fetch_add(mine) + mine == count) state->done.notify_all();
