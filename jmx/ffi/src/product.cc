@@ -3,6 +3,8 @@
 // A tile is some rows of x by kStep rows of the weight, all sums in registers. Where x has few rows, weights are decoded
 // between the load and the product. Where it has many, a panel of weights is decoded once, into what the second-level
 // cache holds, and tiles run over it. Both add up in one order. Formats and types of x are parameters of one loop.
+#include <algorithm>
+
 #include "product.h"
 
 #include "int4.h"
@@ -158,12 +160,18 @@ void Run(const Piece& piece) {
       for (int part = 0; part < L::kParts; ++part)
         *next++ = step < whole ? L::template Decode<false>(format, 0, step, part) : L::template Decode<true>(format, 0, step, part);
   }
+  // Bytes behind the piece are likely the next one's. They are asked for while these are multiplied.
+  const int64_t bytes = piece.columns * (piece.k / 2), tiles = (piece.rows + L::kTileRows - 1) / L::kTileRows * (piece.columns / kStep);
+  const int64_t share = (bytes + tiles - 1) / tiles;
+  const uint8_t *behind = piece.values + bytes, *const end = behind + bytes;
   // Rows outside, so that a tile's rows stay in the first-level cache while the panel goes by.
   for (int64_t m = 0; m < piece.rows; m += L::kTileRows) {
     const int64_t rows = piece.rows - m < L::kTileRows ? piece.rows - m : L::kTileRows;
     const typename L::X* x = Given<L>(piece, m, rows);
-    for (int64_t n = 0; n < piece.columns; n += kStep)
+    for (int64_t n = 0; n < piece.columns; n += kStep) {
+      for (const uint8_t* stop = std::min(behind + share, end); behind < stop; behind += 64) __builtin_prefetch(behind);
       Rows<L, L::kTileRows>(piece, x, rows, Format(piece, n), Decoded<L>{panel + n * steps * L::kParts, steps}, m, n);
+    }
   }
 }
 
