@@ -57,7 +57,7 @@ bool Agrees(const Case& of, jmx::Input input, int64_t rows) {
     if (of.format == jmx::kInt4Float32) std::memcpy(&scales[4 * i], &scale, sizeof scale);
     else scales[i] = static_cast<char>(of.format == jmx::kMxfp4 ? 118 + random() % 12 : 8 + random() % 100);
   }
-  std::vector<char> scratch(way.room(kColumns, kK) + 64);
+  std::vector<char> scratch(way.room(kK) + 64);
   char* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
   const void* given = input == jmx::kInt8 ? static_cast<const void*>(bytes.data()) : input == jmx::kFloat32 ? static_cast<const void*>(x.data()) : halves.data();
   const bool global = of.format == jmx::kNvfp4;

@@ -44,7 +44,7 @@ std::vector<float> Compute(const jmx::Kernel& kernel, int helpers, int longest) 
   jmx::Share(pool, helpers, kColumns / kWidth, longest, [&](int64_t i, int64_t end) {
     const std::align_val_t line{64};
     const jmx::Way& way = kernel.Find(jmx::kMxfp4, jmx::kFloat32);
-    char* scratch = static_cast<char*>(::operator new(way.room(columns, kK), line));
+    char* scratch = static_cast<char*>(::operator new(way.room(kK), line));
     const int64_t n = i * kWidth, columns = (end - i) * kWidth;
     const char* of = reinterpret_cast<const char*>(&scales[n * kK / jmx::kBlock]);
     way.run({reinterpret_cast<const char*>(x.data()), nullptr, &values[n * kK / 2], of, nullptr, nullptr, &bias[n], &out[n], kRows, columns, kK,

@@ -19,7 +19,7 @@ namespace {
 template <typename Format>
 class Few {
  public:
-  static int64_t Room(int64_t, int64_t k) { return kMaxRows * Stride(k) * sizeof(__m512i); }
+  static int64_t Room(int64_t k) { return kMaxRows * Stride(k) * sizeof(__m512i); }
 
   static void Run(const jmx::Piece& piece) {
     const int64_t width = piece.rows <= kMaxRows ? piece.columns : kCached;

@@ -15,7 +15,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kPanelBytes = 256 << 10;   // of decoded weights: a part of the second-level cache
 constexpr int64_t kMaxColumns = 64;          // a piece is no larger, so that threads end together
 constexpr int64_t kReadRows = 4;             // of a block, in the mean, up to which reading weights is what takes the time
 constexpr int64_t kReadInARow = 16;          // pieces that a thread then takes at once: what it asks for ahead is its own
@@ -126,10 +125,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   }
   if (rows == 0 || columns == 0 || k == 0) return ffi::Error::Success();
 
-  int64_t width = std::min(kMaxColumns, columns);
-  while (width > kStep && way.room(width, k) - way.room(0, k) > kPanelBytes) width -= kStep;
-  const int64_t room = way.room(width, k);
-  const bool panels = room != way.room(0, k);
+  const int64_t width = std::min(kMaxColumns, columns), room = way.room(k);
   const int64_t row_bytes = k * ffi::ByteWidth(type);
   const int64_t pieces = (columns + width - 1) / width;
   const auto run = [&](int64_t b, int64_t column, int64_t end) {
@@ -155,8 +151,8 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
     way.run(piece);
   };
   const auto work = [&](int64_t i, int64_t end) {
-    for (int64_t n; i < end; i += n) {  // those of one block are one, where nothing of it is kept
-      n = panels ? 1 : std::min(end - i, pieces - i % pieces);
+    for (int64_t n; i < end; i += n) {  // those of one block are one
+      n = std::min(end - i, pieces - i % pieces);
       run(i / pieces, i % pieces * width, (i % pieces + n) * width);
     }
   };
@@ -209,6 +205,6 @@ extern "C" int jmx_cpu_product(const char* instructions, int format, int input, 
   if (kernel == nullptr) return 1;
   const jmx::Way& way = kernel->Find(static_cast<jmx::Format>(format), static_cast<jmx::Input>(input));
   way.run({x, x_scales, values, scales, zero_points, global_scales, bias, out, rows, columns, k, group, columns,
-           jmx::Scratch(way.room(columns, k))});
+           jmx::Scratch(way.room(k))});
   return 0;
 }

@@ -1,8 +1,9 @@
 // The kernel, for the instruction set that this file is compiled for: once for each, under the name JMX_KERNEL.
 //
 // A tile is some rows of x by kStep rows of the weight, all sums in registers. Where x has few rows, weights are decoded
-// between the load and the product. Where it has many, a panel of weights is decoded once, into what the second-level
-// cache holds, and tiles run over it. Both add up in one order. Formats and types of x are parameters of one loop.
+// between the load and the product. Where it has many, kStep rows of the weight are decoded once, into a panel that the
+// first-level cache holds, and tiles of x run over it. Both add up in one order. Formats and types of x are parameters of
+// one loop.
 #include <algorithm>
 
 #include "product.h"
@@ -21,6 +22,7 @@ namespace {
 using jmx::kStep;
 using jmx::Piece;
 
+constexpr int64_t kRowBytes = 512 << 10;  // of x, which one panel after another meets: a part of the second-level cache
 constexpr int kAhead = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
 
 // Where the weights of a tile come from: bytes, or a decoded panel (columns, steps).
@@ -113,16 +115,22 @@ inline void Rows(const Piece& piece, const typename L::X* x, int64_t rows, const
   }
 }
 
+// How many rows of x panels are decoded for: as many as the second-level cache holds.
+template <typename L>
+int64_t MostRows(int64_t k) {
+  return std::max<int64_t>(L::kTileRows, kRowBytes / std::max<int64_t>(1, Stride<L>(k) * static_cast<int64_t>(sizeof(typename L::X))));
+}
+
 // Bytes of rows of x in the order of `L`, and of a decoded panel behind them.
 template <typename L>
 int64_t ArrangedBytes(int64_t k) {
   constexpr int64_t kLine = 64;
-  return L::kArranged ? (L::kTileRows * Stride<L>(k) * static_cast<int64_t>(sizeof(typename L::X)) + kLine - 1) / kLine * kLine : 0;
+  return L::kArranged ? (MostRows<L>(k) * Stride<L>(k) * static_cast<int64_t>(sizeof(typename L::X)) + kLine - 1) / kLine * kLine : 0;
 }
 
 template <typename L>
-int64_t Room(int64_t columns, int64_t k) {
-  return ArrangedBytes<L>(k) + columns * Steps<L>(k) * L::kParts * static_cast<int64_t>(sizeof(typename L::Part));
+int64_t Room(int64_t k) {
+  return ArrangedBytes<L>(k) + kStep * Steps<L>(k) * L::kParts * static_cast<int64_t>(sizeof(typename L::Part));
 }
 
 // `count` rows of x from `row` on, as `L` reads them.
@@ -139,6 +147,18 @@ const typename L::X* Given(const Piece& piece, int64_t row, int64_t count) {
   }
 }
 
+// kStep rows of the weight, decoded.
+template <typename L, typename Format>
+void Decode(const Piece& piece, int64_t column, typename L::Part* next) {
+  const int64_t steps = Steps<L>(piece.k), whole = piece.k / (L::kBlocks * jmx::kBlock);
+  for (int64_t n = column; n < column + kStep; ++n) {
+    const Format format(piece, n);
+    for (int64_t step = 0; step < steps; ++step)
+      for (int part = 0; part < L::kParts; ++part)
+        *next++ = step < whole ? L::template Decode<false>(format, 0, step, part) : L::template Decode<true>(format, 0, step, part);
+  }
+}
+
 template <typename L, typename Format>
 void Run(const Piece& piece) {
   typedef typename L::Part Part;
@@ -151,26 +171,23 @@ void Run(const Piece& piece) {
     }
     return;
   }
-  const int64_t steps = Steps<L>(piece.k), whole = piece.k / (L::kBlocks * jmx::kBlock);
   Part* const panel = reinterpret_cast<Part*>(piece.scratch + ArrangedBytes<L>(piece.k));
-  Part* next = panel;
-  for (int64_t n = 0; n < piece.columns; ++n) {
-    const Format format(piece, n);
-    for (int64_t step = 0; step < steps; ++step)
-      for (int part = 0; part < L::kParts; ++part)
-        *next++ = step < whole ? L::template Decode<false>(format, 0, step, part) : L::template Decode<true>(format, 0, step, part);
-  }
-  // Bytes behind the piece are likely the next one's. They are asked for while these are multiplied.
-  const int64_t bytes = piece.columns * (piece.k / 2), tiles = (piece.rows + L::kTileRows - 1) / L::kTileRows * (piece.columns / kStep);
-  const int64_t share = (bytes + tiles - 1) / tiles;
-  const uint8_t *behind = piece.values + bytes, *const end = behind + bytes;
-  // Rows outside, so that a tile's rows stay in the first-level cache while the panel goes by.
-  for (int64_t m = 0; m < piece.rows; m += L::kTileRows) {
-    const int64_t rows = piece.rows - m < L::kTileRows ? piece.rows - m : L::kTileRows;
-    const typename L::X* x = Given<L>(piece, m, rows);
+  const int64_t parts = (piece.rows + MostRows<L>(piece.k) - 1) / MostRows<L>(piece.k);
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t first = piece.rows * part / parts, rows = piece.rows * (part + 1) / parts - first;
+    const typename L::X* x = Given<L>(piece, first, rows);
+    const int64_t tiles = (rows + L::kTileRows - 1) / L::kTileRows;  // of as many rows each
+    // Bytes behind the piece are likely the next one's. They are asked for while these are multiplied.
+    const int64_t bytes = piece.columns * (piece.k / 2), share = bytes / (tiles * (piece.columns / kStep)) + 1;
+    const uint8_t *behind = piece.values + bytes, *const end = behind + bytes;
     for (int64_t n = 0; n < piece.columns; n += kStep) {
-      for (const uint8_t* stop = std::min(behind + share, end); behind < stop; behind += 64) __builtin_prefetch(behind);
-      Rows<L, L::kTileRows>(piece, x, rows, Format(piece, n), Decoded<L>{panel + n * steps * L::kParts, steps}, m, n);
+      Decode<L, Format>(piece, n, panel);
+      const Format format(piece, n);
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        for (const uint8_t* stop = std::min(behind + share, end); behind < stop; behind += 64) __builtin_prefetch(behind);
+        const int64_t m = rows * tile / tiles, count = rows * (tile + 1) / tiles - m;
+        Rows<L, L::kTileRows>(piece, x + m * Stride<L>(piece.k), count, format, Decoded<L>{panel, Steps<L>(piece.k)}, first + m, n);
+      }
     }
   }
 }

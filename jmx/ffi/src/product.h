@@ -39,7 +39,7 @@ constexpr int64_t Blocks(int64_t k) { return (k + kBlock - 1) / kBlock; }
 // Sums are float32, and over k in an order that the instruction set alone decides: an element of the result has the same
 // bits whatever piece it is computed in.
 struct Way {
-  int64_t (*room)(int64_t columns, int64_t k);  // bytes of scratch
+  int64_t (*room)(int64_t k);  // bytes of scratch
   void (*run)(const Piece&);
 };
 
