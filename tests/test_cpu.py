@@ -94,15 +94,34 @@ EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 
 @pytest.mark.skipif(EMULATOR is None, reason="needs qemu-aarch64")
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="needs a compiler for ARM: pip install ziglang")
-@pytest.mark.parametrize("check", ["check_portable", "check_threads"])
+@pytest.mark.parametrize("check", ["check_product", "check_threads"])
 def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
     root, program = request.config.rootpath, str(tmp_path / "check")
     command = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static", "-std=gnu++20"]
-    flags = ["-O3", "-ffp-contract=fast", "-DJMX_KERNEL=kPortable", f"-I{root}/jmx/ffi/src", "-o", program]
+    flags = ["-O3", "-ffp-contract=fast", "-DJMX_KERNEL=kPortable", "-DJMX_CHECKED=kPortable"]
+    flags += [f"-I{root}/jmx/ffi/src", "-o", program]
     files = [root / "jmx/ffi/src/product.cc", root / f"tests/{check}.cc"]
     subprocess.run([*command, *flags, *map(str, files)], check=True, timeout=600)
     assert EMULATOR is not None
     subprocess.run([EMULATOR, program], check=True, timeout=300)
+
+
+@pytest.mark.skipif("avx512_bf16" not in KERNELS, reason="needs AVX-512 BF16: not all is emulated")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):
+    root = request.config.rootpath
+    command = ["g++", "-std=gnu++20", "-O2", "-ffp-contract=fast", f"-I{root}/jmx/ffi/src", "-DkAvx512Bf16=kPortable"]
+    isa = ["-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"]
+    emulated = ["-DJMX_KERNEL=kAmxBf16", "-include", str(root / "tests/emulated_tiles.h")]
+    checked = ["-DJMX_CHECKED=kAmxBf16", "-DJMX_ROUNDS_WEIGHTS"]
+    files = {
+        "tiles.o": [*isa, *emulated, "-c", root / "jmx/ffi/src/product.cc"],
+        "base.o": ["-DJMX_KERNEL=kPortable", "-c", root / "jmx/ffi/src/product.cc"],
+        "check": [*checked, root / "tests/check_product.cc", "tiles.o", "base.o"],
+    }
+    for name, arguments in files.items():
+        subprocess.run([*command, *map(str, arguments), "-o", name], cwd=tmp_path, check=True, timeout=600)
+    subprocess.run([str(tmp_path / "check")], check=True, timeout=300)
 
 
 # One piece, without XLA
@@ -156,7 +175,7 @@ def test_every_code_is_decoded_at_the_ends_of_the_range(instructions, rows, scal
     scales = np.full((16, 1), scale, np.uint8)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = decoded(codes, scales)[:, 5].astype(np.float32)
-        if instructions == "avx512_bf16" and dtype != np.float32:  # its instruction reads subnormal numbers as zero
+        if instructions.endswith("_bf16") and dtype != np.float32:  # its instruction reads subnormal numbers as zero
             expected = np.where(np.abs(expected) < np.finfo(np.float32).tiny, 0, expected)
         y = product(instructions, x, codes, scales, np.zeros(16, np.float32), few)
     np.testing.assert_array_equal(y, np.broadcast_to(expected, y.shape))

@@ -86,7 +86,7 @@ def magnitudes(weight, format):
 
 def tolerance(instructions, name, dtype, few):
     """Of a sum, against the sum of its terms' magnitudes."""
-    rounds_weights = instructions == "avx512_bf16" and dtype == BFLOAT16 and not few and name != "nvfp4"
+    rounds_weights = instructions.endswith("_bf16") and dtype == BFLOAT16 and not few and name != "nvfp4"
     return 2**-8 if rounds_weights else 1e-6
 
 

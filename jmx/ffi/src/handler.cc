@@ -18,7 +18,6 @@ namespace ffi = xla::ffi;
 constexpr int64_t kMaxColumns = 64;          // a piece is no larger, so that threads end together
 constexpr int64_t kReadRows = 4;             // of a block, in the mean, up to which reading weights is what takes the time
 constexpr int64_t kReadInARow = 16;          // pieces that a thread then takes at once: what it asks for ahead is its own
-constexpr int64_t kMultiplyInARow = 4;       // and where products are
 constexpr int64_t kWorkOfAThread = 1 << 18;  // products below which another thread is not worth its start
 
 const Kernel* Find(std::string_view name) {
@@ -158,7 +157,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   };
   const int64_t worth = rows * columns * k / kWorkOfAThread;
   const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
-  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : kMultiplyInARow, work);
+  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : way.in_a_row, work);
   return ffi::Error::Success();
 }
 

@@ -16,6 +16,13 @@
 #if defined(__AVX512BF16__)
 #include "few.h"
 #endif
+#if defined(__AMX_BF16__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "amx.h"
+#endif
 
 namespace {
 
@@ -192,7 +199,17 @@ void Run(const Piece& piece) {
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+constexpr char kName[] = "amx_bf16";
+constexpr const jmx::Kernel* const* kBase = &jmx::kAvx512Bf16;
+bool RunsHere() {
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // of edx
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
+  // Linux gives a process the registers on request: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#elif defined(__AVX512BF16__)
 constexpr char kName[] = "avx512_bf16";
 constexpr const jmx::Kernel* const* kBase = nullptr;
 bool RunsHere() {
@@ -233,6 +250,10 @@ void RunIntegers(const Piece& piece) {
 template <typename Format, bool integers>
 constexpr jmx::Ways WaysOf() {
   jmx::Ways ways = {};
+#if defined(__AMX_BF16__)
+  ways.of[jmx::kBfloat16] = {Amx<Format>::Room, Amx<Format>::Run, Amx<Format>::kInARow};
+  return ways;
+#endif
   if constexpr (integers) ways.of[jmx::kInt8] = {Room<Integers<true>>, RunIntegers<Format>};  // the one that needs more
 #if defined(__AVX512BF16__)
   ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;

@@ -41,6 +41,7 @@ constexpr int64_t Blocks(int64_t k) { return (k + kBlock - 1) / kBlock; }
 struct Way {
   int64_t (*room)(int64_t k);  // bytes of scratch
   void (*run)(const Piece&);
+  int64_t in_a_row = 4;  // pieces that a thread takes at once, as one, where products are what takes the time
 };
 
 // Indexed by Input. One that does not exist has no functions.
@@ -67,5 +68,6 @@ extern const Kernel* const kAvxVnni;
 extern const Kernel* const kAvx512;
 extern const Kernel* const kAvx512Vnni;
 extern const Kernel* const kAvx512Bf16;
+extern const Kernel* const kAmxBf16;
 
 }  // namespace jmx
