@@ -8,8 +8,9 @@
 
 namespace jmx {
 
-constexpr int kThreads = 256;
-constexpr int kVector = 4;  // elements that a thread takes at a time
+constexpr int kThreads = 128;
+constexpr int kVector = 8;                // elements that a thread takes at a time: 16 bytes of two each
+constexpr int kBlocksOfAMultiprocessor = 16;  // that may run at once
 
 // Runs `kernel` behind what `stream` has. With `overlap` its launch is under way before that has ended, and it waits
 // for it by cudaGridDependencySynchronize.
@@ -29,16 +30,45 @@ void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool 
   tensorrt_llm::common::check_cuda_error(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
-// A grid of as many blocks as may run at once, or as there are rows.
-inline dim3 Rows(int64_t num_rows) {
-  constexpr int kBlocksOfAMultiprocessor = 8;
-  return dim3(std::max<int64_t>(1, std::min<int64_t>(num_rows, kBlocksOfAMultiprocessor * call->multiprocessors)));
+// A grid of pieces of columns by parts of `count` rows or tokens: one each, or as many parts as keep the GPU busy.
+inline dim3 Grid(int64_t count, int64_t columns, int64_t least_parts = 1) {
+  const int64_t pieces = (columns + kThreads * kVector - 1) / (kThreads * kVector);
+  const int64_t busy = kBlocksOfAMultiprocessor * call->multiprocessors;
+  return dim3(std::max<int64_t>(1, std::min(count, std::max(busy, least_parts))), pieces);
+}
+
+// The columns of this thread.
+__device__ inline int64_t Column() { return (int64_t(blockIdx.y) * kThreads + threadIdx.x) * kVector; }
+
+template <class X>
+struct alignas(16) Vector {
+  X at[kVector];
+};
+
+// In pieces of 16 bytes, to which arrays are aligned.
+template <class X>
+__device__ Vector<X> Load(X const* from) {
+  Vector<X> vector;
+#pragma unroll
+  for (int i = 0; i < int(sizeof vector / sizeof(int4)); ++i)
+    reinterpret_cast<int4*>(&vector)[i] = reinterpret_cast<int4 const*>(from)[i];
+  return vector;
+}
+
+template <class To, class X>
+__device__ Vector<To> Convert(Vector<X> const& from) {
+  Vector<To> vector;
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) vector.at[i] = To(float(from.at[i]));
+  return vector;
 }
 
 template <class X>
-struct alignas(sizeof(X) * kVector) Vector {
-  X at[kVector];
-};
+__device__ void Store(X* to, Vector<X> const& vector) {
+#pragma unroll
+  for (int i = 0; i < int(sizeof vector / sizeof(int4)); ++i)
+    reinterpret_cast<int4*>(to)[i] = reinterpret_cast<int4 const*>(&vector)[i];
+}
 
 struct Bias {
   void const* data;  // null: none
@@ -51,28 +81,16 @@ struct Bias {
     if (data == nullptr) return 0;
     return ((layer == nullptr ? 0 : *layer) * num_experts + expert) * size;
   }
-  // `kCount` elements from `index` on, both multiples of kVector.
-  template <int kCount>
-  __device__ void Load(int64_t index, float (&out)[kCount]) const {
-    if (data == nullptr) {
-      for (float& element : out) element = 0;
-    } else if (type == Element::kFloat32) {
-      LoadAs<float>(index, out);
-    } else if (type == Element::kBfloat16) {
-      LoadAs<__nv_bfloat16>(index, out);
-    } else {
-      LoadAs<half>(index, out);
-    }
-  }
-
- private:
-  template <class X, int kCount>
-  __device__ void LoadAs(int64_t index, float (&out)[kCount]) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      // One load for kVector elements: the compiler sees that it is the same one.
-      const auto part = reinterpret_cast<Vector<X> const*>(static_cast<X const*>(data) + index)[i / kVector];
-      out[i] = part.at[i % kVector];
+  // Elements from `index` on, a multiple of kVector.
+  __device__ Vector<float> At(int64_t index) const {
+    if (data == nullptr) return {};
+    switch (type) {
+      case Element::kFloat32:
+        return Load(static_cast<float const*>(data) + index);
+      case Element::kBfloat16:
+        return Convert<float>(Load(static_cast<__nv_bfloat16 const*>(data) + index));
+      default:
+        return Convert<float>(Load(static_cast<half const*>(data) + index));
     }
   }
 };
@@ -88,138 +106,148 @@ __global__ void __launch_bounds__(kThreads)
     GatherRows(X const* x, Activation* rows, int const* source, int64_t const* num_rows, int64_t num_tokens,
                int64_t hidden_size, int64_t padded_size) {
   cudaGridDependencySynchronize();
-  for (int64_t row = blockIdx.x; row < *num_rows; row += gridDim.x) {
-    X const* token = x + source[row] % num_tokens * hidden_size;
-    for (int64_t column = threadIdx.x * kVector; column < padded_size; column += kThreads * kVector) {
-      Vector<Activation> out{};
-      if (column < hidden_size) {
-        const auto in = *reinterpret_cast<Vector<X> const*>(token + column);
-        for (int i = 0; i < kVector; ++i) out.at[i] = Activation(float(in.at[i]));
-      }
-      *reinterpret_cast<Vector<Activation>*>(rows + row * padded_size + column) = out;
-    }
+  const int64_t column = Column(), count = *num_rows;
+  if (column >= padded_size) return;
+  for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
+    Vector<X> in{};
+    if (column < hidden_size) in = Load(x + source[row] % num_tokens * hidden_size + column);
+    const auto out = Convert<Activation>(in);
+    // The first to leave the cache: x, of which each row is read for several experts, stays.
+    __stcs(reinterpret_cast<int4*>(rows + row * padded_size + column), *reinterpret_cast<int4 const*>(&out));
   }
 }
 
-__device__ inline float Sigmoid(float x) { return 1 / (1 + expf(-x)); }
-__device__ inline float Clamp(float x, float low, float high) {  // NaN stays NaN
-  return x < low ? low : x > high ? high : x;
+// To some units in the last place of a float: what it makes is rounded to Activation.
+__device__ inline float Sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
+__device__ inline float Min(float a, float b) {  // NaN stays NaN
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+__device__ inline float Max(float a, float b) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
 }
 
 // The activations of jmx/activations.py.
+template <Function kFunction>
 struct Between {
-  Function function;
   float alpha, beta, limit;
 
   __device__ float operator()(float gate) const {
-    switch (function) {
-      case Function::kGelu:
-        return 0.5f * gate * (1 + erff(gate * 0.70710678f));
-      case Function::kGeluTanh:
-        return 0.5f * gate * (1 + tanhf(0.79788456f * (gate + 0.044715f * gate * gate * gate)));
-      case Function::kRelu:
-        return gate < 0 ? 0 : gate;
-      case Function::kRelu2:
-        return gate < 0 ? 0 : gate * gate;
-      default:
-        return gate * Sigmoid(gate);
+    if constexpr (kFunction == Function::kGelu) {
+      return 0.5f * gate * (1 + erff(gate * 0.70710678f));
+    } else if constexpr (kFunction == Function::kGeluTanh) {
+      return 0.5f * gate * (1 + tanhf(0.79788456f * (gate + 0.044715f * gate * gate * gate)));
+    } else if constexpr (kFunction == Function::kRelu) {
+      return Max(gate, 0);
+    } else if constexpr (kFunction == Function::kRelu2) {
+      return Max(gate, 0) * gate;
+    } else {
+      return gate * Sigmoid(gate);
     }
   }
   __device__ float operator()(float gate, float up) const {
-    if (function != Function::kSwiGlu) return (*this)(gate) * up;
-    gate = Clamp(gate, -INFINITY, limit);
-    return (Clamp(up, -limit, limit) + beta) * gate * Sigmoid(alpha * gate);
+    if constexpr (kFunction != Function::kSwiGlu) return (*this)(gate) * up;
+    gate = Min(gate, limit);
+    return (Max(Min(up, limit), -limit) + beta) * gate * Sigmoid(alpha * gate);
   }
 };
 
-// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded.
-template <bool kGated>
+// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded. A block takes
+// rows one after another, most of one expert, so that its bias is loaded once for them.
+template <bool kGated, Function kFunction>
 __global__ void __launch_bounds__(kThreads)
     Activate(Sum const* h, Activation* rows, int64_t const* first_row, int num_experts, int64_t intermediate_size,
-             int64_t padded_size, Between between, Bias bias, bool interleaved) {
+             int64_t padded_size, Between<kFunction> between, Bias bias, bool interleaved) {
   cudaGridDependencySynchronize();
-  for (int64_t row = blockIdx.x; row < first_row[num_experts]; row += gridDim.x) {
-    int64_t expert = 0;  // how many experts' rows have ended
-    for (int begin = 0; begin < num_experts; begin += kThreads) {
-      const int i = begin + threadIdx.x;
-      expert += __syncthreads_count(i < num_experts && first_row[i + 1] <= row);
+  const int64_t num_rows = first_row[num_experts];
+  const int64_t begin = num_rows * blockIdx.x / gridDim.x, end = num_rows * (blockIdx.x + 1) / gridDim.x;
+  if (begin == end) return;
+  int64_t expert = 0;  // how many experts' rows have ended
+  for (int from = 0; from < num_experts; from += kThreads) {
+    const int i = from + threadIdx.x;
+    expert += __syncthreads_count(i < num_experts && first_row[i + 1] <= begin);
+  }
+  const int64_t column = Column();
+  if (column >= padded_size) return;
+  Vector<float> added[2];  // to gate and to up
+  for (int64_t row = begin, last = begin; row < end; ++row) {
+    if (column >= intermediate_size) {
+      Store(rows + row * padded_size + column, Vector<Activation>{});
+      continue;
     }
-    const int64_t start = bias.Start(expert);
-    Sum const* up = h + row * (kGated ? 2 : 1) * padded_size;
-    Sum const* gate = kGated ? up + padded_size : up;
-    for (int64_t column = threadIdx.x * kVector; column < padded_size; column += kThreads * kVector) {
-      Vector<Activation> out{};
-      if (column < intermediate_size) {
-        const auto g = *reinterpret_cast<Vector<Sum> const*>(gate + column);
-        if constexpr (kGated) {
-          const auto u = *reinterpret_cast<Vector<Sum> const*>(up + column);
-          float added[2][kVector];  // to gate and to up
-          if (interleaved) {
-            float both[2 * kVector];
-            bias.Load(start + 2 * column, both);
-            for (int i = 0; i < 2 * kVector; ++i) added[i % 2][i / 2] = both[i];
-          } else {
-            bias.Load(start + column, added[0]);
-            bias.Load(start + intermediate_size + column, added[1]);
-          }
-          for (int i = 0; i < kVector; ++i)
-            out.at[i] = Activation(between(g.at[i] + added[0][i], u.at[i] + added[1][i]));
-        } else {
-          float added[kVector];
-          bias.Load(start + column, added);
-          for (int i = 0; i < kVector; ++i) out.at[i] = Activation(between(g.at[i] + added[i]));
-        }
+    Sum const* const here = h + row * (kGated ? 2 : 1) * padded_size + column;
+    const auto first = Load(here);
+    Vector<Sum> second;
+    if constexpr (kGated) second = Load(here + padded_size);
+    if (row == last) {  // of what has been of one expert
+      while ((last = first_row[expert + 1]) <= row) ++expert;
+      const int64_t start = bias.Start(expert);
+      if (!kGated) {
+        added[0] = bias.At(start + column);
+      } else if (interleaved) {
+        const Vector<float> both[2] = {bias.At(start + 2 * column), bias.At(start + 2 * column + kVector)};
+        for (int i = 0; i < 2 * kVector; ++i) added[i % 2].at[i / 2] = both[i / kVector].at[i % kVector];
+      } else {
+        added[0] = bias.At(start + column);
+        added[1] = bias.At(start + intermediate_size + column);
       }
-      *reinterpret_cast<Vector<Activation>*>(rows + row * padded_size + column) = out;
     }
+    Vector<Activation> out;
+    for (int i = 0; i < kVector; ++i) {
+      if constexpr (kGated) {
+        out.at[i] = Activation(between(second.at[i] + added[0].at[i], first.at[i] + added[1].at[i]));
+      } else {
+        out.at[i] = Activation(between(first.at[i] + added[0].at[i]));
+      }
+    }
+    Store(rows + row * padded_size + column, out);
   }
 }
 
-// y of token blockIdx.x, columns from blockIdx.y on: the sum over its slots, in their order. An expert in several slots
-// was sorted, and multiplied, once, for the first of them.
+struct Slot {
+  int64_t row, bias;  // where they begin; the row of one that contributes nothing is negative
+  float weight;
+};
+constexpr int kMostSlots = 512;  // that a block holds, where one token has no more: 12 KB
+
+// y of some tokens: the sum over each one's slots, in their order. An expert in several slots was sorted, and multiplied,
+// once, for the first of them.
 template <class Y>
 __global__ void __launch_bounds__(kThreads)
     Combine(Sum const* rows, Y* y, int const* row_of, int const* expert_ids, float const* weights, int64_t num_tokens,
             int top_k, int num_experts, int64_t hidden_size, int64_t padded_size, Bias bias) {
-  struct Slot {
-    int64_t row, bias;
-    float weight;
-  };
   extern __shared__ __align__(16) char shared[];
   Slot* slots = reinterpret_cast<Slot*>(shared);
   cudaGridDependencySynchronize();
-  const int64_t token = blockIdx.x;
-  int const* ids = expert_ids + token * top_k;
-  for (int slot = threadIdx.x; slot < top_k; slot += kThreads) {
-    const int expert = ids[slot];
+  const int64_t begin = num_tokens * blockIdx.x / gridDim.x, end = num_tokens * (blockIdx.x + 1) / gridDim.x;
+  for (int i = threadIdx.x; i < (end - begin) * top_k; i += kThreads) {
+    const int64_t token = begin + i / top_k;
+    int const* ids = expert_ids + token * top_k;
+    const int slot = i % top_k, expert = ids[slot];
     if (expert < 0 || expert >= num_experts) {
-      slots[slot].row = -1;
+      slots[i].row = -1;
       continue;
     }
     int first = 0;
     while (ids[first] != expert) ++first;
-    slots[slot] = {row_of[first * num_tokens + token], bias.Start(expert), weights[token * top_k + slot]};
+    slots[i] = {row_of[first * num_tokens + token] * padded_size, bias.Start(expert), weights[token * top_k + slot]};
   }
   __syncthreads();
-  const int64_t stride = int64_t(gridDim.y) * kThreads * kVector;
-  for (int64_t column = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * kVector; column < hidden_size;
-       column += stride) {
+  const int64_t column = Column();
+  if (column >= hidden_size) return;
+  for (int64_t token = begin; token < end; ++token, slots += top_k) {
     Vector<float> sum{};
 #pragma unroll 4  // so that several slots are on their way at a time
     for (int slot = 0; slot < top_k; ++slot) {
       const Slot one = slots[slot];
-      Vector<Sum> out{};
-      float added[kVector] = {};
-      if (one.row >= 0) {
-        out = *reinterpret_cast<Vector<Sum> const*>(rows + one.row * padded_size + column);
-        bias.Load(one.bias + column, added);
-      }
-      for (int i = 0; i < kVector; ++i)
-        sum.at[i] = one.row < 0 ? sum.at[i] : sum.at[i] + one.weight * (out.at[i] + added[i]);
+      if (one.row < 0) continue;
+      const auto out = Load(rows + one.row + column), added = bias.At(one.bias + column);
+      for (int i = 0; i < kVector; ++i) sum.at[i] += one.weight * (out.at[i] + added.at[i]);
     }
-    Vector<Y> result;
-    for (int i = 0; i < kVector; ++i) result.at[i] = Y(sum.at[i]);
-    *reinterpret_cast<Vector<Y>*>(y + token * hidden_size + column) = result;
+    Store(y + token * hidden_size + column, Convert<Y>(sum));
   }
 }
 
@@ -234,8 +262,8 @@ void expandInputRowsKernelLauncher<jmx::Activation, jmx::Activation>(
     jmx::Tensors::ElementSF*, jmx::Tensors::ElementSF const*, bool, void const*, float*, float const*, float const**,
     bool overlap, cudaStream_t stream) {
   const auto run = [&](auto* kernel, auto const* from) {
-    jmx::Launch(kernel, jmx::Rows(num_tokens * top_k), 0, overlap, stream, from, rows, source, first_row + num_experts,
-                num_tokens, jmx::call->hidden_size, padded_size);
+    jmx::Launch(kernel, jmx::Grid(num_tokens * top_k, padded_size), 0, overlap, stream, from, rows, source,
+                first_row + num_experts, num_tokens, jmx::call->hidden_size, padded_size);
   };
   if (jmx::call->x == jmx::Element::kBfloat16) return run(jmx::GatherRows<__nv_bfloat16>, x);
   run(jmx::GatherRows<half>, reinterpret_cast<half const*>(x));
@@ -250,10 +278,25 @@ void doActivation<jmx::Activation, jmx::Sum, jmx::Sum>(jmx::Activation* rows, jm
                                                        cudaStream_t stream) {
   const bool gated = isGatedActivation(params);
   const int64_t size = jmx::call->intermediate_size;
-  const jmx::Between between{jmx::call->function, jmx::call->alpha, jmx::call->beta, jmx::call->limit};
-  jmx::Launch(gated ? jmx::Activate<true> : jmx::Activate<false>, jmx::Rows(num_rows), 0, overlap, stream, h, rows,
-              first_row, num_experts, size, padded_size, between, jmx::GateUpBias(gated ? 2 * size : size),
-              jmx::call->interleaved);
+  const auto run = [&](auto function) {
+    constexpr jmx::Function kFunction = decltype(function)::value;
+    const jmx::Between<kFunction> between{jmx::call->alpha, jmx::call->beta, jmx::call->limit};
+    jmx::Launch(gated ? jmx::Activate<true, kFunction> : jmx::Activate<false, kFunction>, jmx::Grid(num_rows, padded_size),
+                0, overlap, stream, h, rows, first_row, num_experts, size, padded_size, between,
+                jmx::GateUpBias(gated ? 2 * size : size), jmx::call->interleaved);
+  };
+  switch (jmx::call->function) {
+#define FUNCTION(NAME)       \
+  case jmx::Function::NAME:  \
+    return run(std::integral_constant<jmx::Function, jmx::Function::NAME>());
+    FUNCTION(kSwiGlu)
+    FUNCTION(kSilu)
+    FUNCTION(kGelu)
+    FUNCTION(kGeluTanh)
+    FUNCTION(kRelu)
+    FUNCTION(kRelu2)
+#undef FUNCTION
+  }
 }
 
 template <>
@@ -261,10 +304,12 @@ void finalizeMoeRoutingKernelLauncher<jmx::Sum, jmx::Sum, jmx::Sum>(
     jmx::Sum const* rows, jmx::Sum* y, jmx::Sum const*, float const* weights, int const* row_of, int const*,
     int const* expert_ids, int64_t const*, int64_t num_tokens, int64_t padded_size, int64_t hidden_size, int64_t top_k,
     int64_t num_experts, MOEParallelismConfig, bool, bool overlap, cudaStream_t stream) {
-  const int64_t pieces = (hidden_size + jmx::kThreads * jmx::kVector - 1) / (jmx::kThreads * jmx::kVector);
+  const int64_t tokens = std::max<int64_t>(1, jmx::kMostSlots / top_k);  // of a block, at most
+  const dim3 grid = jmx::Grid(num_tokens, hidden_size, (num_tokens + tokens - 1) / tokens);
+  const size_t bytes = (num_tokens + grid.x - 1) / grid.x * top_k * sizeof(jmx::Slot);
   const auto run = [&](auto* kernel, auto* to) {
-    jmx::Launch(kernel, dim3(num_tokens, pieces), 24 * top_k, overlap, stream, rows, to, row_of, expert_ids, weights,
-                num_tokens, top_k, num_experts, hidden_size, padded_size, jmx::DownBias());
+    jmx::Launch(kernel, grid, bytes, overlap, stream, rows, to, row_of, expert_ids, weights, num_tokens, top_k,
+                num_experts, hidden_size, padded_size, jmx::DownBias());
   };
   switch (jmx::call->y) {
     case jmx::Element::kBfloat16:
