@@ -119,6 +119,8 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
     products = 1 if capability >= (9, 0) else 4  # each of `wgmma` is waited for
+    if rows <= 40 and products == 1:
+        return Config(32, 128, 128, 4, 3, products)
     if rows <= 48:
         return Config(64, 128, 64, 4, 4, products)
     return Config(128, 128, 64, 8, 3, products)
