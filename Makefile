@@ -43,10 +43,10 @@ test-aot:
 sanitized := build/sanitized
 test-sanitized: $(VENV)/installed-test$(extra)
 	cmake -S cmake -B $(sanitized)/thread -DJMX_SANITIZE=thread -DPython_EXECUTABLE=$(abspath $(bin)/python)
-	cmake --build $(sanitized)/thread --target check_threads
+	cmake --build $(sanitized)/thread --target check_threads --parallel
 	$(sanitized)/thread/check_threads
 	cmake -S cmake -B $(sanitized)/address -DJMX_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(bin)/python)
-	cmake --build $(sanitized)/address --target jmx_cpu
+	cmake --build $(sanitized)/address --target jmx_cpu --parallel
 	rm -rf $(sanitized)/tree && mkdir $(sanitized)/tree && cp -r jmx tests pyproject.toml $(sanitized)/tree
 	cp $(sanitized)/address/libjmx_cpu.so $(sanitized)/tree/jmx/ffi/
 	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
