@@ -31,6 +31,7 @@ using jmx::Piece;
 
 constexpr int64_t kRowBytes = 512 << 10;  // of x, which one panel after another meets: a part of the second-level cache
 constexpr int kAhead = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
+constexpr int64_t kAheadOfMany = 64 << 10;  // the same where a panel of them meets many rows, and hardware fetches what follows
 
 // Where the weights of a tile come from: bytes, or a decoded panel (columns, steps).
 template <typename L, typename Format>
@@ -184,9 +185,9 @@ void Run(const Piece& piece) {
     const int64_t first = piece.rows * part / parts, rows = piece.rows * (part + 1) / parts - first;
     const typename L::X* x = Given<L>(piece, first, rows);
     const int64_t tiles = (rows + L::kTileRows - 1) / L::kTileRows;  // of as many rows each
-    // Bytes behind the piece are likely the next one's. They are asked for while these are multiplied.
+    // Bytes further behind are asked for while these are multiplied: those behind the piece are likely the next one's.
     const int64_t bytes = piece.columns * (piece.k / 2), share = bytes / (tiles * (piece.columns / kStep)) + 1;
-    const uint8_t *behind = piece.values + bytes, *const end = behind + bytes;
+    const uint8_t *behind = piece.values + std::min(bytes, kAheadOfMany), *const end = behind + bytes;
     for (int64_t n = 0; n < piece.columns; n += kStep) {
       Decode<L, Format>(piece, n, panel);
       const Format format(piece, n);
