@@ -116,7 +116,7 @@ class Amx {
         // What the next panel reads is asked for.
         if (step_ % kStepsOfALine == 0) __builtin_prefetch(format_.Values(row_ + columns_) + step_ * (jmx::kBlock / 2), 0, 2);
         if (step_ % (Format::kScalesEvery * jmx::kStep) == 0)
-          __builtin_prefetch(format_.Ahead((row_ + columns_) * whole_ + step_), 0, 2);
+          __builtin_prefetch(format_.Ahead((row_ + columns_) * steps_ + step_), 0, 2);
         _mm512_store_si512(tile + row_ * kRowBytes, Bfloats::Decode<tail>(format_, row_, step_, 0));
       }
     }

@@ -247,14 +247,13 @@ void RunIntegers(const Piece& piece) {
   else Run<Integers<false>, Format>(piece);
 }
 
-// The ways of a format. A kernel with a base adds none but through integers.
+// The ways of a format. A kernel with a base has those alone that it has the better instructions for.
 template <typename Format, bool integers>
 constexpr jmx::Ways WaysOf() {
   jmx::Ways ways = {};
 #if defined(__AMX_BF16__)
   ways.of[jmx::kBfloat16] = {Amx<Format>::Room, Amx<Format>::Run, Amx<Format>::kInARow};
-  return ways;
-#endif
+#else
   if constexpr (integers) ways.of[jmx::kInt8] = {Room<Integers<true>>, RunIntegers<Format>};  // the one that needs more
 #if defined(__AVX512BF16__)
   ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
@@ -263,6 +262,7 @@ constexpr jmx::Ways WaysOf() {
 #elif !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
   ways.of[jmx::kBfloat16] = ways.of[jmx::kFewBfloat16] = kWay<Floats<uint16_t>, Format>;
+#endif
 #endif
   return ways;
 }

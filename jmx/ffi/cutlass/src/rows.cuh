@@ -9,8 +9,8 @@
 namespace jmx {
 
 constexpr int kThreads = 128;
-constexpr int kVector = 8;                // elements that a thread takes at a time: 16 bytes of two each
-constexpr int kBlocksOfAMultiprocessor = 16;  // that may run at once
+constexpr int kVector = 8;                   // elements that a thread takes at a time: 16 bytes of two each
+constexpr int kPartsOfAMultiprocessor = 16;  // as many blocks as may run at once, for each piece of columns
 
 // Runs `kernel` behind what `stream` has. With `overlap` its launch is under way before that has ended, and it waits
 // for it by cudaGridDependencySynchronize.
@@ -33,7 +33,7 @@ void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool 
 // A grid of pieces of columns by parts of `count` rows or tokens: one each, or as many parts as keep the GPU busy.
 inline dim3 Grid(int64_t count, int64_t columns, int64_t least_parts = 1) {
   const int64_t pieces = (columns + kThreads * kVector - 1) / (kThreads * kVector);
-  const int64_t busy = kBlocksOfAMultiprocessor * call->multiprocessors;
+  const int64_t busy = kPartsOfAMultiprocessor * call->multiprocessors;
   return dim3(std::max<int64_t>(1, std::min(count, std::max(busy, least_parts))), pieces);
 }
 
