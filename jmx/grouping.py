@@ -273,13 +273,14 @@ def combine(parts: Array, work: Work, weights: Array | None) -> Array:
     """Rows of results -> each token's sum (T, H), float32, always in the order of its slots.
 
     Args:
-        parts: float32 (P, R, H), whose sum over P are the rows; what no assignment names may be anything.
+        parts: floats (P, R, H), whose sum over P, in float32, are the rows; what no assignment names may be anything.
         weights: (T, k), or None where rows are weighted already.
     """
     total = jnp.zeros((work.row_of.shape[0], parts.shape[-1]), jnp.float32)
     for slot in range(work.row_of.shape[1]):
         row = work.row_of[:, slot]
-        found = [part.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds") for part in parts]
+        found = (part.at[jnp.maximum(row, 0)].get(mode="promise_in_bounds") for part in parts)
+        found = [part.astype(jnp.float32) for part in found]
         term = sum(found[1:], found[0])
         if weights is not None:
             term *= weights[:, slot, None].astype(jnp.float32)

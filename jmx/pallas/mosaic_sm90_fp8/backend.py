@@ -68,8 +68,7 @@ class MosaicSm90Fp8:
         return candidates(_shape(problem, environment))
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
-        del environment
-        config.check(_unit_bytes(problem))
+        config.check(_shape(problem, environment))
 
     def apply(
         self,
@@ -92,28 +91,30 @@ class MosaicSm90Fp8:
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
-            rows, chosen, num_rows = x, None, work.blocks.experts.size * work.blocks.out_rows
+            rows, row_of, num_rows = x, None, work.blocks.experts.size * work.blocks.out_rows
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
             assert work.token_of_row is not None
-            rows, chosen, num_rows = x, work.token_of_row, work.token_of_row.size
+            rows, row_of, num_rows = x, work.row_of, work.token_of_row.size
             if on_input:  # an expert's inputs are then its own
-                rows, chosen = grouping.weigh(x[chosen], work, routing.weights), None
-        rows = quantize(rows, x.shape[-1], format, experts.input_scale("gate_up"), chosen)
+                rows, row_of = grouping.weigh(x[work.token_of_row], work, routing.weights), None
+        rows = quantize(rows, x.shape[-1], format, experts.input_scale("gate_up"), row_of, num_rows)
         every = experts.merged()
         blocks = work.blocks.of_layer(experts.first_expert)
         product = partial(grouped_product, config=config, num_rows=num_rows, num_cores=environment.core_count or 1)
+        dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as the reference rounds h
         gate_up = Product(
             every.gate_up,
             experts.format,
             every.gate_up_bias,
             Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
-            jnp.float32 if x.dtype == jnp.float16 else x.dtype,  # as the reference rounds h
+            dtype,
             in_kernel(computation.activation),
         )
-        down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
+        summed = jnp.float32 if config.split_k > 1 else dtype
+        down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
         h = product(rows, gate_up, blocks)
-        rows = quantize(h, experts.intermediate_size, format, experts.input_scale("down"), None)
+        rows = quantize(h, experts.intermediate_size, format, experts.input_scale("down"))
         out = product(rows, down, blocks._replace(x_rows=blocks.out_rows), split_k=config.split_k)
         out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)

@@ -11,12 +11,15 @@ from jmx.pallas.mosaic_sm90.widths import widths
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
 MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
-MAX_BLOCK_N = 256  # three sums of 128 columns: registers of two warpgroups do not hold more
+MAX_OWN_UNITS = 32  # 4096 columns, for which they may be asked to
+MAX_BLOCK_N = 256
 _UNIT_REGISTERS = 16  # of a thread, for a unit that is decoded; a block's sums and totals take one a row
 _HELD = {3: 112, 4: 72, 5: 56}  # such registers that ptxas finds, by warpgroups, where a launch has less than 168
-MAX_WIDTH = 128  # of a product
+MAX_WIDTH = 128  # of a product of e4m3 weights, for whose blocks registers hold two totals and one sum
+_MAX_DECODED = 192  # of MXFP4 ones: a total, a sum, and two operands
+_LARGE_DECODED = 176  # such a block without spills
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
-_STAGED_OF_LARGE = 32  # rows of results, where stages leave little room
+_STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
@@ -32,6 +35,8 @@ class Config:
         units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
         num_stages: stages of the ring, of 128 columns each.
         split_k: parts of `down`'s columns that are computed apart and added up in the end.
+        own_sums: whether sums of all columns are the tensor cores' own. Registers then have room for products of 256
+            rows.
     """
 
     block_n: int
@@ -39,6 +44,7 @@ class Config:
     units: int
     num_stages: int
     split_k: int = 1
+    own_sums: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
@@ -74,9 +80,9 @@ class Config:
         return 8 if self.block_n <= MAX_WIDTH else 16
 
     @property
-    def staged(self) -> int:
-        """Rows of results that a warpgroup writes to shared memory at a time, on their way to global memory."""
-        return self.block_n if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
+    def staged_bytes(self) -> int:
+        """Shared memory of a warpgroup for results on their way to global memory."""
+        return self.block_n * _STAGED_BYTES if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -91,10 +97,28 @@ class Config:
     def shared_memory(self, unit_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
         rows = self.block_n * ROW_BYTES + 4 * self.scales_n
-        staged = self.warpgroups_m * self.staged * _STAGED_BYTES
-        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + staged + _BARRIER_BYTES
+        of_warpgroups = self.warpgroups_m * self.staged_bytes
+        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + _BARRIER_BYTES
 
-    def check(self, unit_bytes: int) -> None:
+    def parts_of(self, width: int, decoded: bool) -> int:
+        """How many products of equally many rows a block of so many is computed in."""
+        most = MAX_BLOCK_N if self.own_sums else _MAX_DECODED if decoded else MAX_WIDTH
+        return -(-width // most)
+
+    def check(self, shape: "Shape") -> None:
+        """Raises ValueError unless it can run the shape."""
+        self.check_memory(shape.unit_bytes)
+        if self.own_sums and shape.by_block:
+            raise ValueError(f"`own_sums` (={self.own_sums}) must be False where scales belong to 128 columns")
+        if self.own_sums and not shape.sums_may_be_own:
+            most = MAX_OWN_UNITS * ROW_BYTES
+            raise ValueError(f"`own_sums` (={self.own_sums}) must be False for more than {most} columns")
+        if shape.decoded and self.parts_of(self.block_n, decoded=True) > 1:
+            raise ValueError(
+                f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for MXFP4 without `own_sums`"
+            )
+
+    def check_memory(self, unit_bytes: int) -> None:
         """Raises ValueError unless shared memory holds the stages."""
         needed = self.shared_memory(unit_bytes)
         if needed > SHARED_MEMORY:
@@ -104,15 +128,12 @@ class Config:
             )
 
 
-def parts_of(width: int) -> int:
-    """How many products of equally many rows a block of so many is computed in."""
-    return -(-width // MAX_WIDTH)
-
-
-def deepest(unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1) -> Config:
+def deepest(
+    unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1, own_sums: bool = False
+) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    least = Config(block_n, warpgroups_m, units, units, split_k)
-    least.check(unit_bytes)
+    least = Config(block_n, warpgroups_m, units, units, split_k, own_sums)
+    least.check_memory(unit_bytes)
     more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
     left = SHARED_MEMORY - least.shared_memory(unit_bytes)
     return replace(least, num_stages=min(MAX_STAGES, units + left // more))
@@ -154,6 +175,11 @@ class Shape(NamedTuple):
         return min(max(8, -(-most // step) * step), MAX_WIDTH if self.by_block else MAX_BLOCK_N)
 
     @property
+    def sums_may_be_own(self) -> bool:
+        """Whether the tensor cores may be asked to add up all columns."""
+        return not self.by_block and max(self.units) <= MAX_OWN_UNITS
+
+    @property
     def experts_in_use(self) -> int:
         """Of random routing."""
         idle = (1 - self.top_k / self.num_experts) ** self.num_tokens
@@ -163,7 +189,9 @@ class Shape(NamedTuple):
 def heuristic(shape: Shape) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     if shape.block_n > MAX_WIDTH:
-        return deepest(shape.unit_bytes, shape.block_n, 2, 1 if shape.decoded else 2)
+        own_sums = shape.decoded and shape.sums_may_be_own
+        block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
+        return deepest(shape.unit_bytes, block_n, 2, 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
     return deepest(shape.unit_bytes, *min(cuts, key=lambda cut: _cost(shape, *cut)))
 
@@ -191,8 +219,12 @@ def _cost(shape: Shape, block_n: int, warpgroups_m: int, units: int, split_k: in
 def candidates(shape: Shape) -> list[Config]:
     """What `jmx tune` tries, the heuristic first."""
     few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4))
-    units = (1,) if shape.by_block else (1, 2)  # scaled beside products, sums of two parts do not fit registers
-    many = itertools.product((176, 192, 208, 224, MAX_BLOCK_N), (2,), units)
+    if shape.decoded:
+        large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
+    else:  # scaled beside products, sums of two parts do not fit registers
+        large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
+    many = itertools.product(large, (2,), units)
+    own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4), (1,), (True,)) if shape.sums_may_be_own else []
     cuts = [*_cuts(shape)] if shape.block_n <= MAX_WIDTH else []
-    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many))
+    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many, *own))
     return list(dict.fromkeys((heuristic(shape), *configs)))

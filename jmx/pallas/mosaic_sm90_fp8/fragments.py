@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -31,6 +32,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     wide,
 )
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
+from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
@@ -38,7 +40,13 @@ _SLICES = 4  # of 32 columns
 _SLICE_BYTES = 32
 _SUMS_AND_OPERANDS = 192  # registers of a thread that may hold them
 
-_MAGNITUDES = "and.b32 $0, $1, 0x77777777;"
+_FAR = (  # the upper bit of each byte is whether it is EXACT_BELOW or more
+    f"{{ .reg .b32 t; and.b32 t, $1, 0x7f7f7f7f; add.u32 t, t, {(128 - EXACT_BELOW) * 0x01010101:#x}; "
+    "or.b32 $0, t, $1; }"
+)
+_OF_BYTE = "prmt.b32 $0, $1, 0, {:#x};"
+_FALL = "mad.lo.u32 $0, $1, {:#x}, {:#x};"
+_MAGNITUDES = "lop3.b32 $0, $1, 0x77777777, $2, 0x40;"  # a & b & ~c
 _LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
 _SIGNS = (
     "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;",  # (a & b) | c
@@ -59,6 +67,10 @@ class Unit(NamedTuple):
     x_scales: Any
 
 
+def _run(text: str, *operands: ir.Value) -> ir.Value:
+    return utils.inline_ptx(text, *operands, result_types=i32())
+
+
 def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
     mine = arith.addi(arith.muli(thread_index(), constant(4)), constant(nth * THREADS * 4))
     return load_words(values, mine, 4)
@@ -70,29 +82,28 @@ def _row_bytes(scales: ir.Value) -> list[ir.Value]:
     return load_words(scales, arith.muli(group, constant(2)), 2)
 
 
-def _e2m1_slices(values: ir.Value, scales: ir.Value, table: ir.Value) -> list[list[ir.Value]]:
+def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
+    """A unit's elements as e5m2. Of blocks too far below their row's largest they are zeros."""
     distances = _row_bytes(scales)
+    far = [_run(_FAR, word) for word in distances]
+    tables = [_FALL.format(-int(step) & 0xFFFFFFFF, int(largest)) for largest, step in zip(*magnitudes(), strict=True)]
     words = [word for nth in range(_SLICES // 2) for word in _piece(values, nth)]
     out = []
     for slice_ in range(_SLICES):
         halves = []
         for row in range(2):
             word = words[2 * slice_ + row]
-            at = utils.inline_ptx(f"bfe.u32 $0, $1, {8 * slice_}, 8;", distances[row], result_types=i32())
-            entry = address_of(table, wide(arith.muli(at, constant(2))), i32())
-            loaded = llvm.load(ir.VectorType.get((2,), i32()), entry, alignment=8)
-            low, high = (llvm.extractelement(loaded, constant(i)) for i in range(2))
-            chosen = utils.inline_ptx(_MAGNITUDES, word, result_types=i32())
-            found = [utils.inline_ptx(text, low, high, chosen, result_types=i32()) for text in _LOOK_UP]
-            halves.append([
-                utils.inline_ptx(text, word, magnitudes, result_types=i32())
-                for text, magnitudes in zip(_SIGNS, found, strict=True)
-            ])  # fmt: skip
+            distance = _run(_OF_BYTE.format(0x4440 | slice_), distances[row])
+            nothing = _run(_OF_BYTE.format(0x1111 * (8 | slice_)), far[row])  # all ones or all zeros
+            table = [_run(text, distance) for text in tables]
+            chosen = _run(_MAGNITUDES, word, nothing)
+            found = [_run(text, *table, chosen) for text in _LOOK_UP]
+            halves.append([_run(text, word, magnitude) for text, magnitude in zip(_SIGNS, found, strict=True)])
         out.append([halves[row][half] for half in range(2) for row in range(2)])
     return out
 
 
-def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | None) -> tuple[jax.Array, ...]:
+def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], decoded: bool) -> tuple[jax.Array, ...]:
     """Totals (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
 
     The tensor cores' own sums keep some 14 bits, so they go over these units only, where no scale is theirs alone, else
@@ -100,33 +111,30 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | N
 
     Args:
         totals: float32, n a multiple of 8: of the units' first n rows, of the next n, and so on.
-        table: ref uint32 (256, 2) in global memory, of `layout.table`; None for e4m3 weights.
+        decoded: whether weights are MXFP4, not e4m3.
     """
     n = totals[0].shape[1]
     refs = [ref for unit in units for ref in unit if ref is not None]
-    of_wgmma = [ref for unit in units for ref in (unit.x, *([unit.values] if table is None else []))]
+    of_wgmma = [ref for unit in units for ref in (unit.x, *([] if decoded else [unit.values]))]
     kinds = [plgpu.RefType(SWIZZLED) if any(ref is one for one in of_wgmma) else plgpu.RefType() for ref in refs]
-    tables = [] if table is None else [table]
     there = [ref is not None for ref in units[0]]
 
     @operation(
-        arg_types=(*[plgpu.Layout.WGMMA] * len(totals), *kinds, *[plgpu.RefType()] * len(tables)),
+        arg_types=(*[plgpu.Layout.WGMMA] * len(totals), *kinds),
         return_type=(result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),) * len(totals),
     )
     def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
         old, rest = given[: len(totals)], [*given[len(totals) :]]
-        table = rest.pop() if tables else None
         mine = [Unit(*(rest.pop(0) if one else None for one in there)) for _ in units]
         parts, new = range(len(old)), [sums_of(total) for total in old]
-        scaled = mine[0].x_scales is not None or (mine[0].scales is not None and table is None)
-        apart = scaled or (table is not None and len(old) > 1)  # a unit's operand serves all its rows at once
+        apart = mine[0].x_scales is not None or (mine[0].scales is not None and not decoded)
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
-        beside = len(old) * n // 2 + n + _operand_size(table) * len(mine) <= _SUMS_AND_OPERANDS
-        sums, done, operand = None, None, _operand(mine[0], table)
+        beside = len(old) * n // 2 + n + 4 * _SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
+        sums, done, operand = None, None, _operand(mine[0], decoded)
 
         def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
             products, unit, part = done
-            row_scales = _row_scales(unit) if table is None else None
+            row_scales = None if decoded else _row_scales(unit)
             new[part] = _added(new[part], wait(products, pending), row_scales, unit.x_scales, part * n)
 
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
@@ -135,7 +143,7 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | N
                 add(done, 1)  # while the tensor cores work, as what follows
                 done = None
             if following is not None and following is not unit:
-                operand = _operand(following, table)
+                operand = _operand(following, decoded)
             if apart or unit is mine[-1]:
                 done, sums = (sums, unit, part), None
             if done is not None and (following is None or not beside):
@@ -143,17 +151,53 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], table: Any | N
                 done = None
         return tuple(accumulator(total, values) for total, values in zip(old, new, strict=True))
 
-    return body(*totals, *refs, *tables)
+    return body(*totals, *refs)
 
 
-def _operand_size(table: ir.Value | None) -> int:
-    """Registers of a thread that the operand A of a unit takes."""
-    return 0 if table is None else 4 * _SLICES
+def _operand(unit: Unit, decoded: bool) -> Any:
+    """The operand A: four registers of e5m2 for each slice of 32 columns, or a descriptor of e4m3 in shared memory."""
+    return _e2m1_slices(unit.values, unit.scales) if decoded else descriptor(unit.values)
 
 
-def _operand(unit: Unit, table: ir.Value | None) -> Any:
-    """The operand A: four registers for each slice of 32 columns, or a descriptor of it in shared memory."""
-    return descriptor(unit.values) if table is None else _e2m1_slices(unit.values, unit.scales, table)
+def start(sums: jax.Array | None, unit: Unit, decoded: bool) -> jax.Array:
+    """`sums` (64, n), or zeros, plus a unit times its rows, transposed: on their way, until `finish` awaits them.
+
+    A unit of MXFP4 is decoded first, while what `sums` are of is still on its way.
+    """
+    n = unit.x.shape[0]
+    given = [] if sums is None else [sums]
+    refs = [unit.values, *([unit.scales] if decoded else []), unit.x]
+    kinds = [plgpu.RefType(), plgpu.RefType(), plgpu.RefType(SWIZZLED)] if decoded else [plgpu.RefType(SWIZZLED)] * 2
+
+    @operation(
+        arg_types=(*[plgpu.Layout.WGMMA] * len(given), *kinds),
+        return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, *args: Any) -> Fragment:
+        before, (values, *scales, x) = args[: len(given)], args[len(given) :]
+        operand = _operand(Unit(values, *scales or [None], x, None), decoded)
+        like = before[0] if before else Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
+        return accumulator(like, start_product(sums_of(before[0]) if before else None, operand, descriptor(x), n))
+
+    return body(*given, *refs)
+
+
+def finish(total: jax.Array | None, sums: jax.Array) -> jax.Array:
+    """`sums`, once all products are there, plus `total`, in float32, where there is one."""
+    given = [] if total is None else [total]
+
+    @operation(
+        arg_types=(*[plgpu.Layout.WGMMA] * len(given), plgpu.Layout.WGMMA),
+        return_type=result(sums.shape, jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, *args: Fragment) -> Fragment:
+        *total, sums = args
+        found = wait(sums_of(sums), 0)
+        if total:
+            found = [arith.addf(a, b) for a, b in zip(sums_of(total[0]), found, strict=True)]
+        return accumulator(sums, found)
+
+    return body(*given, sums)
 
 
 def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
@@ -178,14 +222,14 @@ def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int
         first = size + len(values)  # the operands behind the sums
         offset = nth * _SLICE_BYTES >> 4
         if isinstance(operand, ir.Value):
-            a, name, makes = [operand], "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
+            a, kind, name, makes = [operand], "e4m3", "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
         else:
-            a, makes = operand[nth], ""
+            a, kind, makes = operand[nth], "e5m2", ""
             name = f"{{{', '.join(f'${first + 2 + i}' for i in range(4))}}}"
         text = (
             f"{{ .reg .b64 d; .reg .pred p; {makes} add.s64 d, ${first}, {offset}; "
             f"setp.ne.b32 p, ${first + 1}, 0; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{names}}}, {name}, d, p, 1, 1; }}"
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.{kind}.e4m3 {{{names}}}, {name}, d, p, 1, 1; }}"
         )
         tied = [str(i) for i in range(len(values))]
         kinds = ["l"] if len(a) == 1 else ["r"] * 4

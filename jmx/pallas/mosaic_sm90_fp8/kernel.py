@@ -34,8 +34,8 @@ from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
 from jmx.pallas.mosaic_sm90.widths import for_width
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
-from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config, parts_of
-from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, table, value_rows
+from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config
+from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, value_rows
 
 Array = Any
 _FETCH_REGISTERS = 40
@@ -88,7 +88,6 @@ class _Operands(NamedTuple):
     values: Any
     scales: Any  # that come by the unit
     by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
-    table: Any
     bias: Any
 
     @classmethod
@@ -96,8 +95,7 @@ class _Operands(NamedTuple):
         q, of_blocks = product.weight, product.format.block_size > 0
         scales, by_row = (q.scales, None) if of_blocks else (None, q.scales)
         by_block = (None, inputs.scales) if inputs.by_block else (inputs.scales, None)
-        look_up = jnp.asarray(table()) if product.format == MXFP4 else None
-        return cls(inputs.values, *by_block, q.values, scales, by_row, look_up, product.bias)
+        return cls(inputs.values, *by_block, q.values, scales, by_row, product.bias)
 
 
 class _Item(NamedTuple):
@@ -135,7 +133,8 @@ def grouped_product(
     units = -(-all_units // split_k)  # of an item; behind the weight's last one are zeros
     m_steps = -(-m_tiles // config.warpgroups_m)
     num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
-    tokens_may_be_a = inputs.by_block and product.format != MXFP4
+    decoded = product.format == MXFP4
+    tokens_may_be_a = inputs.by_block and not decoded
     tokens_may_be_a &= (num_compute, block_n, split_k) == (by_token.TILES, MAX_WIDTH, 1)
     given = _Operands.of(inputs, product)
 
@@ -169,7 +168,7 @@ def grouped_product(
                 by_row, bias = (
                     None if ref is None else fragments.load_row(ref, rows, expert, tile) for ref in (g.by_row, g.bias)
                 )
-                if product.format == MXFP4:
+                if decoded:
                     by_row = fp8.row_powers(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
                 if bias is not None and split_k > 1:
                     once = jnp.where(part == 0, jnp.float32(1), jnp.float32(0))
@@ -226,29 +225,46 @@ def grouped_product(
                         None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
                     )
 
-                def add(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
-                    totals = fp8.add_units(totals, [unit(slot) for slot in slots], g.table)
+                def add_at_once(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
+                    totals = fp8.add_units(totals, [unit(slot) for slot in slots], decoded)
                     for slot in slots:
                         plgpu.barrier_arrive(empty.at[slot])
                     return totals
 
-                num_parts = parts_of(width)
+                def add_in_turn(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
+                    (total,) = totals
+                    sums = fp8.start(total if config.own_sums else None, unit(slots[0]), decoded)
+                    for before, slot in zip(slots, slots[1:], strict=False):
+                        sums = fp8.start(sums, unit(slot), decoded)
+                        fragments.wait_for_earlier_products()
+                        plgpu.barrier_arrive(empty.at[before])
+                    total = fp8.finish(None if config.own_sums else total, sums)
+                    plgpu.barrier_arrive(empty.at[slots[-1]])
+                    return (total,)
+
+                add = add_in_turn if config.own_sums or (decoded and not inputs.by_block) else add_at_once
+                num_parts = config.parts_of(width, decoded)
                 n = width // num_parts
                 of_rows = [
                     None if row is None else [fragments.repeat(value, n) for value in row]
                     for row in (item.by_row, item.bias)
                 ]
+                chunk = n if n <= staged else staged // 2  # then one is written while the one before is sent
+                chunks = -(-n // chunk)
                 for part, total in enumerate(add_units(turn, (zeros(n),) * num_parts, add, config.units)):
                     first, count = part * n, item.count - part * n
                     if g.x_row_scales is not None:
                         total = fp8.scale_columns(total, g.x_row_scales, item.x_row + first, count)
                     outs = finish(fragments.split_rows(total), *of_rows)
-                    for chunk in range(0, n, config.staged):
-                        size = min(config.staged, n - chunk)
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        fp8.stage(out_s.at[warpgroup, pl.ds(0, size)], outs, out_columns, chunk, size)
+                    for nth in range(chunks):
+                        start = nth * chunk
+                        size, to = min(chunk, n - start), 0 if n <= staged else (part * chunks + nth) % 2 * chunk
+                        one_before = n > staged and (part > 0 or nth > 0)
+                        plgpu.wait_smem_to_gmem(int(one_before), wait_read_only=True)
+                        fp8.stage(out_s.at[warpgroup, pl.ds(to, size)], outs, out_columns, start, size)
                         plgpu.commit_smem()
-                        send(item, first + chunk, item.tile, 0, size)
+                        send(item, first + start, item.tile, to, size)
+                        plgpu.commit_smem_to_gmem_group()
 
             def multiply_by_token(turn: Array, item: _Item) -> None:
                 def add(total: Array, slots: list[Array]) -> Array:
@@ -274,11 +290,12 @@ def grouped_product(
                 plgpu.commit_smem()
                 for nth in range(by_token.TILES):
                     send(item, warpgroup * TILE, tile + nth, nth * TILE, TILE)
+                plgpu.commit_smem_to_gmem_group()
 
             def finish(sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
                 """Outputs of sums; all are own elements of first and of second rows."""
                 outs = [*sums]
-                if product.format == MXFP4:
+                if decoded:
                     outs = [out * 2.0**-RAISED for out in outs]
                 if by_row is not None:
                     outs = [out * row for out, row in zip(outs, by_row, strict=True)]
@@ -289,14 +306,15 @@ def grouped_product(
                     outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
                 return [out.astype(product.dtype) for out in outs]
 
-            def send(item: _Item, first: Array | int, tile: Array, staged: int, size: int) -> None:
+            def send(item: _Item, first: Array | int, tile: Array, at: int, size: int) -> None:
                 """Of a block's and a tile's outputs `size` rows from `first` on, by 8, which are in shared memory from
-                `staged` on. They go while the next item is computed."""
+                `at` on. They go while the next item is computed, as one group once that is committed."""
                 row, count = lax.div(item.out_row, 8) * 8 + first, item.count - first  # by 8, for TMA to see
 
                 def copy(start: int, rows_: int) -> None:
-                    at = pl.ds(row + start, rows_), pl.ds(tile * out_columns, out_columns)
-                    plgpu.copy_smem_to_gmem(out_s.at[warpgroup, pl.ds(staged + start, rows_)], out_g.at[*at])
+                    here = out_s.at[warpgroup, pl.ds(at + start, rows_)]
+                    there = out_g.at[pl.ds(row + start, rows_), pl.ds(tile * out_columns, out_columns)]
+                    plgpu.copy_smem_to_gmem(here, there, commit_group=False)
 
                 whole = count > size - 8
                 pl.when(whole)(partial(copy, 0, size))
@@ -372,16 +390,17 @@ def grouped_product(
                 pl.when(warp == 0)(lambda: each_stage(fetch_weights))
                 pl.when(warp == 1)(lambda: each_stage(fetch_rows))
 
-    values, scales, swizzled = product.weight.values, given.scales, product.format != MXFP4
+    values, scales = product.weight.values, given.scales
     value_stages = (num_stages, config.warpgroups_m, per_unit, values.shape[-1])
     stages = [
         plgpu.SMEM((num_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
-        plgpu.SMEM(value_stages, values.dtype, transforms=fp8.SWIZZLED if swizzled else ()),
+        plgpu.SMEM(value_stages, values.dtype, transforms=() if decoded else fp8.SWIZZLED),
         None if scales is None else plgpu.SMEM((num_stages, config.warpgroups_m, 1, scales.shape[-1]), scales.dtype),
         plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if inputs.by_block else None,
     ]
     there = [stage for stage in stages if stage is not None]
     out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
+    staged = min(block_n, config.staged_bytes // (out_columns * jnp.dtype(product.dtype).itemsize))
     out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
     kernel = plgpu.kernel(
         body,
@@ -392,7 +411,7 @@ def grouped_product(
         thread_name="warpgroup",
         scratch_types=[
             *there,
-            plgpu.SMEM((num_compute, config.staged, out_columns), product.dtype, transforms=out_transforms),
+            plgpu.SMEM((num_compute, staged, out_columns), product.dtype, transforms=out_transforms),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=len(there)),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
             plgpu.Barrier(num_barriers=2, num_arrivals=1),

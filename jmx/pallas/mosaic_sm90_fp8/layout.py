@@ -1,4 +1,4 @@
-"""The layout `mosaic_sm90_fp8`: e4m3 weights, and MXFP4 ones that become e4m3, as Hopper's FP8 tensor cores want them.
+"""The layout `mosaic_sm90_fp8`: e4m3 weights, and MXFP4 ones that become e5m2, as Hopper's FP8 tensor cores want them.
 
 A weight (N, K) is cut into units of 64 rows by 128 columns: the A operand of four `wgmma.m64nNk32`. Units that follow
 each other along the columns lie one behind the other.
@@ -13,10 +13,9 @@ each other along the columns lie one behind the other.
 Then a magnitude is a byte that `prmt` looks up in a table of eight, and a sign a bit that is in place, or 4 beside it.
 
 MXFP4's scales fold into the elements. Of a row with the largest scale code m, blocks of zeros apart, a block with code
-c holds elements times 2^(6 - (m - c)), as e4m3, and the row's results are multiplied by 2^(m - 127 - 6). All e2m1
-elements times 2^6 to 2^-8 are e4m3, so this is exact for codes down to m - 14. Smaller ones are rounded to a multiple
-of 2^-9, to nearest, ties to even, and so lose less than 2^-16 of the row's largest possible weight. `prepare` warns of
-them.
+c holds elements times 2^(13 - (m - c)), as e5m2, and the row's results are multiplied by 2^(m - 127 - 13). All e2m1
+elements times 2^13 to 2^-13 are normal numbers of e5m2, so this is exact for codes down to m - 26. Smaller ones become
+zeros: they are less than 2^-26 of the row's largest possible weight. `prepare` warns of them.
 
 A unit's scales are the distances m - c, a byte for each row and 32 columns: for each four lanes those of their first
 row, then of their second. Behind the last unit of a row of tiles comes one more chunk like theirs, with the rows' m,
@@ -47,8 +46,8 @@ from jmx.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.layout import VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
 
 UNIT_COLUMNS = 128
-RAISED = 6  # elements of a row's largest block are multiplied by two to this power
-EXACT_BELOW = 15  # blocks whose code is less far below the row's largest lose nothing
+RAISED = 13  # elements of a row's largest block are multiplied by two to this power
+EXACT_BELOW = 27  # blocks whose code is less far below the row's largest lose nothing
 _SLICES = UNIT_COLUMNS // 32
 _MAGNITUDES = np.uint8(0x77)  # of two codes of e2m1
 _NAN = 255
@@ -70,11 +69,13 @@ def num_units(spec: WeightSpec) -> int:
     return -(-spec.shape[1] // UNIT_COLUMNS)
 
 
-def table() -> np.ndarray[Any, Any]:
-    """uint32 (256, 2): for each distance below the row's largest code the eight magnitudes as bytes of e4m3."""
+def magnitudes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The eight magnitudes in a row's largest block as bytes of e5m2, and by how much they fall with each step that a
+    block's code is below: by one of the exponent. Both uint32 (2,)."""
     elements = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    factors = 2.0 ** (RAISED - np.arange(256, dtype=np.float64))
-    return (elements * factors[:, None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint32)
+    largest = (elements * 2.0**RAISED).astype(ml_dtypes.float8_e5m2)
+    steps = np.where(elements > 0, 1 << ml_dtypes.finfo(largest.dtype).nmant, 0).astype(np.uint8)
+    return largest.view(np.uint32), steps.view(np.uint32)
 
 
 # Values: bytes (N, K * bits / 8) <-> (row tiles, units * value_rows, 256 or 128)

@@ -1,4 +1,4 @@
-"""Rounds rows to e4m3 on the way to `kernel`: gathered, padded, and with their scales, in one launch.
+"""Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales, in one launch.
 
 A Pallas Mosaic GPU kernel in which every warpgroup takes a row: it loads all of it at once, finds the largest
 magnitude, across warps by way of shared memory, then divides and rounds what it still has in registers. So a row takes
@@ -11,6 +11,7 @@ quotient, unless a remainder underflows. So small scales are raised by 2^64, wit
 underflows then rounds to zero. `div.rn` takes twice as many instructions, and a branch.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,30 +79,39 @@ _ROUND = (
 
 
 def quantize(
-    x: jax.Array, columns: int, format: InputFormat, static_scale: jax.Array | None, index: jax.Array | None
+    x: jax.Array,
+    columns: int,
+    format: InputFormat,
+    static_scale: jax.Array | None,
+    row_of: jax.Array | None = None,
+    num_rows: int | None = None,
 ) -> Inputs:
-    """Rows of x in `format`.
+    """Rows of x in `format`, each rounded once and written to every place that it has.
 
     Args:
         x: bfloat16, float16 or float32 (T, C), C a multiple of 8.
         columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
         format: of e4m3.
         static_scale: float32 (), where `format` is static; None elsewhere.
-        index: int32 (R,) rows of x, which must be within it; None: all.
+        row_of: int32 (T, k), the rows of the result that each row of x goes to, of which negative ones are none; None:
+            its own.
+        num_rows: R, of the result, where `row_of` is given. Rows that it does not name may hold anything.
     """
-    num_rows = x.shape[0] if index is None else index.shape[0]
+    if row_of is None:
+        num_rows = x.shape[0]
+    assert num_rows is not None
     padded = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
     scale_rows = -(-num_rows // 4) * 4  # whole 16 bytes, for TMA
     by_block = isinstance(format.block_size, int)
     scales = (columns // UNIT_COLUMNS, scale_rows) if by_block else (num_rows,)
-    given = [x, *([] if index is None else [index]), *([] if static_scale is None else [static_scale.reshape(1)])]
+    given = [x, *([] if row_of is None else [row_of]), *([] if static_scale is None else [static_scale.reshape(1)])]
 
     def body(*refs: Any) -> None:
         x_g, *rest = refs
-        index_g = None if index is None else rest.pop(0)
+        row_of_g = None if row_of is None else rest.pop(0)
         static_g = None if static_scale is None else rest.pop(0)
         row = partial(_round_row, x.dtype, columns, padded, format)
-        row(lax.axis_index("row"), x_g, index_g, static_g, *rest)
+        row(lax.axis_index("row"), x_g, row_of_g, static_g, *rest)
 
     kernel = plgpu.kernel(
         body,
@@ -109,7 +119,7 @@ def quantize(
             jax.ShapeDtypeStruct((num_rows, padded), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct(scales, jnp.float32),
         ],
-        grid=(num_rows,),
+        grid=(x.shape[0],),
         grid_names=("row",),
         scratch_types=[plgpu.SMEM((_WARPS,), jnp.int32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -122,20 +132,27 @@ def _run(text: str, *operands: ir.Value) -> ir.Value:
 
 
 def _round_row(dtype: Any, columns: int, padded: int, format: InputFormat, row: jax.Array, *refs: Any) -> None:
-    """What a warpgroup does. `refs`: x, rows to take or None, static scale or None, values and scales to write, and
-    int32 (_WARPS,) of shared memory."""
+    """What a warpgroup does. `refs`: x, where its rows go or None, static scale or None, values and scales to write,
+    and int32 (_WARPS,) of shared memory."""
     there = [ref is not None for ref in refs]
     refs = tuple(ref for ref in refs if ref is not None)
 
     @operation(arg_types=(SCALAR, *[plgpu.RefType()] * len(refs)))
     def body(_: Any, row: Fragment, *given: ir.Value) -> None:
         rest, number = [*given], row.registers.item()
-        x, index, static, *written = (rest.pop(0) if one else None for one in there)
-        source = number if index is None else llvm.load(i32(), address_of(index, wide(number), i32()))
+        x, row_of, static, *written = (rest.pop(0) if one else None for one in there)
+        rows = [number] if row_of is None else _row_of(row_of, number)
         given_scale = None if static is None else _in_range(static, format)
-        _Row(np.dtype(dtype), columns, padded, format, x, *written, number, source).round(given_scale)
+        _Row(np.dtype(dtype), columns, padded, format, x, *written, number, rows).round(given_scale)
 
     body(row, *refs)
+
+
+def _row_of(row_of: ir.Value, number: ir.Value) -> list[ir.Value]:
+    _, places = ir.MemRefType(row_of.type).shape
+    first = arith.muli(wide(number), constant(places, i64()))
+    at = (arith.addi(first, constant(nth, i64())) for nth in range(places))
+    return [llvm.load(i32(), address_of(row_of, one, i32())) for one in at]
 
 
 def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
@@ -153,7 +170,7 @@ class _Row:
 
     def __init__(self, dtype: Any, columns: int, padded: int, format: InputFormat, *refs_and_rows: Any):
         self.dtype, self.columns, self.padded, self.format = dtype, columns, padded, format
-        self.x, self.values, self.scales, self.of_warps, self.row, source = refs_and_rows
+        self.x, self.values, self.scales, self.of_warps, source, self.rows = refs_and_rows
         # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
         self.first = _run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
         _, stride = ir.MemRefType(self.x.type).shape
@@ -234,18 +251,23 @@ class _Row:
         scale = arith.maxui(scale, constant(_LEAST_SCALE))
         return arith.select(finite, scale, constant(_NAN)), finite
 
+    def _each_row(self, store: Callable[[ir.Value], None]) -> None:
+        """`store` with every row of the result that there is, as 64 bits."""
+        for row in self.rows:
+            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, row, constant(0))):
+                store(wide(row))
+
     def _store_scale(self, scale: ir.Value, piece: int | None) -> None:
         if piece is None:
             with utils.when(less(thread_index(), constant(1))):
-                llvm.store(scale, address_of(self.scales, wide(self.row), i32()))
+                self._each_row(lambda row: llvm.store(scale, address_of(self.scales, row, i32())))
             return
         _, rows = ir.MemRefType(self.scales.type).shape
         column = self._column(piece)
         leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(column, constant(UNIT_COLUMNS)), constant(0))
         with utils.when(arith.andi(leads, less(column, constant(self.columns)))):
-            block = arith.divui(column, constant(UNIT_COLUMNS))
-            at = arith.addi(wide(arith.muli(block, constant(rows))), wide(self.row))
-            llvm.store(scale, address_of(self.scales, at, i32()))
+            block = wide(arith.muli(arith.divui(column, constant(UNIT_COLUMNS)), constant(rows)))
+            self._each_row(lambda row: llvm.store(scale, address_of(self.scales, arith.addi(block, row), i32())))
 
     def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
         """Rounds. `finite`: whether the scale's elements are; None where the scale does not come from them.
@@ -255,9 +277,13 @@ class _Row:
         column = self._column(piece)
         with utils.when(less(column, constant(self.padded))):
             two = pair(*self._rounded(words, scale, finite))
-            at = arith.addi(arith.muli(wide(self.row), constant(self.padded, i64())), wide(column))
             i8 = ir.IntegerType.get_signless(8)
-            llvm.store(two, address_of(self.values, at, i8), alignment=8)
+
+            def store(row: ir.Value) -> None:
+                at = arith.addi(arith.muli(row, constant(self.padded, i64())), wide(column))
+                llvm.store(two, address_of(self.values, at, i8), alignment=8)
+
+            self._each_row(store)
 
     def _rounded(self, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> list[ir.Value]:
         """Two words of four elements each."""
