@@ -212,12 +212,12 @@ def unsorted(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     return (single if expert_ids.shape[0] == 1 else few)(expert_ids, num_experts, align)
 
 
-def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> Work:
+def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1, *, whole: bool = False) -> Work:
     """Assignments of `expert_ids` (T, k), of any integer dtype, sorted by expert and cut into blocks of `block_m` rows.
 
     Blocks read and write the same rows: those of the sorted order, where each expert's rows begin at a multiple of
-    `align`. What is left between experts reads token 0. An expert's blocks differ by `align` rows at most; `block_m`
-    is a multiple of `align`, a power of two.
+    `align`. What is left between experts reads token 0. An expert's blocks differ by `align` rows at most, or are all
+    `whole` but the last one; `block_m` is a multiple of `align`, a power of two.
     """
     top_k = expert_ids.shape[1]
     keys = _keys(expert_ids.reshape(-1), num_experts)
@@ -230,7 +230,7 @@ def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1) -> W
     token_of_row = token_of_row.at[jnp.where(inside, rows, num_rows)].set(
         jnp.arange(keys.size, dtype=jnp.int32) // top_k, mode="drop"
     )
-    blocks = _cut(sizes[:num_experts], starts[:num_experts], keys.size, block_m, align)
+    blocks = _cut(sizes[:num_experts], starts[:num_experts], keys.size, block_m, align, whole)
     return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
 
 
@@ -290,10 +290,10 @@ def combine(parts: Array, work: Work, weights: Array | None) -> Array:
 
 def cut(sizes: Array, num_assignments: int, block_m: int) -> Blocks:
     """Cuts groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks`."""
-    return _cut(sizes, _sums_below(sizes), num_assignments, block_m, 1)
+    return _cut(sizes, _sums_below(sizes), num_assignments, block_m, 1, whole=False)
 
 
-def _cut(sizes: Array, starts: Array, num_assignments: int, block_m: int, align: int) -> Blocks:
+def _cut(sizes: Array, starts: Array, num_assignments: int, block_m: int, align: int, whole: bool) -> Blocks:
     """`cut` of groups that start at given rows, into blocks of multiples of `align` rows but for a group's last one."""
     (num_experts,) = sizes.shape
     per_expert = -(-sizes // block_m)
@@ -309,6 +309,8 @@ def _cut(sizes: Array, starts: Array, num_assignments: int, block_m: int, align:
     # The first blocks of an expert have `align` rows more than its others where they do not divide.
     before = (nth * (units // shares) + jnp.minimum(nth, units % shares)) * align
     here = (units // shares + (nth < units % shares)) * align
+    if whole:
+        before, here = nth * block_m, block_m
     rows = starts[experts] + before
     counts = jnp.where(index < num_blocks, jnp.minimum(here, size - before), 0)
     return Blocks(experts, rows, rows, counts, num_blocks)

@@ -20,7 +20,7 @@ some = settings(max_examples=15)  # shapes are drawn from few values: each compi
 jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(cut, static_argnums=(1, 2))
 jitted_few = jax.jit(partial(few, align=8), static_argnums=1)
-jitted_many = jax.jit(many, static_argnums=(1, 2, 3))
+jitted_many = jax.jit(many, static_argnums=(1, 2, 3), static_argnames="whole")
 
 tokens = st.sampled_from([0, 1, 7, 64, 90])
 slots = st.sampled_from([1, 3])
@@ -92,11 +92,19 @@ def test_blocks_of_one_expert_are_near_equal():
 
 
 @some
-@given(seeds, tokens.filter(bool), slots, experts, ranges, st.sampled_from([(1, 1), (16, 1), (8, 8), (256, 8)]))
-def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, cut):
+@given(
+    seeds,
+    tokens.filter(bool),
+    slots,
+    experts,
+    ranges,
+    st.sampled_from([(1, 1), (16, 1), (8, 8), (256, 8)]),
+    st.booleans(),
+)
+def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_experts, where, cut, whole):
     block_m, align = cut
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
-    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, block_m, align))
+    work = jax.tree.map(np.asarray, jitted_many(ids, num_experts, block_m, align, whole=whole))
     inside = (ids >= 0) & (ids < num_experts)
     assert work.row_of.dtype == work.token_of_row.dtype == np.int32
     assert (work.row_of[~inside] == -1).all()
@@ -114,6 +122,9 @@ def test_many_leads_tokens_into_rows_and_back(seed, num_tokens, top_k, num_exper
     for expert, row, n in zip(*(array[real] for array in (work.blocks.experts, *work.blocks[2:4])), strict=True):
         expert_of_row[row : row + n] = expert
     np.testing.assert_array_equal(expert_of_row[rows], ids[inside])
+    if whole:
+        followed = work.blocks.experts[real][:-1] == work.blocks.experts[real][1:]
+        assert (work.blocks.counts[real][:-1][followed] == block_m).all()
 
 
 def assert_few(work, ids, num_experts):

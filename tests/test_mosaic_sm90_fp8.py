@@ -260,8 +260,8 @@ def test_configurations_fit(name):
 
 def shape_of(tokens, name="mxfp4", num_cores=132):
     """gpt-oss-20b's."""
-    by_block = name == "fp8_block"
-    return Shape(unit_bytes(FORMATS[name]), name == "mxfp4", by_block, tokens, 4, 32, (90, 45), (23, 23), num_cores)
+    scales = [name == "fp8_block"] * 2
+    return Shape(unit_bytes(FORMATS[name]), name == "mxfp4", *scales, tokens, 4, 32, (90, 45), (23, 23), num_cores)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_computations(change, rng):
     "config",
     [
         *(Config(n, m, u, 4) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
-        *(Config(208, m, u, 4) for m in (1, 2) for u in (1, 2)),
+        *(Config(n, m, u, 4, 1, own) for n, own in ((176, False), (208, True)) for m in (1, 2) for u in (1, 2, 4)),
         *(Config(n, m, u, 4) for n, m, u in ((64, 3, 2), (24, 3, 4), (40, 4, 2), (8, 4, 3), (24, 5, 2))),
         *(Config(16, m, 2, 4, split) for m in (1, 3, 5) for split in (2, 3)),
     ],
@@ -381,6 +381,8 @@ def test_computations(change, rng):
 )
 @pytest.mark.parametrize(("format", "input_format", "sizes"), [PAIRS[0], PAIRS[4], PAIRS[5]])
 def test_every_way_to_cut(format, input_format, sizes, config, rng):
+    if config.own_sums and "fp8_block" in (format, input_format):
+        config = dataclasses.replace(config, own_sums=False)
     case = suited("mosaic_fp8", Case(tokens=200, format=format, input_format=input_format, dtype="bfloat16", **sizes))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     with tuning.override("mosaic_fp8", config):
@@ -406,18 +408,22 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("change", "units"),
+    ("change", "config"),
     [
-        ({}, 2),
-        ({"order": "concatenated", "bias": NEITHER}, 1),
-        ({"activation": ReLU2(), "order": None}, 2),
-        ({"dtype": "float16", "activation": SiLUAndMul(), "hidden": 256}, 3),
-        ({"format": "fp8_channel"}, 2),
-        ({"format": "fp8_tensor", "bias": NEITHER}, 2),
+        ({}, Config(128, 2, 2, 4)),
+        ({}, Config(256, 2, 1, 4)),
+        ({"order": "concatenated", "bias": NEITHER}, Config(128, 2, 1, 4)),
+        ({"order": "concatenated", "bias": NEITHER}, Config(256, 2, 1, 3)),
+        ({"activation": ReLU2(), "order": None}, Config(256, 2, 2, 4)),
+        ({"dtype": "float16", "activation": SiLUAndMul(), "hidden": 256}, Config(128, 2, 3, 4)),
+        ({"dtype": "float16", "activation": SiLUAndMul(), "hidden": 256}, Config(256, 2, 1, 4)),
+        ({"format": "fp8_channel"}, Config(128, 2, 2, 4)),
+        ({"format": "fp8_channel"}, Config(256, 2, 1, 4)),
+        ({"format": "fp8_tensor", "bias": NEITHER}, Config(256, 2, 1, 4)),
     ],
     ids=str,
 )
-def test_blocks_with_tokens_as_the_operand_a(change, units, rng):
+def test_blocks_with_tokens_as_the_operand_a(change, config, rng):
     """Those of more than 96 rows, where tiles' rows share scales, and beside them all others."""
     case = Case(tokens=500, format="fp8_block", input_format="fp8_block", dtype="bfloat16", num_experts=4, top_k=1)
     case = suited("mosaic_fp8", dataclasses.replace(case, **{"hidden": 384, "intermediate": 384, **change}))
@@ -427,10 +433,10 @@ def test_blocks_with_tokens_as_the_operand_a(change, units, rng):
         given += [shared_by(rng, weights, slice(0, last)) for last in (4, 2)]
     for weights in given:
         experts = weights.experts(case)
-        for counts in [(97, 128, 65, 110), (127, 1, 96, 120), (0, 300, 104, 96)]:
+        for counts in [(97, 128, 65, 110), (129, 1, 96, 256), (0, 300, 104, 96)]:
             ids = np.repeat([0, 1, 2, 3, -1], [*counts, case.tokens - sum(counts)])
             routing = Routing(rng.permutation(ids)[:, None].astype(np.int32), np.ones((case.tokens, 1), np.float32))
-            with tuning.override("mosaic_fp8", Config(128, 2, units, 4)):
+            with tuning.override("mosaic_fp8", config):
                 y, again = (call("mosaic_fp8", case, experts, x, routing) for _ in range(2))
             np.testing.assert_array_equal(again, y)
             assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
@@ -445,6 +451,25 @@ def shared_by(rng, weights, experts):
         return q._replace(scales=scales)
 
     return weights._replace(gate_up=role(weights.gate_up), down=role(weights.down))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_channel"])
+def test_tokens_have_the_same_bits_whichever_operand_they_are(format, rng):
+    case = Case(tokens=400, format=format, input_format="fp8_block", dtype="bfloat16", num_experts=2, top_k=1)
+    case = suited("mosaic_fp8", dataclasses.replace(case, hidden=384, intermediate=384))
+    weights, x = draw_weights(rng, case), draw_x(rng, case)
+    if format == "fp8_block":
+        weights = shared_by(rng, weights, slice(0, 2))
+    for most in (128, 256):
+        found = []
+        for count in (40, 120, 250):  # of the first expert: transposed, and in one part and in two of them not
+            ids = (np.arange(case.tokens) >= count).astype(np.int32)[:, None]
+            routing = Routing(ids, np.ones((case.tokens, 1), np.float32))
+            with tuning.override("mosaic_fp8", Config(most, 2, 1, 4)):
+                found.append(call("mosaic_fp8", case, weights.experts(case), x, routing)[:40])
+        np.testing.assert_array_equal(found[1], found[0])
+        np.testing.assert_array_equal(found[2], found[0])
 
 
 @pytest.mark.gpu

@@ -93,7 +93,8 @@ class MosaicSm90Fp8:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
             rows, row_of, num_rows = x, None, work.blocks.experts.size * work.blocks.out_rows
         else:
-            work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
+            whole = _shape(problem, environment).tokens_as_a and config.tokens_may_be_a
+            work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT, whole=whole)
             assert work.token_of_row is not None
             rows, row_of, num_rows = x, work.row_of, work.token_of_row.size
             if on_input:  # an expert's inputs are then its own
@@ -121,13 +122,14 @@ class MosaicSm90Fp8:
 
 
 def _shape(problem: Problem, environment: Environment) -> Shape:
-    by_block = formats.FP8_BLOCK.name == problem.format or inputs.FP8_BLOCK.name == problem.input_format
+    decoded, blocks_of_inputs = problem.format == formats.MXFP4.name, problem.input_format == inputs.FP8_BLOCK.name
+    by_block = blocks_of_inputs or problem.format == formats.FP8_BLOCK.name
     sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
-    decoded, cores = problem.format == formats.MXFP4.name, environment.core_count or 1
-    return Shape(_unit_bytes(problem), decoded, by_block, *sizes, tiles, units, cores)
+    scales = by_block, blocks_of_inputs and not decoded
+    return Shape(_unit_bytes(problem), decoded, *scales, *sizes, tiles, units, environment.core_count or 1)
 
 
 def _unit_bytes(problem: Problem) -> int:

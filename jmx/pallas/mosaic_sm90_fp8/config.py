@@ -22,6 +22,7 @@ _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
+_WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
 
 
@@ -105,6 +106,11 @@ class Config:
         most = MAX_BLOCK_N if self.own_sums else _MAX_DECODED if decoded else MAX_WIDTH
         return -(-width // most)
 
+    @property
+    def tokens_may_be_a(self) -> bool:
+        """Whether blocks are such that tokens may be the operand A, for which see `token_fragments`."""
+        return self.warpgroups_m == 2 and self.block_n % MAX_WIDTH == 0
+
     def check(self, shape: "Shape") -> None:
         """Raises ValueError unless it can run the shape."""
         self.check_memory(shape.unit_bytes)
@@ -114,9 +120,7 @@ class Config:
             most = MAX_OWN_UNITS * ROW_BYTES
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False for more than {most} columns")
         if shape.decoded and self.parts_of(self.block_n, decoded=True) > 1:
-            raise ValueError(
-                f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for MXFP4 without `own_sums`"
-            )
+            raise ValueError(f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for MXFP4 without `own_sums`")
 
     def check_memory(self, unit_bytes: int) -> None:
         """Raises ValueError unless shared memory holds the stages."""
@@ -146,6 +150,7 @@ class Shape(NamedTuple):
         unit_bytes: of a unit of the weight.
         decoded: whether its elements become e4m3 in registers.
         by_block: whether scales, of weights or inputs, belong to 128 columns.
+        tokens_as_a: whether those of inputs do, and weights are e4m3: then tokens may be the operand A.
         num_tokens, top_k, num_experts: of the layer.
         tiles, units: of 64 rows, and of 128 columns, that `gate_up` and `down` have.
         num_cores: multiprocessors.
@@ -154,6 +159,7 @@ class Shape(NamedTuple):
     unit_bytes: int
     decoded: bool
     by_block: bool
+    tokens_as_a: bool
     num_tokens: int
     top_k: int
     num_experts: int
@@ -172,7 +178,8 @@ class Shape(NamedTuple):
         most = int(self.rows + 3 * sqrt(self.rows))
         step = 8 if most <= MAX_WIDTH else 16
         # Where a unit's sums are scaled and added up by themselves, that has to run beside the products.
-        return min(max(8, -(-most // step) * step), MAX_WIDTH if self.by_block else MAX_BLOCK_N)
+        large = self.rows >= _WHOLE_BLOCKS * MAX_BLOCK_N if self.tokens_as_a else not self.by_block
+        return min(max(8, -(-most // step) * step), MAX_BLOCK_N if large else MAX_WIDTH)
 
     @property
     def sums_may_be_own(self) -> bool:
@@ -191,7 +198,7 @@ def heuristic(shape: Shape) -> Config:
     if shape.block_n > MAX_WIDTH:
         own_sums = shape.decoded and shape.sums_may_be_own
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
-        return deepest(shape.unit_bytes, block_n, 2, 2, own_sums=own_sums)
+        return deepest(shape.unit_bytes, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
     return deepest(shape.unit_bytes, *min(cuts, key=lambda cut: _cost(shape, *cut)))
 
@@ -224,7 +231,8 @@ def candidates(shape: Shape) -> list[Config]:
     else:  # scaled beside products, sums of two parts do not fit registers
         large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
     many = itertools.product(large, (2,), units)
-    own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4), (1,), (True,)) if shape.sums_may_be_own else []
+    own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
     cuts = [*_cuts(shape)] if shape.block_n <= MAX_WIDTH else []
-    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many, *own))
-    return list(dict.fromkeys((heuristic(shape), *configs)))
+    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many))
+    with_own_sums = (deepest(shape.unit_bytes, *cut, own_sums=True) for cut in own)
+    return list(dict.fromkeys((heuristic(shape), *configs, *with_own_sums)))

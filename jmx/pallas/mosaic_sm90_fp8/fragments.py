@@ -4,6 +4,7 @@ As in `mosaic_sm90.fragments`, whose words these are: a thread's *first* and *se
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -175,7 +176,7 @@ def start(sums: jax.Array | None, unit: Unit, decoded: bool) -> jax.Array:
     )
     def body(_: Any, *args: Any) -> Fragment:
         before, (values, *scales, x) = args[: len(given)], args[len(given) :]
-        operand = _operand(Unit(values, *scales or [None], x, None), decoded)
+        operand = _operand(Unit(values, scales[0] if scales else None, x, None), decoded)
         like = before[0] if before else Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
         return accumulator(like, start_product(sums_of(before[0]) if before else None, operand, descriptor(x), n))
 
@@ -299,12 +300,11 @@ def _added(
 
 
 def plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Value:
+    """`total` plus `product` times the factors' product: like this, whichever of the two operands is the tokens."""
     if not factors:
         return arith.addf(total, product)
-    *others, last = factors
-    for factor in others:
-        product = arith.mulf(product, factor)
-    return utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", product, last, total, result_types=f32())
+    factor = reduce(arith.mulf, factors)
+    return utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", product, factor, total, result_types=f32())
 
 
 def row_powers(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,6 +18,7 @@ has to be there as a whole.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
 from jmx.pallas.mosaic_sm90.widths import for_width
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
-from jmx.pallas.mosaic_sm90_fp8.config import MAX_WIDTH, Config
+from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, value_rows
 
 Array = Any
@@ -134,8 +135,9 @@ def grouped_product(
     m_steps = -(-m_tiles // config.warpgroups_m)
     num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
     decoded = product.format == MXFP4
-    tokens_may_be_a = inputs.by_block and not decoded
-    tokens_may_be_a &= (num_compute, block_n, split_k) == (by_token.TILES, MAX_WIDTH, 1)
+    out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
+    staged = min(block_n, config.staged_bytes // (out_columns * jnp.dtype(product.dtype).itemsize))
+    tokens_may_be_a = inputs.by_block and not decoded and split_k == 1 and config.tokens_may_be_a and staged >= TILE
     given = _Operands.of(inputs, product)
 
     def body(*refs: Any) -> None:
@@ -187,7 +189,10 @@ def grouped_product(
                 following = look_up(turn + 1)
                 transposed = partial(for_width, config.widths, item.count, partial(multiply, turn, item))
                 if tokens_may_be_a:
-                    pl.when(item.tokens_are_a)(partial(multiply_by_token, turn, item))
+                    for parts in range(1, block_n // by_token.BOTH + 1):
+                        less, more = (item.count > n * by_token.BOTH for n in (parts - 1, parts))
+                        one = partial(multiply_by_token, turn, item, parts)
+                        pl.when(item.tokens_are_a & less & ~more)(one)
                     pl.when(~item.tokens_are_a)(transposed)
                 else:
                     transposed()
@@ -234,7 +239,7 @@ def grouped_product(
                 def add_in_turn(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
                     (total,) = totals
                     sums = fp8.start(total if config.own_sums else None, unit(slots[0]), decoded)
-                    for before, slot in zip(slots, slots[1:], strict=False):
+                    for before, slot in pairwise(slots):
                         sums = fp8.start(sums, unit(slot), decoded)
                         fragments.wait_for_earlier_products()
                         plgpu.barrier_arrive(empty.at[before])
@@ -266,31 +271,38 @@ def grouped_product(
                         send(item, first + start, item.tile, to, size)
                         plgpu.commit_smem_to_gmem_group()
 
-            def multiply_by_token(turn: Array, item: _Item) -> None:
-                def add(total: Array, slots: list[Array]) -> Array:
+            def multiply_by_token(turn: Array, item: _Item, parts: int) -> None:
+                mine = [part * by_token.BOTH + warpgroup * TILE for part in range(parts)]
+
+                def add(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
                     (slot,) = slots
                     here = (values_s, scales_s, x_s, x_scales_s)
                     unit = fp8.Unit(*(None if ref is None else ref.at[slot] for ref in here))
-                    plgpu.barrier_wait(turns.at[warpgroup])
-                    sums = by_token.multiply(unit, warpgroup)
-                    plgpu.barrier_arrive(turns.at[1 - warpgroup])
-                    total = by_token.add(total, sums, unit, warpgroup)
+                    new = []
+                    for first, total in zip(mine, totals, strict=True):
+                        plgpu.barrier_wait(turns.at[warpgroup])
+                        sums = by_token.multiply(unit, first)
+                        plgpu.barrier_arrive(turns.at[1 - warpgroup])
+                        new.append(by_token.add(total, sums, unit, first))
                     plgpu.barrier_arrive(empty.at[slot])
-                    return total
+                    return tuple(new)
 
-                total = add_units(turn, zeros(by_token.WIDTH), add, 1)
+                totals = add_units(turn, (zeros(by_token.WIDTH),) * parts, add, 1)
                 block, tile, _ = place(turn)
-                of_rows = (
+                of_rows = [
                     None if ref is None else by_token.load_rows(ref, rows, work.experts[block], tile)
                     for ref in (g.by_row, g.bias)
-                )
-                outs = finish(by_token.split_rows(total), *of_rows)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                by_token.stage(out_s.at[warpgroup], outs, out_columns)
-                plgpu.commit_smem()
-                for nth in range(by_token.TILES):
-                    send(item, warpgroup * TILE, tile + nth, nth * TILE, TILE)
-                plgpu.commit_smem_to_gmem_group()
+                ]
+                before = min(staged // TILE, by_token.TILES) - 1  # tiles that may be on their way beside one
+                for part, (first, total) in enumerate(zip(mine, totals, strict=True)):
+                    outs = finish(by_token.split_rows(total), *of_rows)
+                    for nth in range(by_token.TILES):
+                        to = nth * before * TILE
+                        plgpu.wait_smem_to_gmem(before if part or nth else 0, wait_read_only=True)
+                        by_token.stage(out_s.at[warpgroup, pl.ds(to, TILE)], outs, out_columns, nth)
+                        plgpu.commit_smem()
+                        send(item, first, tile + nth, to, TILE)
+                        plgpu.commit_smem_to_gmem_group()
 
             def finish(sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
                 """Outputs of sums; all are own elements of first and of second rows."""
@@ -399,8 +411,6 @@ def grouped_product(
         plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if inputs.by_block else None,
     ]
     there = [stage for stage in stages if stage is not None]
-    out_columns = TILE if rows.gate_up_order is None else GATED_ROWS
-    staged = min(block_n, config.staged_bytes // (out_columns * jnp.dtype(product.dtype).itemsize))
     out_transforms = fp8.swizzled_rows(out_columns, product.dtype)
     kernel = plgpu.kernel(
         body,

@@ -251,7 +251,7 @@ class _Row:
         scale = arith.maxui(scale, constant(_LEAST_SCALE))
         return arith.select(finite, scale, constant(_NAN)), finite
 
-    def _each_row(self, store: Callable[[ir.Value], None]) -> None:
+    def _each_row(self, store: Callable[[ir.Value], Any]) -> None:
         """`store` with every row of the result that there is, as 64 bits."""
         for row in self.rows:
             with utils.when(arith.cmpi(arith.CmpIPredicate.sge, row, constant(0))):

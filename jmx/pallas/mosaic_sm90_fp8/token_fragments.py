@@ -58,6 +58,7 @@ from jmx.pallas.mosaic_sm90_fp8.fragments import (
 TILES = 2  # of the weight in a stage
 TOKENS = TILE  # of a warpgroup
 WIDTH = TILES * TILE  # rows of the weight in a stage
+BOTH = TILES * TOKENS  # of both warpgroups
 _SUMS = result((TOKENS, WIDTH), jnp.float32, plgpu.Layout.WGMMA)
 _SIZE = row_size(WIDTH)  # of an array of a thread's own elements: either its first rows or its second ones
 
@@ -73,32 +74,33 @@ def _column() -> ir.Value:
     return arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
 
 
-def multiply(unit: Unit, warpgroup: jax.Array) -> jax.Array:
-    """The warpgroup's tokens of a unit times its rows, float32 (64, 128): on their way, until `add` awaits them.
+def multiply(unit: Unit, first: jax.Array) -> jax.Array:
+    """64 tokens of a unit times its rows, float32 (64, 128): on their way, until `add` awaits them.
 
     Args:
-        unit: of both tiles: `values` uint8 (2, 64, 128), `scales` (2, 1, 64) floats or None, `x` (128, 128) e4m3,
-            `x_scales` (128,).
-        warpgroup: which of the two.
+        unit: of both tiles: `values` uint8 (2, 64, 128), `scales` (2, 1, 64) floats or None, `x` (n, 128) e4m3,
+            `x_scales` (n,).
+        first: of the tokens, a multiple of 64.
     """
 
     @operation(arg_types=(SCALAR, *[plgpu.RefType(SWIZZLED)] * 2), return_type=_SUMS)
-    def body(_: Any, warpgroup: Fragment, x: ir.Value, values: ir.Value) -> Fragment:
-        first = arith.muli(warpgroup.registers.item(), constant(TOKENS))
+    def body(_: Any, first: Fragment, x: ir.Value, values: ir.Value) -> Fragment:
         nothing = Fragment.splat(utils.c(0.0, f32()), (TOKENS, WIDTH), mgpu.WGMMA_LAYOUT)
-        return accumulator(nothing, start_product(None, descriptor(x, first), descriptor(values), WIDTH))
+        return accumulator(
+            nothing, start_product(None, descriptor(x, first.registers.item()), descriptor(values), WIDTH)
+        )
 
-    return body(warpgroup, unit.x, unit.values)
+    return body(first, unit.x, unit.values)
 
 
-def add(totals: jax.Array, sums: jax.Array, unit: Unit, warpgroup: jax.Array) -> jax.Array:
+def add(totals: jax.Array, sums: jax.Array, unit: Unit, first: jax.Array) -> jax.Array:
     """`totals` plus `sums` of a unit times its scales, as soon as they are there."""
     refs = [ref for ref in (unit.x_scales, unit.scales) if ref is not None]
 
     @operation(arg_types=(*[plgpu.Layout.WGMMA] * 2, SCALAR, *[plgpu.RefType()] * len(refs)), return_type=_SUMS)
-    def body(_: Any, totals: Fragment, sums: Fragment, warpgroup: Fragment, *refs: ir.Value) -> Fragment:
+    def body(_: Any, totals: Fragment, sums: Fragment, first: Fragment, *refs: ir.Value) -> Fragment:
         x_scales, *scales = refs
-        token = arith.addi(arith.muli(warpgroup.registers.item(), constant(TOKENS)), _token())
+        token = arith.addi(first.registers.item(), _token())
         of_tokens = [load_float(x_scales, arith.addi(token, constant(8 * i))) for i in range(2)]
         factors = [of_tokens] * (WIDTH // 8)
         if scales:
@@ -112,7 +114,7 @@ def add(totals: jax.Array, sums: jax.Array, unit: Unit, warpgroup: jax.Array) ->
         ]
         return accumulator(totals, added)
 
-    return body(totals, sums, warpgroup, *refs)
+    return body(totals, sums, first, *refs)
 
 
 def split_rows(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -146,11 +148,11 @@ def load_rows(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tup
     return body(array, expert, tile)
 
 
-def stage(ref: Any, arrays: Sequence[jax.Array], columns: int) -> None:
-    """Writes two tiles' outputs to shared memory without conflicts, those of the second one behind those of the first.
+def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, tile: int) -> None:
+    """Writes the outputs of one of the two tiles to shared memory without conflicts.
 
     Args:
-        ref: (2 * 64, columns), with transforms `swizzled_rows`.
+        ref: (64, columns), with transforms `swizzled_rows`.
         arrays: own elements of first rows, and of second ones where there is no gate; ref's dtype.
         columns: outputs of a tile.
     """
@@ -163,7 +165,7 @@ def stage(ref: Any, arrays: Sequence[jax.Array], columns: int) -> None:
     @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
     def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
         registers = np.stack([array.registers.reshape(TILES, -1, 2) for array in arrays], axis=2)
-        registers = registers.reshape(TILES, columns // 8, 2)  # tile, eight outputs, token
+        registers = registers.reshape(TILES, columns // 8, 2)[tile]  # eight outputs, token
         token = arith.divui(arith.remui(thread_index(), constant(32)), constant(4))  # of eight
         warp = arith.divui(thread_index(), constant(32))
         odd = arith.remui(token, constant(2))
@@ -175,15 +177,14 @@ def stage(ref: Any, arrays: Sequence[jax.Array], columns: int) -> None:
         start = arith.addi(start, arith.muli(warp, constant(2 * 8 * columns * size)))
         for eight in range(piece_eights):
             at = arith.addi(start, arith.xori(moved, constant(eight * 8 * size)))
-            for tile in range(TILES):
-                for first in range(0, columns // 8, piece_eights):
-                    for second in range(2):
-                        value = registers[tile, first + eight, second]
-                        if in_turn:
-                            other = registers[tile, first + (eight ^ 2), second]
-                            value = arith.select(arith.trunci(ir.IntegerType.get_signless(1), odd), other, value)
-                        offset = (tile * TILE + 8 * second) * columns * size + first // piece_eights * 8 * span
-                        _store(at, offset, value, size)
+            for first in range(0, columns // 8, piece_eights):
+                for second in range(2):
+                    value = registers[first + eight, second]
+                    if in_turn:
+                        other = registers[first + (eight ^ 2), second]
+                        value = arith.select(arith.trunci(ir.IntegerType.get_signless(1), odd), other, value)
+                    offset = 8 * second * columns * size + first // piece_eights * 8 * span
+                    _store(at, offset, value, size)
 
     body(ref, *arrays)
 
