@@ -260,8 +260,8 @@ def test_configurations_fit(name):
 
 def shape_of(tokens, name="mxfp4", num_cores=132):
     """gpt-oss-20b's."""
-    scales = [name == "fp8_block"] * 2
-    return Shape(unit_bytes(FORMATS[name]), name == "mxfp4", *scales, tokens, 4, 32, (90, 45), (23, 23), num_cores)
+    decoded, by_block, size = name == "mxfp4", name == "fp8_block", unit_bytes(FORMATS[name])
+    return Shape(size, decoded, by_block, by_block, tokens, 4, 32, (90, 45), (23, 23), num_cores)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class Config:
 
 
 def deepest(
-    unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1, own_sums: bool = False
+    unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1, *, own_sums: bool = False
 ) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
     least = Config(block_n, warpgroups_m, units, units, split_k, own_sums)
