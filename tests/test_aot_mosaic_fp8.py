@@ -17,7 +17,7 @@ from jmx.pallas.mosaic_sm90_fp8.backend import MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, unit_bytes
 from jmx.selection import Problem
 
-MAX_SPILLED = 64  # bytes of a thread: addresses for the most part, once an item
+MAX_SPILLED = 96  # bytes of a thread: addresses for the most part, once an item
 ENGINE, H200 = MosaicSm90Fp8(), Environment.named("h200")
 ACTIVATION = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 CASES = [  # weights, inputs, tokens, hidden and intermediate size
