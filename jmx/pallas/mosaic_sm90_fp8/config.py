@@ -23,6 +23,7 @@ _STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
+_ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
 
 
@@ -38,6 +39,7 @@ class Config:
         split_k: parts of `down`'s columns that are computed apart and added up in the end.
         own_sums: whether sums of all columns are the tensor cores' own. Registers then have room for products of 256
             rows.
+        one_launch: whether rows are rounded in the launch of the products, which is one; else there are four.
     """
 
     block_n: int
@@ -46,6 +48,7 @@ class Config:
     num_stages: int
     split_k: int = 1
     own_sums: bool = False
+    one_launch: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
@@ -98,7 +101,7 @@ class Config:
     def shared_memory(self, unit_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
         rows = self.block_n * ROW_BYTES + 4 * self.scales_n
-        of_warpgroups = self.warpgroups_m * self.staged_bytes
+        of_warpgroups = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
         return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + _BARRIER_BYTES
 
     def parts_of(self, width: int, decoded: bool) -> int:
@@ -133,10 +136,17 @@ class Config:
 
 
 def deepest(
-    unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1, *, own_sums: bool = False
+    unit_bytes: int,
+    block_n: int,
+    warpgroups_m: int,
+    units: int,
+    split_k: int = 1,
+    *,
+    own_sums: bool = False,
+    one_launch: bool = False,
 ) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    least = Config(block_n, warpgroups_m, units, units, split_k, own_sums)
+    least = Config(block_n, warpgroups_m, units, units, split_k, own_sums, one_launch)
     least.check_memory(unit_bytes)
     more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
     left = SHARED_MEMORY - least.shared_memory(unit_bytes)
@@ -200,7 +210,9 @@ def heuristic(shape: Shape) -> Config:
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape.unit_bytes, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
-    return deepest(shape.unit_bytes, *min(cuts, key=lambda cut: _cost(shape, *cut)))
+    cut = min(cuts, key=lambda cut: _cost(shape, *cut))
+    at_once = shape.num_tokens * shape.top_k / (cut[1] * shape.num_cores)  # rows that a warpgroup rounds
+    return deepest(shape.unit_bytes, *cut, one_launch=at_once <= _ROUNDED_BY_A_WARPGROUP)
 
 
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
