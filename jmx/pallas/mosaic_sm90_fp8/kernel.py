@@ -2,9 +2,9 @@
 
 As in `mosaic_sm90.kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of
 rows of one expert, at most 256, is B, in parts where registers do not hold its sums at once. E4M3 weights are read from
-shared memory; MXFP4 ones become e5m2 in registers. Large blocks whose scales belong to 128 columns are A themselves, where
-that costs less: see `token_fragments`. Every multiprocessor runs one block of threads for good. One
-warp fetches weights and another one rows into a ring of stages, 128 columns each; one to five warpgroups compute:
+shared memory; MXFP4 ones become e5m2 in registers. Large blocks whose scales belong to 128 columns are A themselves,
+where that costs less: see `token_fragments`. Every multiprocessor runs one block of threads for good. One warp fetches
+weights and another one rows into a ring of stages, 128 columns each; one to five warpgroups compute:
 
     weights   | W0 | W1 | W2 | ...                             full[slot] -->
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
