@@ -49,11 +49,11 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
     _, kernels = aot.kernels_for_h200(capfd, layer, x, ids, weights, experts)
     config = tuning.config(ENGINE, Problem.of(x, 2, experts, ACTIVATION), H200).config
     products = [kernel for kernel in kernels if "QGMMA" in kernel.sass]
-    assert (len(products), len(kernels)) == (2, 4)  # each behind a rounding
+    assert (len(products), len(kernels)) == ((1, 1) if config.one_launch else (2, 4))  # else each behind a rounding
     for kernel in kernels:
         assert "(C75" not in kernel.report, kernel.report  # C7510, C7519 and the like: products that were serialised
     for kernel in kernels:
-        if kernel not in products:
+        if kernel not in products or config.one_launch:
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
     for kernel in products:
         stored = int(re.findall(r"(\d+) bytes spill stores", kernel.report)[0])

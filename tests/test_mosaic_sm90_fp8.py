@@ -273,6 +273,11 @@ def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, wa
     assert (config.block_n, config.warpgroups_m, config.split_k) == (block_n, warpgroups_m, split_k)
 
 
+def test_few_rows_are_rounded_where_they_are_multiplied():
+    found = {tokens: heuristic(shape_of(tokens)).one_launch for tokens in (1, 8, 64, 256, 1024, 8192)}
+    assert found == {1: True, 8: True, 64: True, 256: True, 1024: False, 8192: False}
+
+
 def test_the_heuristic_fills_as_many_multiprocessors_as_there_are():
     assert heuristic(shape_of(1, num_cores=132)).warpgroups_m == 3  # 4 experts of 30 items
     assert heuristic(shape_of(1, num_cores=78)).warpgroups_m == 5  # of 18
@@ -407,6 +412,23 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 6, 40, 300])
+@pytest.mark.parametrize(("format", "input_format", "sizes"), PAIRS)
+def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, rng):
+    case = suited(
+        "mosaic_fp8", Case(tokens=tokens, format=format, input_format=input_format, dtype="bfloat16", **sizes)
+    )
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts, found = weights.experts(case), []
+    for config in (Config(16, 3, 2, 4), Config(40, 2, 1, 4), Config(16, 4, 2, 4, 2)):
+        for one_launch in (False, True, True):
+            with tuning.override("mosaic_fp8", dataclasses.replace(config, one_launch=one_launch)):
+                found.append(call("mosaic_fp8", case, experts, x, routing))
+        np.testing.assert_array_equal(found[-2], found[-3])
+        np.testing.assert_array_equal(found[-1], found[-3])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("change", "config"),
     [
@@ -501,7 +523,7 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("name", INPUTS)
 def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
-    from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
+    from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
 
     format, columns = INPUT_FORMATS[name], 640
     scale = jnp.float32(0.01) if format.static else None
@@ -518,8 +540,10 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     nowhere = np.arange(0, 77, 5)
     row_of[nowhere, 1] = -1
     wanted = inputs.quantize(x, format, scale)
+    given = None if scale is None else scale.reshape(1)
     for places in (None, row_of):
-        found = jax.jit(lambda x, to: quantize(x, columns, format, scale, to, 3 * 77))(x, places)
+        num_rows = 77 if places is None else 3 * 77
+        found = jax.jit(lambda x, to, n=num_rows: quantize(Unrounded(x, columns, format, given, to, n)))(x, places)
         rows = np.arange(77) if places is None else source
         there = np.arange(77) if places is None else np.sort(row_of[row_of >= 0])
         scales = np.asarray(found.scales)
