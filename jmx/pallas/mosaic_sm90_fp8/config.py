@@ -23,6 +23,7 @@ _STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
+_MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
 _ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
 
@@ -210,9 +211,14 @@ def heuristic(shape: Shape) -> Config:
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape.unit_bytes, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
-    cut = min(cuts, key=lambda cut: _cost(shape, *cut))
-    at_once = shape.num_tokens * shape.top_k / (cut[1] * shape.num_cores)  # rows that a warpgroup rounds
-    return deepest(shape.unit_bytes, *cut, one_launch=at_once <= _ROUNDED_BY_A_WARPGROUP)
+    return _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
+
+
+def _deepest(shape: Shape, cut: tuple[int, ...]) -> Config:
+    """`deepest` of blocks, warpgroups, units and parts, in one launch where a warpgroup has few rows to round."""
+    block_n, warpgroups_m = cut[:2]
+    few = shape.num_tokens * shape.top_k <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
+    return deepest(shape.unit_bytes, *cut, one_launch=few and block_n <= _MAX_OF_ONE_LAUNCH)
 
 
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
@@ -245,6 +251,6 @@ def candidates(shape: Shape) -> list[Config]:
     many = itertools.product(large, (2,), units)
     own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
     cuts = [*_cuts(shape)] if shape.block_n <= MAX_WIDTH else []
-    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many))
+    configs = (_deepest(shape, cut) for cut in (*cuts, *few, *many))
     with_own_sums = (deepest(shape.unit_bytes, *cut, own_sums=True) for cut in own)
     return list(dict.fromkeys((heuristic(shape), *configs, *with_own_sums)))
