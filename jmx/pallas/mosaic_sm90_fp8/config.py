@@ -21,6 +21,7 @@ _LARGE_DECODED = 176  # such a block without spills
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
+_ROUNDING_BYTES = 1024  # what a row's largest magnitudes take, with alignment
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
 _MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
@@ -103,7 +104,8 @@ class Config:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
         rows = self.block_n * ROW_BYTES + 4 * self.scales_n
         of_warpgroups = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
-        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + _BARRIER_BYTES
+        others = _BARRIER_BYTES + (_ROUNDING_BYTES if self.one_launch else 0)
+        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + others
 
     def parts_of(self, width: int, decoded: bool) -> int:
         """How many products of equally many rows a block of so many is computed in."""

@@ -12,8 +12,9 @@ weights and another one rows into a ring of stages, 128 columns each; one to fiv
 
 Results leave by way of shared memory, and are on their way while the next item is computed.
 
-A product is one launch, not both of a layer as there: between them rows of h are rounded anew, for which a token's h
-has to be there as a whole.
+Between the products rows of h are rounded anew, for which a token's h has to be there as a whole. Where rows are few,
+that and the rounding of x before are part of one launch with both products: all warpgroups that compute round a share
+of the rows, and counters tell when the others have done theirs. Weights are on their way meanwhile.
 """
 
 from collections.abc import Callable, Sequence
