@@ -32,8 +32,11 @@ NAN = 255  # scale code of NaN
 # them 3.3e-3, on the average; but where there are few elements, up to twice that was seen.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 1e-3}
 FEW_ELEMENTS = 8192
-# And where h is rounded to 3 bits: what sums of some 14 bits change of it moves some to another step.
-ROUNDED_INPUTS = 10 / 3
+# And where h is rounded to 3 bits: what sums of some 14 bits change of it moves some to another step. Sums cut off at
+# 13 bits behind the point, in numpy, gave 7e-3 on the average of these cases and 1.4e-2 at most, of hundreds; of a
+# single token, whose h has few large elements, 3.8e-2.
+ROUNDED_INPUTS = 5
+ROUNDED_INPUTS_OF_FEW = 10
 STATIC_SCALES = (jnp.float32(0.02), jnp.float32(0.05))  # of both products' inputs
 ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, too
 ROUNDED_WEIGHTS = 7 / 6  # and where weights are: 8 bits do not hold an integer, or e4m3, times a scale of 8 bits
@@ -331,7 +334,8 @@ def assert_agrees(backend: str, case: Case, y: Any, expected: Any, factor: float
     format = FORMATS[case.format]
     rounds = backend in TAKES and format.scale_dtype.itemsize > 1 and format.block_size != WHOLE_ROW
     factor *= ROUNDED_WEIGHTS if rounds else 1
-    factor *= ROUNDED_INPUTS if backend == "mosaic_fp8" else 1
+    if backend == "mosaic_fp8":
+        factor *= ROUNDED_INPUTS_OF_FEW if np.size(expected) < FEW_ELEMENTS else ROUNDED_INPUTS
     assert_close(np.asarray(y, np.float64), np.asarray(expected, np.float64), TAKES.get(backend, case.dtype), factor)
 
 

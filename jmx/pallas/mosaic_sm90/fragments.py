@@ -37,6 +37,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     operation,
     pair,
     result,
+    run,
     thread_index,
     utils,
     wide,
@@ -98,7 +99,7 @@ def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.V
         return load_words(rest.pop(0), mine, count)
 
     scales, zero_points = of_group(decoder.scale_words), of_group(decoder.zero_point_words)
-    return decoder.pairs(words, scales, zero_points, exponent, partial(utils.inline_ptx, result_types=i32()))
+    return decoder.pairs(words, scales, zero_points, exponent, run)
 
 
 def _given(weights: Weights, exponent: jax.Array | None) -> tuple[list[Any], list[Any]]:

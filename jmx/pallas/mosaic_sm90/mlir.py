@@ -40,6 +40,11 @@ def less(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
+def run(text: str, *operands: ir.Value) -> ir.Value:
+    """The 32 bits that a piece of PTX without side effects makes of its operands."""
+    return utils.inline_ptx(text, *operands, result_types=i32())
+
+
 def pair(*values: ir.Value) -> ir.Value:
     """A vector of two values: what an array's registers hold of a row's two columns."""
     two = llvm.mlir_undef(ir.VectorType.get((2,), values[0].type))

@@ -161,7 +161,7 @@ class Shape(NamedTuple):
 
     Args:
         unit_bytes: of a unit of the weight.
-        decoded: whether its elements become e4m3 in registers.
+        decoded: whether its elements become e5m2 in registers.
         by_block: whether scales, of weights or inputs, belong to 128 columns.
         tokens_as_a: whether those of inputs do, and weights are e4m3: then tokens may be the operand A.
         num_tokens, top_k, num_experts: of the layer.

@@ -28,6 +28,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     operation,
     pair,
     result,
+    run,
     thread_index,
     utils,
     wide,
@@ -46,7 +47,10 @@ _FAR = (  # the upper bit of each byte is whether it is EXACT_BELOW or more
     "or.b32 $0, t, $1; }"
 )
 _OF_BYTE = "prmt.b32 $0, $1, 0, {:#x};"
-_FALL = "mad.lo.u32 $0, $1, {:#x}, {:#x};"
+_TABLE = tuple(  # magnitudes, four a word, at a distance
+    f"mad.lo.u32 $0, $1, {-int(step) & 0xFFFFFFFF:#x}, {int(largest):#x};"
+    for largest, step in zip(*magnitudes(), strict=True)
+)
 _MAGNITUDES = "lop3.b32 $0, $1, 0x77777777, $2, 0x40;"  # a & b & ~c
 _LOOK_UP = ("prmt.b32 $0, $1, $2, $3;", "{ .reg .b32 t; shr.u32 t, $3, 16; prmt.b32 $0, $1, $2, t; }")
 _SIGNS = (
@@ -68,10 +72,6 @@ class Unit(NamedTuple):
     x_scales: Any
 
 
-def _run(text: str, *operands: ir.Value) -> ir.Value:
-    return utils.inline_ptx(text, *operands, result_types=i32())
-
-
 def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
     mine = arith.addi(arith.muli(thread_index(), constant(4)), constant(nth * THREADS * 4))
     return load_words(values, mine, 4)
@@ -86,20 +86,19 @@ def _row_bytes(scales: ir.Value) -> list[ir.Value]:
 def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
     """A unit's elements as e5m2. Of blocks too far below their row's largest they are zeros."""
     distances = _row_bytes(scales)
-    far = [_run(_FAR, word) for word in distances]
-    tables = [_FALL.format(-int(step) & 0xFFFFFFFF, int(largest)) for largest, step in zip(*magnitudes(), strict=True)]
+    far = [run(_FAR, word) for word in distances]
     words = [word for nth in range(_SLICES // 2) for word in _piece(values, nth)]
     out = []
     for slice_ in range(_SLICES):
         halves = []
         for row in range(2):
             word = words[2 * slice_ + row]
-            distance = _run(_OF_BYTE.format(0x4440 | slice_), distances[row])
-            nothing = _run(_OF_BYTE.format(0x1111 * (8 | slice_)), far[row])  # all ones or all zeros
-            table = [_run(text, distance) for text in tables]
-            chosen = _run(_MAGNITUDES, word, nothing)
-            found = [_run(text, *table, chosen) for text in _LOOK_UP]
-            halves.append([_run(text, word, magnitude) for text, magnitude in zip(_SIGNS, found, strict=True)])
+            distance = run(_OF_BYTE.format(0x4440 | slice_), distances[row])
+            nothing = run(_OF_BYTE.format(0x1111 * (8 | slice_)), far[row])  # all ones or all zeros
+            table = [run(text, distance) for text in _TABLE]
+            chosen = run(_MAGNITUDES, word, nothing)
+            found = [run(text, *table, chosen) for text in _LOOK_UP]
+            halves.append([run(text, word, magnitude) for text, magnitude in zip(_SIGNS, found, strict=True)])
         out.append([halves[row][half] for half in range(2) for row in range(2)])
     return out
 
@@ -155,6 +154,11 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], decoded: bool)
     return body(*totals, *refs)
 
 
+def zeros(n: int) -> Fragment:
+    """Sums (64, n) of nothing."""
+    return Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
+
+
 def _operand(unit: Unit, decoded: bool) -> Any:
     """The operand A: four registers of e5m2 for each slice of 32 columns, or a descriptor of e4m3 in shared memory."""
     return _e2m1_slices(unit.values, unit.scales) if decoded else descriptor(unit.values)
@@ -177,7 +181,7 @@ def start(sums: jax.Array | None, unit: Unit, decoded: bool) -> jax.Array:
     def body(_: Any, *args: Any) -> Fragment:
         before, (values, *scales, x) = args[: len(given)], args[len(given) :]
         operand = _operand(Unit(values, scales[0] if scales else None, x, None), decoded)
-        like = before[0] if before else Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
+        like = before[0] if before else zeros(n)
         return accumulator(like, start_product(sums_of(before[0]) if before else None, operand, descriptor(x), n))
 
     return body(*given, *refs)

@@ -276,10 +276,9 @@ def _roles(
             following = look_up(turn + 1)
             transposed = partial(for_width, config.widths, item.count, partial(multiply, turn, item))
             if tokens_may_be_a:
-                for parts in range(1, block_n // by_token.BOTH + 1):
-                    less, more = (item.count > n * by_token.BOTH for n in (parts - 1, parts))
-                    one = partial(multiply_by_token, turn, item, parts)
-                    pl.when(item.tokens_are_a & less & ~more)(one)
+                whole = tuple(range(by_token.BOTH, block_n + 1, by_token.BOTH))
+                as_a = partial(for_width, whole, item.count, partial(multiply_by_token, turn, item))
+                pl.when(item.tokens_are_a)(as_a)
                 pl.when(~item.tokens_are_a)(transposed)
             else:
                 transposed()
@@ -341,25 +340,19 @@ def _roles(
                 None if row is None else [fragments.repeat(value, n) for value in row]
                 for row in (item.by_row, item.bias)
             ]
-            chunk = n if n <= staged else staged // 2  # then one is written while the one before is sent
-            chunks = -(-n // chunk)
+            room = staged if n <= staged else staged // 2  # then one half is written while the other is on its way
             for part, total in enumerate(add_units(turn, (zeros(n),) * num_parts, add, config.units)):
                 first, count = part * n, item.count - part * n
                 if g.x_row_scales is not None:
                     total = fp8.scale_columns(total, g.x_row_scales, item.x_row + first, count)
                 outs = finish(fragments.split_rows(total), *of_rows)
-                for nth in range(chunks):
-                    start = nth * chunk
-                    size, to = min(chunk, n - start), 0 if n <= staged else (part * chunks + nth) % 2 * chunk
-                    one_before = n > staged and (part > 0 or nth > 0)
-                    plgpu.wait_smem_to_gmem(int(one_before), wait_read_only=True)
-                    fp8.stage(out_s.at[warpgroup, pl.ds(to, size)], outs, out_columns, start, size)
-                    plgpu.commit_smem()
-                    send(item, first + start, item.tile, to, size)
-                    plgpu.commit_smem_to_gmem_group()
+                for nth, start in enumerate(range(0, n, room), part * -(-n // room)):
+                    size = min(room, n - start)
+                    write = partial(fp8.stage, arrays=outs, columns=out_columns, first=start, count=size)
+                    send(write, item, first + start, item.tile, size, nth, room)
 
-        def multiply_by_token(turn: Array, item: _Item, parts: int) -> None:
-            mine = [part * by_token.BOTH + warpgroup * TILE for part in range(parts)]
+        def multiply_by_token(turn: Array, item: _Item, width: int) -> None:
+            mine = [part + warpgroup * TILE for part in range(0, width, by_token.BOTH)]
 
             def add(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
                 (slot,) = slots
@@ -374,22 +367,17 @@ def _roles(
                 plgpu.barrier_arrive(empty.at[slot])
                 return tuple(new)
 
-            totals = add_units(turn, (zeros(by_token.WIDTH),) * parts, add, 1)
+            totals = add_units(turn, (zeros(by_token.WIDTH),) * len(mine), add, 1)
             block, tile, _ = place(turn)
             of_rows = [
                 None if ref is None else by_token.load_rows(ref, rows, work.experts[block], tile)
                 for ref in (g.by_row, g.bias)
             ]
-            before = min(staged // TILE, by_token.TILES) - 1  # tiles that may be on their way beside one
             for part, (first, total) in enumerate(zip(mine, totals, strict=True)):
                 outs = finish(by_token.split_rows(total), *of_rows)
                 for nth in range(by_token.TILES):
-                    to = nth * before * TILE
-                    plgpu.wait_smem_to_gmem(before if part or nth else 0, wait_read_only=True)
-                    by_token.stage(out_s.at[warpgroup, pl.ds(to, TILE)], outs, out_columns, nth)
-                    plgpu.commit_smem()
-                    send(item, first, tile + nth, to, TILE)
-                    plgpu.commit_smem_to_gmem_group()
+                    write = partial(by_token.stage, arrays=outs, columns=out_columns, tile=nth)
+                    send(write, item, first, tile + nth, TILE, part * by_token.TILES + nth, TILE)
 
         def finish(sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
             """Outputs of sums; all are own elements of first and of second rows."""
@@ -405,9 +393,22 @@ def _roles(
                 outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
             return [out.astype(product.dtype) for out in outs]
 
-        def send(item: _Item, first: Array | int, tile: Array, at: int, size: int) -> None:
-            """Of a block's and a tile's outputs `size` rows from `first` on, by 8, which are in shared memory from
-            `at` on. They go while the next item is computed, as one group once that is committed."""
+        def send(
+            write: Callable[[Any], None],
+            item: _Item,
+            first: Array | int,
+            tile: Array,
+            size: int,
+            nth: int,
+            room: int,
+        ) -> None:
+            """Of a block's and a tile's outputs `size` rows from `first` on, by 8, the item's `nth`: `write` puts
+            them into shared memory, into one buffer of `room` rows or two in turn, and they go meanwhile."""
+            buffers = min(2, staged // room)
+            at = nth % buffers * room
+            plgpu.wait_smem_to_gmem(buffers - 1 if nth else 0, wait_read_only=True)
+            write(out_s.at[warpgroup, pl.ds(at, size)])
+            plgpu.commit_smem()
             row, count = lax.div(item.out_row, 8) * 8 + first, item.count - first  # by 8, for TMA to see
 
             def copy(start: int, rows_: int) -> None:
@@ -422,6 +423,8 @@ def _roles(
             def _() -> None:
                 for eight in range(0, size - 8, 8):
                     pl.when(count > eight)(partial(copy, eight, 8))
+
+            plgpu.commit_smem_to_gmem_group()
 
         if told is not None and isinstance(job.rows, Unrounded):
             told.round_rows(job.rows, g, of_warps_s)

@@ -35,6 +35,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     less,
     operation,
     pair,
+    run,
     thread_index,
     utils,
     wide,
@@ -151,10 +152,6 @@ def quantize(rows: Unrounded) -> Inputs:
     return Inputs(*kernel(*(one for one in given if one is not None)))
 
 
-def _run(text: str, *operands: ir.Value) -> ir.Value:
-    return utils.inline_ptx(text, *operands, result_types=i32())
-
-
 def round_row(rows: Unrounded, row: jax.Array, *refs: Any) -> None:
     """What a warpgroup does for a row. `refs`: x, `row_of` or None, the static scale or None, values and scales to
     write, and int32 (WORDS,) of shared memory, which other warpgroups do not use."""
@@ -197,7 +194,7 @@ class _Row:
         self.format = rows.format
         self.x, self.values, self.scales, self.of_warps, source, self.rows = refs_and_rows
         # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
-        self.first = _run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
+        self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
         _, stride = ir.MemRefType(self.x.type).shape
         self.line = arith.muli(wide(source), constant(stride, i64()))
         self.pieces = range(-(-self.padded // _PIECE))
@@ -238,11 +235,11 @@ class _Row:
     def _largest(self, words: list[ir.Value]) -> ir.Value:
         """The largest magnitude in words, or in each half of them."""
         size = self.dtype.itemsize
-        magnitudes = [_run(_MAGNITUDE[size], word) for word in words]
+        magnitudes = [run(_MAGNITUDE[size], word) for word in words]
         while len(magnitudes) > 1:
             pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
             rest = magnitudes[len(magnitudes) // 2 * 2 :]
-            magnitudes = [_run(_LARGER[size], one, other) for one, other in pairs] + rest
+            magnitudes = [run(_LARGER[size], one, other) for one, other in pairs] + rest
         return magnitudes[0]
 
     def _across_lanes(self, largest: ir.Value, lanes: int) -> ir.Value:
@@ -252,7 +249,7 @@ class _Row:
             other = utils.inline_ptx(
                 _ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True
             )
-            largest = _run(_LARGER[self.dtype.itemsize], largest, other)
+            largest = run(_LARGER[self.dtype.itemsize], largest, other)
             distance //= 2
         return largest
 
@@ -268,12 +265,12 @@ class _Row:
         """Float32 bits of the scale of what has this largest magnitude, and whether all of it is finite."""
         size = self.dtype.itemsize
         if size == 2:
-            largest = _run(_LARGER_HALF, largest)
+            largest = run(_LARGER_HALF, largest)
         infinity = 0x7C00 if self.dtype == np.float16 else _INFINITY[size]
         finite = less(largest, constant(infinity))
         if size == 2:
-            largest = _run(_AS_FLOAT[self.dtype.name][0], largest)
-        scale = _run(_QUOTIENT, largest, constant(_MOST_448))
+            largest = run(_AS_FLOAT[self.dtype.name][0], largest)
+        scale = run(_QUOTIENT, largest, constant(_MOST_448))
         scale = arith.maxui(scale, constant(_LEAST_SCALE))
         return arith.select(finite, scale, constant(_NAN)), finite
 
@@ -314,19 +311,19 @@ class _Row:
     def _rounded(self, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> list[ir.Value]:
         """Two words of four elements each."""
         if self.dtype.itemsize == 2:
-            floats = [_run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
+            floats = [run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
         else:
             floats = words
         if finite is None:  # then infinity becomes NaN
-            quotients = [_run(_SPOIL, value, _run(_QUOTIENT, value, scale)) for value in floats]
+            quotients = [run(_SPOIL, value, run(_QUOTIENT, value, scale)) for value in floats]
         else:
             quotients = self._quotients(floats, scale)
-        rounded = [_run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
+        rounded = [run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
         return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
 
     def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
         """Of values that are no larger than 448 times the scale, but for its rounding."""
         power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
-        raised = _run(_PRODUCT, scale, power)
-        reciprocal = _run(_QUOTIENT, constant(_ONE), raised)
-        return [_run(_CORRECTED, value, raised, reciprocal, power) for value in values]
+        raised = run(_PRODUCT, scale, power)
+        reciprocal = run(_QUOTIENT, constant(_ONE), raised)
+        return [run(_CORRECTED, value, raised, reciprocal, power) for value in values]

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -34,7 +33,6 @@ from jmx.pallas.mosaic_sm90.mlir import (
     SCALAR,
     Fragment,
     constant,
-    f32,
     i32,
     operation,
     pair,
@@ -53,6 +51,7 @@ from jmx.pallas.mosaic_sm90_fp8.fragments import (
     start_product,
     swizzled_rows,
     wait,
+    zeros,
 )
 
 TILES = 2  # of the weight in a stage
@@ -85,10 +84,8 @@ def multiply(unit: Unit, first: jax.Array) -> jax.Array:
 
     @operation(arg_types=(SCALAR, *[plgpu.RefType(SWIZZLED)] * 2), return_type=_SUMS)
     def body(_: Any, first: Fragment, x: ir.Value, values: ir.Value) -> Fragment:
-        nothing = Fragment.splat(utils.c(0.0, f32()), (TOKENS, WIDTH), mgpu.WGMMA_LAYOUT)
-        return accumulator(
-            nothing, start_product(None, descriptor(x, first.registers.item()), descriptor(values), WIDTH)
-        )
+        tokens = descriptor(x, first.registers.item())
+        return accumulator(zeros(WIDTH), start_product(None, tokens, descriptor(values), WIDTH))
 
     return body(first, unit.x, unit.values)
 
