@@ -268,6 +268,12 @@ class Output:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+def check_shard_size(max_shard_bytes: int) -> None:
+    """Raises ValueError for what `write` could not keep to: before anything is read for it."""
+    if max_shard_bytes < 1:
+        raise ValueError(f"`max_shard_bytes` (={max_shard_bytes}) must be at least 1")
+
+
 def write(
     directory: Path, outputs: Sequence[Output], max_shard_bytes: int, advance: Callable[[int], object] = lambda _: None
 ) -> None:

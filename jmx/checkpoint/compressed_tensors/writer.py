@@ -34,8 +34,7 @@ def convert(
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
         ValueError: a `max_shard_bytes` below 1.
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"`max_shard_bytes` (={max_shard_bytes}) must be at least 1")
+    shards.check_shard_size(max_shard_bytes)
     outputs = [*_outputs(reader)]
     with shards.new_path(dst) as directory:
         directory.mkdir()

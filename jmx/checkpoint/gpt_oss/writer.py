@@ -63,8 +63,7 @@ def convert(
     """
     if form not in FORMS:
         raise ValueError(f"`form` (={form!r}) must be one of {list(FORMS)}")
-    if max_shard_bytes < 1:
-        raise ValueError(f"`max_shard_bytes` (={max_shard_bytes}) must be at least 1")
+    shards.check_shard_size(max_shard_bytes)
     with shards.new_path(dst) as directory:
         reader = Reader(src)
         directory.mkdir()

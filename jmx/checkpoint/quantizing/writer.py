@@ -54,8 +54,7 @@ def convert(
         ValueError: a `format` that no file holds, a `dst` that is or holds `src`, a `max_shard_bytes` below 1.
     """
     check_writable(format)
-    if max_shard_bytes < 1:
-        raise ValueError(f"`max_shard_bytes` (={max_shard_bytes}) must be at least 1")
+    shards.check_shard_size(max_shard_bytes)
     directory = Path(src)
     if Path(dst).resolve() in (directory.resolve(), *directory.resolve().parents):
         raise ValueError(f"`dst` (={os.fspath(dst)!r}) must not be `src`, nor hold it")
