@@ -3,6 +3,7 @@ under inputs in FP8, which is its own concern."""
 
 import dataclasses
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from backend_cases import (
 )
 from test_backends import check
 
+import jmx
 from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLUAndMul, formats, inputs, tuning
 from jmx.backends import resolve_layout
 from jmx.formats import FORMATS, MXFP4, BlockScaled
@@ -426,6 +428,41 @@ def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, 
                 found.append(call("mosaic_fp8", case, experts, x, routing))
         np.testing.assert_array_equal(found[-2], found[-3])
         np.testing.assert_array_equal(found[-1], found[-3])
+
+
+@pytest.mark.gpu
+def test_one_launch_counts_anew_in_every_turn_of_a_loop(rng):
+    """Also where routing, and all that is made of it, stays the same."""
+    case = Case(tokens=6, num_experts=1, top_k=1, input_format="fp8_token", dtype="bfloat16", **ODD)
+    case = suited("mosaic_fp8", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+
+    @partial(jax.jit, static_argnums=1)
+    def layers(x, turns):
+        def layer(_, x):
+            return jmx.moe(x, routing, experts, activation=case.activation, backend="mosaic_fp8")
+
+        return jax.lax.fori_loop(0, turns, layer, x)
+
+    expected = x
+    with tuning.override("mosaic_fp8", Config(16, 3, 2, 4, one_launch=True)):
+        found = layers(x, 4)
+        for _ in range(4):
+            expected = layers(expected, 1)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("tokens", [2, 64, 700])
+def test_scales_of_any_dtype(tokens, dtypes, rng):
+    case = Case(tokens=tokens, format="fp8_block", input_format="fp8_token", dtype="bfloat16", **BLOCKS)
+    case = suited("mosaic_fp8", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    weights = weights.with_scales_of(rng, *dtypes)
+    y = call("mosaic_fp8", case, weights.experts(case), x, routing)
+    assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.gpu

@@ -316,8 +316,6 @@ def wait(counters: Any, index: jax.Array, value: jax.Array, *, warpgroup: bool =
         semaphore = utils.SemaphoreRef(address_of(counters, index.registers.item(), i32()))
         scope: Any = {"scope": threads, "memory_scope": "gpu"}
         semaphore.wait(value.registers.item(), decrement=False, **scope)
-        if warpgroup:
-            utils.warpgroup_barrier()
         utils.inline_ptx(_ORDER_COPIES, has_side_effects=True)
 
     body(counters, index, value)

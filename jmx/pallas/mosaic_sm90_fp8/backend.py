@@ -17,7 +17,7 @@ from jmx.experts import Experts
 from jmx.inputs import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import FEW_TOKENS
-from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, alike
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.refusals import refusal
@@ -104,13 +104,16 @@ class MosaicSm90Fp8:
         if row_of is None:
             rows = rows._replace(num_rows=rows.x.shape[0])
         every = experts.merged()
+        weights = every.gate_up, every.down
+        if config.one_launch:
+            weights = alike(*weights, experts.format)
         blocks = work.blocks.of_layer(experts.first_expert)
         products = partial(
             grouped_products, blocks=blocks, config=config, num_rows=num_rows, num_cores=environment.core_count or 1
         )
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as the reference rounds h
         gate_up = Product(
-            every.gate_up,
+            weights[0],
             experts.format,
             every.gate_up_bias,
             Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
@@ -118,7 +121,7 @@ class MosaicSm90Fp8:
             in_kernel(computation.activation),
         )
         summed = jnp.float32 if config.split_k > 1 else dtype
-        down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
+        down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
         h = jax.ShapeDtypeStruct((num_rows, gate_up.rows.num_outputs), dtype)
         h = Unrounded(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
         if config.one_launch:

@@ -186,6 +186,12 @@ class Shape(NamedTuple):
         return self.num_tokens * self.top_k / self.num_experts
 
     @property
+    def rows_with_padding(self) -> int:
+        """Rows of all experts, at most, of which each begins at a multiple of 8."""
+        assignments = self.num_tokens * self.top_k
+        return assignments + 7 * min(assignments, self.num_experts)
+
+    @property
     def block_n(self) -> int:
         """Rows that hardly any expert exceeds where routing is random: by three standard deviations."""
         most = int(self.rows + 3 * sqrt(self.rows))
@@ -219,7 +225,7 @@ def heuristic(shape: Shape) -> Config:
 def _deepest(shape: Shape, cut: tuple[int, ...]) -> Config:
     """`deepest` of blocks, warpgroups, units and parts, in one launch where a warpgroup has few rows to round."""
     block_n, warpgroups_m = cut[:2]
-    few = shape.num_tokens * shape.top_k <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
+    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
     return deepest(shape.unit_bytes, *cut, one_launch=few and block_n <= _MAX_OF_ONE_LAUNCH)
 
 
