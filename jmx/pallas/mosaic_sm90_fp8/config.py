@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from typing import NamedTuple
 
@@ -222,11 +223,12 @@ def heuristic(shape: Shape) -> Config:
     return _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
 
 
-def _deepest(shape: Shape, cut: tuple[int, ...]) -> Config:
+def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> Config:
     """`deepest` of blocks, warpgroups, units and parts, in one launch where a warpgroup has few rows to round."""
     block_n, warpgroups_m = cut[:2]
     few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
-    return deepest(shape.unit_bytes, *cut, one_launch=few and block_n <= _MAX_OF_ONE_LAUNCH)
+    one_launch = few and block_n <= _MAX_OF_ONE_LAUNCH
+    return deepest(shape.unit_bytes, *cut, own_sums=own_sums, one_launch=one_launch)
 
 
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
@@ -250,15 +252,27 @@ def _cost(shape: Shape, block_n: int, warpgroups_m: int, units: int, split_k: in
 
 
 def candidates(shape: Shape) -> list[Config]:
-    """What `jmx tune` tries, the heuristic first."""
-    few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4))
-    if shape.decoded:
-        large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
-    else:  # scaled beside products, sums of two parts do not fit registers
-        large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
-    many = itertools.product(large, (2,), units)
-    own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
-    cuts = [*_cuts(shape)] if shape.block_n <= MAX_WIDTH else []
-    configs = (_deepest(shape, cut) for cut in (*cuts, *few, *many))
-    with_own_sums = (deepest(shape.unit_bytes, *cut, own_sums=True) for cut in own)
-    return list(dict.fromkeys((heuristic(shape), *configs, *with_own_sums)))
+    """What is worth a try, the heuristic first: few, since each is compiled, which takes half a minute."""
+    first = heuristic(shape)
+    n, m, split = first.block_n, first.warpgroups_m, first.split_k
+    if n <= MAX_WIDTH:
+        near = [(n + more, m, 2, split) for more in (-16, -8, 8, 16)]
+        cuts, own = [*_cuts(shape), *near, *((n, m, units, split) for units in (1, 3, 4))], []
+    else:
+        if shape.decoded:
+            large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
+        else:  # scaled beside products, sums of two parts do not fit registers
+            large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
+        cuts = itertools.product((MAX_WIDTH, *large), (2,), units)
+        own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
+    ways = [partial(_deepest, shape, cut) for cut in cuts]
+    ways += [partial(_deepest, shape, cut, own_sums=True) for cut in own]
+    if n <= MAX_WIDTH:
+        ways.append(partial(deepest, shape.unit_bytes, n, m, first.units, split, one_launch=not first.one_launch))
+    found = [first]
+    for way in ways:
+        try:
+            found.append(way())
+        except ValueError:  # registers or shared memory do not hold it
+            continue
+    return list(dict.fromkeys(found))
