@@ -26,7 +26,7 @@ from backend_cases import (
 from test_backends import check
 
 import jmx
-from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLUAndMul, formats, inputs, tuning
+from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul, formats, inputs, tuning
 from jmx.backends import resolve_layout
 from jmx.formats import FORMATS, MXFP4, BlockScaled
 from jmx.inputs import INPUT_FORMATS
@@ -324,6 +324,7 @@ def test_impossible_configurations_are_refused(fields, told):
         ((128, 2, 1, 4, 1, True), "fp8_block", 2880, "`own_sums` (=True) must be False where scales"),
         ((256, 2, 1, 4, 1, True), "mxfp4", 4097, "`own_sums` (=True) must be False for more than 4096"),
         ((208, 2, 1, 4), "mxfp4", 2880, "`block_n` (=208) must be at most 192 for MXFP4"),
+        ((8, 2, 1, 4, 2), "mxfp4", 2880, "`split_k` (=2) must be 1 where a row of `down` has one unit"),
     ],
 )
 def test_a_configuration_that_a_shape_does_not_allow_is_refused(fields, name, columns, told):
@@ -411,6 +412,21 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
             some = dataclasses.replace(case, tokens=tokens)
             own = jax.tree.map(lambda array, n=tokens: array[:n], routing)
             np.testing.assert_array_equal(call("mosaic_fp8", some, experts, x[:tokens], own), whole[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warpgroups_m", [1, 2, 3, 5])
+@pytest.mark.parametrize(("format", "dtype"), [("mxfp4", "bfloat16"), ("fp8_channel", "float16")])
+def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rng):
+    """Each weight is one tile, and outputs are one: what the other warpgroups have behind it are zeros."""
+    sizes = {"hidden": 64, "intermediate": 64, "activation": SiLU(), "order": None, "format": format, "dtype": dtype}
+    case = suited("mosaic_fp8", Case(tokens=300, input_format="fp8_token", **sizes))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    expected = reference(case, weights, x, routing)
+    for one_launch in (False, True):
+        with tuning.override("mosaic_fp8", Config(8, warpgroups_m, 2, 4, one_launch=one_launch)):
+            for _ in range(5):
+                assert_agrees("mosaic_fp8", case, call("mosaic_fp8", case, weights.experts(case), x, routing), expected)
 
 
 @pytest.mark.gpu

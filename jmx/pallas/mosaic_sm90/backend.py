@@ -64,7 +64,7 @@ class MosaicSm90:
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del environment
-        config.check(_tile_bytes(problem))
+        config.check(_tile_bytes(problem), -(-problem.intermediate_size // TILE))
 
     def apply(
         self,

@@ -121,6 +121,8 @@ class Config:
     def check(self, shape: "Shape") -> None:
         """Raises ValueError unless it can run the shape."""
         self.check_memory(shape.unit_bytes)
+        if self.split_k > 1 and shape.units[1] == 1:  # Pallas has TMA read a unit, if it is all, for those behind it
+            raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
         if self.own_sums and shape.by_block:
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False where scales belong to 128 columns")
         if self.own_sums and not shape.sums_may_be_own:
@@ -233,7 +235,7 @@ def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> C
 
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
     """Blocks, warpgroups, units and parts to choose from."""
-    splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS else (1,)
+    splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
     held = ((m, _HELD.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
     return [(min(shape.block_n, most), m, 2, split) for m, most in held for split in splits]
 

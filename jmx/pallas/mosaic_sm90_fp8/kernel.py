@@ -409,7 +409,9 @@ def _roles(
             plgpu.wait_smem_to_gmem(buffers - 1 if nth else 0, wait_read_only=True)
             write(out_s.at[warpgroup, pl.ds(at, size)])
             plgpu.commit_smem()
-            row, count = lax.div(item.out_row, 8) * 8 + first, item.count - first  # by 8, for TMA to see
+            row = lax.div(item.out_row, 8) * 8 + first  # by 8, for TMA to see
+            # Nothing of a tile that there is not: of a result of one tile, Pallas has TMA write that one instead.
+            count = jnp.where(tile < m_tiles, item.count - first, 0)
 
             def copy(start: int, rows_: int) -> None:
                 here = out_s.at[warpgroup, pl.ds(at + start, rows_)]
