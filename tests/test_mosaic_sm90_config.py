@@ -115,7 +115,10 @@ def test_widths_hold_every_count_of_rows(block_n):
             lambda: Config(256, 1, 1, 4, 2).check_memory(2176),
             "`num_stages` (=2) must be such that 232448 bytes of shared memory hold them",
         ),
-        (lambda: Config(8, 1, 1, 1, 2, 2).check(2176, 1), "`split_k` (=2) must be 1 where a row of `down` has one"),
+        (
+            lambda: Config(8, 1, 1, 1, 2, 2).check(2176, 1),
+            "`split_k` (=2) must be 1 where a row of `down` has one tile",
+        ),
         (lambda: deepest(2176, 256, 1, 1, 8), "`num_stages` (=1) must be such that 232448 bytes"),
     ],
 )

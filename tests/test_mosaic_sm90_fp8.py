@@ -4,6 +4,7 @@ under inputs in FP8, which is its own concern."""
 import dataclasses
 import warnings
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ from jmx.quantization import random
 
 HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
-BLOCKS = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
-ODD = {"hidden": 160, "intermediate": 224}
+BLOCKS: dict[str, Any] = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
+ODD: dict[str, Any] = {"hidden": 160, "intermediate": 224}
 TAKEN = LAYOUT.formats or ()
 PAIRS = [
     ("mxfp4", "fp8_token", ODD),
@@ -419,8 +420,8 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
 @pytest.mark.parametrize(("format", "dtype"), [("mxfp4", "bfloat16"), ("fp8_channel", "float16")])
 def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rng):
     """Each weight is one tile, and outputs are one: what the other warpgroups have behind it are zeros."""
-    sizes = {"hidden": 64, "intermediate": 64, "activation": SiLU(), "order": None, "format": format, "dtype": dtype}
-    case = suited("mosaic_fp8", Case(tokens=300, input_format="fp8_token", **sizes))
+    ungated = Case(tokens=300, input_format="fp8_token", hidden=64, intermediate=64, activation=SiLU(), order=None)
+    case = suited("mosaic_fp8", dataclasses.replace(ungated, format=format, dtype=dtype))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     expected = reference(case, weights, x, routing)
     for one_launch in (False, True):

@@ -87,7 +87,7 @@ class Config:
         self.check_memory(tile_bytes)
         if self.split_k > 1 and self.stage_tiles == down_tiles == 1:
             # Pallas has TMA read a tile, if it is all that there is, for those behind it.
-            raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one tile, as a stage has")
+            raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one tile")
 
     def check_memory(self, tile_bytes: int) -> None:
         """Raises ValueError unless shared memory holds the stages."""

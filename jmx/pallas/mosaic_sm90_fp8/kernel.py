@@ -37,13 +37,15 @@ from jmx.pallas.mosaic_sm90.widths import for_width
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
 from jmx.pallas.mosaic_sm90_fp8.config import Config
-from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, value_rows
+from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, unit_bytes, value_rows
 from jmx.pallas.mosaic_sm90_fp8.quantize import WORDS, Inputs, Unrounded, round_row
 
 Array = Any
 _FETCH_REGISTERS = 40
 _COLUMNS = UNIT_COLUMNS  # of a stage
 _COUNTERS = 4  # of how far a launch is
+_FEW_COLUMNS = 64  # whose scales may wait in registers
+_AHEAD_BYTES = 32 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded
 _MANY_TOKENS = 96  # rows of a block: with more, tokens may be the operand A
 
 
@@ -153,6 +155,7 @@ class _Told(NamedTuple):
     compute, of all multiprocessors."""
 
     counters: Any
+    rows: Unrounded
     job: int
     last: bool
     here: "_Place"
@@ -166,37 +169,45 @@ class _Told(NamedTuple):
         return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
 
     @property
-    def _rounded(self) -> tuple[Array, Array]:
-        return jnp.int32(2 * self.job), jnp.int32(self.num_cores * self.num_compute)
+    def _everyone(self) -> int:
+        return self.num_cores * self.num_compute
 
-    @property
-    def _written(self) -> Array:
-        return jnp.int32(2 * self.job + 1)
-
-    def round_rows(self, rows: Unrounded, g: _Operands, of_warps: Any) -> None:
+    def round_rows(self, g: _Operands, of_warps: Any) -> None:
         """This warpgroup's share of the rows, and then until all others have theirs."""
-        index, all_of_them = self._rounded
-        if self.job:
-            fragments.wait(self.counters, index - 1, all_of_them, warpgroup=True)
+        num_rows, step = self.rows.x.shape[0], self._everyone
         first = self.here.core + self.num_cores * self.here.warpgroup
-        step = self.num_cores * self.num_compute
 
-        @pl.loop(0, lax.div(jnp.maximum(rows.x.shape[0] - first + (step - 1), 0), step))
-        def _(nth: Array) -> None:
-            scales = g.x_row_scales if g.x_block_scales is None else g.x_block_scales
-            refs = (g.unrounded, g.row_of, g.static_scale, g.x, scales, of_warps.at[self.here.warpgroup])
-            round_row(rows, first + nth * step, *refs)
+        @pl.when(first < num_rows)
+        def _() -> None:
+            if self.job:
+                fragments.wait(self.counters, self._written(self.job - 1), jnp.int32(step), warpgroup=True)
 
-        fragments.signal(self.counters, index)
-        fragments.wait(self.counters, index, all_of_them, warpgroup=True)
+            @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
+            def _(nth: Array) -> None:
+                scales = g.x_row_scales if g.x_block_scales is None else g.x_block_scales
+                refs = (g.unrounded, g.row_of, g.static_scale, g.x, scales, of_warps.at[self.here.warpgroup])
+                round_row(self.rows, first + nth * step, *refs)
 
-    def wait_for_rows(self) -> None:
-        """A warp waits until it may fetch them."""
-        fragments.wait(self.counters, *self._rounded)
+            fragments.signal(self.counters, self._rounded)
+
+        self.wait_for_rows(warpgroup=True)
+
+    def wait_for_rows(self, *, warpgroup: bool = False) -> None:
+        """A warp waits until it may fetch them, or a warpgroup until it may read their scales."""
+        rounding = min(self.rows.x.shape[0], self._everyone)
+        fragments.wait(self.counters, self._rounded, jnp.int32(rounding), warpgroup=warpgroup)
 
     def results_are_written(self) -> None:
         if not self.last:
-            fragments.signal(self.counters, self._written)
+            fragments.signal(self.counters, self._written(self.job))
+
+    @property
+    def _rounded(self) -> Array:
+        return jnp.int32(2 * self.job)
+
+    @staticmethod
+    def _written(job: int) -> Array:
+        return jnp.int32(2 * job + 1)
 
 
 class _Roles(NamedTuple):
@@ -341,11 +352,19 @@ def _roles(
                 for row in (item.by_row, item.bias)
             ]
             room = staged if n <= staged else staged // 2  # then one half is written while the other is on its way
+
+            def by_column(part: int) -> Array | None:
+                if g.x_row_scales is None:
+                    return None
+                return fp8.load_columns(g.x_row_scales, n, item.x_row + part * n, item.count - part * n)
+
+            early = by_column(0) if width <= _FEW_COLUMNS else None
             for part, total in enumerate(add_units(turn, (zeros(n),) * num_parts, add, config.units)):
-                first, count = part * n, item.count - part * n
-                if g.x_row_scales is not None:
-                    total = fp8.scale_columns(total, g.x_row_scales, item.x_row + first, count)
-                outs = finish(fragments.split_rows(total), *of_rows)
+                first, scales = part * n, by_column(part) if early is None else early
+                sums = fragments.split_rows(total)
+                if scales is not None:
+                    sums = sums[0] * scales, sums[1] * scales
+                outs = finish(sums, *of_rows)
                 for nth, start in enumerate(range(0, n, room), part * -(-n // room)):
                     size = min(room, n - start)
                     write = partial(fp8.stage, arrays=outs, columns=out_columns, first=start, count=size)
@@ -428,15 +447,18 @@ def _roles(
 
             plgpu.commit_smem_to_gmem_group()
 
-        if told is not None and isinstance(job.rows, Unrounded):
-            told.round_rows(job.rows, g, of_warps_s)
+        if told is not None:
+            told.round_rows(g, of_warps_s)
         lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
         if told is not None:
             told.results_are_written()
 
-    def each_stage(item: Callable[[Array, Array], Callable[[Array, Array], None]]) -> None:
-        """For each item what `item` returns of its block and its first tile, for each unit and its slot."""
+    def each_stage(
+        item: Callable[[Array, Array], Callable[[Array, Array], None]], before: Callable[[Array], None] | None = None
+    ) -> None:
+        """For each item what `item` returns of its block and its first tile, for each unit and its slot; `before` of
+        how many stages there were."""
 
         @pl.loop(0, num_mine)
         def _(turn: Array) -> None:
@@ -444,10 +466,14 @@ def _roles(
             fill, first = item(block, tile), part * units
 
             def stage(step: Array, slot: Array) -> Array:
-                @pl.when(stages_before + turn * units + step >= num_stages)
+                nth = stages_before + turn * units + step
+
+                @pl.when(nth >= num_stages)
                 def _() -> None:
                     plgpu.barrier_wait(empty.at[slot])
 
+                if before is not None:
+                    before(nth)
                 fill(first + step, slot)
                 return after(slot)
 
@@ -465,6 +491,15 @@ def _roles(
                 plgpu.copy_gmem_to_smem(scales, scales_s.at[slot], full.at[slot])
 
         return fill
+
+    def fetch_all_weights() -> None:
+        """Few before the rows of the first job are there: behind as many as fit, to tell of rows takes 6 us, not 2."""
+        if told is None or told.job:
+            each_stage(fetch_weights)
+        else:
+            ahead = max(1, _AHEAD_BYTES // (config.warpgroups_m * unit_bytes(product.format)))
+            wait = told.wait_for_rows
+            each_stage(fetch_weights, lambda nth: pl.when(nth == ahead)(wait))
 
     def fetch_rows(block: Array, _: Array) -> Callable[[Array, Array], None]:
         first = lax.div(work.first_row(work.x_rows, block), 8) * 8  # by 8, for TMA to see
@@ -489,7 +524,7 @@ def _roles(
 
     behind = first_item + num_mine * num_cores - num_items  # items go on from where these end
     following = here._replace(first_item=behind, stages_before=stages_before + num_mine * units)
-    return _Roles(compute, partial(each_stage, fetch_weights), fetch_all_rows, following)
+    return _Roles(compute, fetch_all_weights, fetch_all_rows, following)
 
 
 def _results_of(product: Product, config: Config) -> tuple[int, int]:
@@ -543,7 +578,8 @@ def grouped_products(
             if told_g is not None:
                 g = g.of_rounded(*of_rounded[2 * nth : 2 * nth + 2])
                 g = g._replace(unrounded=results[nth - 1] if g.unrounded is None else g.unrounded)
-                told = _Told(told_g, nth, nth + 1 == len(jobs), here, num_cores, num_compute)
+                assert isinstance(job.rows, Unrounded)
+                told = _Told(told_g, job.rows, nth, nth + 1 == len(jobs), here, num_cores, num_compute)
             roles = _roles(
                 job, g, work, out_g, out_s, shared, here, told, config=config, num_rows=num_rows, num_cores=num_cores
             )
