@@ -139,6 +139,7 @@ class _Shared(NamedTuple):
     full: Any
     empty: Any
     turns: Any
+    rounded: Any
 
 
 class _Place(NamedTuple):
@@ -243,7 +244,7 @@ def _roles(
     decoded, by_block = product.format == MXFP4, job.rows.by_block
     out_columns, staged = _results_of(product, config)
     tokens_may_be_a = by_block and not decoded and split_k == 1 and config.tokens_may_be_a and staged >= TILE
-    x_s, values_s, scales_s, x_scales_s, of_warps_s, full, empty, turns = shared
+    x_s, values_s, scales_s, x_scales_s, of_warps_s, full, empty, turns, rounded = shared
     warpgroup, _, first_item, stages_before = here
     work = blocks._replace(x_rows=blocks.out_rows) if job.results else blocks
     num_items = work.number * (m_steps * split_k)
@@ -449,6 +450,8 @@ def _roles(
 
         if told is not None:
             told.round_rows(g, of_warps_s)
+            if told.job == 0:
+                plgpu.barrier_arrive(rounded)
         lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
         if told is not None:
@@ -498,8 +501,7 @@ def _roles(
             each_stage(fetch_weights)
         else:
             ahead = max(1, _AHEAD_BYTES // (config.warpgroups_m * unit_bytes(product.format)))
-            wait = told.wait_for_rows
-            each_stage(fetch_weights, lambda nth: pl.when(nth == ahead)(wait))
+            each_stage(fetch_weights, lambda nth: pl.when(nth == ahead)(lambda: plgpu.barrier_wait(rounded)))
 
     def fetch_rows(block: Array, _: Array) -> Callable[[Array, Array], None]:
         first = lax.div(work.first_row(work.x_rows, block), 8) * 8  # by 8, for TMA to see
@@ -624,6 +626,7 @@ def grouped_products(
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
         plgpu.Barrier(num_barriers=2, num_arrivals=1),
+        plgpu.Barrier(num_arrivals=num_compute) if unrounded else None,
     ]
     on_their_way = []
     for job in jobs:
