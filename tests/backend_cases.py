@@ -154,6 +154,14 @@ class Weights(NamedTuple):
             experts = experts.with_inputs(case.input_format, *scales)
         return experts.prepare(case.layout)
 
+    def with_scales_of(self, rng: np.random.Generator, *dtypes: str) -> "Weights":
+        """The same, not MXFP4, but for each role's scales: a little less, and in its dtype."""
+        gate_up, down = (
+            q._replace(scales=(q.scales.astype(np.float32) * rng.uniform(0.9, 1, q.scales.shape)).astype(dtype))
+            for q, dtype in zip(self[:2], map(jnp.dtype, dtypes), strict=True)
+        )
+        return self._replace(gate_up=gate_up, down=down)
+
     def floats(self, case: "Case") -> list[np.ndarray]:
         """Both roles in float64."""
         format = FORMATS[case.format]

@@ -8,13 +8,14 @@ such. That is ptxas' own concern; but where a branch stood in between it has bee
 import re
 from typing import NamedTuple
 
-_LABEL = re.compile(r"\s*\.(L_\w+):")
+_LABEL = re.compile(r"\s*(\.L_\w+|\$[\w$]+):")
 _LINE = re.compile(r".*/\*([0-9a-f]+)\*/\s+(@\S+\s+)?([A-Z][\w.]*)\s*([^;]*)")
-_TARGET = re.compile(r"`\(\.(L_\w+)\)")
+_TARGET = re.compile(r"`\((\.L_\w+|\$[\w$]+)\)")
 _PREDICATE = re.compile(r"!?U?P[0-9T]")
 # Those whose first operand, predicates apart, is a register that they read.
 _READERS = re.compile(r"\w*SETP\b|FCHK|BAR\b|NANOSLEEP|WARPSYNC")
-_OTHER_JUMPS = ("BRX", "JMP", "JMX", "CALL", "RET", "BREAK")
+_OTHER_JUMPS = ("BRX", "JMP", "JMX", "BREAK")
+_ENDS = ("EXIT", "BSYNC", "RET")  # a call goes into its function, and on: so that this one need not come back
 _MANY_GROUPS = 8  # more than a wait lets run on
 
 
@@ -48,9 +49,10 @@ def parse(text: str) -> list[Instruction]:
             targets = meetings[operands[0]]
         elif opcode == "BSSY":
             targets = []
-        elif opcode.startswith(_OTHER_JUMPS) or (targets and not opcode.startswith("BRA")):
+        elif opcode.startswith(_OTHER_JUMPS) or bool(targets) != opcode.startswith(("BRA", "CALL")):
             raise ValueError(f"{said!r}: this jump is not followed")
-        goes_on = guard or opcode not in ("BRA", "EXIT", "BSYNC") or (opcode == "BRA" and len(operands) > 1)
+        jumps = opcode == "BRA" and len(operands) == 1
+        goes_on = guard or not (jumps or opcode.startswith(_ENDS))
         following = [number + 1] if goes_on and number + 1 < len(lines) else []
         program.append(Instruction(said, opcode, operands, (*following, *(labels[target] for target in targets))))
     return program

@@ -22,10 +22,12 @@ ENGINE, H200 = MosaicSm90Fp8(), Environment.named("h200")
 ACTIVATION = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 CASES = [  # weights, inputs, tokens, hidden and intermediate size
     pytest.param("mxfp4", "fp8_token", 1, 288, 352, id="mxfp4-few"),
+    pytest.param("fp8_block", "fp8_block", 4, 7168, 2048, id="fp8_block-few", marks=pytest.mark.slow),
+    pytest.param("fp8_channel", "fp8_static", 4, 2880, 2880, id="fp8_channel-few", marks=pytest.mark.slow),
     pytest.param("mxfp4", "fp8_token", 16, 288, 352, id="mxfp4"),
     pytest.param("mxfp4", "fp8_token", 2048, 512, 640, id="mxfp4-large", marks=pytest.mark.slow),
     pytest.param("fp8_block", "fp8_block", 2048, 512, 640, id="fp8_block-large", marks=pytest.mark.slow),
-    pytest.param("fp8_channel", "fp8_block", 2048, 512, 640, id="fp8_channel-fp8_block", marks=pytest.mark.slow),
+    pytest.param("fp8_channel", "fp8_block", 2048, 768, 896, id="fp8_channel-fp8_block", marks=pytest.mark.slow),
     pytest.param("fp8_channel", "fp8_static", 2048, 512, 640, id="fp8_channel-large", marks=pytest.mark.slow),
 ]
 
@@ -49,11 +51,11 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
     _, kernels = aot.kernels_for_h200(capfd, layer, x, ids, weights, experts)
     config = tuning.config(ENGINE, Problem.of(x, 2, experts, ACTIVATION), H200).config
     products = [kernel for kernel in kernels if "QGMMA" in kernel.sass]
-    assert (len(products), len(kernels)) == (2, 4)  # each behind a rounding
+    assert (len(products), len(kernels)) == ((1, 1) if config.one_launch else (2, 4))  # else each behind a rounding
     for kernel in kernels:
         assert "(C75" not in kernel.report, kernel.report  # C7510, C7519 and the like: products that were serialised
     for kernel in kernels:
-        if kernel not in products:
+        if kernel not in products or config.one_launch:
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
     for kernel in products:
         stored = int(re.findall(r"(\d+) bytes spill stores", kernel.report)[0])

@@ -239,11 +239,7 @@ def test_every_format(tokens, name, rng):
 def test_scales_of_any_dtype(tokens, name, dtypes, rng):
     case = suited("mosaic", Case(tokens=tokens, hidden=192, intermediate=320, format=name, dtype="bfloat16"))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
-    changed = [
-        q._replace(scales=(q.scales.astype(np.float32) * rng.uniform(0.9, 1, q.scales.shape)).astype(jnp.dtype(dtype)))
-        for q, dtype in zip(weights[:2], dtypes, strict=True)
-    ]
-    weights = weights._replace(gate_up=changed[0], down=changed[1])
+    weights = weights.with_scales_of(rng, *dtypes)
     y = call("mosaic", case, weights.experts(case), x, routing)
     assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
 

@@ -27,7 +27,7 @@ def test_the_heuristic_is_valid_at_every_size(top_k, num_experts):
     for tokens in TOKENS:
         for tile_bytes in TILES:
             config = heuristic(tile_bytes, tokens, min(top_k, num_experts), num_experts)
-            config.check(tile_bytes)
+            config.check(tile_bytes, 1)
             assert config.num_stages >= 2  # else nothing is fetched while something is computed
 
 
@@ -112,8 +112,12 @@ def test_widths_hold_every_count_of_rows(block_n):
         ),
         (lambda: Config(104, 5, 1, 1, 2), "`block_n` (=104) must be at most 96, for which 5 warpgroups have registers"),
         (
-            lambda: Config(256, 1, 1, 4, 2).check(2176),
+            lambda: Config(256, 1, 1, 4, 2).check_memory(2176),
             "`num_stages` (=2) must be such that 232448 bytes of shared memory hold them",
+        ),
+        (
+            lambda: Config(8, 1, 1, 1, 2, 2).check(2176, 1),
+            "`split_k` (=2) must be 1 where a row of `down` has one tile",
         ),
         (lambda: deepest(2176, 256, 1, 1, 8), "`num_stages` (=1) must be such that 232448 bytes"),
     ],

@@ -3,6 +3,8 @@ under inputs in FP8, which is its own concern."""
 
 import dataclasses
 import warnings
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,8 @@ from backend_cases import (
 )
 from test_backends import check
 
-from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLUAndMul, formats, inputs, tuning
+import jmx
+from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul, formats, inputs, tuning
 from jmx.backends import resolve_layout
 from jmx.formats import FORMATS, MXFP4, BlockScaled
 from jmx.inputs import INPUT_FORMATS
@@ -37,8 +40,8 @@ from jmx.quantization import random
 
 HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
-BLOCKS = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
-ODD = {"hidden": 160, "intermediate": 224}
+BLOCKS: dict[str, Any] = {"hidden": 256, "intermediate": 384}  # whole blocks of 128
+ODD: dict[str, Any] = {"hidden": 160, "intermediate": 224}
 TAKEN = LAYOUT.formats or ()
 PAIRS = [
     ("mxfp4", "fp8_token", ODD),
@@ -273,6 +276,11 @@ def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, wa
     assert (config.block_n, config.warpgroups_m, config.split_k) == (block_n, warpgroups_m, split_k)
 
 
+def test_few_rows_are_rounded_where_they_are_multiplied():
+    found = {tokens: heuristic(shape_of(tokens)).one_launch for tokens in (1, 8, 64, 256, 1024, 8192)}
+    assert found == {1: True, 8: True, 64: True, 256: True, 1024: False, 8192: False}
+
+
 def test_the_heuristic_fills_as_many_multiprocessors_as_there_are():
     assert heuristic(shape_of(1, num_cores=132)).warpgroups_m == 3  # 4 experts of 30 items
     assert heuristic(shape_of(1, num_cores=78)).warpgroups_m == 5  # of 18
@@ -317,6 +325,7 @@ def test_impossible_configurations_are_refused(fields, told):
         ((128, 2, 1, 4, 1, True), "fp8_block", 2880, "`own_sums` (=True) must be False where scales"),
         ((256, 2, 1, 4, 1, True), "mxfp4", 4097, "`own_sums` (=True) must be False for more than 4096"),
         ((208, 2, 1, 4), "mxfp4", 2880, "`block_n` (=208) must be at most 192 for MXFP4"),
+        ((8, 2, 1, 4, 2), "mxfp4", 2880, "`split_k` (=2) must be 1 where a row of `down` has one unit"),
     ],
 )
 def test_a_configuration_that_a_shape_does_not_allow_is_refused(fields, name, columns, told):
@@ -404,6 +413,73 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
             some = dataclasses.replace(case, tokens=tokens)
             own = jax.tree.map(lambda array, n=tokens: array[:n], routing)
             np.testing.assert_array_equal(call("mosaic_fp8", some, experts, x[:tokens], own), whole[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warpgroups_m", [1, 2, 3, 5])
+@pytest.mark.parametrize(("format", "dtype"), [("mxfp4", "bfloat16"), ("fp8_channel", "float16")])
+def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rng):
+    """Each weight is one tile, and outputs are one: what the other warpgroups have behind it are zeros."""
+    ungated = Case(tokens=300, input_format="fp8_token", hidden=64, intermediate=64, activation=SiLU(), order=None)
+    case = suited("mosaic_fp8", dataclasses.replace(ungated, format=format, dtype=dtype))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    expected = reference(case, weights, x, routing)
+    for one_launch in (False, True):
+        with tuning.override("mosaic_fp8", Config(8, warpgroups_m, 2, 4, one_launch=one_launch)):
+            for _ in range(5):
+                assert_agrees("mosaic_fp8", case, call("mosaic_fp8", case, weights.experts(case), x, routing), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 6, 40, 300])
+@pytest.mark.parametrize(("format", "input_format", "sizes"), PAIRS)
+def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, rng):
+    case = suited(
+        "mosaic_fp8", Case(tokens=tokens, format=format, input_format=input_format, dtype="bfloat16", **sizes)
+    )
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts, found = weights.experts(case), []
+    for config in (Config(16, 3, 2, 4), Config(40, 2, 1, 4), Config(16, 4, 2, 4, 2)):
+        for one_launch in (False, True, True):
+            with tuning.override("mosaic_fp8", dataclasses.replace(config, one_launch=one_launch)):
+                found.append(call("mosaic_fp8", case, experts, x, routing))
+        np.testing.assert_array_equal(found[-2], found[-3])
+        np.testing.assert_array_equal(found[-1], found[-3])
+
+
+@pytest.mark.gpu
+def test_one_launch_counts_anew_in_every_turn_of_a_loop(rng):
+    """Also where routing, and all that is made of it, stays the same."""
+    case = Case(tokens=6, num_experts=1, top_k=1, input_format="fp8_token", dtype="bfloat16", **ODD)
+    case = suited("mosaic_fp8", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    experts = weights.experts(case)
+
+    @partial(jax.jit, static_argnums=1)
+    def layers(x, turns):
+        def layer(_, x):
+            return jmx.moe(x, routing, experts, activation=case.activation, backend="mosaic_fp8")
+
+        return jax.lax.fori_loop(0, turns, layer, x)
+
+    expected = x
+    with tuning.override("mosaic_fp8", Config(16, 3, 2, 4, one_launch=True)):
+        found = layers(x, 4)
+        for _ in range(4):
+            expected = layers(expected, 1)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("tokens", [2, 64, 700])
+def test_scales_of_any_dtype(tokens, dtypes, rng):
+    case = Case(tokens=tokens, format="fp8_block", input_format="fp8_token", dtype="bfloat16", **BLOCKS)
+    case = suited("mosaic_fp8", case)
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    weights = weights.with_scales_of(rng, *dtypes)
+    y = call("mosaic_fp8", case, weights.experts(case), x, routing)
+    assert_agrees("mosaic_fp8", case, y, reference(case, weights, x, routing))
 
 
 @pytest.mark.gpu
@@ -501,7 +577,7 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("name", INPUTS)
 def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
-    from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
+    from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
 
     format, columns = INPUT_FORMATS[name], 640
     scale = jnp.float32(0.01) if format.static else None
@@ -518,8 +594,10 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     nowhere = np.arange(0, 77, 5)
     row_of[nowhere, 1] = -1
     wanted = inputs.quantize(x, format, scale)
+    given = None if scale is None else scale.reshape(1)
     for places in (None, row_of):
-        found = jax.jit(lambda x, to: quantize(x, columns, format, scale, to, 3 * 77))(x, places)
+        num_rows = 77 if places is None else 3 * 77
+        found = jax.jit(lambda x, to, n=num_rows: quantize(Unrounded(x, columns, format, given, to, n)))(x, places)
         rows = np.arange(77) if places is None else source
         there = np.arange(77) if places is None else np.sort(row_of[row_of >= 0])
         scales = np.asarray(found.scales)

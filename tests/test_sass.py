@@ -57,7 +57,7 @@ def test_a_register_in_use_is_told_on_every_path(before, after, clashes):
 def lines(*instructions: str) -> str:
     """Instructions and labels, at addresses that count the lines."""
     return "".join(
-        f"{line}\n" if line.startswith(".") else f"/*{number:04x}*/ {line} ;\n"
+        f"{line}\n" if line.startswith((".", "$")) else f"/*{number:04x}*/ {line} ;\n"
         for number, line in enumerate(instructions)
     )
 
@@ -102,6 +102,15 @@ def test_registers_are_counted_from_where_their_number_is_set():
     assert register_limits(parse(LOOP)) == [(0x68, 62)]
     handed_back = LOOP.replace("SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [R60+URZ], R61", "USETMAXREG.DEALLOC.CTAPOOL 0x28")
     assert register_limits(parse(handed_back)) == [(0x68, 52), (0x28, 52)]
+
+
+def test_a_call_goes_into_its_function_and_on():
+    wgmma = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0"
+    call = "CALL.REL.NOINC `($__internal_0_$__div)"
+    for inside, behind, clashes in (("R1", "R2", 0), ("R40", "R2", 1), ("R1", "R43", 1)):
+        function = ["$__internal_0_$__div:", f"MOV {inside}, R2", "RET.REL.NODEC R28 `(kernel)"]
+        text = lines(wgmma, call, f"MOV {behind}, R3", WAIT, "EXIT", *function)
+        assert len(hazards(parse(text))) == clashes
 
 
 def test_a_jump_that_cannot_be_followed_is_refused():

@@ -9,6 +9,7 @@
     vllm_library.py     vLLM's operators: Marlin's products, and the grouping of rows that Humming uses too
     elementwise.py      the two small kernels that stand around those systems' products
     fetch.py            brings the systems from the package index
+    deepgemm_sm90.cu    a program of its own: DeepGEMM's products in FP8
 
 They need PyTorch 2.11, Triton and a CUDA GPU; nothing here imports jax.
 """

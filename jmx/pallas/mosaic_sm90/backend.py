@@ -15,10 +15,10 @@ from jax import lax
 
 from jmx import grouping, tuning
 from jmx.experts import Experts
-from jmx.formats import FORMATS, BlockScaled, Format
+from jmx.formats import FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, Config, candidates, heuristic
-from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, Tile
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, Tile, alike
 from jmx.refusals import refusal
 from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
@@ -64,7 +64,7 @@ class MosaicSm90:
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         del environment
-        config.check(_tile_bytes(problem))
+        config.check(_tile_bytes(problem), -(-problem.intermediate_size // TILE))
 
     def apply(
         self,
@@ -83,7 +83,7 @@ class MosaicSm90:
         config = tuning.config(self, problem, environment).config
         on_input = computation.weights_on == "input"
         every = experts.merged()
-        gate_up, down = _alike(every.gate_up, every.down, experts.format)
+        gate_up, down = alike(every.gate_up, every.down, experts.format)
         order = every.gate_up.order
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input and order is None:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
@@ -125,14 +125,6 @@ def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
     rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
     return rows.reshape(index.size, x.shape[1])
-
-
-def _alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
-    """Both weights with scales of one dtype, where these come by the tile: their stages have one, too."""
-    if not Tile.of(format).scales or gate_up.scales.dtype == down.scales.dtype:
-        return gate_up, down
-    gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
-    return gate_up, down
 
 
 def _tile_bytes(problem: Problem) -> int:

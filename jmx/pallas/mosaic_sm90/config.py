@@ -82,8 +82,15 @@ class Config:
         launched = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
         return min(MAX_BLOCK_N, 2 * (launched - _OTHER_REGISTERS) // 8 * 8)
 
-    def check(self, tile_bytes: int) -> None:
-        """Raises ValueError unless shared memory holds the stages, where a tile of the weight has so many bytes."""
+    def check(self, tile_bytes: int, down_tiles: int) -> None:
+        """Raises ValueError unless it can run weights whose tiles have so many bytes, a row of `down` so many tiles."""
+        self.check_memory(tile_bytes)
+        if self.split_k > 1 and self.stage_tiles == down_tiles == 1:
+            # Pallas has TMA read a tile, if it is all that there is, for those behind it.
+            raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one tile")
+
+    def check_memory(self, tile_bytes: int) -> None:
+        """Raises ValueError unless shared memory holds the stages."""
         needed = self.shared_memory(tile_bytes)
         if needed > SHARED_MEMORY:
             raise ValueError(
@@ -110,7 +117,7 @@ def deepest(
 ) -> Config:
     """The configuration with as many stages as fit. ValueError where not even one does, or registers do not suffice."""
     one = Config(block_n, warpgroups_m, warpgroups_k, k_tiles, 1, split_k)
-    one.check(tile_bytes)
+    one.check_memory(tile_bytes)
     more = (SHARED_MEMORY - one.shared_memory(tile_bytes)) // one.stage_bytes(tile_bytes)
     return replace(one, num_stages=min(MAX_STAGES, 1 + more))
 

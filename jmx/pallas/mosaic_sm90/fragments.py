@@ -304,13 +304,17 @@ def signal(counters: Any, index: jax.Array) -> None:
     body(counters, index)
 
 
-def wait(counters: Any, index: jax.Array, value: jax.Array) -> None:
-    """A warp waits until counters[index] is `value` or more; then its copies by TMA see what was signalled."""
+def wait(counters: Any, index: jax.Array, value: jax.Array, *, warpgroup: bool = False) -> None:
+    """A warp waits until counters[index] is `value` or more; then its copies by TMA see what was signalled.
+
+    `warpgroup`: all of it waits, and sees that by loads, too.
+    """
+    threads = utils.ThreadSubset.WARPGROUP if warpgroup else utils.ThreadSubset.WARP
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
     def body(_: Any, counters: ir.Value, index: Fragment, value: Fragment) -> None:
         semaphore = utils.SemaphoreRef(address_of(counters, index.registers.item(), i32()))
-        scope: Any = {"scope": utils.ThreadSubset.WARP, "memory_scope": "gpu"}
+        scope: Any = {"scope": threads, "memory_scope": "gpu"}
         semaphore.wait(value.registers.item(), decrement=False, **scope)
         utils.inline_ptx(_ORDER_COPIES, has_side_effects=True)
 

@@ -89,6 +89,14 @@ class Tile:
         return self.value_rows * VALUE_COLUMNS + TILE * rest
 
 
+def alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
+    """Both weights with scales of one dtype, where these come by the tile: a launch of both has one stage for them."""
+    if not Tile.of(format).scales or gate_up.scales.dtype == down.scales.dtype:
+        return gate_up, down
+    gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
+    return gate_up, down
+
+
 def num_tiles(spec: WeightSpec) -> tuple[int, int]:
     """Tiles of a weight along its rows and its columns."""
     rows, columns = spec.shape

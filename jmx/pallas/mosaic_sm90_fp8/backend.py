@@ -17,7 +17,7 @@ from jmx.experts import Experts
 from jmx.inputs import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import FEW_TOKENS
-from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, alike
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
 from jmx.refusals import refusal
@@ -78,8 +78,9 @@ class MosaicSm90Fp8:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90_fp8.kernel import Product, Rows, grouped_product  # take a second to import
-        from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
+        # These take a second to import.
+        from jmx.pallas.mosaic_sm90_fp8.kernel import Job, Product, Rows, grouped_products
+        from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
@@ -99,13 +100,20 @@ class MosaicSm90Fp8:
             rows, row_of, num_rows = x, work.row_of, work.token_of_row.size
             if on_input:  # an expert's inputs are then its own
                 rows, row_of = grouping.weigh(x[work.token_of_row], work, routing.weights), None
-        rows = quantize(rows, x.shape[-1], format, experts.input_scale("gate_up"), row_of, num_rows)
+        rows = Unrounded(rows, x.shape[-1], format, _scale(experts, "gate_up"), row_of, num_rows)
+        if row_of is None:
+            rows = rows._replace(num_rows=rows.x.shape[0])
         every = experts.merged()
+        weights = every.gate_up, every.down
+        if config.one_launch:
+            weights = alike(*weights, experts.format)
         blocks = work.blocks.of_layer(experts.first_expert)
-        product = partial(grouped_product, config=config, num_rows=num_rows, num_cores=environment.core_count or 1)
+        products = partial(
+            grouped_products, blocks=blocks, config=config, num_rows=num_rows, num_cores=environment.core_count or 1
+        )
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as the reference rounds h
         gate_up = Product(
-            every.gate_up,
+            weights[0],
             experts.format,
             every.gate_up_bias,
             Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
@@ -113,12 +121,21 @@ class MosaicSm90Fp8:
             in_kernel(computation.activation),
         )
         summed = jnp.float32 if config.split_k > 1 else dtype
-        down = Product(every.down, experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
-        h = product(rows, gate_up, blocks)
-        rows = quantize(h, experts.intermediate_size, format, experts.input_scale("down"))
-        out = product(rows, down, blocks._replace(x_rows=blocks.out_rows), split_k=config.split_k)
+        down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
+        h = jax.ShapeDtypeStruct((num_rows, gate_up.rows.num_outputs), dtype)
+        h = Unrounded(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
+        if config.one_launch:
+            out = products([Job(rows, gate_up), Job(h, down, True, config.split_k)])
+        else:
+            h = h._replace(x=products([Job(quantize(rows), gate_up)]))
+            out = products([Job(quantize(h), down, True, config.split_k)])
         out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
+
+
+def _scale(experts: Experts, role: str) -> jax.Array | None:
+    scale = experts.input_scale(role)
+    return None if scale is None else scale.reshape(1)
 
 
 def _shape(problem: Problem, environment: Environment) -> Shape:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from typing import NamedTuple
 
@@ -21,8 +22,11 @@ _LARGE_DECODED = 176  # such a block without spills
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
+_ROUNDING_BYTES = 1024  # what a row's largest magnitudes take, with alignment
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
+_MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
+_ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
 
 
@@ -38,6 +42,7 @@ class Config:
         split_k: parts of `down`'s columns that are computed apart and added up in the end.
         own_sums: whether sums of all columns are the tensor cores' own. Registers then have room for products of 256
             rows.
+        one_launch: whether rows are rounded in the launch of the products, which is one; else there are four.
     """
 
     block_n: int
@@ -46,6 +51,7 @@ class Config:
     num_stages: int
     split_k: int = 1
     own_sums: bool = False
+    one_launch: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
@@ -98,8 +104,9 @@ class Config:
     def shared_memory(self, unit_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
         rows = self.block_n * ROW_BYTES + 4 * self.scales_n
-        of_warpgroups = self.warpgroups_m * self.staged_bytes
-        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + _BARRIER_BYTES
+        of_warpgroups = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
+        others = _BARRIER_BYTES + (_ROUNDING_BYTES if self.one_launch else 0)
+        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + others
 
     def parts_of(self, width: int, decoded: bool) -> int:
         """How many products of equally many rows a block of so many is computed in."""
@@ -114,6 +121,8 @@ class Config:
     def check(self, shape: "Shape") -> None:
         """Raises ValueError unless it can run the shape."""
         self.check_memory(shape.unit_bytes)
+        if self.split_k > 1 and shape.units[1] == 1:  # Pallas has TMA read a unit, if it is all, for those behind it
+            raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
         if self.own_sums and shape.by_block:
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False where scales belong to 128 columns")
         if self.own_sums and not shape.sums_may_be_own:
@@ -133,10 +142,17 @@ class Config:
 
 
 def deepest(
-    unit_bytes: int, block_n: int, warpgroups_m: int, units: int, split_k: int = 1, *, own_sums: bool = False
+    unit_bytes: int,
+    block_n: int,
+    warpgroups_m: int,
+    units: int,
+    split_k: int = 1,
+    *,
+    own_sums: bool = False,
+    one_launch: bool = False,
 ) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    least = Config(block_n, warpgroups_m, units, units, split_k, own_sums)
+    least = Config(block_n, warpgroups_m, units, units, split_k, own_sums, one_launch)
     least.check_memory(unit_bytes)
     more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
     left = SHARED_MEMORY - least.shared_memory(unit_bytes)
@@ -173,6 +189,12 @@ class Shape(NamedTuple):
         return self.num_tokens * self.top_k / self.num_experts
 
     @property
+    def rows_with_padding(self) -> int:
+        """Rows of all experts, at most, of which each begins at a multiple of 8."""
+        assignments = self.num_tokens * self.top_k
+        return assignments + 7 * min(assignments, self.num_experts)
+
+    @property
     def block_n(self) -> int:
         """Rows that hardly any expert exceeds where routing is random: by three standard deviations."""
         most = int(self.rows + 3 * sqrt(self.rows))
@@ -200,12 +222,20 @@ def heuristic(shape: Shape) -> Config:
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape.unit_bytes, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
-    return deepest(shape.unit_bytes, *min(cuts, key=lambda cut: _cost(shape, *cut)))
+    return _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
+
+
+def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> Config:
+    """`deepest` of blocks, warpgroups, units and parts, in one launch where a warpgroup has few rows to round."""
+    block_n, warpgroups_m = cut[:2]
+    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
+    one_launch = few and block_n <= _MAX_OF_ONE_LAUNCH
+    return deepest(shape.unit_bytes, *cut, own_sums=own_sums, one_launch=one_launch)
 
 
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
     """Blocks, warpgroups, units and parts to choose from."""
-    splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS else (1,)
+    splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
     held = ((m, _HELD.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
     return [(min(shape.block_n, most), m, 2, split) for m, most in held for split in splits]
 
@@ -224,15 +254,27 @@ def _cost(shape: Shape, block_n: int, warpgroups_m: int, units: int, split_k: in
 
 
 def candidates(shape: Shape) -> list[Config]:
-    """What `jmx tune` tries, the heuristic first."""
-    few = itertools.product((8, 16, 32, 64, 96, MAX_WIDTH), (2, 1), (1, 2, 3, 4))
-    if shape.decoded:
-        large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
-    else:  # scaled beside products, sums of two parts do not fit registers
-        large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
-    many = itertools.product(large, (2,), units)
-    own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
-    cuts = [*_cuts(shape)] if shape.block_n <= MAX_WIDTH else []
-    configs = (deepest(shape.unit_bytes, *cut) for cut in (*cuts, *few, *many))
-    with_own_sums = (deepest(shape.unit_bytes, *cut, own_sums=True) for cut in own)
-    return list(dict.fromkeys((heuristic(shape), *configs, *with_own_sums)))
+    """What is worth a try, the heuristic first: few, since each is compiled, which takes half a minute."""
+    first = heuristic(shape)
+    n, m, split = first.block_n, first.warpgroups_m, first.split_k
+    if n <= MAX_WIDTH:
+        near = [(n + more, m, 2, split) for more in (-16, -8, 8, 16)]
+        cuts, own = [*_cuts(shape), *near, *((n, m, units, split) for units in (1, 3, 4))], []
+    else:
+        if shape.decoded:
+            large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
+        else:  # scaled beside products, sums of two parts do not fit registers
+            large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
+        cuts = itertools.product((MAX_WIDTH, *large), (2,), units)
+        own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
+    ways = [partial(_deepest, shape, cut) for cut in cuts]
+    ways += [partial(_deepest, shape, cut, own_sums=True) for cut in own]
+    if n <= MAX_WIDTH:
+        ways.append(partial(deepest, shape.unit_bytes, n, m, first.units, split, one_launch=not first.one_launch))
+    found = [first]
+    for way in ways:
+        try:
+            found.append(way())
+        except ValueError:  # registers or shared memory do not hold it
+            continue
+    return list(dict.fromkeys(found))

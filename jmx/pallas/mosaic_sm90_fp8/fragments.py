@@ -340,27 +340,22 @@ def row_powers(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Arr
     return body(scales, expert, tile)
 
 
-def scale_columns(sums: jax.Array, scales: Any, first: jax.Array, count: jax.Array) -> jax.Array:
-    """sums (64, n) times scales[first + column], a ref (R,) float32 in global memory, for columns below `count`."""
+def load_columns(scales: Any, n: int, first: jax.Array, count: jax.Array) -> jax.Array:
+    """scales[first + column], a ref (R,) float32 in global memory, for a thread's own elements of a row of n columns;
+    from `count` on, anything."""
 
-    @operation(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), SCALAR, SCALAR),
-        return_type=result(sums.shape, jnp.float32, plgpu.Layout.WGMMA),
-    )
-    def body(_: Any, sums: Fragment, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
+    def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
         start, last = first.registers.item(), arith.subi(count.registers.item(), constant(1))
         column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
-        values, out = sums_of(sums), []
-        for eight in range(len(values) // 4):
-            by_column = []
-            for i in range(2):
-                at = arith.minsi(arith.addi(column, constant(8 * eight + i)), last)
-                by_column.append(llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32())))
-            nth = 4 * eight
-            out += [arith.mulf(value, by_column[i % 2]) for i, value in enumerate(values[nth : nth + 4])]
-        return accumulator(sums, out)
 
-    return body(sums, scales, first, count)
+        def load(nth: int) -> ir.Value:
+            at = arith.minsi(arith.addi(column, constant(nth)), last)
+            return llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32()))
+
+        return of_registers([pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
+
+    return body(scales, first, count)
 
 
 def swizzled_rows(columns: int, dtype: Any) -> Any:

@@ -12,8 +12,7 @@ underflows then rounds to zero. `div.rn` takes twice as many instructions, and a
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +40,9 @@ from jmx.pallas.mosaic_sm90.mlir import (
     utils,
     wide,
 )
-from jmx.pallas.mosaic_sm90_fp8.kernel import Inputs
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
 
-_WARPS = 4  # of a row
+WORDS = 4  # of a row's largest magnitudes: one of each warp
 _LANES = 32
 _VECTOR = 8  # elements of a row that a thread takes at a time
 _PIECE = THREADS * _VECTOR  # columns that a warpgroup takes at a time
@@ -79,58 +77,84 @@ _ROUND = (
 )
 
 
-def quantize(
-    x: jax.Array,
-    columns: int,
-    format: InputFormat,
-    static_scale: jax.Array | None,
-    row_of: jax.Array | None = None,
-    num_rows: int | None = None,
-) -> Inputs:
-    """Rows of x in `format`, each rounded once and written to every place that it has.
+class Inputs(NamedTuple):
+    """Rows in FP8.
 
     Args:
-        x: bfloat16, float16 or float32 (T, C), C a multiple of 8.
+        values: float8_e4m3fn (R, K), K a multiple of 128.
+        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def by_block(self) -> bool:
+        return self.scales.ndim == 2
+
+
+class Unrounded(NamedTuple):
+    """Rows that are to be rounded, each once and to every place that it has.
+
+    Args:
+        x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape where a launch has made it by then.
         columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
         format: of e4m3.
-        static_scale: float32 (), where `format` is static; None elsewhere.
+        static_scale: float32 (1,), where `format` is static; None elsewhere.
         row_of: int32 (T, k), the rows of the result that each row of x goes to, of which negative ones are none; None:
             its own.
-        num_rows: R, of the result, where `row_of` is given. Rows that it does not name may hold anything.
+        num_rows: R, of the result. Rows that nothing goes to may hold anything.
     """
-    if row_of is None:
-        num_rows = x.shape[0]
-    assert num_rows is not None
-    padded = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
-    scale_rows = -(-num_rows // 4) * 4  # whole 16 bytes, for TMA
-    by_block = isinstance(format.block_size, int)
-    scales = (columns // UNIT_COLUMNS, scale_rows) if by_block else (num_rows,)
-    given = [x, *([] if row_of is None else [row_of]), *([] if static_scale is None else [static_scale.reshape(1)])]
+
+    x: jax.Array | jax.ShapeDtypeStruct
+    columns: int
+    format: InputFormat
+    static_scale: jax.Array | None
+    row_of: jax.Array | None
+    num_rows: int
+
+    @property
+    def padded(self) -> int:
+        return -(-self.columns // UNIT_COLUMNS) * UNIT_COLUMNS
+
+    @property
+    def by_block(self) -> bool:
+        return isinstance(self.format.block_size, int)
+
+    @property
+    def rounded(self) -> list[jax.ShapeDtypeStruct]:
+        """What becomes of them: `Inputs`."""
+        scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
+        scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
+        return [
+            jax.ShapeDtypeStruct((self.num_rows, self.padded), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+        ]
+
+
+def quantize(rows: Unrounded) -> Inputs:
+    """Rows in `rows.format`, by a launch of their own."""
+    given = [rows.x, rows.row_of, rows.static_scale]
 
     def body(*refs: Any) -> None:
-        x_g, *rest = refs
-        row_of_g = None if row_of is None else rest.pop(0)
-        static_g = None if static_scale is None else rest.pop(0)
-        row = partial(_round_row, x.dtype, columns, padded, format)
-        row(lax.axis_index("row"), x_g, row_of_g, static_g, *rest)
+        rest = [*refs]
+        sources = [None if one is None else rest.pop(0) for one in given]
+        round_row(rows, lax.axis_index("row"), *sources, *rest)
 
     kernel = plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((num_rows, padded), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct(scales, jnp.float32),
-        ],
-        grid=(x.shape[0],),
+        out_type=rows.rounded,
+        grid=(rows.x.shape[0],),
         grid_names=("row",),
-        scratch_types=[plgpu.SMEM((_WARPS,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((WORDS,), jnp.int32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return Inputs(*kernel(*given))
+    return Inputs(*kernel(*(one for one in given if one is not None)))
 
 
-def _round_row(dtype: Any, columns: int, padded: int, format: InputFormat, row: jax.Array, *refs: Any) -> None:
-    """What a warpgroup does. `refs`: x, where its rows go or None, static scale or None, values and scales to write,
-    and int32 (_WARPS,) of shared memory."""
+def round_row(rows: Unrounded, row: jax.Array, *refs: Any) -> None:
+    """What a warpgroup does for a row. `refs`: x, `row_of` or None, the static scale or None, values and scales to
+    write, and int32 (WORDS,) of shared memory, which other warpgroups do not use."""
     there = [ref is not None for ref in refs]
     refs = tuple(ref for ref in refs if ref is not None)
 
@@ -138,9 +162,9 @@ def _round_row(dtype: Any, columns: int, padded: int, format: InputFormat, row: 
     def body(_: Any, row: Fragment, *given: ir.Value) -> None:
         rest, number = [*given], row.registers.item()
         x, row_of, static, *written = (rest.pop(0) if one else None for one in there)
-        rows = [number] if row_of is None else _row_of(row_of, number)
-        given_scale = None if static is None else _in_range(static, format)
-        _Row(np.dtype(dtype), columns, padded, format, x, *written, number, rows).round(given_scale)
+        places = [number] if row_of is None else _row_of(row_of, number)
+        given_scale = None if static is None else _in_range(static, rows.format)
+        _Row(rows, x, *written, number, places).round(given_scale)
 
     body(row, *refs)
 
@@ -165,14 +189,15 @@ def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
 class _Row:
     """One row, as a thread of the warpgroup that rounds it sees it."""
 
-    def __init__(self, dtype: Any, columns: int, padded: int, format: InputFormat, *refs_and_rows: Any):
-        self.dtype, self.columns, self.padded, self.format = dtype, columns, padded, format
+    def __init__(self, rows: Unrounded, *refs_and_rows: Any):
+        self.dtype, self.columns, self.padded = np.dtype(rows.x.dtype), rows.columns, rows.padded
+        self.format = rows.format
         self.x, self.values, self.scales, self.of_warps, source, self.rows = refs_and_rows
         # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
         self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
         _, stride = ir.MemRefType(self.x.type).shape
         self.line = arith.muli(wide(source), constant(stride, i64()))
-        self.pieces = range(-(-padded // _PIECE))
+        self.pieces = range(-(-self.padded // _PIECE))
 
     def round(self, static_scale: ir.Value | None) -> None:
         pieces = [self._load(piece) for piece in self.pieces]
@@ -231,9 +256,10 @@ class _Row:
     def _across_warps(self, largest: ir.Value) -> ir.Value:
         """The same of what the warps have, each of which has it in all of its lanes."""
         warp = arith.divui(thread_index(), constant(_LANES))
+        utils.warpgroup_barrier()  # where there was a row before, all have read its words
         llvm.store(largest, address_of(self.of_warps, warp, i32()))  # all lanes the same
         utils.warpgroup_barrier()
-        return self._largest(load_words(self.of_warps, constant(0), _WARPS))
+        return self._largest(load_words(self.of_warps, constant(0), WORDS))
 
     def _scale(self, largest: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Float32 bits of the scale of what has this largest magnitude, and whether all of it is finite."""
