@@ -92,17 +92,17 @@ class MosaicSm90Fp8:
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
-            rows, row_of, num_rows = x, None, work.blocks.experts.size * work.blocks.out_rows
+            rows = Unrounded(x, x.shape[-1], format, _scale(experts, "gate_up"), None, num_tokens)
+            num_rows = work.blocks.experts.size * work.blocks.out_rows
         else:
             whole = _shape(problem, environment).tokens_as_a and config.tokens_may_be_a
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT, whole=whole)
             assert work.token_of_row is not None
-            rows, row_of, num_rows = x, work.row_of, work.token_of_row.size
+            num_rows = work.token_of_row.size
+            rows = Unrounded(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, num_rows)
             if on_input:  # an expert's inputs are then its own
-                rows, row_of = grouping.weigh(x[work.token_of_row], work, routing.weights), None
-        rows = Unrounded(rows, x.shape[-1], format, _scale(experts, "gate_up"), row_of, num_rows)
-        if row_of is None:
-            rows = rows._replace(num_rows=rows.x.shape[0])
+                weighed = grouping.weigh(x[work.token_of_row], work, routing.weights)
+                rows = rows._replace(x=weighed, row_of=None)
         every = experts.merged()
         weights = every.gate_up, every.down
         if config.one_launch:

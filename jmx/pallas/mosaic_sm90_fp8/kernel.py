@@ -547,7 +547,7 @@ def grouped_products(
             the rows.
         num_rows: R, rows of the results, a multiple of 8. Rows that no block names may hold anything: a block writes
             its own and those up to the next multiple of 8.
-        num_cores: multiprocessors to run on; all of them at once, where there is more than one job.
+        num_cores: multiprocessors to run on; all of them at once, where rows are unrounded: else it does not end.
 
     Returns:
         (split_k * R, rows.num_outputs) of the last job: the parts' sums one below the other.

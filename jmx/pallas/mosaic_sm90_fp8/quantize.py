@@ -123,7 +123,7 @@ class Unrounded(NamedTuple):
 
     @property
     def rounded(self) -> list[jax.ShapeDtypeStruct]:
-        """What becomes of them: `Inputs`."""
+        """Shapes of what becomes of them, as `Inputs` has it."""
         scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
         scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
         return [
