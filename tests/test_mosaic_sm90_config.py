@@ -112,7 +112,7 @@ def test_widths_hold_every_count_of_rows(block_n):
         ),
         (lambda: Config(104, 5, 1, 1, 2), "`block_n` (=104) must be at most 96, for which 5 warpgroups have registers"),
         (
-            lambda: Config(256, 1, 1, 4, 2).check_memory(2176),
+            lambda: Config(256, 1, 1, 4, 2).check(2176, 45),
             "`num_stages` (=2) must be such that 232448 bytes of shared memory hold them",
         ),
         (

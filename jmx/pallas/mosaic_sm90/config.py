@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import sqrt
+from typing import Any
 
 from jmx.pallas.mosaic_sm90.layout import TILE
 from jmx.pallas.mosaic_sm90.widths import widths
@@ -84,19 +85,10 @@ class Config:
 
     def check(self, tile_bytes: int, down_tiles: int) -> None:
         """Raises ValueError unless it can run weights whose tiles have so many bytes, a row of `down` so many tiles."""
-        self.check_memory(tile_bytes)
+        check_stages(self, self.shared_memory(tile_bytes))
         if self.split_k > 1 and self.stage_tiles == down_tiles == 1:
             # Pallas has TMA read a tile, if it is all that there is, for those behind it.
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one tile")
-
-    def check_memory(self, tile_bytes: int) -> None:
-        """Raises ValueError unless shared memory holds the stages."""
-        needed = self.shared_memory(tile_bytes)
-        if needed > SHARED_MEMORY:
-            raise ValueError(
-                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
-                f"them, and {self!r} needs {needed}"
-            )
 
     def shared_memory(self, tile_bytes: int) -> int:
         """Bytes of shared memory that the kernel uses."""
@@ -112,13 +104,23 @@ class Config:
         return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
 
 
+def check_stages(config: Any, needed: int) -> None:
+    """Raises ValueError unless shared memory holds the stages of a configuration, which needs so many bytes."""
+    if needed > SHARED_MEMORY:
+        raise ValueError(
+            f"`num_stages` (={config.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
+            f"them, and {config!r} needs {needed}"
+        )
+
+
 def deepest(
     tile_bytes: int, block_n: int, warpgroups_m: int, warpgroups_k: int, k_tiles: int, split_k: int = 1
 ) -> Config:
     """The configuration with as many stages as fit. ValueError where not even one does, or registers do not suffice."""
     one = Config(block_n, warpgroups_m, warpgroups_k, k_tiles, 1, split_k)
-    one.check_memory(tile_bytes)
-    more = (SHARED_MEMORY - one.shared_memory(tile_bytes)) // one.stage_bytes(tile_bytes)
+    needed = one.shared_memory(tile_bytes)
+    check_stages(one, needed)
+    more = (SHARED_MEMORY - needed) // one.stage_bytes(tile_bytes)
     return replace(one, num_stages=min(MAX_STAGES, 1 + more))
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from math import sqrt
 from typing import NamedTuple
 
-from jmx.pallas.mosaic_sm90.config import COMPUTE_REGISTERS, FEW_TOKENS, SHARED_MEMORY
+from jmx.pallas.mosaic_sm90.config import COMPUTE_REGISTERS, FEW_TOKENS, SHARED_MEMORY, check_stages
 from jmx.pallas.mosaic_sm90.widths import widths
 
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
@@ -120,7 +120,7 @@ class Config:
 
     def check(self, shape: "Shape") -> None:
         """Raises ValueError unless it can run the shape."""
-        self.check_memory(shape.unit_bytes)
+        check_stages(self, self.shared_memory(shape.unit_bytes))
         if self.split_k > 1 and shape.units[1] == 1:  # Pallas has TMA read a unit, if it is all, for those behind it
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
         if self.own_sums and shape.by_block:
@@ -130,15 +130,6 @@ class Config:
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False for more than {most} columns")
         if shape.decoded and self.parts_of(self.block_n, decoded=True) > 1:
             raise ValueError(f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for MXFP4 without `own_sums`")
-
-    def check_memory(self, unit_bytes: int) -> None:
-        """Raises ValueError unless shared memory holds the stages."""
-        needed = self.shared_memory(unit_bytes)
-        if needed > SHARED_MEMORY:
-            raise ValueError(
-                f"`num_stages` (={self.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
-                f"them, and {self!r} needs {needed}"
-            )
 
 
 def deepest(
@@ -153,10 +144,10 @@ def deepest(
 ) -> Config:
     """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
     least = Config(block_n, warpgroups_m, units, units, split_k, own_sums, one_launch)
-    least.check_memory(unit_bytes)
-    more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - least.shared_memory(unit_bytes)
-    left = SHARED_MEMORY - least.shared_memory(unit_bytes)
-    return replace(least, num_stages=min(MAX_STAGES, units + left // more))
+    needed = least.shared_memory(unit_bytes)
+    check_stages(least, needed)
+    more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - needed
+    return replace(least, num_stages=min(MAX_STAGES, units + (SHARED_MEMORY - needed) // more))
 
 
 class Shape(NamedTuple):
