@@ -130,15 +130,7 @@ def test_inputs_are_rounded_before_each_product(name, tokens, rng):
 
 def test_gradients_pass_the_rounding_of_inputs(rng):
     """To an activation without a limit, on whose two sides gradients would differ by themselves."""
-    case = Case(
-        tokens=40,
-        top_k=2,
-        num_experts=4,
-        hidden=128,
-        intermediate=128,
-        activation=jmx.SiLUAndMul(),
-        dtype="bfloat16",
-    )
+    case = Case(tokens=40, num_experts=4, hidden=128, intermediate=128, activation=jmx.SiLUAndMul(), dtype="bfloat16")
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts, x = weights.experts(case), jnp.asarray(x)
 

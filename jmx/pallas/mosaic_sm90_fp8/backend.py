@@ -1,8 +1,8 @@
 """Backend `mosaic_fp8`: the whole layer on Hopper's FP8 tensor cores, by the kernel of `kernel`.
 
 Inputs are rounded to e4m3, grouped by expert and multiplied; h is rounded anew and multiplied. Rounding, each token
-once and to the rows of all its experts, is a kernel of its own (`quantize`). Each token's results are summed with its
-routing weights in float32.
+once and to the rows of all its experts, is a kernel of its own (`quantize`), or, where rows are few, a part of that
+which multiplies. Each token's results are summed with its routing weights in float32.
 """
 
 from collections.abc import Sequence

@@ -250,18 +250,18 @@ def candidates(shape: Shape) -> list[Config]:
     n, m, split = first.block_n, first.warpgroups_m, first.split_k
     if n <= MAX_WIDTH:
         near = [(n + more, m, 2, split) for more in (-16, -8, 8, 16)]
-        cuts, own = [*_cuts(shape), *near, *((n, m, units, split) for units in (1, 3, 4))], []
+        cuts = [*_cuts(shape), *near, *((n, m, units, split) for units in (1, 3, 4))]
+        ways = [partial(_deepest, shape, cut) for cut in cuts]
+        ways.append(partial(deepest, shape.unit_bytes, n, m, first.units, split, one_launch=not first.one_launch))
     else:
         if shape.decoded:
             large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
         else:  # scaled beside products, sums of two parts do not fit registers
             large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
-        cuts = itertools.product((MAX_WIDTH, *large), (2,), units)
-        own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)) if shape.sums_may_be_own else []
-    ways = [partial(_deepest, shape, cut) for cut in cuts]
-    ways += [partial(_deepest, shape, cut, own_sums=True) for cut in own]
-    if n <= MAX_WIDTH:
-        ways.append(partial(deepest, shape.unit_bytes, n, m, first.units, split, one_launch=not first.one_launch))
+        ways = [partial(_deepest, shape, cut) for cut in itertools.product((MAX_WIDTH, *large), (2,), units)]
+        if shape.sums_may_be_own:
+            own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4))
+            ways += [partial(_deepest, shape, cut, own_sums=True) for cut in own]
     found = [first]
     for way in ways:
         try:

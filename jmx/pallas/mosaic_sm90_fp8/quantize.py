@@ -1,9 +1,9 @@
-"""Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales, in one launch.
+"""Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales.
 
-A Pallas Mosaic GPU kernel in which every warpgroup takes a row: it loads all of it at once, finds the largest
-magnitude, across warps by way of shared memory, then divides and rounds what it still has in registers. So a row takes
-little more than one way to memory and back, which is what counts where rows are few. Its bits are those of
-`jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
+By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products (`round_row`). A warpgroup takes a row: it
+loads all of it at once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what
+it still has in registers. So a row takes little more than one way to memory and back, which is what counts where rows
+are few. Its bits are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
 
 A quotient by the row's own scale is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem
 of Markstein (IBM Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded
