@@ -254,17 +254,52 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_configurations_fit(name):
-    size = unit_bytes(FORMATS[name])
     for tokens in (1, 4, 64, 256, 512, 1024, 8192):
-        for config in candidates(shape_of(tokens, name)):
-            config.check(shape_of(tokens, name))
-            assert config.shared_memory(size) <= SHARED_MEMORY
+        shape = shape_of(tokens, name)
+        for config in candidates(shape):
+            config.check(shape)
+            assert config.shared_memory(shape.unit_bytes, max(shape.units)) <= SHARED_MEMORY
+
+
+def test_rows_are_kept_where_a_warpgroup_has_one():
+    """All units of it, beside at least half the stages that there would be."""
+    kept = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 16) if heuristic(shape_of(tokens)).keeps_rows]
+    assert kept == [1, 2, 3, 4]
+    assert not heuristic(shape_of(1)._replace(weighted=True)).keeps_rows
+    few = Config(8, 3, 2, 8, one_launch=True, keeps_rows=True)
+    size, stage, scales = 4352, 8 * 128 + 32 * 4, 1024
+    needed = [dataclasses.replace(few, keeps_rows=keeps).shared_memory(size, 23) for keeps in (False, True)]
+    assert needed[1] - needed[0] == (23 - 8) * stage + scales
+    assert few.shared_memory(size, 8) == few.shared_memory(size, 1)  # there are as many stages of rows anyway
+    for units in (23, 56, 64, 100, 128, 256):
+        wide = shape_of(2)._replace(units=(units, 16))
+        config = heuristic(wide)
+        config.check(wide)
+        assert config.keeps_rows == (units <= 64)
+    wide = shape_of(2)._replace(units=(64, 16))
+    with pytest.raises(ValueError, match="num_stages"):
+        dataclasses.replace(heuristic(wide), num_stages=heuristic(wide).num_stages + 1).check(wide)
+    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False for more tokens than `warpgroups_m`"):
+        few.check(shape_of(4))
+    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False where an expert's inputs are its own"):
+        few.check(shape_of(3)._replace(weighted=True))
+    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False without `one_launch`"):
+        dataclasses.replace(few, one_launch=False)
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+def test_a_configuration_for_some_tokens_fits_fewer(tokens):
+    """As a table's entries serve them."""
+    for name in TAKEN:
+        config = heuristic(shape_of(tokens, name))
+        for fewer in range(1, tokens):
+            config.check(shape_of(fewer, name))
 
 
 def shape_of(tokens, name="mxfp4", num_cores=132):
     """gpt-oss-20b's."""
     decoded, by_block, size = name == "mxfp4", name == "fp8_block", unit_bytes(FORMATS[name])
-    return Shape(size, decoded, by_block, by_block, tokens, 4, 32, (90, 45), (23, 23), num_cores)
+    return Shape(size, decoded, by_block, by_block, tokens, 4, 32, (90, 45), (23, 23), num_cores, weighted=False)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +466,7 @@ def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rn
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 6, 40, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 40, 300])
 @pytest.mark.parametrize(("format", "input_format", "sizes"), PAIRS)
 def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, rng):
     case = suited(
@@ -440,17 +475,39 @@ def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, 
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts, found = weights.experts(case), []
     for config in (Config(16, 3, 2, 4), Config(40, 2, 1, 4), Config(16, 4, 2, 4, 2)):
-        for one_launch in (False, True, True):
-            with tuning.override("mosaic_fp8", dataclasses.replace(config, one_launch=one_launch)):
+        keeps = [{"keeps_rows": True}] if tokens <= config.warpgroups_m else []
+        for how in ({}, {"one_launch": True}, {"one_launch": True}, *({"one_launch": True} | one for one in keeps)):
+            with tuning.override("mosaic_fp8", dataclasses.replace(config, **how)):
                 found.append(call("mosaic_fp8", case, experts, x, routing))
-        np.testing.assert_array_equal(found[-2], found[-3])
-        np.testing.assert_array_equal(found[-1], found[-3])
+        for other in found[1:]:
+            np.testing.assert_array_equal(other, found[0])
+        found.clear()
 
 
 @pytest.mark.gpu
-def test_one_launch_counts_anew_in_every_turn_of_a_loop(rng):
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [(1, Config(8, 1, 2, 4)), (2, Config(8, 2, 2, 4, 3)), (4, Config(16, 4, 2, 4, 2))],
+    ids=str,
+)
+@pytest.mark.parametrize("input_format", INPUTS)
+def test_few_tokens_of_which_multiprocessors_have_several_items(input_format, tokens, config, rng):
+    case = Case(tokens=tokens, num_experts=40, top_k=30, hidden=1280, intermediate=640, dtype="bfloat16")
+    case = suited("mosaic_fp8", dataclasses.replace(case, input_format=input_format))
+    weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
+    found = []
+    for how in ({}, {"one_launch": True, "keeps_rows": True}):
+        with tuning.override("mosaic_fp8", dataclasses.replace(config, **how)):
+            found.append(call("mosaic_fp8", case, weights.experts(case), x, routing))
+    np.testing.assert_array_equal(found[1], found[0])
+    assert_agrees("mosaic_fp8", case, found[1], reference(case, weights, x, routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "keeps_rows"), [(2, True), (6, False), (20, False)])
+def test_one_launch_counts_anew_in_every_turn_of_a_loop(tokens, keeps_rows, rng):
     """Also where routing, and all that is made of it, stays the same."""
-    case = Case(tokens=6, num_experts=1, top_k=1, input_format="fp8_token", dtype="bfloat16", **ODD)
+    case = Case(tokens=tokens, num_experts=1, top_k=1, input_format="fp8_token", dtype="bfloat16", **ODD)
     case = suited("mosaic_fp8", case)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts = weights.experts(case)
@@ -463,7 +520,7 @@ def test_one_launch_counts_anew_in_every_turn_of_a_loop(rng):
         return jax.lax.fori_loop(0, turns, layer, x)
 
     expected = x
-    with tuning.override("mosaic_fp8", Config(16, 3, 2, 4, one_launch=True)):
+    with tuning.override("mosaic_fp8", Config(16, 3, 2, 4, one_launch=True, keeps_rows=keeps_rows)):
         found = layers(x, 4)
         for _ in range(4):
             expected = layers(expected, 1)

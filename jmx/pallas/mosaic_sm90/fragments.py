@@ -31,6 +31,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     address_of,
     constant,
     f32,
+    i8,
     i32,
     i64,
     less,
@@ -348,12 +349,11 @@ def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.A
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=returns)
     def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
-        i8 = ir.IntegerType.get_signless(8)
         _, tiles, chunks, _ = ir.MemRefType(scales.type).shape
         row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
         last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
-        at = address_of(scales, arith.muli(last, constant(_SHIFT_BYTES, i64())), i8)
-        shift = arith.extui(i32(), llvm.load(i8, at))
+        at = address_of(scales, arith.muli(last, constant(_SHIFT_BYTES, i64())), i8())
+        shift = arith.extui(i32(), llvm.load(i8(), at))
         exponent = arith.muli(arith.subi(constant(126), shift), constant(0x00800080))
         raised = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
         raised = arith.select(less(shift, constant(127)), raised, utils.c(float("nan"), f32()))
@@ -421,11 +421,16 @@ def load_row(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tupl
 def load_of_row(array: ir.Value, num_rows: int, expert: ir.Value, row: ir.Value) -> ir.Value:
     """What `array` (E, num_rows) has for a row, float32; 0 past the end."""
     element = ir.MemRefType(array.type).element_type
-    inside = less(row, constant(num_rows))
-    at = arith.addi(arith.muli(expert, constant(num_rows)), arith.select(inside, row, constant(0)))
-    value = llvm.load(element, address_of(array, wide(at), element))
+    at, inside = index_of_row(num_rows, expert, row)
+    value = llvm.load(element, address_of(array, at, element))
     value = value if element == f32() else arith.extf(f32(), value)
     return arith.select(inside, value, utils.c(0.0, f32()))
+
+
+def index_of_row(num_rows: int, expert: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Where an array (E, num_rows) has a row, and whether it has it: of a row past the end, where the first one is."""
+    inside = less(row, constant(num_rows))
+    return wide(arith.addi(arith.muli(expert, constant(num_rows)), arith.select(inside, row, constant(0)))), inside
 
 
 def repeat(row: jax.Array, n: int) -> jax.Array:

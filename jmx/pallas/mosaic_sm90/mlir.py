@@ -16,6 +16,10 @@ operation: Any = plgpu.inline_mgpu  # what it makes of a function takes arrays a
 result: Any = plgpu.ShapeDtypeStruct
 
 
+def i8() -> ir.Type:
+    return ir.IntegerType.get_signless(8)
+
+
 def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 

@@ -2,7 +2,7 @@
 
 Inputs are rounded to e4m3, grouped by expert and multiplied; h is rounded anew and multiplied. Rounding, each token
 once and to the rows of all its experts, is a kernel of its own (`quantize`), or, where rows are few, a part of that
-which multiplies. Each token's results are summed with its routing weights in float32.
+which multiplies (`one_launch`). Each token's results are summed with its routing weights in float32.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,8 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)
     units = -(-problem.hidden_size // UNIT_COLUMNS), -(-problem.intermediate_size // UNIT_COLUMNS)
     scales = by_block, blocks_of_inputs and not decoded
-    return Shape(_unit_bytes(problem), decoded, *scales, *sizes, tiles, units, environment.core_count or 1)
+    weighted, num_cores = problem.weights_on == "input", environment.core_count or 1
+    return Shape(_unit_bytes(problem), decoded, *scales, *sizes, tiles, units, num_cores, weighted)
 
 
 def _unit_bytes(problem: Problem) -> int:

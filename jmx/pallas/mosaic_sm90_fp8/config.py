@@ -1,6 +1,7 @@
 """What can be tuned of the kernel of `kernel`, what it costs in shared memory, and what is tried."""
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -22,7 +23,7 @@ _LARGE_DECODED = 176  # such a block without spills
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
 _STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
 _BARRIER_BYTES = 2048
-_ROUNDING_BYTES = 1024  # what a row's largest magnitudes take, with alignment
+_ROUNDING_BYTES = 1024  # what rows' largest magnitudes take, or the scales of rows that are kept, with alignment
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
 _MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
@@ -43,6 +44,8 @@ class Config:
         own_sums: whether sums of all columns are the tensor cores' own. Registers then have room for products of 256
             rows.
         one_launch: whether rows are rounded in the launch of the products, which is one; else there are four.
+        keeps_rows: whether in that launch each multiprocessor rounds a block's rows for itself, and has all of their
+            columns in shared memory while it multiplies them; for at most as many tokens as `warpgroups_m`.
     """
 
     block_n: int
@@ -52,6 +55,7 @@ class Config:
     split_k: int = 1
     own_sums: bool = False
     one_launch: bool = False
+    keeps_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
@@ -72,6 +76,8 @@ class Config:
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 or more")
         if self.block_n % self._step:
             raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of {self._step} above {MAX_WIDTH}")
+        if self.keeps_rows and not self.one_launch:
+            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False without `one_launch`")
 
     @property
     def registers(self) -> int:
@@ -101,12 +107,21 @@ class Config:
         """Scales of a stage's rows, with padding: stages must begin at multiples of 128 bytes."""
         return -(-self.block_n // 32) * 32
 
-    def shared_memory(self, unit_bytes: int) -> int:
-        """Bytes of shared memory that the kernel uses, where a unit of the weight has so many."""
-        rows = self.block_n * ROW_BYTES + 4 * self.scales_n
+    def row_stages(self, row_units: int) -> int:
+        """Units of a block's rows for which there is room, where rows have so many."""
+        return max(self.num_stages, row_units) if self.keeps_rows else self.num_stages
+
+    def shared_memory(self, unit_bytes: int, row_units: int) -> int:
+        """Bytes of shared memory that the kernel uses, at most.
+
+        Args:
+            unit_bytes: of a unit of the weight.
+            row_units: units of 128 columns that a row has, of x or h, whichever has more.
+        """
+        rows = self.row_stages(row_units) * (self.block_n * ROW_BYTES + 4 * self.scales_n)
         of_warpgroups = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
-        others = _BARRIER_BYTES + (_ROUNDING_BYTES if self.one_launch else 0)
-        return self.num_stages * (self.warpgroups_m * unit_bytes + rows) + of_warpgroups + others
+        others = _BARRIER_BYTES + _ROUNDING_BYTES * (self.one_launch + self.keeps_rows)
+        return self.num_stages * self.warpgroups_m * unit_bytes + rows + of_warpgroups + others
 
     def parts_of(self, width: int, decoded: bool) -> int:
         """How many products of equally many rows a block of so many is computed in."""
@@ -120,7 +135,12 @@ class Config:
 
     def check(self, shape: "Shape") -> None:
         """Raises ValueError unless it can run the shape."""
-        check_stages(self, self.shared_memory(shape.unit_bytes))
+        check_stages(self, self.shared_memory(shape.unit_bytes, max(shape.units)))
+        if self.keeps_rows and shape.weighted:
+            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False where an expert's inputs are its own")
+        if self.keeps_rows and shape.num_tokens > self.warpgroups_m:
+            rule = f"must be False for more tokens than `warpgroups_m` (={self.warpgroups_m}), here {shape.num_tokens}"
+            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) {rule}")
         if self.split_k > 1 and shape.units[1] == 1:  # Pallas has TMA read a unit, if it is all, for those behind it
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
         if self.own_sums and shape.by_block:
@@ -130,24 +150,6 @@ class Config:
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False for more than {most} columns")
         if shape.decoded and self.parts_of(self.block_n, decoded=True) > 1:
             raise ValueError(f"`block_n` (={self.block_n}) must be at most {_MAX_DECODED} for MXFP4 without `own_sums`")
-
-
-def deepest(
-    unit_bytes: int,
-    block_n: int,
-    warpgroups_m: int,
-    units: int,
-    split_k: int = 1,
-    *,
-    own_sums: bool = False,
-    one_launch: bool = False,
-) -> Config:
-    """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    least = Config(block_n, warpgroups_m, units, units, split_k, own_sums, one_launch)
-    needed = least.shared_memory(unit_bytes)
-    check_stages(least, needed)
-    more = replace(least, num_stages=units + 1).shared_memory(unit_bytes) - needed
-    return replace(least, num_stages=min(MAX_STAGES, units + (SHARED_MEMORY - needed) // more))
 
 
 class Shape(NamedTuple):
@@ -161,6 +163,7 @@ class Shape(NamedTuple):
         num_tokens, top_k, num_experts: of the layer.
         tiles, units: of 64 rows, and of 128 columns, that `gate_up` and `down` have.
         num_cores: multiprocessors.
+        weighted: whether inputs are weighted, and so an expert's own.
     """
 
     unit_bytes: int
@@ -173,6 +176,7 @@ class Shape(NamedTuple):
     tiles: tuple[int, int]
     units: tuple[int, int]
     num_cores: int
+    weighted: bool
 
     @property
     def rows(self) -> float:
@@ -206,22 +210,51 @@ class Shape(NamedTuple):
         return round(self.num_experts * (1 - idle))
 
 
+def deepest(
+    shape: Shape,
+    block_n: int,
+    warpgroups_m: int,
+    units: int,
+    split_k: int = 1,
+    *,
+    own_sums: bool = False,
+    one_launch: bool = False,
+    keeps_rows: bool = False,
+) -> Config:
+    """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
+    config = Config(block_n, warpgroups_m, units, MAX_STAGES, split_k, own_sums, one_launch, keeps_rows)
+    while (needed := config.shared_memory(shape.unit_bytes, max(shape.units))) > SHARED_MEMORY:
+        if config.num_stages == units:
+            check_stages(config, needed)
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
 def heuristic(shape: Shape) -> Config:
     """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
     if shape.block_n > MAX_WIDTH:
         own_sums = shape.decoded and shape.sums_may_be_own
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
-        return deepest(shape.unit_bytes, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
+        return deepest(shape, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
     return _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
 
 
 def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> Config:
-    """`deepest` of blocks, warpgroups, units and parts, in one launch where a warpgroup has few rows to round."""
+    """`deepest` of blocks, warpgroups, units and parts.
+
+    In one launch where a warpgroup has few rows to round; with rows kept where that costs no more than half the stages.
+    """
     block_n, warpgroups_m = cut[:2]
     few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
     one_launch = few and block_n <= _MAX_OF_ONE_LAUNCH
-    return deepest(shape.unit_bytes, *cut, own_sums=own_sums, one_launch=one_launch)
+    config = deepest(shape, *cut, own_sums=own_sums, one_launch=one_launch)
+    if one_launch and shape.num_tokens <= warpgroups_m and not shape.weighted:
+        with suppress(ValueError):
+            keeping = deepest(shape, *cut, own_sums=own_sums, one_launch=True, keeps_rows=True)
+            if max(keeping.units + 1, config.num_stages / 2) <= keeping.num_stages:
+                return keeping
+    return config
 
 
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
@@ -252,7 +285,9 @@ def candidates(shape: Shape) -> list[Config]:
         near = [(n + more, m, 2, split) for more in (-16, -8, 8, 16)]
         cuts = [*_cuts(shape), *near, *((n, m, units, split) for units in (1, 3, 4))]
         ways = [partial(_deepest, shape, cut) for cut in cuts]
-        ways.append(partial(deepest, shape.unit_bytes, n, m, first.units, split, one_launch=not first.one_launch))
+        of_launches = [(False, False), (True, False), *([(True, True)] if first.keeps_rows else [])]
+        for one_launch, keeps_rows in of_launches:
+            ways.append(partial(deepest, shape, n, m, first.units, split, one_launch=one_launch, keeps_rows=keeps_rows))
     else:
         if shape.decoded:
             large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)

@@ -4,7 +4,8 @@ As in `mosaic_sm90.kernel`, results are computed transposed: 64 rows of the weig
 rows of one expert, at most 256, is B, in parts where registers do not hold its sums at once. E4M3 weights are read from
 shared memory; MXFP4 ones become e5m2 in registers. Large blocks whose scales belong to 128 columns are A themselves,
 where that costs less: see `token_fragments`. Every multiprocessor runs one block of threads for good. One warp fetches
-weights and another one rows into a ring of stages, 128 columns each; one to five warpgroups compute:
+weights and another one rows into a ring of stages, 128 columns each (but see `one_launch` for rows that are kept); one
+to five warpgroups compute:
 
     weights   | W0 | W1 | W2 | ...                             full[slot] -->
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
@@ -13,8 +14,8 @@ weights and another one rows into a ring of stages, 128 columns each; one to fiv
 Results leave by way of shared memory, and are on their way while the next item is computed.
 
 Between the products rows of h are rounded anew, for which a token's h has to be there as a whole. Where rows are few,
-that and the rounding of x before are part of one launch with both products: all warpgroups that compute round a share
-of the rows, and counters tell when the others have done theirs. Weights are on their way meanwhile.
+that and the rounding of x before are part of one launch with both products; see `one_launch`. Weights are on their way
+meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +39,12 @@ from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
 from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, UNIT_COLUMNS, unit_bytes, value_rows
-from jmx.pallas.mosaic_sm90_fp8.quantize import WORDS, Inputs, Unrounded, round_row
+from jmx.pallas.mosaic_sm90_fp8.one_launch import KEPT_BARRIERS, Rounding, counters
+from jmx.pallas.mosaic_sm90_fp8.quantize import WORDS, Inputs, Sources, Unrounded
 
 Array = Any
 _FETCH_REGISTERS = 40
 _COLUMNS = UNIT_COLUMNS  # of a stage
-_COUNTERS = 4  # of how far a launch is
 _FEW_COLUMNS = 64  # whose scales may wait in registers
 _AHEAD_BYTES = 32 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded
 _MANY_TOKENS = 96  # rows of a block: with more, tokens may be the operand A
@@ -119,23 +120,34 @@ class _Operands(NamedTuple):
 class _Item(NamedTuple):
     """One piece of work as a computing warpgroup sees it."""
 
+    expert: Array
     tile: Array  # of the weight's rows, this warpgroup's own
+    part: Array  # of the columns
     x_row: Array
     out_row: Array
     count: Array
     tokens_are_a: Array
-    by_row: tuple[Array, Array] | None
-    bias: tuple[Array, Array] | None
+    by_row: Any  # as words, and so is the bias
+    bias: Any
+
+
+class _Slots(NamedTuple):
+    """Where in shared memory a unit of an item is."""
+
+    of_weights: Array
+    of_rows: Array  # the same, but where rows are kept
 
 
 class _Shared(NamedTuple):
     """Shared memory of a launch: the ring's stages, its barriers, and others."""
 
-    x: Any
+    x: Any  # or all units of the rows that are kept, and so are `x_scales`
     values: Any
     scales: Any
     x_scales: Any
     of_warps: Any  # words of each warpgroup, for rounding
+    row_scales: Any  # of rows that are kept
+    of_kept: Any
     full: Any
     empty: Any
     turns: Any
@@ -149,66 +161,6 @@ class _Place(NamedTuple):
     core: Array
     first_item: Array
     stages_before: Array
-
-
-class _Told(NamedTuple):
-    """How the threads of a launch tell each other how far a job is: counters in global memory, by warpgroups that
-    compute, of all multiprocessors."""
-
-    counters: Any
-    rows: Unrounded
-    job: int
-    last: bool
-    here: "_Place"
-    num_cores: int
-    num_compute: int
-
-    @staticmethod
-    def nothing(experts: Array) -> Array:
-        """Counters of two jobs. Zeros, which XLA makes in the kernel that makes `experts`, if these are enough."""
-        zeros = experts >> 30
-        return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
-
-    @property
-    def _everyone(self) -> int:
-        return self.num_cores * self.num_compute
-
-    def round_rows(self, g: _Operands, of_warps: Any) -> None:
-        """This warpgroup's share of the rows, and then until all others have theirs."""
-        num_rows, step = self.rows.x.shape[0], self._everyone
-        first = self.here.core + self.num_cores * self.here.warpgroup
-
-        @pl.when(first < num_rows)
-        def _() -> None:
-            if self.job:
-                fragments.wait(self.counters, self._written(self.job - 1), jnp.int32(step), warpgroup=True)
-
-            @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
-            def _(nth: Array) -> None:
-                scales = g.x_row_scales if g.x_block_scales is None else g.x_block_scales
-                refs = (g.unrounded, g.row_of, g.static_scale, g.x, scales, of_warps.at[self.here.warpgroup])
-                round_row(self.rows, first + nth * step, *refs)
-
-            fragments.signal(self.counters, self._rounded)
-
-        self.wait_for_rows(warpgroup=True)
-
-    def wait_for_rows(self, *, warpgroup: bool = False) -> None:
-        """A warp waits until it may fetch them, or a warpgroup until it may read their scales."""
-        rounding = min(self.rows.x.shape[0], self._everyone)
-        fragments.wait(self.counters, self._rounded, jnp.int32(rounding), warpgroup=warpgroup)
-
-    def results_are_written(self) -> None:
-        if not self.last:
-            fragments.signal(self.counters, self._written(self.job))
-
-    @property
-    def _rounded(self) -> Array:
-        return jnp.int32(2 * self.job)
-
-    @staticmethod
-    def _written(job: int) -> Array:
-        return jnp.int32(2 * job + 1)
 
 
 class _Roles(NamedTuple):
@@ -228,23 +180,25 @@ def _roles(
     out_s: Any,
     shared: _Shared,
     here: _Place,
-    told: "_Told | None",
+    rounding: Rounding | None,
     *,
     config: Config,
     num_rows: int,
     num_cores: int,
 ) -> _Roles:
-    """A job as one thread sees it. `blocks` with refs, `told` where a launch has to wait for itself."""
+    """A job as one thread sees it. `blocks` with refs, `rounding` where that is part of the launch."""
     product, split_k = job.product, job.split_k
     rows, per_unit = product.rows, value_rows(product.format)
-    m_tiles, all_units = product.weight.values.shape[1], product.weight.values.shape[2] // per_unit
+    m_tiles, all_units = product.weight.values.shape[1], _units_of(product)
     units = -(-all_units // split_k)  # of an item; behind the weight's last one are zeros
     m_steps = -(-m_tiles // config.warpgroups_m)
     num_stages, block_n = config.num_stages, config.block_n
     decoded, by_block = product.format == MXFP4, job.rows.by_block
     out_columns, staged = _results_of(product, config)
-    tokens_may_be_a = by_block and not decoded and split_k == 1 and config.tokens_may_be_a and staged >= TILE
-    x_s, values_s, scales_s, x_scales_s, of_warps_s, full, empty, turns, rounded = shared
+    kept = config.keeps_rows
+    may_be_a = by_block and not decoded and split_k == 1 and not kept
+    tokens_may_be_a = may_be_a and config.tokens_may_be_a and staged >= TILE
+    x_s, values_s, scales_s, x_scales_s, *_, full, empty, turns, rounded = shared
     warpgroup, _, first_item, stages_before = here
     work = blocks._replace(x_rows=blocks.out_rows) if job.results else blocks
     num_items = work.number * (m_steps * split_k)
@@ -264,28 +218,31 @@ def _roles(
 
     def compute() -> None:
         def look_up(turn: Array) -> _Item:
+            """Loads, nearly all of which nothing waits for until they are wanted, and work on its way meanwhile."""
             block, tile, part = place(turn)
-            tile, expert = tile + warpgroup, work.experts[block]
-            by_row, bias = (
-                None if ref is None else fragments.load_row(ref, rows, expert, tile) for ref in (g.by_row, g.bias)
-            )
-            if decoded:
-                by_row = fp8.row_powers(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
-            if bias is not None and split_k > 1:
-                once = jnp.where(part == 0, jnp.float32(1), jnp.float32(0))
-                bias = bias[0] * once, bias[1] * once
-            count = work.count_of(block)
+            expert, count = work.experts[block], work.count_of(block)
+            x_row, out_row = work.first_row(work.x_rows, block), work.first_row(work.out_rows, block)
             tokens_are_a = jnp.bool_(tokens_may_be_a) & (count > _MANY_TOKENS)
             if tokens_may_be_a and g.scales is not None:
                 for nth in range(by_token.TILES):
-                    mine = jnp.minimum(tile - warpgroup + nth, m_tiles - 1)
-                    tokens_are_a = tokens_are_a & (g.scales[expert, mine, all_units, 0] != 0)
-            x_row = work.first_row(work.x_rows, block)
-            out_row = work.first_row(work.out_rows, block) + part * num_rows
-            return _Item(tile, x_row, out_row, count, tokens_are_a, by_row, bias)
+                    one = jnp.minimum(tile + nth, m_tiles - 1)
+                    tokens_are_a = tokens_are_a & (g.scales[expert, one, all_units, 0] != 0)
+            tile += warpgroup
+            by_row, bias = (
+                None if ref is None else fp8.load_row_words(ref, rows, expert, tile) for ref in (g.by_row, g.bias)
+            )
+            if decoded:
+                by_row = fp8.load_codes(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
+            return _Item(expert, tile, part, x_row, out_row, count, tokens_are_a, by_row, bias)
+
+        def keep_rows(item: _Item) -> None:
+            assert rounding is not None
+            rounding.keep(item.x_row, item.count, item.part * units, units, units * split_k)
 
         def compute_item(turn: Array, item: _Item) -> _Item:
             following = look_up(turn + 1)
+            if kept and job.results:
+                keep_rows(item)
             transposed = partial(for_width, config.widths, item.count, partial(multiply, turn, item))
             if tokens_may_be_a:
                 whole = tuple(range(by_token.BOTH, block_n + 1, by_token.BOTH))
@@ -296,68 +253,66 @@ def _roles(
                 transposed()
             return following
 
-        def add_units(turn: Array, zeros: Any, add: Callable[[Any, list[Array]], Any], at_once: int) -> Any:
+        def add_units(turn: Array, zeros: Any, add: Callable[[Any, list[_Slots]], Any], at_once: int) -> Any:
             """What becomes of `zeros`: `add` takes totals, and the slots of `at_once` units that go to them."""
 
-            def step(count: int, _: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            def step(count: int, nth: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
                 totals, slot = carry
                 slots = [slot]
                 for _ in range(count - 1):
                     slots.append(after(slots[-1]))
                 for slot in slots:  # all of them first: no branch may come while products are on their way
                     plgpu.barrier_wait(full.at[slot])
-                return add(totals, slots), after(slots[-1])
+                of_rows = [nth * at_once + i for i in range(count)] if kept else slots
+                return add(totals, [*map(_Slots, slots, of_rows)]), after(slots[-1])
 
             whole, rest = divmod(units, at_once)
             carry = zeros, first_slot(turn)
             if whole:
                 carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
             if rest:
-                carry = step(rest, jnp.int32(0), carry)
+                carry = step(rest, jnp.int32(whole), carry)
             return carry[0]
 
         def zeros(n: int) -> Array:
             return plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
 
         def multiply(turn: Array, item: _Item, width: int) -> None:
-            def unit(slot: Array) -> fp8.Unit:
+            def unit(slots: _Slots) -> fp8.Unit:
                 return fp8.Unit(
-                    values_s.at[slot, warpgroup],
-                    None if scales_s is None else scales_s.at[slot, warpgroup, 0],
-                    x_s.at[slot, pl.ds(0, width)],
-                    None if x_scales_s is None else x_scales_s.at[slot, 0, pl.ds(0, width)],
+                    values_s.at[slots.of_weights, warpgroup],
+                    None if scales_s is None else scales_s.at[slots.of_weights, warpgroup, 0],
+                    x_s.at[slots.of_rows, pl.ds(0, width)],
+                    None if x_scales_s is None else x_scales_s.at[slots.of_rows, 0, pl.ds(0, width)],
                 )
 
-            def add_at_once(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
-                totals = fp8.add_units(totals, [unit(slot) for slot in slots], decoded)
-                for slot in slots:
-                    plgpu.barrier_arrive(empty.at[slot])
+            def add_at_once(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
+                totals = fp8.add_units(totals, [unit(one) for one in slots], decoded)
+                for one in slots:
+                    plgpu.barrier_arrive(empty.at[one.of_weights])
                 return totals
 
-            def add_in_turn(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
+            def add_in_turn(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
                 (total,) = totals
                 sums = fp8.start(total if config.own_sums else None, unit(slots[0]), decoded)
-                for before, slot in pairwise(slots):
-                    sums = fp8.start(sums, unit(slot), decoded)
+                for before, one in pairwise(slots):
+                    sums = fp8.start(sums, unit(one), decoded)
                     fragments.wait_for_earlier_products()
-                    plgpu.barrier_arrive(empty.at[before])
+                    plgpu.barrier_arrive(empty.at[before.of_weights])
                 total = fp8.finish(None if config.own_sums else total, sums)
-                plgpu.barrier_arrive(empty.at[slots[-1]])
+                plgpu.barrier_arrive(empty.at[slots[-1].of_weights])
                 return (total,)
 
             add = add_in_turn if config.own_sums or (decoded and not by_block) else add_at_once
             num_parts = config.parts_of(width, decoded)
             n = width // num_parts
-            of_rows = [
-                None if row is None else [fragments.repeat(value, n) for value in row]
-                for row in (item.by_row, item.bias)
-            ]
             room = staged if n <= staged else staged // 2  # then one half is written while the other is on its way
 
             def by_column(part: int) -> Array | None:
                 if g.x_row_scales is None:
                     return None
-                return fp8.load_columns(g.x_row_scales, n, item.x_row + part * n, item.count - part * n)
+                first = jnp.int32(0) if kept else item.x_row
+                return fp8.load_columns(g.x_row_scales, n, first + part * n, item.count - part * n)
 
             early = by_column(0) if width <= _FEW_COLUMNS else None
             for part, total in enumerate(add_units(turn, (zeros(n),) * num_parts, add, config.units)):
@@ -365,7 +320,11 @@ def _roles(
                 sums = fragments.split_rows(total)
                 if scales is not None:
                     sums = sums[0] * scales, sums[1] * scales
-                outs = finish(sums, *of_rows)
+                by_row, bias = (
+                    None if ref is None else fp8.values_of(words, ref.dtype, n)
+                    for ref, words in ((g.by_row, item.by_row), (g.bias, item.bias))
+                )
+                outs = finish(item, sums, fp8.powers_of(item.by_row, n) if decoded else by_row, bias)
                 for nth, start in enumerate(range(0, n, room), part * -(-n // room)):
                     size = min(room, n - start)
                     write = partial(fp8.stage, arrays=outs, columns=out_columns, first=start, count=size)
@@ -374,8 +333,8 @@ def _roles(
         def multiply_by_token(turn: Array, item: _Item, width: int) -> None:
             mine = [part + warpgroup * TILE for part in range(0, width, by_token.BOTH)]
 
-            def add(totals: tuple[Array, ...], slots: list[Array]) -> tuple[Array, ...]:
-                (slot,) = slots
+            def add(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
+                ((slot, _),) = slots
                 here = (values_s, scales_s, x_s, x_scales_s)
                 unit = fp8.Unit(*(None if ref is None else ref.at[slot] for ref in here))
                 new = []
@@ -388,18 +347,17 @@ def _roles(
                 return tuple(new)
 
             totals = add_units(turn, (zeros(by_token.WIDTH),) * len(mine), add, 1)
-            block, tile, _ = place(turn)
+            tile = place(turn)[1]
             of_rows = [
-                None if ref is None else by_token.load_rows(ref, rows, work.experts[block], tile)
-                for ref in (g.by_row, g.bias)
+                None if ref is None else by_token.load_rows(ref, rows, item.expert, tile) for ref in (g.by_row, g.bias)
             ]
             for part, (first, total) in enumerate(zip(mine, totals, strict=True)):
-                outs = finish(by_token.split_rows(total), *of_rows)
+                outs = finish(item, by_token.split_rows(total), *of_rows)
                 for nth in range(by_token.TILES):
                     write = partial(by_token.stage, arrays=outs, columns=out_columns, tile=nth)
                     send(write, item, first, tile + nth, TILE, part * by_token.TILES + nth, TILE)
 
-        def finish(sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
+        def finish(item: _Item, sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
             """Outputs of sums; all are own elements of first and of second rows."""
             outs = [*sums]
             if decoded:
@@ -407,6 +365,9 @@ def _roles(
             if by_row is not None:
                 outs = [out * row for out, row in zip(outs, by_row, strict=True)]
             if bias is not None:
+                if split_k > 1:
+                    once = jnp.where(item.part == 0, jnp.float32(1), jnp.float32(0))
+                    bias = [row * once for row in bias]
                 outs = [out + row for out, row in zip(outs, bias, strict=True)]
             if product.activation is not None:
                 gated = rows.gate_up_order is not None
@@ -429,7 +390,7 @@ def _roles(
             plgpu.wait_smem_to_gmem(buffers - 1 if nth else 0, wait_read_only=True)
             write(out_s.at[warpgroup, pl.ds(at, size)])
             plgpu.commit_smem()
-            row = lax.div(item.out_row, 8) * 8 + first  # by 8, for TMA to see
+            row = lax.div(item.out_row + item.part * num_rows, 8) * 8 + first  # by 8, for TMA to see
             # Nothing of a tile that there is not: of a result of one tile, Pallas has TMA write that one instead.
             count = jnp.where(tile < m_tiles, item.count - first, 0)
 
@@ -448,14 +409,20 @@ def _roles(
 
             plgpu.commit_smem_to_gmem_group()
 
-        if told is not None:
-            told.round_rows(g, of_warps_s)
-            if told.job == 0:
+        first = look_up(jnp.int32(0))  # before there is anything to wait for
+        if rounding is not None:
+            if not kept:
+                rounding.round_share()
+            elif job.results:
+                pl.when((num_mine > 0) & (warpgroup < first.count))(rounding.wait_for_results)
+            else:  # all blocks have the same rows
+                pl.when(num_mine > 0)(lambda: keep_rows(first))
+            if rounding.job == 0:
                 plgpu.barrier_arrive(rounded)
-        lax.fori_loop(0, num_mine, compute_item, look_up(jnp.int32(0)))
+        lax.fori_loop(0, num_mine, compute_item, first)
         plgpu.wait_smem_to_gmem(0)
-        if told is not None:
-            told.results_are_written()
+        if rounding is not None:
+            rounding.results_are_written()
 
     def each_stage(
         item: Callable[[Array, Array], Callable[[Array, Array], None]], before: Callable[[Array], None] | None = None
@@ -496,8 +463,8 @@ def _roles(
         return fill
 
     def fetch_all_weights() -> None:
-        """Few before the rows of the first job are there: behind as many as fit, to tell of rows takes 6 us, not 2."""
-        if told is None or told.job:
+        """Few before the first rows are rounded: what that loads, and tells, would take 6 us behind many, not 2."""
+        if rounding is None or rounding.job:
             each_stage(fetch_weights)
         else:
             ahead = max(1, _AHEAD_BYTES // (config.warpgroups_m * unit_bytes(product.format)))
@@ -520,13 +487,17 @@ def _roles(
         return fill
 
     def fetch_all_rows() -> None:
-        if told is not None:
-            told.wait_for_rows()
+        if rounding is not None:
+            rounding.wait_for_rows()
         each_stage(fetch_rows)
 
     behind = first_item + num_mine * num_cores - num_items  # items go on from where these end
     following = here._replace(first_item=behind, stages_before=stages_before + num_mine * units)
-    return _Roles(compute, fetch_all_weights, fetch_all_rows, following)
+    return _Roles(compute, fetch_all_weights, (lambda: None) if kept else fetch_all_rows, following)
+
+
+def _units_of(product: Product) -> int:
+    return product.weight.values.shape[2] // value_rows(product.format)
 
 
 def _results_of(product: Product, config: Config) -> tuple[int, int]:
@@ -561,13 +532,15 @@ def grouped_products(
     outputs = [
         jax.ShapeDtypeStruct((job.split_k * num_rows, job.product.rows.num_outputs), job.product.dtype) for job in jobs
     ]
-    rounded = [array for rows in unrounded for array in rows.rounded]
+    kept = config.keeps_rows
+    assert not kept or (unrounded and isinstance(blocks.counts, int))  # all blocks have all tokens
+    rounded = [] if kept else [array for rows in unrounded for array in rows.rounded]
 
     def body(*refs: Any) -> None:
         rest = [*refs]
         of_jobs = [operands._make(None if one is None else rest.pop(0) for one in operands) for operands in given]
         work = blocks.taken_from(rest)
-        told_g = rest.pop(0) if unrounded else None
+        counters_g = rest.pop(0) if unrounded else None
         results, rest = rest[: len(jobs)], rest[len(jobs) :]
         of_rounded, rest = rest[: len(rounded)], rest[len(rounded) :]
         outs_s, rest = rest[: len(jobs)], rest[len(jobs) :]
@@ -576,14 +549,41 @@ def grouped_products(
         here = _Place(lax.axis_index("warpgroup"), core, core, jnp.int32(0))
         all_roles = []
         for nth, (job, g, out_g, out_s) in enumerate(zip(jobs, of_jobs, results, outs_s, strict=True)):
-            told = None
-            if told_g is not None:
-                g = g.of_rounded(*of_rounded[2 * nth : 2 * nth + 2])
-                g = g._replace(unrounded=results[nth - 1] if g.unrounded is None else g.unrounded)
+            rounding = None
+            if counters_g is not None:
                 assert isinstance(job.rows, Unrounded)
-                told = _Told(told_g, job.rows, nth, nth + 1 == len(jobs), here, num_cores, num_compute)
+                made = of_rounded[2 * nth : 2 * nth + 2]
+                if kept:
+                    made = [shared.x, shared.row_scales if shared.x_scales is None else shared.x_scales]
+                x = results[nth - 1] if g.unrounded is None else g.unrounded
+                sources = Sources(x, g.row_of, g.static_scale)
+                rounding = Rounding(
+                    job.rows,
+                    sources,
+                    *made,
+                    of_warps=shared.of_warps.at[here.warpgroup],
+                    counters=counters_g,
+                    barriers=shared.of_kept,
+                    job=nth,
+                    last=nth + 1 == len(jobs),
+                    core=here.core,
+                    warpgroup=here.warpgroup,
+                    num_cores=num_cores,
+                    num_compute=num_compute,
+                )
+                g = g.of_rounded(*made)
             roles = _roles(
-                job, g, work, out_g, out_s, shared, here, told, config=config, num_rows=num_rows, num_cores=num_cores
+                job,
+                g,
+                work,
+                out_g,
+                out_s,
+                shared,
+                here,
+                rounding,
+                config=config,
+                num_rows=num_rows,
+                num_cores=num_cores,
             )
             all_roles.append(roles)
             here = roles.next_place
@@ -613,16 +613,23 @@ def grouped_products(
 
     values, scales = first.product.weight.values, given[0].scales
     value_stages = (num_stages, num_compute, value_rows(first.product.format), values.shape[-1])
-    stages = [
-        plgpu.SMEM((num_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
+    row_stages = config.row_stages(max(_units_of(job.product) for job in jobs))
+    of_weights = [
         plgpu.SMEM(value_stages, values.dtype, transforms=() if decoded else fp8.SWIZZLED),
         None if scales is None else plgpu.SMEM((num_stages, num_compute, 1, scales.shape[-1]), scales.dtype),
-        plgpu.SMEM((num_stages, 1, config.scales_n), jnp.float32) if by_block else None,
     ]
-    copies = sum(stage is not None for stage in stages)
+    of_rows = [
+        plgpu.SMEM((row_stages, block_n, _COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
+        plgpu.SMEM((row_stages, 1, config.scales_n), jnp.float32) if by_block else None,
+    ]
+    copies = sum(stage is not None for stage in ([*of_weights] if kept else [*of_weights, *of_rows]))
     scratch = [
-        *stages,
+        of_rows[0],
+        *of_weights,
+        of_rows[1],
         plgpu.SMEM((num_compute, WORDS), jnp.int32) if unrounded else None,
+        plgpu.SMEM((config.scales_n,), jnp.float32) if kept and not by_block else None,
+        plgpu.Barrier(num_barriers=KEPT_BARRIERS, num_arrivals=num_compute) if kept else None,
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
         plgpu.Barrier(num_barriers=2, num_arrivals=1),
@@ -648,5 +655,5 @@ def grouped_products(
         ),
     )
     operands = [array for one in given for array in one if array is not None]
-    told = [jax.new_ref(_Told.nothing(blocks.experts))] if unrounded else []
+    told = [jax.new_ref(counters(blocks.experts))] if unrounded else []
     return kernel(*operands, *blocks.arrays, *told)[len(jobs) - 1]

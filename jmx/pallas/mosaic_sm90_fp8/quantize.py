@@ -1,6 +1,7 @@
 """Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales.
 
-By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products (`round_row`). A warpgroup takes a row: it
+By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products, to global memory (`round_row`) or to the
+multiprocessor's own shared memory (`keep_row`), as `one_launch` has it. A warpgroup takes a row: it
 loads all of it at once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what
 it still has in registers. So a row takes little more than one way to memory and back, which is what counts where rows
 are few. Its bits are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
@@ -30,6 +31,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     Fragment,
     address_of,
     constant,
+    i8,
     i32,
     i64,
     less,
@@ -40,6 +42,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     utils,
     wide,
 )
+from jmx.pallas.mosaic_sm90_fp8.fragments import SWIZZLED
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
 
 WORDS = 4  # of a row's largest magnitudes: one of each warp
@@ -94,7 +97,7 @@ class Inputs(NamedTuple):
 
 
 class Unrounded(NamedTuple):
-    """Rows that are to be rounded, each once and to every place that it has.
+    """Rows that are to be rounded, each to every place that it has.
 
     Args:
         x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape where a launch has made it by then.
@@ -138,8 +141,8 @@ def quantize(rows: Unrounded) -> Inputs:
 
     def body(*refs: Any) -> None:
         rest = [*refs]
-        sources = [None if one is None else rest.pop(0) for one in given]
-        round_row(rows, lax.axis_index("row"), *sources, *rest)
+        sources = Sources(*(None if one is None else rest.pop(0) for one in given))
+        round_row(rows, lax.axis_index("row"), sources, *rest)
 
     kernel = plgpu.kernel(
         body,
@@ -152,21 +155,70 @@ def quantize(rows: Unrounded) -> Inputs:
     return Inputs(*kernel(*(one for one in given if one is not None)))
 
 
-def round_row(rows: Unrounded, row: jax.Array, *refs: Any) -> None:
-    """What a warpgroup does for a row. `refs`: x, `row_of` or None, the static scale or None, values and scales to
-    write, and int32 (WORDS,) of shared memory, which other warpgroups do not use."""
-    there = [ref is not None for ref in refs]
-    refs = tuple(ref for ref in refs if ref is not None)
+class Sources(NamedTuple):
+    """Refs of what rows are rounded from: those of `Unrounded`, and None for what there is not."""
+
+    x: Any
+    row_of: Any
+    static_scale: Any
+
+
+def round_row(rows: Unrounded, row: jax.Array, sources: Sources, values: Any, scales: Any, of_warps: Any) -> None:
+    """What a warpgroup does for a row.
+
+    Args:
+        row: of x.
+        values, scales: refs to write, as in `rows.rounded`.
+        of_warps: int32 (WORDS,) of shared memory, which other warpgroups do not use.
+    """
+    others = [source for source in sources[1:] if source is not None]
+    refs = [sources.x, values, scales, of_warps, *others]
 
     @operation(arg_types=(SCALAR, *[plgpu.RefType()] * len(refs)))
-    def body(_: Any, row: Fragment, *given: ir.Value) -> None:
-        rest, number = [*given], row.registers.item()
-        x, row_of, static, *written = (rest.pop(0) if one else None for one in there)
-        places = [number] if row_of is None else _row_of(row_of, number)
-        given_scale = None if static is None else _in_range(static, rows.format)
-        _Row(rows, x, *written, number, places).round(given_scale)
+    def body(
+        _: Any, row: Fragment, x: ir.Value, values: ir.Value, scales: ir.Value, of_warps: ir.Value, *others: ir.Value
+    ) -> None:
+        rest, number = [*others], row.registers.item()
+        places = [number] if sources.row_of is None else _row_of(rest.pop(0), number)
+        static = None if sources.static_scale is None else rest.pop(0)
+        _Row(rows, x, number, of_warps, _Everywhere(values, scales, rows, places)).round(static)
 
     body(row, *refs)
+
+
+def keep_row(
+    rows: Unrounded,
+    row: jax.Array,
+    sources: Sources,
+    values: Any,
+    scales: Any,
+    of_warps: Any,
+    *,
+    place: jax.Array,
+    first_unit: jax.Array,
+    num_units: int,
+    all_units: int,
+) -> None:
+    """`round_row` into shared memory: of the row's columns only `num_units` times 128, from `first_unit` times 128 on.
+
+    Args:
+        row: of x; `sources.row_of` does not count.
+        values: ref to write, e4m3 (slots, n, 128), in tiles of 8 rows swizzled by 128 bytes.
+        scales: ref to write, float32 (n,), or (slots, 1, n') where they belong to 128 columns.
+        place: of the n rows.
+        all_units: how many times 128 columns may be asked for, in all; behind the row's last one are zeros.
+    """
+    static = [] if sources.static_scale is None else [sources.static_scale]
+    refs = [scales, of_warps, sources.x, *static]
+
+    @operation(arg_types=(SCALAR, SCALAR, SCALAR, plgpu.RefType(SWIZZLED), *[plgpu.RefType()] * len(refs)))
+    def body(_: Any, row: Fragment, place: Fragment, first: Fragment, values: ir.Value, *others: ir.Value) -> None:
+        scales, of_warps, x, *static = others
+        at = place.registers.item(), first.registers.item()
+        here = _Here(values, scales, *at, num_units, all_units * UNIT_COLUMNS)
+        _Row(rows, x, row.registers.item(), of_warps, here).round(static[0] if static else None)
+
+    body(row, place, first_unit, values, *refs)
 
 
 def _row_of(row_of: ir.Value, number: ir.Value) -> list[ir.Value]:
@@ -186,20 +238,90 @@ def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
     return arith.select(fits, given, constant(_NAN))
 
 
+class _Everywhere:
+    """Every place of a row, in global memory."""
+
+    def __init__(self, values: ir.Value, scales: ir.Value, rows: Unrounded, places: list[ir.Value]):
+        self._values, self._scales, self._places = values, scales, places
+        self.columns = rows.padded
+
+    def store(self, two: ir.Value, column: ir.Value) -> None:
+        """Eight elements, in two words."""
+        self._each(lambda row: self._store_at(two, row, column))
+
+    def _store_at(self, two: ir.Value, row: ir.Value, column: ir.Value) -> None:
+        at = arith.addi(arith.muli(row, constant(self.columns, i64())), wide(column))
+        llvm.store(two, address_of(self._values, at, i8()), alignment=8)
+
+    def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
+        """Of all columns, or of a unit."""
+        first = constant(0) if unit is None else arith.muli(unit, constant(ir.MemRefType(self._scales.type).shape[-1]))
+        self._each(lambda row: llvm.store(scale, address_of(self._scales, arith.addi(wide(first), row), i32())))
+
+    def _each(self, store: Callable[[ir.Value], Any]) -> None:
+        for place in self._places:
+            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))):
+                store(wide(place))
+
+
+class _Here:
+    """A row's place in shared memory, of some of its units; see `keep_row`."""
+
+    def __init__(
+        self, values: ir.Value, scales: ir.Value, place: ir.Value, first: ir.Value, num_units: int, columns: int
+    ):
+        self._values, self._scales, self._place = values, scales, place
+        self._first, self._num_units = first, num_units
+        self.columns = columns
+
+    def store(self, two: ir.Value, column: ir.Value) -> None:
+        """Eight elements, in two words."""
+
+        def store(slot: ir.Value) -> None:
+            strides, _ = ir.MemRefType(self._values.type).get_strides_and_offset()
+            line = arith.addi(arith.muli(slot, constant(strides[0])), arith.muli(self._place, constant(UNIT_COLUMNS)))
+            sixteen = arith.xori(
+                arith.divui(arith.remui(column, constant(UNIT_COLUMNS)), constant(16)),
+                arith.remui(self._place, constant(8)),
+            )
+            at = arith.addi(arith.muli(sixteen, constant(16)), arith.remui(column, constant(16)))
+            llvm.store(two, address_of(self._values, arith.addi(line, at), i8()), alignment=8)
+
+        self._if_kept(arith.divui(column, constant(UNIT_COLUMNS)), store)
+
+    def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
+        """Of all columns, or of a unit."""
+        if unit is None:
+            llvm.store(scale, address_of(self._scales, self._place, i32()))
+            return
+        *_, rows = ir.MemRefType(self._scales.type).shape
+
+        def store(slot: ir.Value) -> None:
+            at = arith.addi(arith.muli(slot, constant(rows)), self._place)
+            llvm.store(scale, address_of(self._scales, at, i32()))
+
+        self._if_kept(unit, store)
+
+    def _if_kept(self, unit: ir.Value, store: Callable[[ir.Value], None]) -> None:
+        slot = arith.subi(unit, self._first)
+        with utils.when(less(slot, constant(self._num_units))):
+            store(slot)
+
+
 class _Row:
     """One row, as a thread of the warpgroup that rounds it sees it."""
 
-    def __init__(self, rows: Unrounded, *refs_and_rows: Any):
-        self.dtype, self.columns, self.padded = np.dtype(rows.x.dtype), rows.columns, rows.padded
-        self.format = rows.format
-        self.x, self.values, self.scales, self.of_warps, source, self.rows = refs_and_rows
+    def __init__(self, rows: Unrounded, x: ir.Value, source: ir.Value, of_warps: ir.Value, to: _Everywhere | _Here):
+        self.dtype, self.columns, self.format = np.dtype(rows.x.dtype), rows.columns, rows.format
+        self.x, self.of_warps, self.to = x, of_warps, to
         # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
         self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
         _, stride = ir.MemRefType(self.x.type).shape
         self.line = arith.muli(wide(source), constant(stride, i64()))
-        self.pieces = range(-(-self.padded // _PIECE))
+        self.pieces = range(-(-to.columns // _PIECE))
 
-    def round(self, static_scale: ir.Value | None) -> None:
+    def round(self, static: ir.Value | None) -> None:
+        static_scale = None if static is None else _in_range(static, self.format)
         pieces = [self._load(piece) for piece in self.pieces]
         if static_scale is not None:
             self._store_scale(static_scale, None)
@@ -274,23 +396,15 @@ class _Row:
         scale = arith.maxui(scale, constant(_LEAST_SCALE))
         return arith.select(finite, scale, constant(_NAN)), finite
 
-    def _each_row(self, store: Callable[[ir.Value], Any]) -> None:
-        """`store` with every row of the result that there is, as 64 bits."""
-        for row in self.rows:
-            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, row, constant(0))):
-                store(wide(row))
-
     def _store_scale(self, scale: ir.Value, piece: int | None) -> None:
         if piece is None:
             with utils.when(less(thread_index(), constant(1))):
-                self._each_row(lambda row: llvm.store(scale, address_of(self.scales, row, i32())))
+                self.to.store_scale(scale, None)
             return
-        _, rows = ir.MemRefType(self.scales.type).shape
         column = self._column(piece)
         leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(column, constant(UNIT_COLUMNS)), constant(0))
-        with utils.when(arith.andi(leads, less(column, constant(self.columns)))):
-            block = wide(arith.muli(arith.divui(column, constant(UNIT_COLUMNS)), constant(rows)))
-            self._each_row(lambda row: llvm.store(scale, address_of(self.scales, arith.addi(block, row), i32())))
+        with utils.when(arith.andi(leads, less(column, constant(self.to.columns)))):
+            self.to.store_scale(scale, arith.divui(column, constant(UNIT_COLUMNS)))
 
     def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
         """Rounds. `finite`: whether the scale's elements are; None where the scale does not come from them.
@@ -298,15 +412,8 @@ class _Row:
         All of it stands behind the branch: else ptxas rounds all pieces at once, in twice as many registers.
         """
         column = self._column(piece)
-        with utils.when(less(column, constant(self.padded))):
-            two = pair(*self._rounded(words, scale, finite))
-            i8 = ir.IntegerType.get_signless(8)
-
-            def store(row: ir.Value) -> None:
-                at = arith.addi(arith.muli(row, constant(self.padded, i64())), wide(column))
-                llvm.store(two, address_of(self.values, at, i8), alignment=8)
-
-            self._each_row(store)
+        with utils.when(less(column, constant(self.to.columns))):
+            self.to.store(pair(*self._rounded(words, scale, finite)), column)
 
     def _rounded(self, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> list[ir.Value]:
         """Two words of four elements each."""
