@@ -20,14 +20,14 @@ from jax import lax
 from jmx import activations, formats, layouts, quantization
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
-from jmx.explain import flops, weight_bytes
+from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.inputs import INPUT_FORMATS
 from jmx.layer import moe
 from jmx.machine import check_memory, describe_machine, measure_limits, out_of_memory, seconds
 from jmx.roofline import Limits, Report, Row
 from jmx.routing import Logits, route
 from jmx.selection import Environment, NoBackendError, Problem, select
-from jmx.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape
+from jmx.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape, split_formats
 
 Array = Any
 
@@ -153,8 +153,8 @@ def check_arguments(
         if value not in known:
             raise ValueError(f"`{name}` (={value!r}) must be one of {known}")
     for pair in pairs or ():
-        weights, colon, inputs = pair.partition(":")
-        if weights not in formats.FORMATS or (colon and inputs not in INPUT_FORMATS):
+        weights, inputs = split_formats(pair)
+        if weights not in formats.FORMATS or inputs not in (None, *INPUT_FORMATS):
             raise ValueError(
                 f"`formats` (={pair!r}) must be WEIGHTS or WEIGHTS:INPUTS, of {[*formats.FORMATS]} and "
                 f"{[*INPUT_FORMATS]}"
@@ -328,15 +328,19 @@ def _measure_row(
                 count //= 2
                 continue
             row = dataclasses.replace(row, error=f"{type(e).__name__}: {' '.join(str(e).split())[:300]}")
-        return judge(row, problem, limits)
+        dense_rate = limits.dense_rate * times_bfloat16(problem, environment)
+        return judge(row, problem, dataclasses.replace(limits, dense_rate=dense_rate))
 
 
 def judge(row: Row, problem: Problem, limits: Limits) -> Row:
-    """The row with what follows from what was measured: floor, ratio to it, rates, and whether the result is wrong."""
+    """The row with what follows from what was measured: floor, ratio to it, rates, and whether the result is wrong.
+
+    `limits`: the dense rate is that of the problem's own elements; see `explain.times_bfloat16`.
+    """
     if row.active is None:
         return row
     least_bytes, operations = weight_bytes(problem, row.active), flops(problem)
-    floor_us = 1e6 * max(least_bytes / limits.copy_rate, operations / limits.dense_rate)
+    floor_us = Floor.of(least_bytes, operations, Peak(limits.copy_rate, limits.dense_rate)).us
     row = dataclasses.replace(row, floor_us=floor_us)
     if row.us is None or row.rel_err is None:
         return row

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +14,7 @@ from jmx import formats, tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
+from jmx.inputs import INPUT_FORMATS
 from jmx.layer import check_arguments
 from jmx.routing import Logits, Routing
 from jmx.selection import Environment, NoBackendError, Problem, Rejection, select
@@ -21,7 +23,7 @@ from jmx.tuning import Choice, Tunable
 
 @dataclass(frozen=True)
 class Peak:
-    """A device's peak rates: memory bandwidth in bytes/s, dense bfloat16 products in flop/s."""
+    """A device's peak rates: memory bandwidth in bytes/s, dense products in flop/s (in `PEAKS`, of bfloat16)."""
 
     bandwidth: float
     flops: float
@@ -39,6 +41,33 @@ PEAKS = {
     "NVIDIA B200": Peak(8.0e12, 2250e12),
     "NVIDIA GB200": Peak(8.0e12, 2500e12),
 }
+
+
+# What tensor cores multiply faster than bfloat16: the first compute capability that does, how many times as fast, and
+# the elements that the type holds exactly (int8 holds those of e2m1 doubled). The fastest first.
+_E2M1, _INT4 = np.dtype(jnp.float4_e2m1fn), np.dtype(jnp.int4)
+_NARROW = (
+    ((10, 0), 4, {_E2M1}),  # FP4
+    ((8, 9), 2, {_E2M1, _INT4, np.dtype(jnp.float8_e4m3fn)}),  # FP8
+    ((8, 0), 2, {_E2M1, _INT4, np.dtype(np.int8)}),  # int8
+)
+
+
+def times_bfloat16(problem: Problem, environment: Environment) -> int:
+    """How many times a device's dense bfloat16 rate its tensor cores reach on a problem's elements: 1, 2 or 4.
+
+    By NVIDIA's data sheets, dense rates of the parts in `PEAKS`: int8 has twice the rate of bfloat16 from Ampere on,
+    FP8 from Ada and Hopper on, and FP4 four times from Blackwell on. What counts is the fastest type that holds the
+    elements of weights and of inputs alike, whatever a backend multiplies in. Inputs of 16 or 32 bits, other pairs,
+    other devices and GPUs without such tensor cores: 1.
+    """
+    if problem.input_format is None or environment.platform != "gpu" or environment.compute_capability is None:
+        return 1
+    elements = {formats.FORMATS[problem.format].element_dtype, INPUT_FORMATS[problem.input_format].element_dtype}
+    for since, times, held in _NARROW:
+        if environment.compute_capability >= since and elements <= held:
+            return times
+    return 1
 
 
 def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -98,6 +127,7 @@ class Explanation:
         bytes: of the active experts' weights and of x and y.
         flops: of both products.
         floor: by the device's data sheet; None for devices not known, too.
+        inputs_declared: whether the experts declare the problem's input format, and the caller named none.
     """
 
     problem: Problem
@@ -110,6 +140,7 @@ class Explanation:
     bytes: float | None
     flops: float | None
     floor: Floor | None
+    inputs_declared: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -127,7 +158,8 @@ class Explanation:
             "floor_us": None if self.floor is None else self.floor.us,
             "bound": None if self.floor is None else self.floor.bound,
         }
-        head = {"problem": problem, "device": self.environment.device_kind, "backends": backends}
+        head = {"problem": problem, "inputs_declared": self.inputs_declared}
+        head |= {"device": self.environment.device_kind, "backends": backends}
         return head | {"configuration": configuration} | rest | floor
 
     def __rich__(self) -> Group:
@@ -142,7 +174,11 @@ class Explanation:
                 table.add_row(Text(name, "bold"), Text("chosen", "bold green"), Text(how))
             else:
                 table.add_row(name, "can", Text(summary))
-        lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table, Text(self._costs())]
+        lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table]
+        if self.problem.input_format is not None:  # else the first line says their dtype
+            by = "declared by the experts" if self.inputs_declared else "asked for"
+            lines.append(Text(f"inputs: {self.problem.input_format}, {by}"))
+        lines.append(Text(self._costs()))
         if self.error is not None:
             lines.append(Text(f"a call raises NoBackendError: {self.error.splitlines()[0]}", "red"))
         return Group(*lines)
@@ -166,11 +202,16 @@ class Explanation:
 
 
 def explain_problem(
-    problem: Problem, environment: Environment | None = None, backend: str | None = None
+    problem: Problem,
+    environment: Environment | None = None,
+    backend: str | None = None,
+    *,
+    inputs_declared: bool = False,
 ) -> Explanation:
     """The explanation of a problem that need not have arrays, on a machine that need not be here (default: this one).
 
     `backend` is a request as a layer's own. A request that cannot be met does not raise here: it is `error`.
+    `inputs_declared` is told as it is given.
 
     Raises:
         ValueError: no backend is called `backend`.
@@ -187,13 +228,16 @@ def explain_problem(
         error, answers = str(e), dict(e.trail)
     trail = tuple((b.name, b.summary, answers[b.name]) for b in BACKENDS)
     if problem.num_tokens is None:
-        return Explanation(problem, environment, chosen, configuration, trail, error, None, None, None, None)
+        unknown = None, None, None, None
+        return Explanation(problem, environment, chosen, configuration, trail, error, *unknown, inputs_declared)
     active, operations = active_experts(problem), flops(problem)
     activations = problem.num_tokens * problem.hidden_size * jnp.dtype(problem.dtype).itemsize
     moved = weight_bytes(problem, active) + 2 * activations
     peak = PEAKS.get(environment.device_kind)
-    floor = None if peak is None else Floor.of(moved, operations, peak)
-    return Explanation(problem, environment, chosen, configuration, trail, error, active, moved, operations, floor)
+    if peak is not None:
+        peak = Peak(peak.bandwidth, peak.flops * times_bfloat16(problem, environment))
+    costs = active, moved, operations, None if peak is None else Floor.of(moved, operations, peak)
+    return Explanation(problem, environment, chosen, configuration, trail, error, *costs, inputs_declared)
 
 
 def explain(subject: Any, *arguments: Any, device: str | None = None, **options: Any) -> Explanation:
@@ -223,7 +267,9 @@ def explain(subject: Any, *arguments: Any, device: str | None = None, **options:
 
 def _explain_layer(layer: Any, x: Any, *, environment: Environment | None, backend: str | None = None) -> Explanation:
     backend = backend if backend is not None else getattr(layer, "backend", None)
-    return explain_problem(layer.problem(x), environment or Environment.probe(x, layer), backend)
+    problem = layer.problem(x)
+    declared = problem.input_format is not None and getattr(layer, "input_format", "not known") is None
+    return explain_problem(problem, environment or Environment.probe(x, layer), backend, inputs_declared=declared)
 
 
 def _explain_arrays(
@@ -240,7 +286,9 @@ def _explain_arrays(
     check_arguments(x, routing, experts, activation, weights_on)
     top_k = routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
     problem = Problem.of(x, top_k, experts, activation, weights_on, input_format)
-    return explain_problem(problem, environment or Environment.probe(x, routing, experts), backend)
+    declared = problem.input_format is not None and input_format is None
+    environment = environment or Environment.probe(x, routing, experts)
+    return explain_problem(problem, environment, backend, inputs_declared=declared)
 
 
 def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:
@@ -250,5 +298,7 @@ def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:
 
 
 def _scaled(value: float, unit: str) -> str:
-    factor, prefix = next(((f, p) for f, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= f), (1, ""))
+    factor, prefix = next(
+        ((f, p) for f, p in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= f), (1, "")
+    )
     return f"{value / factor:.3g} {prefix}{unit}"

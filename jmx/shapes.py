@@ -32,8 +32,8 @@ class Shape:
 
     def in_formats(self, pair: str) -> "Shape":
         """This shape in other formats: "WEIGHTS" or "WEIGHTS:INPUTS"."""
-        weights, _, inputs = pair.partition(":")
-        return dataclasses.replace(self, format=weights, input_format=inputs or None)
+        weights, inputs = split_formats(pair)
+        return dataclasses.replace(self, format=weights, input_format=inputs)
 
     def problem(self, num_tokens: int, layout: str) -> Problem:
         """A call on bfloat16 tokens, with weights in `layout`."""
@@ -61,6 +61,15 @@ class Shape:
             return experts
         scale = jnp.float32(_STATIC_RANGE / INPUT_FORMATS[self.input_format].largest)
         return experts.with_inputs(self.input_format, scale, scale)
+
+
+def split_formats(pair: str) -> tuple[str, str | None]:
+    """The names in "WEIGHTS" or "WEIGHTS:INPUTS": of the weights' format, and of the inputs' (None: of 16 bits).
+
+    Whether formats have these names is not looked at.
+    """
+    weights, colon, inputs = pair.partition(":")
+    return weights, inputs if colon else None
 
 
 # Sizes and activations as in the published model configurations and code.

@@ -68,6 +68,21 @@ def test_formats_are_timed_one_after_the_other_each_against_its_own_reference(ti
         assert row.tb_s == pytest.approx(row.active * expert_bytes / row.us / 1e6)
 
 
+@pytest.mark.parametrize(("device", "times"), [("h200", 2), ("a100", 1), ("cpu", 1)])
+def test_the_floor_of_fp8_inputs_is_by_the_rate_of_fp8_where_the_device_has_it(device, times, tiny, monkeypatch):
+    fast_memory = dataclasses.replace(LIMITS, copy_rate=1e15)
+    monkeypatch.setattr(bench, "measure_limits", lambda repeats: fast_memory)
+    environment = Environment.named(device)
+    monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: environment))
+    options = {"formats": ["mxfp4", "mxfp4:fp8_token"], "backends": [RAGGED_DOT], "layers": 1, "repeats": 1}
+    report = bench.run("tiny", [40], **options)
+    plain, rounded = (SimpleNamespace(**dataclasses.asdict(row)) for row in report.rows)
+    assert plain.floor_us == pytest.approx(1e6 * 40 * 2 * 2 * 3 * 32 * 64 / 5e9)
+    assert rounded.floor_us == pytest.approx(plain.floor_us / times)
+    assert rounded.over_floor == pytest.approx(rounded.us / rounded.floor_us)
+    assert report.limits == fast_memory  # those of bfloat16, as measured
+
+
 def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
     def supports(problem, environment):
         return None if problem.num_tokens == 3 else Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens", "take 3")

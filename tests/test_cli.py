@@ -66,6 +66,9 @@ def test_version_and_help(jmx):
         (["explain", *SIZES, "--dtype", "bf16"], ["`--dtype` (='bf16')", "bfloat16"]),
         (["explain", *SIZES, "--layout", "canonica"], ["did you mean 'canonical'?"]),
         (["explain", *SIZES, "--format", "mxfp5"], ["did you mean 'mxfp4'?"]),
+        (["explain", *SIZES, "--format", "mxfp4:fp8_tokn"], ["`--format` (='fp8_tokn')", "did you mean 'fp8_token'?"]),
+        (["explain", *SIZES, "--format", "mxfp4:"], ["`--format` (='') must be one of fp8_block"]),
+        (["explain", *SIZES, "--format", "mxfp4:fp8_block"], ["`hidden_size` (=64) must be a multiple of 128"]),
         (["explain", *SIZES, "--activation", "swigul"], ["did you mean 'swiglu'?"]),
         (["explain", *SIZES, "--activation", "swiglu:alfa=1"], ["it takes alpha, beta, limit"]),
         (["explain", *SIZES, "--activation", "gelu"], ["it takes approximate"]),
@@ -163,6 +166,28 @@ def test_explain_tells_what_would_run_on_a_hopper_gpu_that_is_not_here(jmx):
     code, out, _ = jmx(*argv)
     assert code == 0
     assert all(f"Config(block_n={block}, warpgroups_m=" in out for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("device", "format", "layout", "chosen"),
+    [
+        ("h200", "mxfp4:fp8_token", "mosaic_sm90_fp8", "mosaic_fp8"),
+        ("h200", "mxfp4", "mosaic_sm90", "mosaic"),
+        ("h200", "mxfp4:int8_token", "packed", "xla"),
+        ("a100", "mxfp4:fp8_token", "packed", "xla"),
+    ],
+)
+def test_explain_takes_an_input_format_and_the_layout_that_goes_with_it(device, format, layout, chosen, jmx):
+    argv = ["explain", "--model", "gpt-oss-120b", "--device", device, "--format", format]
+    code, out, err = jmx(*argv, "--json")
+    assert (code, err) == (0, "")
+    (found,) = json.loads(out)
+    weights, _, inputs = format.partition(":")
+    assert (found["problem"]["format"], found["problem"]["input_format"]) == (weights, inputs or None)
+    assert (found["problem"]["layout"], found["chosen"]) == (layout, chosen)
+    out = jmx(*argv)[1]
+    assert f"{weights} ({layout}) x {inputs or 'bfloat16'} on NVIDIA" in out
+    assert (f"inputs: {inputs}, asked for" in out) == bool(inputs)
 
 
 def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):

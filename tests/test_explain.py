@@ -75,6 +75,39 @@ def test_8192_tokens_through_gpt_oss_120b_by_hand():
     assert explain(gpt_oss_120b(8192), device="b200").floor.us < found.floor.us
 
 
+@pytest.mark.parametrize(
+    ("device", "format", "input_format", "times"),
+    [
+        ("h200", "mxfp4", None, 1),
+        ("h200", "mxfp4", "fp8_token", 2),
+        ("h200", "fp8_block", "fp8_block", 2),
+        ("h200", "int4_g32", "fp8_token", 2),
+        ("h200", "int8_channel", "int8_token", 2),
+        ("h200", "mxfp4", "mxfp4", 2),  # in FP8, which holds e2m1
+        ("h200", "int8_channel", "fp8_token", 1),  # no type of 8 bits holds both
+        ("h200", "fp8_channel", "int8_token", 1),
+        ("l40s", "mxfp4", "fp8_token", 2),
+        ("a100", "mxfp4", "fp8_token", 1),  # no FP8 tensor cores: in bfloat16
+        ("a100", "mxfp4", "int8_token", 2),
+        ("b200", "mxfp4", "mxfp8", 2),
+        ("b200", "nvfp4", "nvfp4", 4),
+        ("b200", "fp8_channel", "nvfp4", 2),
+    ],
+)
+def test_narrow_inputs_have_the_tensor_cores_own_peak(device, format, input_format, times):
+    problem = replace(gpt_oss_120b(1 << 17), format=format, input_format=input_format)
+    found = explain(problem, device=device)
+    assert found.floor.bound == "compute"
+    assert found.floor.us == pytest.approx(1e6 * found.flops / PEAKS[found.environment.device_kind].flops / times)
+
+
+def test_narrow_inputs_change_no_floor_that_memory_bounds_and_no_devices_without_tensor_cores():
+    rounded = replace(gpt_oss_120b(1), input_format="fp8_token")
+    assert explain(rounded, device="h200").floor.us == explain(gpt_oss_120b(1), device="h200").floor.us
+    for environment in (Environment.named("cpu"), Environment("gpu", "another"), Environment("tpu", "TPU v5e")):
+        assert MODULE.times_bfloat16(replace(rounded, input_format="int8_token"), environment) == 1
+
+
 @pytest.mark.parametrize("tokens", [2, 16, 100])
 def test_active_experts_are_those_that_uniform_routing_reaches(rng, tokens):
     found = explain(gpt_oss_120b(tokens), device="h200").active_experts
@@ -125,6 +158,33 @@ def test_a_layer_its_arrays_and_its_shapes_are_explained_alike():
     ):
         assert found == expected
     assert explain(x, ids, experts, activation=GPT_OSS, weights_on="input").problem.weights_on == "input"
+
+
+def test_who_decided_on_the_inputs_is_told():
+    layer, x = small(), jnp.ones((5, 64), jnp.bfloat16)
+    scale = jnp.float32(0.01)
+    routing, declared = (
+        jmx.Logits(jnp.ones((5, 8)), jmx.TopKSoftmax(2)),
+        layer.experts.with_inputs("nvfp4", scale, scale),
+    )
+    assert "inputs:" not in str(explain(layer, x))  # of 16 bits
+    asked = "inputs: fp8_token, asked for\n"
+    of_linen = jmx.linen.MoE(64, 96, 8, 2, activation=GPT_OSS, input_format="fp8")
+    for found in (
+        explain(small(input_format="fp8"), x),
+        explain(of_linen, x),
+        explain(x, routing, layer.experts, activation=GPT_OSS, input_format="fp8"),
+        explain(replace(gpt_oss_120b(1), input_format="fp8_token")),
+    ):
+        assert asked in str(found)
+        assert not found.as_dict()["inputs_declared"]
+    for found in (
+        explain(x, routing, declared, activation=GPT_OSS),
+        explain(small(experts=declared), x),
+    ):
+        assert "inputs: nvfp4, declared by the experts\n" in str(found)
+        assert found.as_dict()["inputs_declared"]
+    assert "inputs: nvfp4, asked for" in str(explain(x, routing, declared, activation=GPT_OSS, input_format="fp4"))
 
 
 def test_explaining_inside_a_trace_changes_nothing():

@@ -43,15 +43,17 @@ def check_directories(*paths: str | None) -> None:
             raise ValueError(f"{path} cannot be written: its directory does not exist")
 
 
-def check_pair(pair: str) -> None:
-    """Of --format: WEIGHTS or WEIGHTS:INPUTS."""
+def check_pair(pair: str) -> tuple[str, str | None]:
+    """The names in --format, WEIGHTS or WEIGHTS:INPUTS; inputs None: of 16 bits. ValueError for one not known."""
     from jmx.formats import FORMATS
     from jmx.inputs import INPUT_FORMATS
+    from jmx.shapes import split_formats
 
-    weights, colon, inputs = pair.partition(":")
+    weights, inputs = split_formats(pair)
     check_known("--format", weights, FORMATS)
-    if colon:
+    if inputs is not None:
         check_known("--format", inputs, INPUT_FORMATS)
+    return weights, inputs
 
 
 def show(*results: Any) -> None:

@@ -10,6 +10,7 @@ from jmx.cli.common import (
     Parser,
     add_json,
     check_known,
+    check_pair,
     counts,
     print_json,
     show,
@@ -39,8 +40,14 @@ def add(command: Parser) -> None:
     )
     call.add_argument("--gate-up-order", choices=("interleaved", "concatenated", "none"))
     call.add_argument("--bias", action=argparse.BooleanOptionalAction, help="whether the experts have biases")
-    call.add_argument("--format", metavar="NAME", help="of the weights (default mxfp4)")
-    call.add_argument("--layout", default="auto", metavar="NAME", help="of the weights (default: the device's own)")
+    call.add_argument(
+        "--format",
+        metavar="NAME",
+        help="of the weights, with an input format behind a colon or without (default mxfp4)",
+    )
+    call.add_argument(
+        "--layout", default="auto", metavar="NAME", help="of the weights (default: the device's own for the formats)"
+    )
     call.add_argument("--weights-on", choices=("output", "input"), default="output")
     call.add_argument("--backend", metavar="NAME", help="ask for this one")
     call.add_argument("--device", metavar="NAME", help="a device that need not be here, such as h200")
@@ -71,6 +78,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
     from jmx import experts, formats, layouts
     from jmx.activations import SwiGLU
     from jmx.backends import resolve_layout
+    from jmx.inputs import INPUT_FORMATS
     from jmx.selection import Problem
 
     fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
@@ -84,16 +92,16 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
         "num_experts": arguments.experts,
         "top_k": arguments.top_k,
         "dtype": arguments.dtype,
-        "format": arguments.format,
         "activation": None if arguments.activation is None else _activation(arguments.activation),
         "bias": arguments.bias,
     }
     fields |= {name: value for name, value in flags.items() if value is not None}
+    if arguments.format is not None:
+        fields["format"], fields["input_format"] = check_pair(arguments.format)
     missing = [f"--{flag}" for flag in ("hidden", "intermediate", "experts", "top-k") if _FIELD[flag] not in fields]
     if missing:
         raise ValueError(f"give {', '.join(missing)}, or a --checkpoint or --model that has them")
 
-    check_known("--format", fields["format"], formats.FORMATS)
     check_known("--layout", arguments.layout, ["auto", *layouts.LAYOUTS])
     check_known("--dtype", fields["dtype"], ("bfloat16", "float16", "float32", "float64"))
     gated = fields["activation"].gated
@@ -106,13 +114,18 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
             f"which has {'a' if gated else 'no'} gate"
         )
     sizes = (fields["num_experts"], fields["hidden_size"], fields["intermediate_size"])
-    experts.check_sizes(*sizes, formats.FORMATS[fields["format"]])
+    format, inputs = formats.FORMATS[fields["format"]], fields.get("input_format")
+    experts.check_sizes(*sizes, format)
+    if inputs is not None:
+        for name in ("hidden_size", "intermediate_size"):
+            INPUT_FORMATS[inputs].check_size(name, fields[name])
     if not 1 <= fields["top_k"] <= fields["num_experts"]:
         raise ValueError(f"`--top-k` (={fields['top_k']}) must be in 1..{fields['num_experts']}, the number of experts")
     for count in arguments.tokens:
         if count < 1:
             raise ValueError(f"`--tokens` (={count}) must be at least 1")
-    fields |= {"layout": resolve_layout(arguments.layout, environment), "weights_on": arguments.weights_on}
+    layout = resolve_layout(arguments.layout, environment, format, inputs)
+    fields |= {"layout": layout, "weights_on": arguments.weights_on}
     return [Problem(num_tokens=count, **fields) for count in arguments.tokens]
 
 
