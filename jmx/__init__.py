@@ -14,7 +14,7 @@ from jmx.activations import (
 )
 from jmx.experts import Experts
 from jmx.explain import Explanation, explain
-from jmx.formats import FORMATS, MXFP4, MXINT4, NVFP4, BlockScaled, Format, pack, pad, unpack, unpad
+from jmx.formats import FORMATS, MXFP4, MXINT4, NVFP4, BlockScaled, Format, from_offset_binary, pack, pad, unpack, unpad
 from jmx.grouping import Groups, group
 from jmx.layer import moe
 from jmx.quantization import dequantize, quantize
@@ -68,6 +68,7 @@ __all__ = [
     "checkpoint",
     "dequantize",
     "explain",
+    "from_offset_binary",
     "group",
     "moe",
     "pack",

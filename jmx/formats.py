@@ -118,12 +118,13 @@ class Format:
 
 
 _E2M1, _E4M3, _E8M0 = (np.dtype(d) for d in (jnp.float4_e2m1fn, jnp.float8_e4m3fn, jnp.float8_e8m0fnu))
+_INT4, _INT8 = np.dtype(jnp.int4), np.dtype(np.int8)
 _FLOATS = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 MXFP4 = Format("mxfp4", _E2M1, 4, 32, (_E8M0,))
 # Under scales of 4 bits' precision, which a global one brings into their range.
 NVFP4 = Format("nvfp4", _E2M1, 4, 16, (_E4M3,), ("values", "scales", "global_scales"))
-MXINT4 = Format("mxint4", np.dtype(jnp.int4), 4, 32, _FLOATS[:1])
+MXINT4 = Format("mxint4", _INT4, 4, 32, _FLOATS[:1])
 # One scale a tensor, a row ("channel"), or 128 x 128 weights. All are kept a row, so that rows of gate and up may be
 # those of different tensors, lie in any order, and end within a block.
 FP8_TENSOR = Format("fp8_tensor", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
@@ -136,7 +137,7 @@ MXFP8 = Format("mxfp8", _E4M3, 8, 32, (_E8M0,))
 
 def _integers() -> list[Format]:
     """INT4 and INT8 in groups or by rows, with zero points ("asym") or without, in the order of activations or not."""
-    dtypes = {4: np.dtype(jnp.int4), 8: np.dtype(jnp.int8)}
+    dtypes = {4: _INT4, 8: _INT8}
     groups = {"g32": 32, "g64": 64, "g128": 128, "channel": WHOLE_ROW}
     more = {"": (), "_asym": ("zero_points",), "_order": ("order",), "_asym_order": ("zero_points", "order")}
     return [
@@ -198,13 +199,37 @@ def pack(q: BlockScaled) -> BlockScaled:
     if is_packed(q):
         return q
     scales = _bytes(q.scales) if q.scales.dtype.itemsize == 1 else q.scales
-    if q.values.dtype in (_E4M3, np.dtype(np.int8)):
+    if q.values.dtype in (_E4M3, _INT8):
         return q._replace(values=_bytes(q.values), scales=scales)
     pairs = q.values.reshape(*q.values.shape[:-1], q.values.shape[-1] // 2, 2)
     if isinstance(q.values, np.ndarray):
         nibbles = pairs.view(np.uint8) & 15
         return q._replace(values=nibbles[..., 0] | nibbles[..., 1] << 4, scales=scales)
     return q._replace(values=lax.bitcast_convert_type(pairs, jnp.uint8), scales=scales)
+
+
+def from_offset_binary(q: BlockScaled, format: Format) -> BlockScaled:
+    """Integers in two's complement, as jmx has them, of codes c that stand for c - 8, or for c - 128 where they have 8
+    bits.
+
+    So they are stored where there are no negative codes: MXINT4's for one.
+
+    Args:
+        q: uint4 values (..., K), or codes in bytes, as `pack` has them: uint8 (..., K * bits / 8).
+        format: one of integers, symmetric: a zero point would be a code, too.
+
+    Raises:
+        ValueError: another format.
+        TypeError: other values.
+    """
+    bits = format.element_bits
+    if format.element_dtype not in (_INT4, _INT8) or "zero_points" in format.arrays:
+        raise ValueError(f"`format` (={format.name}) must be one of integers without zero points")
+    if is_packed(q):
+        return q._replace(values=q.values ^ np.uint8(0x88 if bits == 4 else 0x80))
+    if q.values.dtype != jnp.uint4 or bits != 4:
+        raise TypeError(f"`q.values` (dtype {q.values.dtype}) must be {'uint4 or ' * (bits == 4)}uint8")
+    return q._replace(values=(q.values.astype(np.int8) - np.int8(8)).astype(_INT4))
 
 
 def _bytes(array: Array) -> Array:

@@ -4,12 +4,25 @@ from dataclasses import FrozenInstanceError
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from bits import assert_same_bits, bits
 from dequantized import KINDS
 
-from jmx.formats import FORMATS, MXFP4, NVFP4, BlockScaled, is_packed, logical_shape, pack, pad, unpack, unpad
+from jmx.formats import (
+    FORMATS,
+    MXFP4,
+    NVFP4,
+    BlockScaled,
+    from_offset_binary,
+    is_packed,
+    logical_shape,
+    pack,
+    pad,
+    unpack,
+    unpad,
+)
 from jmx.quantization import dequantize, random
 
 SHAPE = (2, 6, 256)
@@ -57,6 +70,38 @@ def test_int4_is_twos_complement():
     expected = [*range(8), *range(-8, 0)]
     for q in (packed, jax.tree.map(jnp.asarray, packed)):
         np.testing.assert_array_equal(np.asarray(unpack(q, FORMATS["mxint4"]).values)[0, ::2].astype(int), expected)
+
+
+@pytest.mark.parametrize("name", ["mxint4", "int4_g64", "int8_g32", "int8_g32_order"])
+@pytest.mark.parametrize("host", [False, True])
+def test_offset_binary_is_the_same_integers(name, host, key):
+    format = FORMATS[name]
+    q = random(key, SHAPE, format)
+    canonical = unpack(q, format)
+    half = 1 << format.element_bits - 1
+    codes = np.asarray(canonical.values).astype(int) + half
+    packed = codes.astype(np.uint8)
+    if format.element_bits == 4:
+        packed = packed[..., ::2] | packed[..., 1::2] << 4
+    there = np.asarray if host else jnp.asarray
+    assert_same_bits(from_offset_binary(q._replace(values=there(packed)), format), q)
+    if format.element_bits == 4:
+        given = canonical._replace(values=there(codes.astype(ml_dtypes.uint4)))
+        found = from_offset_binary(given, format)
+        assert found.values.dtype == jnp.int4
+        assert_same_bits(found, canonical)
+
+
+def test_what_is_no_offset_binary_is_refused(key):
+    q = random(key, SHAPE, FORMATS["mxint4"])
+    for name in ("mxfp4", "nvfp4", "fp8_tensor", "int4_g32_asym"):
+        with pytest.raises(ValueError, match=rf"`format` \(={name}\) must be one of integers without zero points"):
+            from_offset_binary(q, FORMATS[name])
+    with pytest.raises(TypeError, match=r"`q.values` \(dtype int4\) must be uint4 or uint8"):
+        from_offset_binary(unpack(q, FORMATS["mxint4"]), FORMATS["mxint4"])
+    whole = unpack(random(key, SHAPE, FORMATS["int8_g32"]), FORMATS["int8_g32"])
+    with pytest.raises(TypeError, match=r"`q.values` \(dtype int8\) must be uint8"):
+        from_offset_binary(whole, FORMATS["int8_g32"])
 
 
 @every_kind
