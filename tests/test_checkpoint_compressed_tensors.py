@@ -213,6 +213,19 @@ def test_static_scales_of_gate_and_up_stay_apart(name):
     assert reader("fp8_tensor_dynamic").layer(LAYER).static_scales("down") is None
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4"])
+def test_a_scale_of_zero_makes_a_block_of_zeros_in_nvfp4(name, tmp_path):
+    """ModelOpt's rounding gives a block that is small enough beside its tensor's largest one."""
+    arrays, config = golden(name)
+    put("weight_scale", (3, 2), 0.0)(arrays)
+    ours = compressed_tensors.Reader(write(tmp_path / name, arrays, config))
+    module = next(m for m in ours.layer(LAYER).modules["gate_up"][1] if m.name == at("").removesuffix("."))
+    weight = np.asarray(jmx.dequantize(jax.tree.map(jnp.asarray, module.weight()), jnp.float32, module.format))
+    assert not weight[3, 32:48].any()
+    assert weight[3, :32].any()
+    assert same(tensors(module.scheme, module.weight(), module.kept())["weight_scale"], arrays[at("weight_scale")])
+
+
 @hypothesis.given(st.sampled_from(["nvfp4", "w4a16_g32_asym", "w4a16_g32_order", "fp8_block_dynamic"]), st.data())
 @hypothesis.settings(max_examples=60)
 def test_parts_are_slices_of_the_whole(name, data):
@@ -558,8 +571,9 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("nvfp4", put("weight_global_scale", 0, np.inf), "must hold finite scales above 0, but has inf"),
     ("nvfp4", put("weight_global_scale", 0, 3e38), "must stand for a factor that float32 holds in full"),
     ("nvfp4", put("weight_global_scale", 0, 1e-40), "must stand for a factor that float32 holds in full"),
-    ("nvfp4", put("weight_scale", (3, 2), np.nan), "must hold finite scales above 0, but has nan at (3, 2)"),
-    ("nvfp4", put("weight_scale", (0, 1), -2.0), "must hold finite scales above 0, but has -2.0 at (0, 1)"),
+    ("nvfp4", put("weight_scale", (3, 2), np.nan), "must hold finite scales of 0 or more, but has nan at (3, 2)"),
+    ("nvfp4", put("weight_scale", (0, 1), -2.0), "must hold finite scales of 0 or more, but has -2.0 at (0, 1)"),
+    ("modelopt_nvfp4", put("weight_scale", (0, 1), -0.0), "must hold finite scales of 0 or more, but has -0.0 at"),
     ("nvfp4", swap("weight_scale", lambda a: a.view(np.uint8)), "is U8 (64, 6), but must be F8_E4M3 (64, 6)"),
     ("nvfp4", swap("weight_packed", lambda a: a[:, :44]), "`columns` (=88) must be a multiple of 16 for NVFP4"),
     ("nvfp4", swap("weight_packed", lambda a: a[0]), "has shape (48,), but must have rows and columns"),

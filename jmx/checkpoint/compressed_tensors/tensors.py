@@ -204,8 +204,9 @@ class Module:
         """One of the module's arrays, by its name in `BlockScaled`, packed; or "bias", (N,).
 
         Raises:
-            CheckpointError: numbers that no such tensor holds: scales that are not finite and positive, values that
-                are NaN, integers of too many bits, groups of other sizes than the scheme's.
+            CheckpointError: numbers that no such tensor holds: scales that are not finite and positive (NVFP4's of
+                blocks may be 0), values that are NaN, integers of too many bits, groups of other sizes than the
+                scheme's.
         """
         return getattr(self, f"_{name}")()
 
@@ -254,13 +255,14 @@ class Module:
         names = (*KEPT, *["weight_scale"] * (self.format.name == "fp8_tensor"))
         return {name: self.pieces[name].view() for name in names if name in self.pieces}
 
-    def _positive(self, piece: Piece) -> np.ndarray:
+    def _positive(self, piece: Piece, *, or_zero: bool = False) -> np.ndarray:
         scales = piece.view()
         wide = scales.astype(np.float32)
-        good = np.isfinite(wide) & (wide > 0)
+        good = np.isfinite(wide) & ((wide > 0) | (or_zero & (wide == 0) & ~np.signbit(wide)))
         if not good.all():
             place = tuple(int(i) for i in np.argwhere(~good)[0])
-            raise piece.error(f"must hold finite scales above 0, but has {wide[place]} at {place}")
+            rule = "of 0 or more" if or_zero else "above 0"
+            raise piece.error(f"must hold finite scales {rule}, but has {wide[place]} at {place}")
         return scales
 
     def _values(self) -> np.ndarray:
@@ -297,9 +299,9 @@ class Module:
                 place = tuple(int(i) for i in np.argwhere(codes == 255)[0])
                 raise piece.error(f"must have no scale of 255 (NaN), but has one at {place}")
             return codes
+        if self.format.name == "nvfp4":  # ModelOpt rounds the scales of blocks that are small beside the largest to 0
+            return self._positive(piece, or_zero=True).view(np.uint8)
         scales = self._positive(piece)
-        if self.format.name == "nvfp4":
-            return scales.view(np.uint8)
         if self.format.name == "fp8_tensor":
             return np.broadcast_to(scales.reshape(1, 1), (rows, 1))
         if self.format.name == "fp8_block":
