@@ -17,6 +17,7 @@ from backend_cases import (
     NAN,
     NEITHER,
     ONE,
+    ROUNDED_INPUTS,
     TAKES,
     TESTED,
     TOLERANCE,
@@ -39,6 +40,7 @@ from jax.sharding import PartitionSpec as P
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
+from jmx.inputs import INPUT_FORMATS
 
 SIZES = [
     Case(tokens=0),
@@ -88,8 +90,8 @@ FORMS = [
 OTHER_FORMATS = [
     (backend.name, case)
     for case in (
-        Case(top_k=2, num_experts=4, hidden=256, intermediate=128, format=format, **form)
-        for form, format in itertools.product(FORMS, KINDS)
+        Case(top_k=2, num_experts=4, hidden=256, intermediate=128, format=format, input_format=inputs, **form)
+        for form, format, inputs in itertools.product(FORMS, KINDS, (None, *INPUT_FORMATS))
     )
     for backend in BACKENDS
     if backend.supports(case.problem(), jmx.Environment.probe()) is None
@@ -269,6 +271,8 @@ def test_extreme_scales(backend, tokens, dtype, scale, rng):
     """One block in three has the scale, elements whose product with it is normal, and an x that nearly balances it."""
     if backend == "cutlass" and scale == 0:
         pytest.skip("it reads the least scale, 2^-127, as zero")
+    if backend == "mosaic_fp8" and scale < ONE:
+        pytest.skip("it reads blocks 27 octaves and more below their row's largest as zeros")
     case = suited(backend, Case(tokens=tokens, hidden=96, dtype=dtype, bias=NEITHER, activation=SwiGLU()))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     codes, scales = weights.gate_up
@@ -369,7 +373,7 @@ def test_large_outputs_overflow_to_infinity_in_float16(backend, rng):
     assert (np.abs(expected) > 70000).any()
     y = call(backend, case, weights.experts(case), x, routing)
     # Sums cancel, so errors go by the size of all elements, not of their own.
-    tolerance = TOLERANCE[TAKES.get(backend, case.dtype)]
+    tolerance = TOLERANCE[TAKES.get(backend, case.dtype)] * (ROUNDED_INPUTS if case.input_format else 1)
     margin = 8 * tolerance * np.sqrt(np.square(expected).mean())
     far, near = np.abs(expected) > 65520 + margin, np.abs(expected) < 65520 - margin
     assert far.any()

@@ -187,20 +187,11 @@ class GoldenSource(RandomSource):
         return FloatExperts(*experts.dequantize(jnp.float32)) if self.expand else experts
 
 
-# Of one size, so that less is compiled; `-m slow` runs all the others.
-CHOSEN = (
-    "fp8_tensor_static",
-    "modelopt_nvfp4",
-    "mxfp4",
-    "w4a16_g32_order",
-    "w4a8_g32",
-    "w8a8_channel",
-)
 GOLDENS = sorted(path.name for path in (DATA / "compressed_tensors").iterdir() if path.is_dir())
 GOLDENS.remove("quark_gpt_oss")  # which is no such model
 
 
-@pytest.mark.parametrize("name", [n if n in CHOSEN else pytest.param(n, marks=pytest.mark.slow) for n in GOLDENS])
+@pytest.mark.parametrize("name", GOLDENS)
 def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
     source = GoldenSource(name, expand=False)
     model, floats = (from_source(s, dtype=jnp.float32) for s in (source, GoldenSource(name, expand=True)))
