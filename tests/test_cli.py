@@ -204,6 +204,25 @@ def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):
     assert (found["num_experts"], found["hidden_size"], found["top_k"]) == (64, 2880, 4)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe/nvfp4", "qwen3_moe/fp8_block", "compressed_tensors/nvfp4"])
+def test_explain_of_a_checkpoint_with_quantised_experts(jmx, name):
+    path = pathlib.Path(__file__).parent / "data" / name
+    config = json.loads((path / "config.json").read_text())
+    given = [] if "num_experts_per_tok" in config else ["--top-k", "2"]
+    code, out, _ = jmx("explain", "--checkpoint", str(path), *given, "--device", "h200", "--json")
+    (found,) = json.loads(out)
+    declared = "nvfp4" if name == "compressed_tensors/nvfp4" else None
+    assert code == 0
+    assert found["problem"]["format"] == name.rpartition("/")[2]
+    assert found["problem"]["input_format"] == declared
+    assert found["inputs_declared"] == (declared is not None)
+    assert found["problem"]["top_k"] == config.get("num_experts_per_tok", 2)
+    if declared:
+        assert f"inputs: {declared}, declared" in jmx("explain", "--checkpoint", str(path), *given)[1]
+        other = jmx("explain", "--checkpoint", str(path), *given, "--format", "mxfp4", "--json")[1]
+        assert json.loads(other)[0]["problem"]["input_format"] is None
+
+
 def test_explain_exits_with_1_where_nothing_runs(jmx):
     code, out, err = jmx("explain", *SIZES, "--dtype", "float64")
     assert (code, err) == (1, "")

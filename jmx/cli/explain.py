@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jmx.cli.common import (
@@ -26,7 +28,7 @@ def add(command: Parser) -> None:
         "sizes", "from a checkpoint or a named model; what is given one by one goes before those"
     )
     source = sizes.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint", metavar="DIR", help="a gpt-oss checkpoint, of which the config is read")
+    source.add_argument("--checkpoint", metavar="DIR", help="of gpt-oss, or with quantised experts")
     source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
     for name in ("hidden", "intermediate", "experts", "top-k"):
         sizes.add_argument(f"--{name}", type=int, metavar="N")
@@ -65,7 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
     environment = Environment.named(arguments.device) if arguments.device is not None else Environment.probe()
     problems = _problems(arguments, environment)
-    explanations = [explain_problem(problem, environment, arguments.backend) for problem in problems]
+    declared = arguments.format is None  # then inputs are rounded only if a checkpoint says so
+    explanations = [
+        explain_problem(
+            problem, environment, arguments.backend, inputs_declared=declared and problem.input_format is not None
+        )
+        for problem in problems
+    ]
     if arguments.json:
         print_json([explanation.as_dict() for explanation in explanations])
     else:
@@ -83,7 +91,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
 
     fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
     if arguments.checkpoint is not None:
-        fields |= _checkpoint_fields(arguments.checkpoint)
+        fields |= _checkpoint_fields(arguments.checkpoint, arguments.gate_up_order)
     elif arguments.model is not None:
         fields |= _model_fields(arguments.model)
     flags = {
@@ -132,14 +140,45 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
 _FIELD = {"hidden": "hidden_size", "intermediate": "intermediate_size", "experts": "num_experts", "top-k": "top_k"}
 
 
-def _checkpoint_fields(directory: str) -> dict[str, Any]:
+def _checkpoint_fields(directory: str, gate_up_order: str | None) -> dict[str, Any]:
     from jmx.activations import SwiGLU
     from jmx.checkpoint import gpt_oss
 
+    entries = _config_entries(directory)
+    if entries.get("model_type") != "gpt_oss" and "quantization_config" in entries:
+        return _quantised_fields(directory, entries, gate_up_order)
     config = gpt_oss.read_config(directory)
     sizes = {name: getattr(config, name) for name in _FIELD.values()}
     activation = SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
     return sizes | {"activation": activation, "gate_up_order": "interleaved", "bias": True}
+
+
+def _config_entries(directory: str) -> dict[str, Any]:
+    """What config.json holds; nothing where it cannot be read, which whoever reads it next says better."""
+    try:
+        found = json.loads((Path(directory) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _quantised_fields(directory: str, config: dict[str, Any], gate_up_order: str | None) -> dict[str, Any]:
+    """Of a checkpoint's first layer of quantised experts, and what names that are common say of the model."""
+    from jmx.activations import SiLUAndMul
+    from jmx.checkpoint import compressed_tensors
+
+    reader = compressed_tensors.Reader(directory, None if gate_up_order == "none" else gate_up_order)
+    if not reader.layers:
+        raise ValueError(f"`--checkpoint` (={directory!r}) holds no quantised experts")
+    layer = next(iter(reader.layers.values()))
+    found = {name: getattr(layer, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
+    found |= {"format": layer.format.name, "input_format": layer.scheme.inputs, "gate_up_order": layer.gate_up_order}
+    found["bias"] = any(name.endswith("_bias") for name in layer.arrays())
+    if type(config.get("num_experts_per_tok")) is int:
+        found["top_k"] = config["num_experts_per_tok"]
+    if config.get("hidden_act") == "silu":
+        found["activation"] = SiLUAndMul()
+    return found
 
 
 def _model_fields(name: str) -> dict[str, Any]:
