@@ -1,5 +1,6 @@
 """The battery that every backend runs, on every backend there is."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -282,7 +283,10 @@ def test_extreme_scales(backend, tokens, dtype, scale, rng):
     x[:] = 0
     magnitudes = rng.uniform(1, 2, (tokens, 32)) * 2.0 ** (-100 if scale > ONE else 110)
     x[:, 32:64] = (magnitudes * rng.choice([-1, 1], magnitudes.shape)).astype(x.dtype)
-    y = call(backend, case, weights.experts(case), x, routing)
+    # The rows' other blocks are that far below here, and meet an x of 0.
+    told = pytest.warns(UserWarning, match="blocks of gate_up, whose scales are too far below")
+    with told if backend == "mosaic_fp8" else contextlib.nullcontext():
+        y = call(backend, case, weights.experts(case), x, routing)
     assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
@@ -368,7 +372,7 @@ def test_a_token_does_not_depend_on_its_neighbours(backend, tokens, dtype, rng):
 def test_large_outputs_overflow_to_infinity_in_float16(backend, rng):
     case = suited(backend, Case(tokens=5, dtype="float16", activation=ReLU2(), order=None))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
-    weights.gate_up[1][:] += 8
+    weights.gate_up[1][:] += 6
     expected = reference(case, weights, x, routing)
     assert (np.abs(expected) > 70000).any()
     y = call(backend, case, weights.experts(case), x, routing)
