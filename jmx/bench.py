@@ -25,7 +25,7 @@ from jmx.inputs import INPUT_FORMATS
 from jmx.layer import moe
 from jmx.machine import check_memory, describe_machine, measure_limits, out_of_memory, seconds
 from jmx.roofline import Limits, Report, Row
-from jmx.routing import Logits, route
+from jmx.routing import Logits, Method, route
 from jmx.selection import Environment, NoBackendError, Problem, select
 from jmx.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape, split_formats
 
@@ -68,7 +68,9 @@ def run(
         routing: a key of `ROUTINGS`.
         formats: weight formats, or pairs "WEIGHTS:INPUTS" with an input format, one after the other; None: that of the
             model's shape alone.
-        backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all that run here.
+        backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all. Those that do not run
+            here are left out, and so are those that do not take one format of several; of named ones under one format
+            the row says why.
         layers: different layers in one call; None: see `layers_of_call`. Fewer where the device's memory holds fewer.
         repeats: samples of which a time is the median.
         seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
@@ -92,7 +94,10 @@ def run(
         shape = shape if pair is None else shape.in_formats(pair)
         cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key)
         told = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
-        for name in backends if backends is not None else _contestants_here(shape, tokens, environment, progress):
+        names = contestants() if backends is None else backends
+        if backends is None or (formats is not None and len(formats) > 1):
+            names = _running_here(names, shape, tokens, environment, progress)
+        for name in names:
             built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
             for case in cases:
                 row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
@@ -118,12 +123,16 @@ def contestants() -> list[str]:
     return [*(backend.name for backend in BACKENDS), RAGGED_DOT]
 
 
-def _contestants_here(
-    shape: Shape, tokens: Sequence[int], environment: Environment, progress: Callable[[str], None]
+def _running_here(
+    names: Sequence[str],
+    shape: Shape,
+    tokens: Sequence[int],
+    environment: Environment,
+    progress: Callable[[str], None],
 ) -> list[str]:
-    """Those of `contestants` that run here at one of the token counts at least. `progress` is told of the others."""
+    """Those of `names` that run here at one of the token counts at least. `progress` is told of the others."""
     here = []
-    for name in contestants():
+    for name in names:
         refusals = []
         for count in tokens:
             try:
@@ -190,14 +199,23 @@ class Case(NamedTuple):
             layers: L.
             first: the first layer's weights, packed.
         """
-        x_key, logits_key, checked_key = jax.random.split(key, 3)
-        x = jax.random.normal(x_key, (num_tokens, shape.hidden_size), jnp.bfloat16)
-        logits = draw_logits(logits_key, (layers, num_tokens, shape.num_experts), kind)
-        checked = jax.random.permutation(checked_key, num_tokens)[:_CHECKED_TOKENS]
-        xla = jax.jit(partial(_jmx_layer, shape, "xla"))
-        reference = xla(x[checked].astype(jnp.float32), logits[0, checked], first)
-        ids = [np.asarray(route(Logits(layer, shape.method)).expert_ids) for layer in logits]
-        return cls(x, logits, checked, reference, [len(np.unique(layer)) for layer in ids])
+        sizes = layers, num_tokens, shape.num_experts
+        x, logits, checked, ids = _draw(key, sizes, shape.hidden_size, shape.method, kind)
+        reference = _compiled_layer(shape, "xla", x[checked].astype(jnp.float32), logits[0, checked], first)
+        return cls(x, logits, checked, reference, [len(np.unique(layer)) for layer in np.asarray(ids)])
+
+
+# Compiled whole, and once for all formats: on a GPU operations one by one take longer than what is timed.
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _draw(
+    key: Array, sizes: tuple[int, int, int], hidden_size: int, method: Method, kind: str
+) -> tuple[Array, Array, Array, Array]:
+    """x (T, H), logits (L, T, E), the tokens that are checked, and all experts (L, T, k). `sizes`: L, T, E."""
+    x_key, logits_key, checked_key = jax.random.split(key, 3)
+    x = jax.random.normal(x_key, (sizes[1], hidden_size), jnp.bfloat16)
+    logits = draw_logits(logits_key, sizes, kind)
+    checked = jax.random.permutation(checked_key, sizes[1])[:_CHECKED_TOKENS]
+    return x, logits, checked, lax.map(lambda layer: route(Logits(layer, method)).expert_ids, logits)
 
 
 def _cases(
@@ -260,6 +278,9 @@ def usable_layout(problem: Problem, environment: Environment, backend: str) -> s
 def _jmx_layer(shape: Shape, backend: str, x: Array, logits: Array, experts: Experts) -> Array:
     call: dict[str, Any] = {"activation": shape.activation, "input_format": shape.input_format, "backend": backend}
     return moe(x, Logits(logits, shape.method), experts, **call)
+
+
+_compiled_layer = jax.jit(_jmx_layer, static_argnums=(0, 1))
 
 
 class FloatWeights(NamedTuple):

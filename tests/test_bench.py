@@ -97,6 +97,22 @@ def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
         assert ("picky does not run here: shape: 5 tokens; take 3" in lines) == ("picky" not in names)
 
 
+def test_of_several_formats_a_named_backend_is_timed_in_those_that_it_takes(tiny, monkeypatch):
+    def supports(problem, environment):
+        return None if problem.format == "nvfp4" else Rejection(Reason.FORMAT, "not nvfp4", "quantise to it")
+
+    picky = SimpleNamespace(name="picky", supports=supports)
+    monkeypatch.setattr(bench, "BACKENDS", (picky, Xla()))
+    monkeypatch.setattr(bench, "_measure_row", lambda name, shape, case, *rest: roofline.Row(name, case.num_tokens))
+    lines = []
+    options = {"backends": ["picky", "xla"], "layers": 1, "progress": lines.append}
+    rows = bench.run("tiny", [5], formats=["mxfp4", "nvfp4"], **options).rows
+    assert [(row.system, row.format) for row in rows] == [("xla", "mxfp4"), ("picky", "nvfp4"), ("xla", "nvfp4")]
+    assert "picky does not run here: weight format: not nvfp4; quantise to it" in lines
+    rows = bench.run("tiny", [5], formats=["mxfp4"], **options).rows
+    assert [row.system for row in rows] == ["picky", "xla"]
+
+
 def test_the_reference_is_measured_in_a_layout_that_it_need_not_undo():
     h200 = Environment.named("h200")
     assert bench.Contender.of("xla", TINY, 1, h200).weights == "packed"
