@@ -28,7 +28,8 @@ def expanded(a: Array, q: BlockScaled, format: Format, dtype: Any, *, transposed
     if transposed and factors is not None:
         a = a.astype(jnp.float32) * factors[:, None]
     if not transposed and q.order is not None:
-        a = jnp.take_along_axis(a, q.order[:, None], axis=-1)
+        # Behind a barrier: XLA on CPUs has no product of bfloat16 where a gather of several matrices stands before it.
+        a = lax.optimization_barrier(jnp.take_along_axis(a, q.order[:, None], axis=-1))
     out = lax.dot_general(
         a.astype(dtype),
         weights,

@@ -126,9 +126,16 @@ def test_sizes_and_dtypes(backend, case, rng):
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize(("backend_of_format", "case"), OTHER_FORMATS, ids=str)
-def test_other_formats(backend_of_format, case, rng):
-    check(backend_of_format, case, rng)
+@pytest.mark.parametrize(("backend", "case"), OTHER_FORMATS, ids=str)
+def test_other_formats(backend, case, rng):
+    check(backend, case, rng)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_an_order_of_columns(backend, tokens, dtype, rng):
+    """With several experts at a time, of which each has its own."""
+    check(backend, Case(tokens=tokens, hidden=64, intermediate=96, dtype=dtype, format="int4_g32_order"), rng)
 
 
 @pytest.mark.sampled(10)
