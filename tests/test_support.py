@@ -34,9 +34,8 @@ def test_every_pair_of_formats_has_a_row():
 
 def expand(names: str) -> list[str]:
     whole, _, less = names.partition(" but ")
-    if whole == "all":
-        return [*FORMATS]
     every = [name for name in FORMATS if re.fullmatch(whole.strip("`").replace("*", ".*"), name)]
+    every = [name for name in every if ("order" in name) == ("order" in whole)]
     return [name for name in every if name not in less.replace("`", "").split(", ")]
 
 
