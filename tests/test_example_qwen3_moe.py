@@ -6,6 +6,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from input_formats import worth
 from safetensors.numpy import load_file, save_file
 
 import jmx
@@ -25,15 +27,13 @@ from examples.qwen3_moe import CONFIGS, Cache, RandomSource, Runner, Sampler, fr
 from examples.qwen3_moe.generate import main
 from examples.qwen3_moe.load import expert_sizes, layer_shapes, top_shapes
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
+from jmx.inputs import INPUT_FORMATS
+from jmx.routing import Method
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"
 NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")
 EXPERTS = "model.layers.0.mlp.experts"
-
-# Of the logits of a layer alone, where experts round their inputs as files declare. That is for scales that are found
-# as tokens come: the golden files' static ones are random, and groups of 128 do not divide their sizes.
-INPUT_ERRORS = {"int8_token": 0.1, "fp8_token": 0.15, "mxfp4": 0.6}
 
 
 def relative_error(got: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
@@ -180,11 +180,45 @@ class GoldenSource(RandomSource):
         config = dataclasses.replace(read_config(GOLDEN / "other"), num_hidden_layers=1, dense_layers=(), **sizes)
         super().__init__(dataclasses.replace(config, num_experts=layer.num_experts, top_k=2))
         self.expand = expand
-        self.inputs = layer.scheme.inputs if layer.scheme.inputs in INPUT_ERRORS else None
+        # Groups of 128 do not divide the golden files' sizes.
+        self.inputs = None if layer.scheme.inputs == "fp8_block" else layer.scheme.inputs
 
     def experts(self, layer: int) -> Any:
-        experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "static input scales differ")
+            experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None)
         return FloatExperts(*experts.dequantize(jnp.float32)) if self.expand else experts
+
+
+class RoundedMoE(nnx.Module):
+    """Experts in numpy, which rounds what both products take."""
+
+    def __init__(self, experts: jmx.Experts, routing: Method):
+        scales = experts.gate_up_input_scale, experts.down_input_scale
+        given = *experts.dequantize(jnp.float32), *(scale for scale in scales if scale is not None)
+        self.arrays = nnx.List([nnx.Param(array) for array in given])
+        self.input_format, self.routing = experts.input_format, routing
+
+    def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        assert mask is None
+        rows = x.reshape(-1, x.shape[-1])
+        routing = jmx.route(jmx.Logits(logits.reshape(len(rows), -1), self.routing))
+        shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        arrays = [array[...] for array in self.arrays]
+        return jax.pure_callback(self.products, shape, rows, routing, arrays).reshape(x.shape)
+
+    def products(self, rows: Any, routing: Any, arrays: Any) -> np.ndarray:
+        rows, *arrays = (np.asarray(array, np.float64) for array in (rows, *arrays))
+        gate_up, down, *scales = arrays
+        ids, weights = map(np.asarray, routing)
+        rounded = [partial(worth, format=INPUT_FORMATS[self.input_format], static=s) for s in scales or (None, None)]
+        out = np.zeros(rows.shape)
+        for token, slot in np.ndindex(ids.shape):
+            expert = ids[token, slot]
+            gate, up = np.split(rounded[0](rows[token]) @ gate_up[expert].T, 2)
+            h = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+            out[token] += weights[token, slot] * (rounded[1](h) @ down[expert].T)
+        return out.astype(np.float32)
 
 
 GOLDENS = sorted(path.name for path in (DATA / "compressed_tensors").iterdir() if path.is_dir())
@@ -195,31 +229,20 @@ GOLDENS.remove("quark_gpt_oss")  # which is no such model
 def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
     source = GoldenSource(name, expand=False)
     model, floats = (from_source(s, dtype=jnp.float32) for s in (source, GoldenSource(name, expand=True)))
+    experts = model.layers[0].moe.experts
+    assert experts.input_format == source.inputs
+    if source.inputs is not None:
+        floats.layers[0].moe = RoundedMoE(experts, model.layers[0].moe.routing)
     caches = [Cache.empty(source.config, 2, 16, jnp.float32).layers for _ in range(2)]
-    tokens = jnp.asarray(rng.integers(source.config.vocab_size, size=2))
+    tokens, errors = jnp.asarray(rng.integers(source.config.vocab_size, size=2)), []
     for position in range(4):
         starts = jnp.full(2, position)
         logits, caches[0] = step(model, tokens, starts, caches[0])
         expected, caches[1] = step(floats, tokens, starts, caches[1])
-        error = relative_error(logits, expected)
-        assert error <= 1e-5 if source.inputs is None else 1e-3 < error <= INPUT_ERRORS[source.inputs]
+        errors.append(relative_error(logits, expected))
         tokens = Sampler()(logits, position)
-
-
-def test_declared_inputs_of_static_scales_reach_the_experts() -> None:
-    source = GoldenSource("nvfp4", expand=False)
-    source.inputs = "nvfp4"
-    with pytest.warns(UserWarning, match="static input scales differ"):
-        model = from_source(source, dtype=jnp.float32)
-    experts = model.layers[0].moe.experts
-    assert experts.input_format == "nvfp4"
-    assert experts.gate_up_input_scale.shape == ()
-    plain = from_source(GoldenSource("nvfp4", expand=False), dtype=jnp.float32)
-    tokens, starts = jnp.array([5, 6]), jnp.zeros(2, jnp.int32)
-    caches = Cache.empty(source.config, 2, 16, jnp.float32).layers
-    logits, others = (step(its, tokens, starts, caches)[0] for its in (model, plain))
-    assert np.isfinite(np.asarray(logits)).all()
-    assert relative_error(logits, others) > 1e-3
+    # In one of some thousand steps an h that stands between two elements is rounded to either.
+    assert sorted(errors)[-2 if source.inputs else -1] <= 1e-5
 
 
 # The parts

@@ -11,13 +11,13 @@ from bits import assert_same_bits, bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from input_formats import SINGLE, TINY, as_element, reference, shared
 
 from jmx.inputs import (
     FAMILIES,
     FP8_STATIC,
     INPUT_FORMATS,
     INT8_TOKEN,
-    MXFP4,
     MXFP8,
     NVFP4,
     InputFormat,
@@ -32,8 +32,7 @@ ALL = [*INPUT_FORMATS.values()]
 DYNAMIC = [format for format in ALL if format.dynamic]
 K = 256  # whole blocks of every format
 SHAPE = (3, K)  # one shape for all hypothesis examples: one compilation a format
-TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-SINGLE = np.float32
+LARGEST = np.finfo(np.float32).max
 
 formats = pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 dynamic = pytest.mark.parametrize("format", DYNAMIC, ids=lambda format: format.name)
@@ -44,51 +43,6 @@ static_scales = st.floats(float(TINY), 2.0**110, width=32).map(SINGLE)
 
 def static_for(format, scale=0.01):
     return SINGLE(scale) if format.static else None
-
-
-def shared(format, size):
-    """How many elements of a row of `size` share a scale."""
-    return format.block_size if isinstance(format.block_size, int) else size
-
-
-def as_element(quotient, dtype):
-    """float32 quotients, rounded to nearest, ties to even, saturating."""
-    if dtype == np.int8:
-        return np.clip(np.rint(quotient), -127, 127).astype(np.int8)
-    most = SINGLE(float(jnp.finfo(dtype).max))
-    return np.clip(quotient, -most, most).astype(dtype)
-
-
-def power_of_two(exponents):
-    return np.ldexp(1.0, np.clip(exponents, -127, 127))
-
-
-def reference(x, format, static=None):
-    """values and scales of finite `x`. Quotients rounded to float64 and then to float32 are as if rounded once."""
-    x = np.asarray(x).astype(np.float64)
-    blocks = x.reshape(*x.shape[:-1], -1, shared(format, x.shape[-1]))
-    amax = np.abs(blocks).max(axis=-1)
-    divisor = None
-    if format == FP8_STATIC:
-        scales = divisor = np.broadcast_to(np.float64(static), amax.shape)
-    elif format == NVFP4:
-        limit = SINGLE(6 * np.float64(static)).astype(np.float64)
-        with np.errstate(over="ignore", under="ignore"):
-            ratio = (amax / limit).astype(SINGLE)
-        scales = np.clip(ratio, 2.0**-9, 448).astype(format.scale_dtype)  # the floor is the least e4m3
-        divisor = (scales.astype(np.float64) * np.float64(static)).astype(SINGLE)
-    elif format == MXFP8:
-        scales = power_of_two(-127 + np.searchsorted(448 * power_of_two(np.arange(-127, 128)), amax))
-    elif format == MXFP4:
-        fraction, exponent = np.frexp(amax)
-        scales = power_of_two(np.where(amax == 0, 0, exponent - 1 + (fraction >= 0.875) - 2))
-    else:
-        scales = np.maximum(SINGLE(amax / format.largest), TINY)
-    divisor = scales if divisor is None else divisor
-    with np.errstate(under="ignore", over="ignore"):
-        quotient = (blocks / divisor[..., None].astype(np.float64)).astype(SINGLE)
-    values = as_element(quotient, format.element_dtype).reshape(x.shape)
-    return values, np.asarray(static) if format == FP8_STATIC else scales.astype(format.scale_dtype)
 
 
 def assert_as_reference(x, format, static=None):

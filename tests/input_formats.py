@@ -1,0 +1,61 @@
+"""The rules of input formats, stated in numpy's floats and ml_dtypes."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmx.inputs import FP8_STATIC, MXFP4, MXFP8, NVFP4
+
+TINY = np.finfo(np.float32).tiny
+SINGLE = np.float32
+
+
+def shared(format, size):
+    """How many elements of a row of `size` share a scale."""
+    return format.block_size if isinstance(format.block_size, int) else size
+
+
+def as_element(quotient, dtype):
+    """float32 quotients, rounded to nearest, ties to even, saturating."""
+    if dtype == np.int8:
+        return np.clip(np.rint(quotient), -127, 127).astype(np.int8)
+    most = SINGLE(float(jnp.finfo(dtype).max))
+    return np.clip(quotient, -most, most).astype(dtype)
+
+
+def power_of_two(exponents):
+    return np.ldexp(1.0, np.clip(exponents, -127, 127))
+
+
+def reference(x, format, static=None):
+    """values and scales of finite `x`. Quotients rounded to float64 and then to float32 are as if rounded once."""
+    x = np.asarray(x).astype(np.float64)
+    blocks = x.reshape(*x.shape[:-1], -1, shared(format, x.shape[-1]))
+    amax = np.abs(blocks).max(axis=-1)
+    divisor = None
+    if format == FP8_STATIC:
+        scales = divisor = np.broadcast_to(np.float64(static), amax.shape)
+    elif format == NVFP4:
+        limit = SINGLE(6 * np.float64(static)).astype(np.float64)
+        with np.errstate(over="ignore", under="ignore"):
+            ratio = (amax / limit).astype(SINGLE)
+        scales = np.clip(ratio, 2.0**-9, 448).astype(format.scale_dtype)  # the floor is the least e4m3
+        divisor = (scales.astype(np.float64) * np.float64(static)).astype(SINGLE)
+    elif format == MXFP8:
+        scales = power_of_two(-127 + np.searchsorted(448 * power_of_two(np.arange(-127, 128)), amax))
+    elif format == MXFP4:
+        fraction, exponent = np.frexp(amax)
+        scales = power_of_two(np.where(amax == 0, 0, exponent - 1 + (fraction >= 0.875) - 2))
+    else:
+        scales = np.maximum(SINGLE(amax / format.largest), TINY)
+    divisor = scales if divisor is None else divisor
+    with np.errstate(under="ignore", over="ignore"):
+        quotient = (blocks / divisor[..., None].astype(np.float64)).astype(SINGLE)
+    values = as_element(quotient, format.element_dtype).reshape(x.shape)
+    return values, np.asarray(static) if format == FP8_STATIC else scales.astype(format.scale_dtype)
+
+
+def worth(x, format, static=None):
+    """What finite `x` is worth once it is rounded, float64."""
+    values, scales = (array.astype(np.float64) for array in reference(x, format, static))
+    scales = scales * np.float64(static) if format == NVFP4 else scales
+    return (values.reshape(*scales.shape, -1) * scales[..., None]).reshape(x.shape) if scales.ndim else values * scales
