@@ -197,7 +197,8 @@ class RoundedMoE(nnx.Module):
         scales = experts.gate_up_input_scale, experts.down_input_scale
         given = *experts.dequantize(jnp.float32), *(scale for scale in scales if scale is not None)
         self.arrays = nnx.List([nnx.Param(array) for array in given])
-        self.input_format, self.routing = experts.input_format, routing
+        assert experts.input_format is not None
+        self.format, self.routing = INPUT_FORMATS[experts.input_format], routing
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         assert mask is None
@@ -211,7 +212,7 @@ class RoundedMoE(nnx.Module):
         rows, *arrays = (np.asarray(array, np.float64) for array in (rows, *arrays))
         gate_up, down, *scales = arrays
         ids, weights = map(np.asarray, routing)
-        rounded = [partial(worth, format=INPUT_FORMATS[self.input_format], static=s) for s in scales or (None, None)]
+        rounded = [partial(worth, format=self.format, static=s) for s in scales or (None, None)]
         out = np.zeros(rows.shape)
         for token, slot in np.ndindex(ids.shape):
             expert = ids[token, slot]
