@@ -168,6 +168,12 @@ def check_arguments(
                 f"`formats` (={pair!r}) must be WEIGHTS or WEIGHTS:INPUTS, of {[*formats.FORMATS]} and "
                 f"{[*INPUT_FORMATS]}"
             )
+        for format in (formats.FORMATS[weights], *([] if inputs is None else [INPUT_FORMATS[inputs]])):
+            for name in ("hidden_size", "intermediate_size"):
+                try:
+                    format.check_size(name, getattr(MODELS[model], name))
+                except ValueError as e:
+                    raise ValueError(f"`formats` (={pair!r}) must go with `model` (={model!r}): {e}") from None
     if not tokens:
         raise ValueError("`tokens` must name at least one token count")
     for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:
