@@ -125,7 +125,7 @@ def test_sizes_and_dtypes(backend, case, rng):
     check(backend, case, rng)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("backend", "case"), OTHER_FORMATS, ids=str)
 def test_other_formats(backend, case, rng):
     check(backend, case, rng)
