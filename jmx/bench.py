@@ -19,7 +19,7 @@ from jax import lax
 
 from jmx import activations, formats, layouts, quantization
 from jmx.backends import BACKENDS
-from jmx.experts import Experts
+from jmx.experts import Experts, check_sizes
 from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.inputs import INPUT_FORMATS
 from jmx.layer import moe
@@ -92,11 +92,11 @@ def run(
     rows = []
     for pair in [None] if formats is None else formats:
         shape = shape if pair is None else shape.in_formats(pair)
-        cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key)
         told = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
         names = contestants() if backends is None else backends
-        if backends is None or (formats is not None and len(formats) > 1):
+        if backends is None or len(formats or ()) > 1:
             names = _running_here(names, shape, tokens, environment, progress)
+        cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key) if names else []
         for name in names:
             built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
             for case in cases:
@@ -168,12 +168,14 @@ def check_arguments(
                 f"`formats` (={pair!r}) must be WEIGHTS or WEIGHTS:INPUTS, of {[*formats.FORMATS]} and "
                 f"{[*INPUT_FORMATS]}"
             )
-        for format in (formats.FORMATS[weights], *([] if inputs is None else [INPUT_FORMATS[inputs]])):
-            for name in ("hidden_size", "intermediate_size"):
-                try:
-                    format.check_size(name, getattr(MODELS[model], name))
-                except ValueError as e:
-                    raise ValueError(f"`formats` (={pair!r}) must go with `model` (={model!r}): {e}") from None
+        shape = MODELS[model]
+        sizes = shape.hidden_size, shape.intermediate_size
+        try:
+            check_sizes(shape.num_experts, *sizes, formats.FORMATS[weights])
+            if inputs is not None:
+                INPUT_FORMATS[inputs].check_sizes(*sizes)
+        except ValueError as e:
+            raise ValueError(f"`formats` (={pair!r}) must go with `model` (={model!r}): {e}") from None
     if not tokens:
         raise ValueError("`tokens` must name at least one token count")
     for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:

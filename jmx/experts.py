@@ -305,8 +305,7 @@ class Experts:
             if scale is not None and (scale.dtype != jnp.float32 or tuple(scale.shape) != shape):
                 raise TypeError(f"`{name}` ({scale.dtype} {tuple(scale.shape)}) must be float32 {shape}")
         if format is not None:
-            INPUT_FORMATS[format].check_size("hidden_size", self.hidden_size)
-            INPUT_FORMATS[format].check_size("intermediate_size", self.intermediate_size)
+            INPUT_FORMATS[format].check_sizes(self.hidden_size, self.intermediate_size)
         return dataclasses.replace(
             self, input_format=format, gate_up_input_scale=gate_up_scale, down_input_scale=down_scale
         )

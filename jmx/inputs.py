@@ -67,6 +67,11 @@ class InputFormat:
         if isinstance(self.block_size, int) and size % self.block_size:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {self.block_size} for {self.name} inputs")
 
+    def check_sizes(self, hidden_size: int, intermediate_size: int) -> None:
+        """`check_size` of what both products of experts take."""
+        self.check_size("hidden_size", hidden_size)
+        self.check_size("intermediate_size", intermediate_size)
+
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scales of x of `shape` (..., K): (..., K / block_size), (..., 1) of rows, () of a tensor."""
         if self.block_size == "tensor":

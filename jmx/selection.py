@@ -116,8 +116,7 @@ def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
     if name is None:
         return None
     format = INPUT_FORMATS[name]
-    format.check_size("hidden_size", experts.hidden_size)
-    format.check_size("intermediate_size", experts.intermediate_size)
+    format.check_sizes(experts.hidden_size, experts.intermediate_size)
     if format.static and experts.gate_up_input_scale is None:
         raise ValueError(f"`input_format` (={name!r}) is static: give `experts` its scales, by `experts.with_inputs`")
     return name

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +124,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
     format, inputs = formats.FORMATS[fields["format"]], fields.get("input_format")
     experts.check_sizes(*sizes, format)
     if inputs is not None:
-        for name in ("hidden_size", "intermediate_size"):
-            INPUT_FORMATS[inputs].check_size(name, fields[name])
+        INPUT_FORMATS[inputs].check_sizes(*sizes[1:])
     if not 1 <= fields["top_k"] <= fields["num_experts"]:
         raise ValueError(f"`--top-k` (={fields['top_k']}) must be in 1..{fields['num_experts']}, the number of experts")
     for count in arguments.tokens:
@@ -155,9 +153,11 @@ def _checkpoint_fields(directory: str, gate_up_order: str | None) -> dict[str, A
 
 def _config_entries(directory: str) -> dict[str, Any]:
     """What config.json holds; nothing where it cannot be read, which whoever reads it next says better."""
+    from jmx.checkpoint import CheckpointError, shards
+
     try:
-        found = json.loads((Path(directory) / "config.json").read_text())
-    except (OSError, ValueError):
+        found = shards.read_json(Path(directory) / "config.json")
+    except CheckpointError:
         return {}
     return found if isinstance(found, dict) else {}
 
