@@ -1,5 +1,6 @@
 """Qwen3-MoE whole: against transformers' numbers for the same checkpoints, and from every scheme's golden file."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -34,6 +35,10 @@ DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"
 NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")
 EXPERTS = "model.layers.0.mlp.experts"
+
+# Of the logits of a layer alone, where experts round their inputs as files declare, beside inputs that are not rounded.
+# That is for scales that are found as tokens come: the golden files' static ones are random.
+INPUT_ERRORS = {"int8_token": 0.1, "fp8_token": 0.15, "mxfp4": 0.6}
 
 
 def relative_error(got: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
@@ -184,9 +189,7 @@ class GoldenSource(RandomSource):
         self.inputs = None if layer.scheme.inputs == "fp8_block" else layer.scheme.inputs
 
     def experts(self, layer: int) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "static input scales differ")
-            experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None)
+        experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None and not self.expand)
         return FloatExperts(*experts.dequantize(jnp.float32)) if self.expand else experts
 
 
@@ -229,13 +232,20 @@ GOLDENS.remove("quark_gpt_oss")  # which is no such model
 @pytest.mark.parametrize("name", GOLDENS)
 def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
     source = GoldenSource(name, expand=False)
-    model, floats = (from_source(s, dtype=jnp.float32) for s in (source, GoldenSource(name, expand=True)))
+    static = source.inputs is not None and INPUT_FORMATS[source.inputs].static
+    with pytest.warns(UserWarning, match="static input scales differ") if static else contextlib.nullcontext():
+        model = from_source(source, dtype=jnp.float32)
+    floats = from_source(GoldenSource(name, expand=True), dtype=jnp.float32)
     experts = model.layers[0].moe.experts
     assert experts.input_format == source.inputs
-    if source.inputs is not None:
-        floats.layers[0].moe = RoundedMoE(experts, model.layers[0].moe.routing)
+    assert not static or experts.gate_up_input_scale.shape == experts.down_input_scale.shape == ()
     caches = [Cache.empty(source.config, 2, 16, jnp.float32).layers for _ in range(2)]
     tokens, errors = jnp.asarray(rng.integers(source.config.vocab_size, size=2)), []
+    if source.inputs is not None:
+        rounded, plain = (step(its, tokens, jnp.zeros(2, jnp.int32), caches[0])[0] for its in (model, floats))
+        assert np.isfinite(np.asarray(rounded)).all()
+        assert 1e-3 < relative_error(rounded, plain) <= INPUT_ERRORS.get(source.inputs, math.inf)
+        floats.layers[0].moe = RoundedMoE(experts, model.layers[0].moe.routing)
     for position in range(4):
         starts = jnp.full(2, position)
         logits, caches[0] = step(model, tokens, starts, caches[0])
