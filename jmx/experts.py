@@ -348,7 +348,10 @@ class Experts:
         `experts`: integer array of valid ids, any shape. Returns values (*experts.shape, N, K / 2) and scales.
         """
         index = experts if self.index is None else (self.index, experts)
-        return layouts.get(self.layout).take(getattr(self, role), self.spec(role), index)
+        layout, spec, order = layouts.get(self.layout), self.spec(role), self.down.order
+        if order is not None:
+            order = order.at[index].get(mode="promise_in_bounds")
+        return layout.take(getattr(self, role), spec, index, *layout.rows(order, spec))
 
     def take_bias(self, role: str, experts: Array) -> Array | None:
         """The chosen experts' bias rows (*experts.shape, N), or None where there is none."""
@@ -375,12 +378,12 @@ class Experts:
             return self
         if not target.holds(self.format):
             raise ValueError(f"`layout` (={layout!r}) must hold {self.format.name!r}, but holds {target.formats} alone")
-        source = layouts.get(self.layout)
+        source, order = layouts.get(self.layout), self.down.order
 
         def convert(role: str) -> BlockScaled:
             spec = self.spec(role)
             moved = _convert_donating if donate else _convert
-            return moved(getattr(self, role), source, target, spec)
+            return moved(getattr(self, role), order if role == "gate_up" else None, source, target, spec)
 
         prepared = dataclasses.replace(self, gate_up=convert("gate_up"), down=convert("down"), layout=layout)
         prepared._warn_of_rounding(target)
@@ -490,15 +493,19 @@ def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[st
     return names
 
 
-def _convert_body(q: BlockScaled, source: layouts.Layout, target: layouts.Layout, spec: WeightSpec) -> BlockScaled:
-    return target.forward(source.inverse(q, spec), spec)
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _convert(
+    q: BlockScaled, order: Array | None, source: layouts.Layout, target: layouts.Layout, spec: WeightSpec
+) -> BlockScaled:
+    """`order`: that of the columns of "down", None where there is none, or `q` is that weight."""
+    canonical = source.inverse(q, spec, *source.rows(order, spec))
+    return target.forward(canonical, spec, *target.rows(order, spec))
 
 
-_convert = jax.jit(_convert_body, static_argnums=(1, 2, 3))
-
-
-def _convert_donating(q: BlockScaled, source: layouts.Layout, target: layouts.Layout, spec: WeightSpec) -> BlockScaled:
-    converted = _convert(q, source, target, spec)
+def _convert_donating(
+    q: BlockScaled, order: Array | None, source: layouts.Layout, target: layouts.Layout, spec: WeightSpec
+) -> BlockScaled:
+    converted = _convert(q, order, source, target, spec)
     if not isinstance(q.values, Tracer):
         # XLA aliases a donated buffer only into one of the same dtype; freeing it by hand serves every layout.
         jax.block_until_ready(converted)

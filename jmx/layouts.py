@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jmx import formats
 from jmx.formats import BlockScaled, Format
@@ -33,6 +34,18 @@ class WeightSpec:
     format: Format
 
 
+def rows_in_order(order: jax.Array, gate_up_order: str | None) -> jax.Array:
+    """(..., I), the order of the columns of "down" -> int32 (..., N): the row of "gate_up" that each place is to hold.
+
+    What comes out of the rows in this order needs none to meet those columns.
+    """
+    if gate_up_order is None:
+        return order
+    if gate_up_order == "interleaved":
+        return (2 * order[..., None] + jnp.arange(2, dtype=order.dtype)).reshape(*order.shape[:-1], -1)
+    return jnp.concatenate([order, order + order.shape[-1]], axis=-1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A named way to hold a weight.
@@ -45,17 +58,26 @@ class Layout:
         formats: names of the formats whose weights it holds; None: of all.
         rounds: this layout's arrays -> () int32, how many blocks of values the kernels that read it round; None: they
             round none.
+        orders_rows: where the columns of "down" have an order, rows of "gate_up" lie as `rows_in_order` has them, which
+            `forward`, `inverse` and `take` (of the chosen experts) then are given as one more argument.
     """
 
     name: str
-    forward: Callable[[BlockScaled, WeightSpec], BlockScaled]
-    inverse: Callable[[BlockScaled, WeightSpec], BlockScaled]
-    take: Callable[[BlockScaled, WeightSpec, Index], BlockScaled]
+    forward: Callable[..., BlockScaled]
+    inverse: Callable[..., BlockScaled]
+    take: Callable[..., BlockScaled]
     formats: tuple[str, ...] | None = None
     rounds: Callable[[BlockScaled, WeightSpec], jax.Array] | None = None
+    orders_rows: bool = False
 
     def holds(self, format: Format) -> bool:
         return self.formats is None or format.name in self.formats
+
+    def rows(self, order: jax.Array | None, spec: WeightSpec) -> tuple[jax.Array, ...]:
+        """That one more argument, or none: of a weight `spec`, where `order` is that of the columns of "down"."""
+        if not self.orders_rows or order is None or spec.role == "down":
+            return ()
+        return (rows_in_order(order, spec.gate_up_order),)
 
 
 def gather(q: BlockScaled, index: Index) -> BlockScaled:

@@ -27,8 +27,8 @@ import jmx
 from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul, tuning
 from jmx.backends import resolve_layout
 from jmx.formats import FORMATS
-from jmx.layouts import WeightSpec
-from jmx.pallas.mosaic_sm90 import kernel
+from jmx.layouts import WeightSpec, rows_in_order
+from jmx.pallas.mosaic_sm90 import kernel, ordered
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
@@ -131,15 +131,22 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
         for part, chosen in enumerate(np.array_split(np.arange(columns), split_k)):
             h = given[:, chosen] @ floats[experts[b]][:, chosen].T
             if one.bias is not None and part == 0:
-                h += np.asarray(one.bias[experts[b]], np.float32)
+                bias = np.asarray(one.bias[experts[b]], np.float32)
+                h += bias if one.order is None else bias[rows_in_order(one.order[experts[b]], order)]
             if order is not None and one.activation is not None:
                 gate, up = (h[:, ::2], h[:, 1::2]) if order == "interleaved" else np.split(h, 2, axis=1)
                 h = activated(one.activation, gate, up)
             elif one.activation is not None:
                 h = activated(one.activation, h)
-            places = np.arange(rows.num_outputs) if one.columns is None else np.asarray(one.columns[experts[b]])
-            out[part, here][:, places] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
+            out[part, here] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
     return out
+
+
+def ordered_rows(x, tokens, order, experts):
+    """As `ordered.ordered_rows` says."""
+    tokens, order, experts = (np.asarray(array) for array in (tokens, order, experts))
+    assert tokens.size == 8 * experts.size
+    return jnp.asarray(x)[tokens[:, None], order[np.repeat(experts, 8)]]
 
 
 AROUND = [
@@ -159,6 +166,8 @@ AROUND = [
     Case(tokens=5, hidden=128, format="nvfp4"),
     Case(tokens=5, hidden=256, intermediate=128, format="int4_g128_order"),
     Case(tokens=40, hidden=128, intermediate=192, format="int8_g64_asym_order", ids="anywhere", weights_on="input"),
+    Case(tokens=40, hidden=64, intermediate=192, format="int4_g64_order", order="concatenated"),
+    Case(tokens=1, hidden=192, intermediate=64, format="int4_g32_order", order=None, activation=ReLU2()),
     Case(tokens=40, format="fp8_block"),
 ]
 
@@ -170,6 +179,7 @@ AROUND = [
 )
 def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     monkeypatch.setattr(kernel, "expert_products", expert_products)
+    monkeypatch.setattr(ordered, "ordered_rows", ordered_rows)
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -217,6 +227,18 @@ def test_biases_of_sixteen_bits(rng):
         rounded = weights._replace(gate_up_bias=biases[0].astype(float), down_bias=biases[1].astype(float))
         y = call("mosaic", case, experts, x, routing)
         assert_agrees("mosaic", case, y, reference(case, rounded, x, routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("columns", [64, 2880, 7168, 16384])
+def test_rows_in_the_order_of_their_experts(columns, dtype, rng):
+    """Eight, four, two and one at a time."""
+    x = jnp.asarray(rng.normal(size=(40, columns)), dtype)
+    order = jnp.asarray(rng.permuted(np.tile(np.arange(columns, dtype=np.int32), (5, 1)), axis=1))
+    tokens, experts = (jnp.asarray(rng.integers(0, n, size), jnp.int32) for n, size in ((40, 72), (5, 9)))
+    out = jax.jit(ordered.ordered_rows)(x, tokens, order, experts)
+    np.testing.assert_array_equal(out, ordered_rows(x, tokens, order, experts))
 
 
 # Formats

@@ -1,5 +1,7 @@
 """The layout `mosaic_sm90`: where each code lies, by its docstring, and what the kernel's own PTX makes of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -225,6 +227,32 @@ def test_one_expert_taken_and_all_of_a_stack(hidden, intermediate, order, rng):
         for a, b in zip(taken[:2], expected[:2], strict=True):
             np.testing.assert_array_equal(a, b[3])
         assert_same(getattr(stack.canonical(), role), getattr(jmx.Experts.stack(layers), role))
+
+
+@pytest.mark.parametrize("order", ["interleaved", "concatenated", None])
+@pytest.mark.parametrize("name", ["int4_g32_order", "int8_g64_asym_order"])
+def test_rows_of_gate_up_lie_in_the_order_of_the_columns_of_down(name, order, rng):
+    key = jax.random.key(int(rng.integers(2**31)))
+    experts = jmx.Experts.random(key, 3, 128, 192, gate_up_order=order, format=FORMATS[name])
+    places = rng.permuted(np.tile(np.arange(192, dtype=np.int32), (3, 1)), axis=1)
+    experts = dataclasses.replace(experts, down=experts.down._replace(order=jnp.asarray(places)))
+    moved = experts.prepare(LAYOUT.name)
+    as_they_lie = formats.pack(LAYOUT.inverse(moved.gate_up, moved.spec("gate_up")))
+    for expert, at in enumerate(places):
+        rows = {
+            "interleaved": np.stack([2 * at, 2 * at + 1], axis=1).ravel(),
+            "concatenated": np.concatenate([at, at + 192]),
+            None: at,
+        }[order]
+        np.testing.assert_array_equal(as_they_lie.values[expert], experts.gate_up.values[expert][rows])
+        np.testing.assert_array_equal(as_they_lie.scales[expert], experts.gate_up.scales[expert][rows])
+    back, chosen = moved.prepare("packed"), jnp.array([[2], [0]])
+    for role in ("gate_up", "down"):
+        expected = getattr(experts, role)
+        assert_same(jax.tree.map(as_bits, getattr(back, role)), jax.tree.map(as_bits, expected))
+        taken = jax.jit(lambda experts, i, role=role: experts.take(role, i))(moved, chosen)
+        expected = jax.tree.map(lambda array: array[chosen], expected)
+        assert_same(jax.tree.map(as_bits, taken), jax.tree.map(as_bits, expected))
 
 
 def test_preparing_may_donate(rng):

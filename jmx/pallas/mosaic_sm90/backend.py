@@ -1,9 +1,9 @@
 """Backend `mosaic`: the whole layer over quantised weights on Hopper, by the kernel of `kernel`.
 
 Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
-(not for a few tokens, unless columns have an order: there every active expert sees them all), and each token's results
-are summed with its routing weights in float32. Products take bfloat16 and add up in float32; float16 activations are
-rounded to bfloat16, whose range float16 does not exceed.
+(not for a few tokens: there every active expert sees them all), by `ordered` where columns have an order, and each
+token's results are summed with its routing weights in float32. Products take bfloat16 and add up in float32; float16
+activations are rounded to bfloat16, whose range float16 does not exceed.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmx import grouping, tuning
@@ -24,6 +25,7 @@ from jmx.routing import Routing
 from jmx.selection import Computation, Environment, Problem, Reason, Rejection
 
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
+_EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class MosaicSm90:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90.kernel import Product, Rows, expert_products  # takes a second to import
+        from jmx.pallas.mosaic_sm90.kernel import Product, Rows, expert_products  # Pallas takes a second to import
+        from jmx.pallas.mosaic_sm90.ordered import ordered_rows
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:
@@ -85,16 +88,20 @@ class MosaicSm90:
         every = experts.merged()
         gate_up, down = alike(every.gate_up, every.down, experts.format)
         order = every.gate_up.order
-        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input and order is None:
+        if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
-            rows, num_rows = x, work.blocks.experts.shape[0] * -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+            rows, num_rows = x, work.blocks.experts.size * ROW_ALIGNMENT
+            if order is not None:
+                tokens = np.tile(np.minimum(_EIGHT, num_tokens - 1), work.blocks.experts.size)
+                rows = ordered_rows(x, tokens, order, work.blocks.experts + experts.first_expert)
+                work = work._replace(blocks=work.blocks._replace(x_rows=ROW_ALIGNMENT))
         else:
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT)
             assert work.token_of_row is not None
             num_rows = work.token_of_row.size
             if order is not None:
-                columns = order[grouping.expert_of_row(work, routing.expert_ids, num_rows) + experts.first_expert]
-                rows = x.at[work.token_of_row[:, None], columns].get(mode="promise_in_bounds")
+                users = grouping.expert_of_row(work, routing.expert_ids, num_rows)[::ROW_ALIGNMENT]
+                rows = ordered_rows(x, work.token_of_row, order, users + experts.first_expert)
             else:
                 rows = _gather(x, work.token_of_row)
             if on_input:

@@ -10,7 +10,7 @@ A thread's own elements of one row travel in arrays (32 * n,), whose order means
 elementwise operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -378,10 +378,10 @@ class Rows:
     @property
     def num_outputs(self) -> int:
         """Rows of what comes out of the epilogue, with padding to whole tiles."""
-        return -(-self._outputs // TILE) * TILE
+        return -(-self.outputs // TILE) * TILE
 
     @property
-    def _outputs(self) -> int:
+    def outputs(self) -> int:
         return self.num_rows if self.gate_up_order is None else self.num_rows // 2
 
     def output(self, tile: ir.Value) -> ir.Value:
@@ -395,27 +395,48 @@ class Rows:
         row = arith.addi(arith.muli(tile, constant(tile_rows)), arith.muli(sixteen, constant(rows)))
         return arith.addi(row, eighth)
 
-    def weight(self, row: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The weight's rows of `output_of`, and 8 below in the tile; past the end where the tile is padding."""
+    def weight(
+        self, row: ir.Value, of_output: Callable[[ir.Value], ir.Value] = lambda row: row
+    ) -> tuple[ir.Value, ir.Value]:
+        """The weight's rows of `output_of`, and 8 below in the tile; past the end where the tile is padding.
+
+        `of_output`: the output in whose place each one stands.
+        """
         if self.gate_up_order is None:
-            return row, arith.addi(row, constant(8))
+            return of_output(row), of_output(arith.addi(row, constant(8)))
+        row = of_output(row)
         if self.gate_up_order == "interleaved":
             return arith.muli(row, constant(2)), arith.addi(arith.muli(row, constant(2)), constant(1))
-        padding = arith.select(less(row, constant(self._outputs)), constant(0), constant(self.num_rows))
-        return arith.addi(row, padding), arith.addi(row, constant(self._outputs))
+        padding = arith.select(less(row, constant(self.outputs)), constant(0), constant(self.num_rows))
+        return arith.addi(row, padding), arith.addi(row, constant(self.outputs))
 
 
-def load_row(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `array` (E, N) has for the thread's first and second row of a tile, float32 (256,); 0 in the padding."""
+def load_row(
+    array: Any, rows: Rows, expert: jax.Array, tile: jax.Array, order: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """What `array` (E, N) has for the thread's first and second row of a tile, float32 (256,); 0 in the padding.
+
+    `order`: a ref int32 (E, outputs) of the output in whose place, in `array`, each one stands; None: in its own.
+    """
     size = row_size(8)
+    orders = [] if order is None else [order]
+    types = [plgpu.RefType(), SCALAR, SCALAR, *[plgpu.RefType()] * len(orders)]
 
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(size), row_array(size)))
-    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
-        mine = rows.weight(rows.output(tile.registers.item()))
-        values = (load_of_row(array, rows.num_rows, expert.registers.item(), row) for row in mine)
+    @operation(arg_types=types, return_type=(row_array(size), row_array(size)))
+    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment, *orders: ir.Value) -> tuple[Fragment, ...]:
+        number = expert.registers.item()
+
+        def of_output(row: ir.Value) -> ir.Value:
+            for order in orders:
+                at, inside = index_of_row(rows.outputs, number, row)
+                row = arith.select(inside, llvm.load(i32(), address_of(order, at, i32())), row)
+            return row
+
+        mine = rows.weight(rows.output(tile.registers.item()), of_output)
+        values = (load_of_row(array, rows.num_rows, number, row) for row in mine)
         return tuple(of_registers([pair(value, value)], size) for value in values)
 
-    return body(array, expert, tile)
+    return body(array, expert, tile, *orders)
 
 
 def load_of_row(array: ir.Value, num_rows: int, expert: ir.Value, row: ir.Value) -> ir.Value:
@@ -450,7 +471,6 @@ def store(
     tile: jax.Array,
     first: jax.Array,
     count: jax.Array,
-    columns: tuple[Any, jax.Array] | None,
 ) -> None:
     """Writes a tile's outputs, transposed, to out (R, num_outputs) in global memory.
 
@@ -458,15 +478,13 @@ def store(
         arrays: own elements of the thread's first row, and of its second where there is no gate; out's dtype.
         first: the row of `out` that takes the accumulator's first column.
         count: columns that there are; others are not written.
-        columns: a ref int32 (E, num_outputs) of the column of `out` for each output, and the expert; None: in order.
     """
     num_outputs = rows.num_outputs
     own = [_own(array.shape[0]) for array in arrays]
-    ordered = [] if columns is None else [*columns]
 
-    @operation(arg_types=(plgpu.RefType(), *own, *[SCALAR] * 3, *[plgpu.RefType(), SCALAR][: len(ordered)]))
+    @operation(arg_types=(plgpu.RefType(), *own, *[SCALAR] * 3))
     def body(_: Any, out: ir.Value, *args: Any) -> None:
-        args, (tile, first, count, *ordered) = args[: len(own)], args[len(own) :]
+        args, (tile, first, count) = args[: len(own)], args[len(own) :]
         tile, first, count = (scalar.registers.item() for scalar in (tile, first, count))
         element = ir.MemRefType(out.type).element_type
         bits = utils.bitwidth(element)
@@ -474,18 +492,10 @@ def store(
         column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
         line = arith.muli(wide(arith.addi(first, column)), constant(num_outputs, i64()))
 
-        def place(output: ir.Value, inside: ir.Value) -> ir.Value:
-            if not ordered:
-                return output
-            places, expert = ordered
-            at = arith.muli(expert.registers.item(), constant(num_outputs))
-            at = arith.addi(at, arith.select(inside, output, constant(0)))
-            return llvm.load(i32(), address_of(places, wide(at), i32()))
-
         for second, array in enumerate(args):
             output = arith.addi(row, constant(8 * second))
             inside = less(output, constant(num_outputs))
-            address = address_of(out, arith.addi(line, wide(place(output, inside))), element)
+            address = address_of(out, arith.addi(line, wide(output)), element)
             left = arith.select(inside, arith.subi(count, column), constant(0))  # columns from the thread's first on
             for eight, two in enumerate(array.registers.flat):
                 for i in range(2):
@@ -496,4 +506,4 @@ def store(
                     text = f"@$2 st.global.b{bits} [$0 + {offset}], $1;"
                     utils.inline_ptx(text, address, value, there, has_side_effects=True)
 
-    body(out, *arrays, tile, first, count, *ordered)
+    body(out, *arrays, tile, first, count)

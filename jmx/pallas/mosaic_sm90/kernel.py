@@ -54,7 +54,7 @@ class Product(NamedTuple):
         rows: what the weight's rows are.
         dtype: of the result.
         activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
-        columns: int32 (E, rows.num_outputs), the column that each output goes to; None: its own.
+        order: int32 (E, outputs), in whose place each output is in `bias` and in scales of whole rows; None: its own.
     """
 
     weight: BlockScaled
@@ -63,7 +63,7 @@ class Product(NamedTuple):
     rows: Rows
     dtype: Any
     activation: Callable[..., Array] | None = None
-    columns: Array | None = None
+    order: Array | None = None
 
 
 class _Operands(NamedTuple):
@@ -74,13 +74,14 @@ class _Operands(NamedTuple):
     zero_points: Any
     by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
     bias: Any
-    columns: Any
+    order: Any  # where there is one of these two
 
     @classmethod
     def of(cls, product: Product) -> "_Operands":
         q, of_blocks = product.weight, Tile.of(product.format).scales > 0
         scales, by_row = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
-        return cls(q.values, scales, q.zero_points, by_row, product.bias, product.columns)
+        order = None if by_row is None and product.bias is None else product.order
+        return cls(q.values, scales, q.zero_points, by_row, product.bias, order)
 
     @property
     def by_tile(self) -> Weights:
@@ -145,8 +146,7 @@ def expert_products(
         (values.shape[1], values.shape[2] // tile.value_rows) for values in (gate_up.weight.values, down.weight.values)
     ]
     tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
-    in_order = gate_up.columns is None
-    both = schedules(config, tiles[0], tiles[1], tile_columns, blocks.experts.size if in_order else 0)
+    both = schedules(config, tiles[0], tiles[1], tile_columns, blocks.experts.size)
     num_compute, num_stages, block_n = config.num_warpgroups, config.num_stages, config.block_n
     few = block_n <= FEW_ROWS
     outputs = [
@@ -203,7 +203,7 @@ def expert_products(
                 if product.format == MXFP4:
                     exponent, raised = fragments.tile_scalars(refs.scales, expert, inside)
                 by_row, bias = (
-                    None if ref is None else fragments.load_row(ref, rows, expert, at.tile)
+                    None if ref is None else fragments.load_row(ref, rows, expert, at.tile, refs.order)
                     for ref in (refs.by_row, refs.bias)
                 )
                 first, count = work.first_row(work.out_rows, at.block), work.count_of(at.block)
@@ -291,8 +291,7 @@ def expert_products(
                     outs = [activation(*outs)] if gated else [activation(out) for out in outs]
                 first = item.place.part * num_rows + item.first
                 outs = [out.astype(product.dtype) for out in outs]
-                columns = None if refs.columns is None else (refs.columns, item.expert)
-                fragments.store(phase.out, outs, rows, item.place.tile, first, item.count, columns)
+                fragments.store(phase.out, outs, rows, item.place.tile, first, item.count)
                 if phase.before is None:
                     fragments.signal(written, schedule.counter(item.place))
 

@@ -21,8 +21,8 @@ scales are lowered by it on the way to bfloat16, which could not hold them, and 
 lie as scales do, in 16 bits: bfloat16 of what they are with the elements' offset, in units of 2^-133.
 
 Scales of whole rows, and global ones, stay as they are: the epilogue multiplies by them. An order of columns stays as
-it is for "gate_up", where rows are gathered by it; of "down" the layout has the inverse, the column that each of the
-first product's results goes to.
+it is, too: of "gate_up" rows are gathered by it, and for that of "down" the rows of "gate_up" lie in such an order that
+what they give is in it.
 
 Rows are padded to whole tiles and columns to 64 with zero values and scales of 1.0.
 """
@@ -206,8 +206,10 @@ def _unbiased(bits: jax.Array, offset: int) -> jax.Array:
 # A weight of one expert, by the arrays that come by the tile; None for others
 
 
-def _forward_one(q: BlockScaled, spec: WeightSpec, one: np.ndarray) -> BlockScaled:
-    tile = Tile.of(spec.format)
+def _forward_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec, one: np.ndarray) -> BlockScaled:
+    (q, rows), tile = expert, Tile.of(spec.format)
+    if rows is not None:
+        q = jax.tree.map(lambda array: array.at[rows].get(mode="promise_in_bounds"), q)
     scales = zero_points = None
     if q.scales is not None:
         scales = _tile_blocks(q.scales, spec, tile.scales, one)
@@ -217,16 +219,23 @@ def _forward_one(q: BlockScaled, spec: WeightSpec, one: np.ndarray) -> BlockScal
     return BlockScaled(_tile_values(q.values, spec), scales, zero_points=zero_points)
 
 
-def _inverse_one(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
+def _inverse_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec) -> BlockScaled:
+    q, rows = expert
     scales = zero_points = None
     if q.scales is not None:
         scales = _untile_blocks(q.scales[:, :-1] if spec.format == MXFP4 else q.scales, spec)
     if q.zero_points is not None:
         zero_points = _unbiased(_untile_blocks(q.zero_points, spec), elements_of(spec.format).offset)
-    return BlockScaled(_untile_values(q.values, spec), scales, zero_points=zero_points)
+    q = BlockScaled(_untile_values(q.values, spec), scales, zero_points=zero_points)
+    if rows is None:
+        return q
+    places = jnp.argsort(rows)
+    return jax.tree.map(lambda array: array.at[places].get(mode="promise_in_bounds"), q)
 
 
-def _each(function: Callable[..., Any], q: BlockScaled, spec: WeightSpec, rank: int) -> BlockScaled:
+def _each(
+    function: Callable[..., Any], q: BlockScaled, rows: jax.Array | None, spec: WeightSpec, rank: int
+) -> BlockScaled:
     """`function` of what comes by the tile, one expert at a time, so that no more than one is held in between.
 
     `rank`: axes of one expert's values.
@@ -234,38 +243,32 @@ def _each(function: Callable[..., Any], q: BlockScaled, spec: WeightSpec, rank: 
     lead = q.values.shape[:-rank]
     of_blocks = Tile.of(spec.format).scales > 0
     by_tile = BlockScaled(q.values, _as_bits(q.scales) if of_blocks else None, zero_points=q.zero_points)
-    flat = jax.tree.map(lambda array: array.reshape(prod(lead), *array.shape[len(lead) :]), by_tile)
+    flat = jax.tree.map(lambda array: array.reshape(prod(lead), *array.shape[len(lead) :]), (by_tile, rows))
     out = lax.map(partial(function, spec=spec), flat)
     out = jax.tree.map(lambda array: array.reshape(*lead, *array.shape[1:]), out)
     scales = lax.bitcast_convert_type(out.scales, q.scales.dtype) if of_blocks else q.scales
-    return out._replace(scales=scales, global_scales=q.global_scales)
+    return out._replace(scales=scales, global_scales=q.global_scales, order=q.order)
 
 
-def _forward(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
+# `rows`: as `layouts.rows_in_order` has them, or None.
+
+
+def _forward(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None = None) -> BlockScaled:
     q = formats.pack(q)
-    order = q.order
-    if order is not None and spec.role == "down":
-        columns = num_tiles(spec)[1] * TILE
-        padding = jnp.arange(spec.shape[1], columns, dtype=order.dtype)
-        padding = jnp.broadcast_to(padding, (*order.shape[:-1], padding.size))
-        order = jnp.argsort(jnp.concatenate([order, padding], axis=-1), axis=-1).astype(order.dtype)
     one = np.asarray(formats.one(spec.format, q.scales.dtype), q.scales.dtype)
-    return _each(partial(_forward_one, one=one.view(f"u{one.itemsize}")), q, spec, 2)._replace(order=order)
+    return _each(partial(_forward_one, one=one.view(f"u{one.itemsize}")), q, rows, spec, 2)
 
 
-def _inverse_packed(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
-    order = q.order
-    if order is not None and spec.role == "down":
-        order = jnp.argsort(order[..., : spec.shape[1]], axis=-1).astype(order.dtype)
-    return _each(_inverse_one, q, spec, 3)._replace(order=order)
+def _inverse_packed(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None) -> BlockScaled:
+    return _each(_inverse_one, q, rows, spec, 3)
 
 
-def _inverse(q: BlockScaled, spec: WeightSpec) -> BlockScaled:
-    return formats.unpack(_inverse_packed(q, spec), spec.format)
+def _inverse(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None = None) -> BlockScaled:
+    return formats.unpack(_inverse_packed(q, spec, rows), spec.format)
 
 
-def _take(q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
-    return _inverse_packed(layouts.gather(q, index), spec)
+def _take(q: BlockScaled, spec: WeightSpec, index: Index, rows: jax.Array | None = None) -> BlockScaled:
+    return _inverse_packed(layouts.gather(q, index), spec, rows)
 
 
-LAYOUT = Layout("mosaic_sm90", forward=_forward, inverse=_inverse, take=_take, formats=tuple(FORMATS))
+LAYOUT = Layout("mosaic_sm90", forward=_forward, inverse=_inverse, take=_take, formats=tuple(FORMATS), orders_rows=True)
