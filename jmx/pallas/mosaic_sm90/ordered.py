@@ -35,6 +35,7 @@ ROWS = 8  # that follow each other and have one expert
 _WORDS = 4  # that a thread copies at a time
 _AT_ONCE = 16  # pairs of columns that a thread looks up at a time
 _SHARED_BYTES = 48 << 10  # of a warpgroup, so that a multiprocessor has four
+_FEW_ROWS = 256  # which take less time one by one, a warpgroup each
 
 
 def ordered_rows(x: Array, tokens: Array, order: Array, experts: Array) -> jax.Array:
@@ -50,7 +51,7 @@ def ordered_rows(x: Array, tokens: Array, order: Array, experts: Array) -> jax.A
         (R, H) of x's dtype.
     """
     columns, size = x.shape[1], x.dtype.itemsize
-    rows = ROWS
+    rows = 1 if tokens.shape[0] <= _FEW_ROWS else ROWS
     while rows > 1 and rows * columns * size > _SHARED_BYTES:
         rows //= 2
 
@@ -90,6 +91,19 @@ def _order_rows(
     def or_first(inside: ir.Value, column: ir.Value) -> ir.Value:
         return arith.select(inside, column, constant(0))
 
+    expert = llvm.load(i32(), address_of(experts, arith.divui(first, constant(ROWS)), i32()))
+    two, pair = (ir.VectorType.get((2,), type_) for type_ in (i32(), element))
+
+    def look_up(some: tuple[ir.Value, ...]) -> list[tuple[ir.Value, ir.Value, ir.Value]]:
+        """Columns, whether they exist, and the two that are to be there."""
+        inside = [less(column, constant(columns)) for column in some]
+        at_order = [at(expert, or_first(*one), columns) for one in zip(inside, some, strict=True)]
+        orders = [llvm.load(two, address_of(order, one, i32()), alignment=8) for one in at_order]
+        return [*zip(some, inside, orders, strict=True)]
+
+    steps = [arith.addi(arith.muli(thread, constant(2)), constant(step)) for step in range(0, columns, 2 * THREADS)]
+    at_once = [*itertools.batched(steps, _AT_ONCE)]
+    early = look_up(at_once[0])  # on their way while rows are
     numbers = [arith.addi(first, constant(row)) for row in range(rows)]
     sources = [llvm.load(i32(), address_of(tokens, number, i32())) for number in numbers]
     words, four = columns * size // 4, ir.VectorType.get((_WORDS,), i32())
@@ -103,16 +117,8 @@ def _order_rows(
                 llvm.store(one, address_of(held, arith.addi(word, constant(row * words)), i32()), alignment=16)
     utils.warpgroup_barrier()
 
-    expert = llvm.load(i32(), address_of(experts, arith.divui(first, constant(ROWS)), i32()))
-    two, pair = (ir.VectorType.get((2,), type_) for type_ in (i32(), element))
-    steps = [arith.addi(arith.muli(thread, constant(2)), constant(step)) for step in range(0, columns, 2 * THREADS)]
-    for some in itertools.batched(steps, _AT_ONCE):
-        inside = [less(column, constant(columns)) for column in some]
-        places = [
-            address_of(order, at(expert, or_first(*one), columns), i32()) for one in zip(inside, some, strict=True)
-        ]
-        orders = [llvm.load(two, place, alignment=8) for place in places]
-        for column, there, pair_of_columns in zip(some, inside, orders, strict=True):
+    for nth, some in enumerate(at_once):
+        for column, there, pair_of_columns in look_up(some) if nth else early:
             with utils.when(there):
                 for row, number in enumerate(numbers):
                     taken = llvm.mlir_undef(pair)
