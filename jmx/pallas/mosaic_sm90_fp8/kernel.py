@@ -46,7 +46,7 @@ Array = Any
 _FETCH_REGISTERS = 40
 _COLUMNS = UNIT_COLUMNS  # of a stage
 _FEW_COLUMNS = 64  # whose scales may wait in registers
-_AHEAD_BYTES = 32 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded
+_AHEAD_BYTES = 96 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded
 _MANY_TOKENS = 96  # rows of a block: with more, tokens may be the operand A
 
 
