@@ -26,6 +26,8 @@ _BARRIER_BYTES = 2048
 _ROUNDING_BYTES = 1024  # what rows' largest magnitudes take, or the scales of rows that are kept, with alignment
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
+_RING_BYTES = 112 << 10  # of weights, beside which a launch that rounds rows is slower with more: they are in its way
+_RING_STEPS = 3  # that a warpgroup takes, for which that ring has room in any case
 _MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
 _ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
@@ -221,8 +223,11 @@ def deepest(
     one_launch: bool = False,
     keeps_rows: bool = False,
 ) -> Config:
-    """The configuration with as many stages as fit. ValueError where not even `units` of them do."""
-    config = Config(block_n, warpgroups_m, units, MAX_STAGES, split_k, own_sums, one_launch, keeps_rows)
+    """The configuration with as many stages as fit, or as pay. ValueError where not even `units` of them fit."""
+    most = MAX_STAGES
+    if one_launch:
+        most = min(most, max(_RING_BYTES // (warpgroups_m * shape.unit_bytes), _RING_STEPS * units))
+    config = Config(block_n, warpgroups_m, units, most, split_k, own_sums, one_launch, keeps_rows)
     while (needed := config.shared_memory(shape.unit_bytes, max(shape.units))) > SHARED_MEMORY:
         if config.num_stages == units:
             check_stages(config, needed)
@@ -257,6 +262,12 @@ def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> C
     return config
 
 
+def _with_stages(shape: Shape, config: Config, num_stages: int) -> Config:
+    config = replace(config, num_stages=num_stages)
+    config.check(shape)
+    return config
+
+
 def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
     """Blocks, warpgroups, units and parts to choose from."""
     splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
@@ -288,6 +299,7 @@ def candidates(shape: Shape) -> list[Config]:
         of_launches = [(False, False), (True, False), *([(True, True)] if first.keeps_rows else [])]
         for one_launch, keeps_rows in of_launches:
             ways.append(partial(deepest, shape, n, m, first.units, split, one_launch=one_launch, keeps_rows=keeps_rows))
+        ways += [partial(_with_stages, shape, first, first.num_stages + more) for more in (-2, -1, 1, 2)]
     else:
         if shape.decoded:
             large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
