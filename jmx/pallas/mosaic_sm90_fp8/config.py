@@ -26,8 +26,9 @@ _BARRIER_BYTES = 2048
 _ROUNDING_BYTES = 1024  # what rows' largest magnitudes take, or the scales of rows that are kept, with alignment
 _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
-_RING_BYTES = 112 << 10  # of weights, beside which a launch that rounds rows is slower with more: they are in its way
-_RING_STEPS = 3  # that a warpgroup takes, for which that ring has room in any case
+_RING_BYTES = 136 << 10  # of weights, in a launch that rounds rows, which with more is slower: they are in its way
+_RING_BYTES_OF_KEPT = 112 << 10  # the same where every multiprocessor loads the rows
+_RING_STEPS = 3  # that a warpgroup takes, for which such a ring has room in any case
 _MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
 _ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
@@ -226,7 +227,8 @@ def deepest(
     """The configuration with as many stages as fit, or as pay. ValueError where not even `units` of them fit."""
     most = MAX_STAGES
     if one_launch:
-        most = min(most, max(_RING_BYTES // (warpgroups_m * shape.unit_bytes), _RING_STEPS * units))
+        ring = _RING_BYTES_OF_KEPT if keeps_rows else _RING_BYTES
+        most = min(most, max(ring // (warpgroups_m * shape.unit_bytes), _RING_STEPS * units))
     config = Config(block_n, warpgroups_m, units, most, split_k, own_sums, one_launch, keeps_rows)
     while (needed := config.shared_memory(shape.unit_bytes, max(shape.units))) > SHARED_MEMORY:
         if config.num_stages == units:
