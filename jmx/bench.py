@@ -57,6 +57,7 @@ def run(
     repeats: int = 5,
     seed: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    so_far: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Measures the machine's limits, then every backend and `lax.ragged_dot` at every token count.
 
@@ -75,6 +76,7 @@ def run(
         repeats: samples of which a time is the median.
         seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
         progress: called with a line for every limit and every row, as they come.
+        so_far: called after every row with all that there are by then.
 
     Raises:
         ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured then.
@@ -89,9 +91,16 @@ def run(
     progress(f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s")
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     layer_keys = jax.random.split(weights_key, layers_of_call(1, layers))  # no call has more
-    rows = []
+
+    def settings() -> dict[str, Any]:
+        told = {"model": model, "tokens": [*tokens], "routing": routing, "formats": formats, "layers": layers}
+        sizes = dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)}
+        return told | {"repeats": repeats, "seed": seed, "shape": sizes}
+
+    report = Report(describe_machine(device), limits, settings(), ())
     for pair in [None] if formats is None else formats:
         shape = shape if pair is None else shape.in_formats(pair)
+        report = dataclasses.replace(report, settings=settings())
         told = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
         names = contestants() if backends is None else backends
         if backends is None or len(formats or ()) > 1:
@@ -101,14 +110,11 @@ def run(
             built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
             for case in cases:
                 row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
-                rows.append(dataclasses.replace(row, **told))
-                progress(str(rows[-1]))
-    settings = {"model": model, "tokens": [*tokens], "routing": routing, "formats": formats, "layers": layers} | {
-        "repeats": repeats,
-        "seed": seed,
-        "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
-    }
-    return Report(describe_machine(device), limits, settings, tuple(rows))
+                row = dataclasses.replace(row, **told)
+                report = dataclasses.replace(report, rows=(*report.rows, row))
+                progress(str(row))
+                so_far(report)
+    return report
 
 
 def layers_of_call(num_tokens: int, layers: int | None) -> int:
@@ -169,11 +175,9 @@ def check_arguments(
                 f"{[*INPUT_FORMATS]}"
             )
         shape = MODELS[model]
-        sizes = shape.hidden_size, shape.intermediate_size
+        sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
         try:
-            check_sizes(shape.num_experts, *sizes, formats.FORMATS[weights])
-            if inputs is not None:
-                INPUT_FORMATS[inputs].check_sizes(*sizes)
+            check_sizes(*sizes, formats.FORMATS[weights], inputs)
         except ValueError as e:
             raise ValueError(f"`formats` (={pair!r}) must go with `model` (={model!r}): {e}") from None
     if not tokens:

@@ -457,8 +457,13 @@ class Experts:
         return floats(experts.gate_up), floats(experts.down)
 
 
-def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, format: Format) -> None:
-    """Raises ValueError, naming the argument, its value and the rule, for sizes that no experts can have."""
+def check_sizes(
+    num_experts: int, hidden_size: int, intermediate_size: int, format: Format, input_format: str | None = None
+) -> None:
+    """Raises ValueError, naming the argument, its value and the rule, for sizes that no experts can have.
+
+    Or none whose inputs are in `input_format`, a key of `INPUT_FORMATS`.
+    """
     for name, size in (
         ("num_experts", num_experts),
         ("hidden_size", hidden_size),
@@ -468,6 +473,8 @@ def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, form
             raise ValueError(f"`{name}` (={size}) must be at least 1")
     format.check_size("hidden_size", hidden_size)
     format.check_size("intermediate_size", intermediate_size)
+    if input_format is not None:
+        INPUT_FORMATS[input_format].check_sizes(hidden_size, intermediate_size)
 
 
 def check_axes(axes: Mapping[str, str | None]) -> None:

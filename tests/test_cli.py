@@ -110,6 +110,10 @@ def test_version_and_help(jmx):
         (["tune", "--shape", "8,2,64"], ["`--shape` (='8,2,64') must be a name, or four whole numbers E,k,H,I"]),
         (["tune", "--shape", "8,9,64,64"], ["`--shape` (='8,9,64,64') has k (=9) outside 1..8"]),
         (["tune", "--shape", "8,2,65,64"], ["`hidden_size` (=65) must be a multiple of 32"]),
+        (
+            ["tune", "--shape", "8,2,64,96", "--format", "mxfp4:fp8_block"],
+            ["`hidden_size` (=64) must be a multiple of"],
+        ),
         (["tune", "--tokens", "4,0"], ["`--tokens` (=0) must be positive"]),
         (["tune", "--seconds", "nan"], ["`--seconds` (=nan) must be positive"]),
         (["tune", "--output", "/nowhere/at/all.json"], ["/nowhere/at/all.json cannot be written"]),
@@ -333,6 +337,32 @@ def test_bench_saves_prints_and_draws(jmx, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     assert jmx("bench", "--from", file, "--png", picture)[0] == 0
     assert pathlib.Path(picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
+    monkeypatch.setitem(shapes.MODELS, "tiny", dataclasses.replace(shapes.MODELS["small"], num_experts=2))
+    file, part = tmp_path / "r.json", tmp_path / "r.json.part"
+    file.write_text("before")
+    measured = bench._measure_row
+
+    def cut(name, shape, case, *others):
+        if case.num_tokens == 2:
+            raise KeyboardInterrupt
+        return measured(name, shape, case, *others)
+
+    flags = ["bench", "--model", "tiny", "--backends", "ragged_dot", "--layers", "1", "--repeats", "1"]
+    flags += ["--json", str(file)]
+    monkeypatch.setattr(bench, "_measure_row", cut)
+    code, _, _ = jmx(*flags, "--tokens", "1,2")
+    assert (code, file.read_text()) == (130, "before")
+    monkeypatch.setattr(bench, "_measure_row", measured)
+    code, out, _ = jmx("bench", "--from", str(part), "--json")
+    (row,) = json.loads(out)["rows"]
+    assert (code, row["tokens"]) == (0, 1)
+    code, _, _ = jmx(*flags, "--tokens", "1")
+    assert (code, part.exists()) == (0, False)
+    assert len(json.loads(file.read_text())["rows"]) == 1
 
 
 def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_path):

@@ -1,6 +1,7 @@
 """`jmx bench`: the time of one layer, against the machine's own limits."""
 
 import argparse
+import pathlib
 import sys
 from typing import Any
 
@@ -36,7 +37,11 @@ def add(command: Parser) -> None:
     command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
     command.add_argument("--from", dest="saved", metavar="FILE", help="measure nothing: show a saved JSON file")
     command.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="save JSON to FILE, or print it on stdout without FILE"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="save JSON to FILE, or print it on stdout without FILE; until all is measured, what is lies in FILE.part",
     )
     command.add_argument("--png", metavar="FILE", help="draw time over floor against tokens")
 
@@ -47,20 +52,24 @@ def run(arguments: argparse.Namespace) -> int:
     check_directories(arguments.json, arguments.png)
     if arguments.png is not None:
         roofline.require_matplotlib()
-    report = _measure(arguments) if arguments.saved is None else roofline.Report.load(arguments.saved)
+    part = None if arguments.json in (None, "-") else pathlib.Path(f"{arguments.json}.part")
+    report = _measure(arguments, part) if arguments.saved is None else roofline.Report.load(arguments.saved)
     if arguments.json == "-":
         print_json(report.as_dict())
     else:
         show(report)
         if arguments.json is not None:
             report.save(arguments.json)
+        if part is not None and arguments.saved is None:
+            part.unlink(missing_ok=True)
     if arguments.png is not None:
         roofline.draw(report, arguments.png)
     measured = [row for row in report.rows if row.us is not None]
     return EXIT_OK if measured and all(row.error is None for row in measured) else EXIT_NO
 
 
-def _measure(arguments: argparse.Namespace) -> Any:
+def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
+    """`part`: the file that has what is measured until all is."""
     import jax
 
     from jmx import bench, shapes
@@ -85,4 +94,5 @@ def _measure(arguments: argparse.Namespace) -> Any:
         repeats=arguments.repeats,
         seed=arguments.seed,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
+        so_far=lambda report: None if part is None else report.save(str(part)),
     )

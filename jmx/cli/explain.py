@@ -85,7 +85,6 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
     from jmx import experts, formats, layouts
     from jmx.activations import SwiGLU
     from jmx.backends import resolve_layout
-    from jmx.inputs import INPUT_FORMATS
     from jmx.selection import Problem
 
     fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
@@ -122,9 +121,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
         )
     sizes = (fields["num_experts"], fields["hidden_size"], fields["intermediate_size"])
     format, inputs = formats.FORMATS[fields["format"]], fields.get("input_format")
-    experts.check_sizes(*sizes, format)
-    if inputs is not None:
-        INPUT_FORMATS[inputs].check_sizes(*sizes[1:])
+    experts.check_sizes(*sizes, format, inputs)
     if not 1 <= fields["top_k"] <= fields["num_experts"]:
         raise ValueError(f"`--top-k` (={fields['top_k']}) must be in 1..{fields['num_experts']}, the number of experts")
     for count in arguments.tokens:

@@ -103,5 +103,5 @@ def _in_formats(shape: Any, pair: str) -> Any:
 
     shape = shape.in_formats(pair)
     sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
-    experts.check_sizes(*sizes, formats.FORMATS[shape.format])
+    experts.check_sizes(*sizes, formats.FORMATS[shape.format], shape.input_format)
     return shape
