@@ -79,7 +79,9 @@ class MosaicSm90Fp8:
         environment: Environment,
     ) -> jax.Array:
         # These take a second to import.
-        from jmx.pallas.mosaic_sm90_fp8.kernel import Job, Product, Rows, grouped_products
+        from jmx.pallas.mosaic_sm90.fragments import Rows
+        from jmx.pallas.mosaic_sm90_fp8.jobs import Job, Product
+        from jmx.pallas.mosaic_sm90_fp8.kernel import grouped_products
         from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
 
         num_tokens, top_k = routing.expert_ids.shape

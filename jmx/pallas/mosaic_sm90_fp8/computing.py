@@ -1,0 +1,278 @@
+"""What a warpgroup that computes does: its rows of each item, from sums of units to results on their way.
+
+What it does to one unit is in `fragments`, and where tokens are the operand A in `token_fragments`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jmx.pallas.mosaic_sm90 import fragments
+from jmx.pallas.mosaic_sm90.layout import TILE
+from jmx.pallas.mosaic_sm90.widths import for_width
+from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
+from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
+from jmx.pallas.mosaic_sm90_fp8.layout import RAISED
+from jmx.pallas.mosaic_sm90_fp8.task import Task
+
+Array = Any
+_FEW_COLUMNS = 64  # whose scales may wait in registers
+_MANY_TOKENS = 96  # rows of a block: with more, tokens may be the operand A
+
+
+class _Item(NamedTuple):
+    """One piece of work."""
+
+    expert: Array
+    tile: Array  # of the weight's rows, this warpgroup's own
+    part: Array  # of the columns
+    x_row: Array
+    out_row: Array
+    count: Array
+    tokens_are_a: Array
+    by_row: Any  # as words, and so is the bias
+    bias: Any
+
+
+class _Slots(NamedTuple):
+    """Where in shared memory a unit of an item is."""
+
+    of_weights: Array
+    of_rows: Array  # the same, but where rows are kept
+
+
+def compute(task: Task) -> None:
+    """All items of the multiprocessor, before them its share of rounding, if that is part of the launch."""
+    rounding, kept = task.rounding, task.config.keeps_rows
+    first = _look_up(task, jnp.int32(0))  # before there is anything to wait for
+    if rounding is not None:
+        if not kept:
+            rounding.round_share()
+        elif task.job.results:
+            pl.when((task.num_mine > 0) & (task.here.warpgroup < first.count))(rounding.wait_for_results)
+        else:  # all blocks have the same rows
+            pl.when(task.num_mine > 0)(lambda: _keep_rows(task, first))
+        if rounding.job == 0:
+            plgpu.barrier_arrive(task.shared.rounded)
+    lax.fori_loop(0, task.num_mine, partial(_compute_item, task), first)
+    plgpu.wait_smem_to_gmem(0)
+    if rounding is not None:
+        rounding.results_are_written()
+
+
+def _look_up(task: Task, turn: Array) -> _Item:
+    """Loads, nearly all of which nothing waits for until they are wanted, and work on its way meanwhile."""
+    work, g, product, m_tiles = task.work, task.g, task.job.product, task.m_tiles
+    block, tile, part = task.item(turn)
+    expert, count = work.experts[block], work.count_of(block)
+    x_row, out_row = work.first_row(work.x_rows, block), work.first_row(work.out_rows, block)
+    tokens_are_a = jnp.bool_(task.tokens_may_be_a) & (count > _MANY_TOKENS)
+    if task.tokens_may_be_a and g.scales is not None:
+        for nth in range(by_token.TILES):
+            one = jnp.minimum(tile + nth, m_tiles - 1)
+            tokens_are_a = tokens_are_a & (g.scales[expert, one, product.units, 0] != 0)
+    tile += task.here.warpgroup
+    by_row, bias = (
+        None if ref is None else fp8.load_row_words(ref, product.rows, expert, tile) for ref in (g.by_row, g.bias)
+    )
+    if product.decoded:
+        by_row = fp8.load_codes(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
+    return _Item(expert, tile, part, x_row, out_row, count, tokens_are_a, by_row, bias)
+
+
+def _keep_rows(task: Task, item: _Item) -> None:
+    assert task.rounding is not None
+    units = task.units
+    task.rounding.keep(item.x_row, item.count, item.part * units, units, units * task.job.split_k)
+
+
+def _compute_item(task: Task, turn: Array, item: _Item) -> _Item:
+    """Returns the one of the next turn."""
+    following = _look_up(task, turn + 1)
+    if task.config.keeps_rows and task.job.results:
+        _keep_rows(task, item)
+    transposed = partial(for_width, task.config.widths, item.count, partial(_multiply, task, turn, item))
+    if task.tokens_may_be_a:
+        whole = tuple(range(by_token.BOTH, task.config.block_n + 1, by_token.BOTH))
+        as_a = partial(for_width, whole, item.count, partial(_multiply_by_token, task, turn, item))
+        pl.when(item.tokens_are_a)(as_a)
+        pl.when(~item.tokens_are_a)(transposed)
+    else:
+        transposed()
+    return following
+
+
+def _add_units(task: Task, turn: Array, zeros: Any, add: Callable[[Any, list[_Slots]], Any], at_once: int) -> Any:
+    """What becomes of `zeros`: `add` takes totals, and the slots of `at_once` units that go to them."""
+
+    def step(count: int, nth: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        totals, slot = carry
+        slots = [slot]
+        for _ in range(count - 1):
+            slots.append(task.after(slots[-1]))
+        for slot in slots:  # all of them first: no branch may come while products are on their way
+            plgpu.barrier_wait(task.shared.full.at[slot])
+        of_rows = [nth * at_once + i for i in range(count)] if task.config.keeps_rows else slots
+        return add(totals, [*map(_Slots, slots, of_rows)]), task.after(slots[-1])
+
+    whole, rest = divmod(task.units, at_once)
+    carry = zeros, task.first_slot(turn)
+    if whole:
+        carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
+    if rest:
+        carry = step(rest, jnp.int32(whole), carry)
+    return carry[0]
+
+
+def _zeros(n: int) -> Array:
+    return plgpu.layout_cast(jnp.zeros((TILE, n), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
+    """Tiles of the weight are the operand A, and `width` rows of x are B."""
+    product, config, shared, g = task.job.product, task.config, task.shared, task.g
+    decoded, warpgroup, staged = product.decoded, task.here.warpgroup, product.staged(config)
+
+    def unit(slots: _Slots) -> fp8.Unit:
+        return fp8.Unit(
+            shared.values.at[slots.of_weights, warpgroup],
+            None if shared.scales is None else shared.scales.at[slots.of_weights, warpgroup, 0],
+            shared.x.at[slots.of_rows, pl.ds(0, width)],
+            None if shared.x_scales is None else shared.x_scales.at[slots.of_rows, 0, pl.ds(0, width)],
+        )
+
+    def add_at_once(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
+        totals = fp8.add_units(totals, [unit(one) for one in slots], decoded)
+        for one in slots:
+            plgpu.barrier_arrive(shared.empty.at[one.of_weights])
+        return totals
+
+    def add_in_turn(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
+        (total,) = totals
+        sums = fp8.start(total if config.own_sums else None, unit(slots[0]), decoded)
+        for before, one in pairwise(slots):
+            sums = fp8.start(sums, unit(one), decoded)
+            fragments.wait_for_earlier_products()
+            plgpu.barrier_arrive(shared.empty.at[before.of_weights])
+        total = fp8.finish(None if config.own_sums else total, sums)
+        plgpu.barrier_arrive(shared.empty.at[slots[-1].of_weights])
+        return (total,)
+
+    add = add_in_turn if config.own_sums or (decoded and not task.job.rows.by_block) else add_at_once
+    num_parts = config.parts_of(width, decoded)
+    n = width // num_parts
+    room = staged if n <= staged else staged // 2  # then one half is written while the other is on its way
+
+    def by_column(part: int) -> Array | None:
+        if g.x_row_scales is None:
+            return None
+        first = jnp.int32(0) if config.keeps_rows else item.x_row
+        return fp8.load_columns(g.x_row_scales, n, first + part * n, item.count - part * n)
+
+    early = by_column(0) if width <= _FEW_COLUMNS else None
+    for part, total in enumerate(_add_units(task, turn, (_zeros(n),) * num_parts, add, config.units)):
+        first, scales = part * n, by_column(part) if early is None else early
+        sums = fragments.split_rows(total)
+        if scales is not None:
+            sums = sums[0] * scales, sums[1] * scales
+        by_row, bias = (
+            None if ref is None else fp8.values_of(words, ref.dtype, n)
+            for ref, words in ((g.by_row, item.by_row), (g.bias, item.bias))
+        )
+        outs = _finish(task, item, sums, fp8.powers_of(item.by_row, n) if decoded else by_row, bias)
+        for nth, start in enumerate(range(0, n, room), part * -(-n // room)):
+            size = min(room, n - start)
+            write = partial(fp8.stage, arrays=outs, columns=product.tile_columns, first=start, count=size)
+            _send(task, write, item, first + start, item.tile, size, nth, room)
+
+
+def _multiply_by_token(task: Task, turn: Array, item: _Item, width: int) -> None:
+    """`width` rows of x are the operand A, a half of each 128 this warpgroup's, and B are both tiles of the weight."""
+    product, shared, g, warpgroup = task.job.product, task.shared, task.g, task.here.warpgroup
+    mine = [part + warpgroup * TILE for part in range(0, width, by_token.BOTH)]
+
+    def add(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
+        ((slot, _),) = slots
+        here = (shared.values, shared.scales, shared.x, shared.x_scales)
+        unit = fp8.Unit(*(None if ref is None else ref.at[slot] for ref in here))
+        new = []
+        for first, total in zip(mine, totals, strict=True):
+            plgpu.barrier_wait(shared.turns.at[warpgroup])
+            sums = by_token.multiply(unit, first)
+            plgpu.barrier_arrive(shared.turns.at[1 - warpgroup])
+            new.append(by_token.add(total, sums, unit, first))
+        plgpu.barrier_arrive(shared.empty.at[slot])
+        return tuple(new)
+
+    totals = _add_units(task, turn, (_zeros(by_token.WIDTH),) * len(mine), add, 1)
+    _, tile, _ = task.item(turn)
+    of_rows = [
+        None if ref is None else by_token.load_rows(ref, product.rows, item.expert, tile) for ref in (g.by_row, g.bias)
+    ]
+    for part, (first, total) in enumerate(zip(mine, totals, strict=True)):
+        outs = _finish(task, item, by_token.split_rows(total), *of_rows)
+        for nth in range(by_token.TILES):
+            write = partial(by_token.stage, arrays=outs, columns=product.tile_columns, tile=nth)
+            _send(task, write, item, first, tile + nth, TILE, part * by_token.TILES + nth, TILE)
+
+
+def _finish(task: Task, item: _Item, sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:
+    """Outputs of sums; all are own elements of first and of second rows."""
+    product, outs = task.job.product, [*sums]
+    if product.decoded:
+        outs = [out * 2.0**-RAISED for out in outs]
+    if by_row is not None:
+        outs = [out * row for out, row in zip(outs, by_row, strict=True)]
+    if bias is not None:
+        if task.job.split_k > 1:
+            once = jnp.where(item.part == 0, jnp.float32(1), jnp.float32(0))
+            bias = [row * once for row in bias]
+        outs = [out + row for out, row in zip(outs, bias, strict=True)]
+    if product.activation is not None:
+        gated = product.rows.gate_up_order is not None
+        outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
+    return [out.astype(product.dtype) for out in outs]
+
+
+def _send(
+    task: Task,
+    write: Callable[[Any], None],
+    item: _Item,
+    first: Array | int,
+    tile: Array,
+    size: int,
+    nth: int,
+    room: int,
+) -> None:
+    """Of a block's and a tile's outputs `size` rows from `first` on, by 8, the item's `nth`: `write` puts them into
+    shared memory, into one buffer of `room` rows or two in turn, and they go meanwhile."""
+    product, warpgroup = task.job.product, task.here.warpgroup
+    buffers = min(2, product.staged(task.config) // room)
+    at = nth % buffers * room
+    plgpu.wait_smem_to_gmem(buffers - 1 if nth else 0, wait_read_only=True)
+    write(task.out_s.at[warpgroup, pl.ds(at, size)])
+    plgpu.commit_smem()
+    row = lax.div(item.out_row + item.part * task.num_rows, 8) * 8 + first  # by 8, for TMA to see
+    # Nothing of a tile that there is not: of a result of one tile, Pallas has TMA write that one instead.
+    count = jnp.where(tile < task.m_tiles, item.count - first, 0)
+
+    def copy(start: int, rows: int) -> None:
+        here = task.out_s.at[warpgroup, pl.ds(at + start, rows)]
+        there = task.out_g.at[pl.ds(row + start, rows), pl.ds(tile * product.tile_columns, product.tile_columns)]
+        plgpu.copy_smem_to_gmem(here, there, commit_group=False)
+
+    whole = count > size - 8
+    pl.when(whole)(partial(copy, 0, size))
+
+    @pl.when(~whole)
+    def _() -> None:
+        for eight in range(0, size - 8, 8):
+            pl.when(count > eight)(partial(copy, eight, 8))
+
+    plgpu.commit_smem_to_gmem_group()

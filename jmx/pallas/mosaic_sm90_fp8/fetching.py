@@ -1,0 +1,99 @@
+"""What the warps do that fetch: weights and rows of one item after the other into the ring, a unit a stage."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jmx.pallas.mosaic_sm90.widths import for_width
+from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, unit_bytes, value_rows
+from jmx.pallas.mosaic_sm90_fp8.task import Task
+
+Array = Any
+_AHEAD_BYTES = 96 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded
+
+
+def fetch_weights(task: Task) -> None:
+    """All of them; past the weight's end TMA writes zeros.
+
+    Few before the first rows are rounded: what that loads, and tells, would take 6 us behind many, not 2.
+    """
+    format, rounding, shared = task.job.product.format, task.rounding, task.shared
+    per_unit = value_rows(format)
+
+    def item(block: Array, tile: Array) -> Callable[[Array, Array], None]:
+        expert, m = task.work.experts[block], pl.ds(tile, task.config.warpgroups_m)
+
+        def fill(step: Array, slot: Array) -> None:
+            values = task.g.values.at[expert, m, pl.ds(step * per_unit, per_unit)]
+            plgpu.copy_gmem_to_smem(values, shared.values.at[slot], shared.full.at[slot])
+            if shared.scales is not None:
+                scales = task.g.scales.at[expert, m, pl.ds(step, 1)]
+                plgpu.copy_gmem_to_smem(scales, shared.scales.at[slot], shared.full.at[slot])
+
+        return fill
+
+    if rounding is None or rounding.job:
+        _each_stage(task, item)
+    else:
+        ahead = max(1, _AHEAD_BYTES // (task.config.warpgroups_m * unit_bytes(format)))
+        _each_stage(task, item, lambda nth: pl.when(nth == ahead)(lambda: plgpu.barrier_wait(shared.rounded)))
+
+
+def fetch_rows(task: Task) -> None:
+    """All of them, once they are there; none of those that are kept."""
+    work, g, shared = task.work, task.g, task.shared
+    if task.config.keeps_rows:
+        return
+
+    def item(block: Array, _: Array) -> Callable[[Array, Array], None]:
+        first = lax.div(work.first_row(work.x_rows, block), 8) * 8  # by 8, for TMA to see
+        count = work.count_of(block)
+
+        def fill(step: Array, slot: Array) -> None:
+            def copy(width: int) -> None:
+                here = g.x.at[pl.ds(first, width), pl.ds(step * UNIT_COLUMNS, UNIT_COLUMNS)]
+                plgpu.copy_gmem_to_smem(here, shared.x.at[slot, pl.ds(0, width)], shared.full.at[slot])
+                if shared.x_scales is not None:
+                    here = g.x_block_scales.at[pl.ds(step, 1), pl.ds(first, width)]
+                    plgpu.copy_gmem_to_smem(here, shared.x_scales.at[slot, :, pl.ds(0, width)], shared.full.at[slot])
+
+            for_width(task.config.widths, count, copy)
+
+        return fill
+
+    if task.rounding is not None:
+        task.rounding.wait_for_rows()
+    _each_stage(task, item)
+
+
+def _each_stage(
+    task: Task,
+    item: Callable[[Array, Array], Callable[[Array, Array], None]],
+    before: Callable[[Array], None] | None = None,
+) -> None:
+    """For each item what `item` returns of its block and its first tile, for each unit and its slot; `before` of how
+    many stages there were."""
+    units, stages_before = task.units, task.here.stages_before
+
+    @pl.loop(0, task.num_mine)
+    def _(turn: Array) -> None:
+        block, tile, part = task.item(turn)
+        fill, first = item(block, tile), part * units
+
+        def stage(step: Array, slot: Array) -> jax.Array:
+            nth = stages_before + turn * units + step
+
+            @pl.when(nth >= task.config.num_stages)
+            def _() -> None:
+                plgpu.barrier_wait(task.shared.empty.at[slot])
+
+            if before is not None:
+                before(nth)
+            fill(first + step, slot)
+            return task.after(slot)
+
+        lax.fori_loop(0, units, stage, task.first_slot(turn))

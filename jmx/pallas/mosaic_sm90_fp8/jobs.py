@@ -1,0 +1,102 @@
+"""What a launch of `kernel` computes: products, one after the other, and the arrays that they take."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmx.formats import MXFP4, BlockScaled, Format
+from jmx.pallas.mosaic_sm90.fragments import Rows
+from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90_fp8.config import Config
+from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
+from jmx.pallas.mosaic_sm90_fp8.quantize import Inputs, Unrounded
+
+Array = Any
+
+
+class Product(NamedTuple):
+    """What a row is multiplied by, and what becomes of the result.
+
+    Args:
+        weight: in the layout `mosaic_sm90_fp8`, with one leading axis of experts.
+        format: of the weight.
+        bias: (E, N) or None.
+        rows: what the weight's rows are.
+        dtype: of the result.
+        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
+    """
+
+    weight: BlockScaled
+    format: Format
+    bias: Array | None
+    rows: Rows
+    dtype: Any
+    activation: Callable[..., Array] | None = None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether its elements become e5m2 in registers."""
+        return self.format == MXFP4
+
+    @property
+    def units(self) -> int:
+        """Units of 128 columns."""
+        return self.weight.values.shape[2] // value_rows(self.format)
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of the result that 64 rows of the weight give."""
+        return TILE if self.rows.gate_up_order is None else GATED_ROWS
+
+    def staged(self, config: Config) -> int:
+        """Rows of a tile's results that a warpgroup holds in shared memory on their way."""
+        return min(config.block_n, config.staged_bytes // (self.tile_columns * jnp.dtype(self.dtype).itemsize))
+
+
+class Job(NamedTuple):
+    """One product of a launch.
+
+    Args:
+        rows: what is multiplied. Where they are still to be rounded, that is done in the same launch; where these are a
+            shape, they are what the job before gave.
+        product: see `Product`.
+        results: whether rows lie where results do, in blocks by `out_rows`, not by `x_rows`.
+        split_k: parts of the weight's columns that are computed apart, where there is no activation.
+    """
+
+    rows: Inputs | Unrounded
+    product: Product
+    results: bool = False
+    split_k: int = 1
+
+
+class Operands(NamedTuple):
+    """A job's arrays as the kernel takes them, or refs of them; None for what there is not."""
+
+    unrounded: Any
+    row_of: Any
+    static_scale: Any
+    x: Any
+    x_row_scales: Any
+    x_block_scales: Any
+    values: Any
+    scales: Any  # that come by the unit
+    by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
+    bias: Any
+
+    @classmethod
+    def of(cls, job: Job) -> "Operands":
+        product, rows = job.product, job.rows
+        q, of_blocks = product.weight, product.format.block_size > 0
+        scales, by_row = (q.scales, None) if of_blocks else (None, q.scales)
+        weight = (q.values, scales, by_row, product.bias)
+        if isinstance(rows, Unrounded):
+            x = None if isinstance(rows.x, jax.ShapeDtypeStruct) else rows.x
+            return cls(x, rows.row_of, rows.static_scale, None, None, None, *weight)
+        return cls(None, None, None, None, None, None, *weight).of_rounded(*rows)
+
+    def of_rounded(self, values: Any, scales: Any) -> "Operands":
+        of_rows, of_blocks = (scales, None) if len(scales.shape) == 1 else (None, scales)
+        return self._replace(x=values, x_row_scales=of_rows, x_block_scales=of_blocks)
