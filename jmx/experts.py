@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jmx import formats, layouts, quantization
 from jmx.activations import GATE_UP_ORDERS, Activation, join_gate_up, split_gate_up
 from jmx.formats import MXFP4, BlockScaled, Format
-from jmx.inputs import INPUT_FORMATS
+from jmx.inputs import INPUT_FORMATS, check_static_range
 from jmx.layouts import WeightSpec
 
 Array = Any
@@ -292,7 +292,7 @@ class Experts:
 
         Raises:
             ValueError, TypeError: an unknown format, one whose blocks do not divide the sizes, scales that are missing,
-                not wanted, or of another shape or dtype.
+                not wanted, of another shape or dtype, or out of `inputs.static_limits`.
         """
         if format is not None and format not in INPUT_FORMATS:
             raise ValueError(f"`format` (={format!r}) must be one of {[*INPUT_FORMATS]}, or None")
@@ -304,6 +304,8 @@ class Experts:
                 raise ValueError(f"`{name}` (={scale}) must be {needed} for {format} inputs")
             if scale is not None and (scale.dtype != jnp.float32 or tuple(scale.shape) != shape):
                 raise TypeError(f"`{name}` ({scale.dtype} {tuple(scale.shape)}) must be float32 {shape}")
+            if scale is not None and format is not None:
+                check_static_range(name, scale, INPUT_FORMATS[format])
         if format is not None:
             INPUT_FORMATS[format].check_sizes(self.hidden_size, self.intermediate_size)
         return dataclasses.replace(

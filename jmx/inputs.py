@@ -179,9 +179,17 @@ def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
         raise TypeError(f"`static_scale` ({getattr(scale, 'dtype', type(scale).__name__)}) must be a float32 scalar")
     if scale.shape != ():
         raise ValueError(f"`static_scale` (shape {scale.shape}) must be a scalar: one scale a tensor")
+    check_static_range("static_scale", scale, format)
+
+
+def check_static_range(name: str, scales: Array, format: InputFormat) -> None:
+    """Raises ValueError for static scales, float32, outside `static_limits`; traced ones cannot be looked at."""
+    if isinstance(scales, Tracer):
+        return
     least, most = static_limits(format)
-    if not isinstance(scale, Tracer) and not least <= scale <= most:
-        raise ValueError(f"`static_scale` (={scale}) must lie between {least} and {most} for {format.name} inputs")
+    given = np.asarray(scales)
+    if not ((given >= least) & (given <= most)).all():
+        raise ValueError(f"`{name}` (={given}) must lie between {least} and {most} for {format.name} inputs")
 
 
 def static_limits(format: InputFormat) -> tuple[np.float32, np.float32]:
@@ -298,8 +306,9 @@ def reduce_static_scales(scales: Array) -> np.float32:
     Warns (UserWarning) when they differ, as experts of smaller scales then get coarser inputs. It is what vLLM does.
 
     Args:
-        scales: float32, bfloat16 or float16 (E,), factors of the elements' worth. (Global scales that divide, as those
-            of compressed-tensors do, must be inverted before: their largest is the wrong one.)
+        scales: float32, bfloat16 or float16 (E,), or (E, P) where an expert has P of them, factors of the elements'
+            worth. (Global scales that divide, as those of compressed-tensors do, must be inverted before: their largest
+            is the wrong one.)
 
     Raises:
         ValueError: scales that are NaN, infinite, zero or negative; none at all; another rank; traced ones.
@@ -309,14 +318,14 @@ def reduce_static_scales(scales: Array) -> np.float32:
         raise ValueError("`scales` must be looked at, and are traced: reduce them outside jit")
     if scales.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`scales` (dtype {scales.dtype}) must be float32, bfloat16 or float16")
-    if scales.ndim != 1 or not scales.size:
-        raise ValueError(f"`scales` (shape {scales.shape}) must be one an expert, (E,)")
+    if scales.ndim not in (1, 2) or not scales.size:
+        raise ValueError(f"`scales` (shape {scales.shape}) must be one an expert, (E,), or (E, P)")
     given = np.asarray(scales).astype(np.float32)
-    bad = np.flatnonzero(~(np.isfinite(given) & (given > 0)))
-    if bad.size:
-        raise ValueError(f"`scales[{bad[0]}]` (={given[bad[0]]}) must be positive and finite, as all {len(given)} must")
+    for place in np.argwhere(~(np.isfinite(given) & (given > 0))):
+        index = ", ".join(map(str, place))
+        raise ValueError(f"`scales[{index}]` (={given[tuple(place)]}) must be positive and finite, as all must")
     most = given.max()
-    if smaller := int((given < most).sum()):
+    if smaller := int((given < most).reshape(len(given), -1).any(axis=1).sum()):
         warnings.warn(
             f"static input scales differ: {smaller} of {len(given)} experts' are below the largest, {most}, which all "
             f"now use; the least is {given.min()}",

@@ -145,21 +145,21 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
     steps = jnp.float32(_steps(format))
     bad = ~jnp.isfinite(blocks).all(axis=-1)
     blocks = jnp.where(bad[..., None], 0, blocks)
-    amax = jnp.abs(blocks).max(axis=-1)
+    amax = jnp.abs(blocks).max(axis=-1, initial=0)
     if format == FP8_TENSOR:
-        amax = jnp.broadcast_to(amax.max(axis=-2, keepdims=True), amax.shape)
+        amax = jnp.broadcast_to(amax.max(axis=-2, keepdims=True, initial=0), amax.shape)
         bad = jnp.broadcast_to(bad.any(axis=-2, keepdims=True), bad.shape)
     if format == FP8_BLOCK:
         amax, bad = _over_rows(amax), _over_rows(bad)
     global_scales, zero_points = None, None
     if format == NVFP4:
-        total = jnp.broadcast_to(amax.max(axis=(-2, -1), keepdims=True)[..., 0], amax.shape[:-1])
+        total = jnp.broadcast_to(amax.max(axis=(-2, -1), keepdims=True, initial=0)[..., 0], amax.shape[:-1])
         least = jnp.finfo(jnp.float32).smallest_normal
         global_scales = jnp.where(total == 0, 1, jnp.maximum(_divide(total, jnp.float32(_E4M3_MAX * _E2M1_MAX)), least))
         scales = _scales(_divide(_divide(amax, steps), global_scales[..., None]), format.scale_dtype, amax == 0)
         step = scales.astype(jnp.float32) * global_scales[..., None]
     elif "zero_points" in format.arrays:
-        least, most = jnp.minimum(blocks.min(axis=-1), 0), jnp.maximum(blocks.max(axis=-1), 0)
+        least, most = blocks.min(axis=-1, initial=0), blocks.max(axis=-1, initial=0)
         scales = _scales(_divide(most - least, steps), format.scale_dtype, amax == 0)
         step = scales.astype(jnp.float32)
         low, high = _integer_range(format)
@@ -169,7 +169,7 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
         step = scales.astype(jnp.float32)
     quotients = _divide(blocks, step[..., None]) + (0 if zero_points is None else zero_points[..., None])
     scales = jnp.where(bad, jnp.array(jnp.nan, scales.dtype), scales)
-    quotients = quotients.reshape(*shape[:-1], -1)[..., : shape[-1]]
+    quotients = lax.collapse(quotients, quotients.ndim - 2)[..., : shape[-1]]
     zero_points = None if zero_points is None else zero_points.astype(jnp.int8)
     return BlockScaled(_elements_of(quotients, format), scales, global_scales, zero_points)
 
@@ -198,8 +198,8 @@ def _over_rows(array: Array) -> Array:
     """The largest of each 128 rows (..., N, blocks), for all of them."""
     rows = array.shape[-2]
     filled = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, -rows % _BLOCK_ROWS), (0, 0)])
-    grouped = filled.reshape(*array.shape[:-2], -1, _BLOCK_ROWS, array.shape[-1])
-    spread = jnp.broadcast_to(grouped.max(axis=-2, keepdims=True), grouped.shape)
+    grouped = filled.reshape(*array.shape[:-2], filled.shape[-2] // _BLOCK_ROWS, _BLOCK_ROWS, array.shape[-1])
+    spread = jnp.broadcast_to(grouped.max(axis=-2, keepdims=True, initial=0), grouped.shape)
     return spread.reshape(filled.shape)[..., :rows, :]
 
 

@@ -1,6 +1,7 @@
 """What kernels for quantised weights do not take, whatever the GPU."""
 
 from jmx.formats import MXFP4
+from jmx.inputs import INPUT_FORMATS
 from jmx.selection import Problem, Reason, Rejection
 
 
@@ -20,7 +21,8 @@ def refusal(
     if inputs is not None and problem.input_format not in inputs:
         wanted = " or ".join(inputs)
         given = "of 16 bits" if problem.input_format is None else repr(problem.input_format)
-        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {wanted}", f"input_format={inputs[0]!r}")
+        asked = next((name for name in inputs if not INPUT_FORMATS[name].static), inputs[0])  # which needs no scales
+        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {wanted}", f"input_format={asked!r}")
     if inputs is None and problem.input_format is not None:
         return Rejection(
             Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"

@@ -24,6 +24,7 @@ from jmx.inputs import INPUT_FORMATS, dequantize, quantize
 from jmx.layouts import LAYOUTS
 from jmx.pallas.triton.backend import Triton
 from jmx.quantization import random
+from jmx.selection import Backend, Rejection
 
 BLOCK = MXFP4.block_size
 ONE = 127  # scale code of 1.0
@@ -298,12 +299,16 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def suited(backend: str, case: Case) -> Case:
-    """`case` as `backend` takes it: in bfloat16 where it has no float32, its weights in a layout that it reads, its
-    inputs rounded where it takes no others.
+    """`case` in `form`. Skips, with the backend's reason, what it offers in none."""
+    found = form(next(b for b in TESTED if b.name == backend), case, jmx.Environment.probe())
+    if isinstance(found, Rejection):
+        pytest.skip(str(found))
+    return found
 
-    Skips, with the backend's reason, what it offers in no such form.
-    """
-    engine, environment = next(b for b in TESTED if b.name == backend), jmx.Environment.probe()
+
+def form(engine: Backend, case: Case, environment: jmx.Environment) -> Case | Rejection:
+    """`case` as a backend takes it: in bfloat16 where it has no float32, its weights in a layout that it reads, its
+    inputs rounded where it takes no others. Or why it takes it in no such form."""
     dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
     inputs = (None, ROUNDED) if case.input_format is None else (case.input_format,)
     forms = [
@@ -311,9 +316,8 @@ def suited(backend: str, case: Case) -> Case:
         for format, dtype, layout in itertools.product(inputs, dtypes, (case.layout, *LAYOUTS))
     ]
     rejections = [engine.supports(form.problem(), environment) for form in forms]
-    if None not in rejections:
-        pytest.skip(str(rejections[0]))
-    return forms[rejections.index(None)]
+    taken = [found for found, rejection in zip(forms, rejections, strict=True) if rejection is None]
+    return taken[0] if taken else next(rejection for rejection in rejections if rejection is not None)
 
 
 def layer(

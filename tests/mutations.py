@@ -394,6 +394,30 @@ def _drop_tensor(draft: Draft, rng: random.Random) -> None:
     draft.note(f"no {name}", name, refused=draft.inner(name))
 
 
+def _drop_expert(draft: Draft, rng: random.Random) -> None:
+    """All of a layer's last expert goes: those that are left follow each other."""
+    numbers = {}
+    for name in (name for shard in draft.shards.values() for name in shard.names() if draft.inner(name)):
+        if (match := re.fullmatch(r"(.*\.experts\.)(\d+)\..*", name)) is not None:
+            numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]))
+    layer = rng.choice([*numbers])
+    gone = f"{layer}{numbers[layer]}."
+    for shard in draft.shards.values():
+        for name in [name for name in shard.names() if name.startswith(gone)]:
+            _cut(shard, name)
+    draft.note(f"no {gone}*", refused=True)
+
+
+def _rename_experts(draft: Draft, rng: random.Random) -> None:
+    """All experts have names that nobody knows."""
+    other = rng.choice([".expert_list.", ".Experts.", ".experts_", "."])
+    pairs = [pair for shard in draft.shards.values() for pair in shard.header if ".experts." in pair[0]]
+    rng.choice(pairs)
+    for pair in pairs:
+        pair[0] = pair[0].replace(".experts.", other)
+    draft.note(f"experts as {other}", refused=True)
+
+
 def _cut(shard: Shard, name: str) -> None:
     begin, end = shard.span(name)
     del shard.data[begin:end]
@@ -466,7 +490,7 @@ def _number(draft: Draft, rng: random.Random) -> None:
     draft.note(f"{old} as {new} in {name}", name, refused=True)
 
 
-_BYTES = [_drop_tensor, _add_tensor, _less_rows, _flip, _flip, _scale, _scale, _number]
+_BYTES = [_drop_tensor, _drop_expert, _rename_experts, _add_tensor, _less_rows, _flip, _flip, _scale, _scale, _number]
 
 
 # JSON

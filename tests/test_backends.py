@@ -28,11 +28,11 @@ from backend_cases import (
     draw_routing,
     draw_weights,
     draw_x,
+    form,
     layer,
     reference,
     suited,
 )
-from dequantized import KINDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -41,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
+from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS
 
 SIZES = [
@@ -88,15 +89,25 @@ FORMS = [
     {"tokens": 40, "order": "concatenated", "layout": "canonical", "bias": NEITHER},
     {"tokens": 300, "order": None, "activation": SiLU(), "weights_on": "input", "dtype": "bfloat16"},
 ]
-OTHER_FORMATS = [
-    (backend.name, case)
-    for case in (
-        Case(top_k=2, num_experts=4, hidden=256, intermediate=128, format=format, input_format=inputs, **form)
-        for form, format, inputs in itertools.product(FORMS, KINDS, (None, *INPUT_FORMATS))
-    )
-    for backend in BACKENDS
-    if backend.supports(case.problem(), jmx.Environment.probe()) is None
-]
+
+
+def other_formats(environment):
+    """Every format under every format of inputs, on each backend that takes the two."""
+    sizes = {"top_k": 2, "num_experts": 4, "hidden": 256, "intermediate": 128}
+    pairs = itertools.product(FORMATS, (None, *INPUT_FORMATS))
+    cases = [
+        Case(format=format, input_format=inputs, **sizes, **how)
+        for (format, inputs), how in itertools.product(pairs, FORMS)
+    ]
+    found = []
+    for case, backend in itertools.product(cases, BACKENDS):
+        taken = form(backend, case, environment)
+        if isinstance(taken, Case) and taken.input_format == case.input_format:
+            found.append((backend.name, case))
+    return found
+
+
+OTHER_FORMATS = other_formats(jmx.Environment.probe())
 
 # What is interpreted takes minutes; tests/test_triton.py has a part of it that always runs.
 NAMES = [*(b.name for b in BACKENDS), pytest.param(INTERPRETED.name, marks=pytest.mark.slow)]
@@ -129,6 +140,18 @@ def test_sizes_and_dtypes(backend, case, rng):
 @pytest.mark.parametrize(("backend", "case"), OTHER_FORMATS, ids=str)
 def test_other_formats(backend, case, rng):
     check(backend, case, rng)
+
+
+def test_other_formats_are_all_that_a_backend_takes():
+    """On a GPU that is not here, too: what runs there is asked for in its own layout."""
+    found = {backend.name: set() for backend in BACKENDS}
+    for name, case in other_formats(jmx.Environment.named("h200")):
+        found[name].add((case.format, case.input_format))
+    assert found["mosaic"] == {(format, None) for format in FORMATS}
+    floats = ["mxfp4", "fp8_tensor", "fp8_channel", "fp8_block"]
+    assert found["mosaic_fp8"] == {*itertools.product(floats, ["fp8_static", "fp8_token", "fp8_block"])}
+    assert found["xla"] == {*itertools.product(FORMATS, (None, *INPUT_FORMATS))}
+    assert {("nvfp4", None), ("int4_g64_asym_order", None)} < found["triton"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

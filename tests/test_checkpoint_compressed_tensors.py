@@ -57,7 +57,12 @@ def wholes(layer: compressed_tensors.Layer) -> Tensors:
 
 
 def reader(name: str) -> compressed_tensors.Reader:
-    return compressed_tensors.Reader(GOLDEN / name, gate_up_order="interleaved" if name == "quark_gpt_oss" else None)
+    return reader_at(GOLDEN / name)
+
+
+def reader_at(path: Path) -> compressed_tensors.Reader:
+    """With an order for files that hold gate and up in one tensor."""
+    return compressed_tensors.Reader(path, "interleaved")
 
 
 def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
@@ -585,6 +590,8 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("fp8_channel_dynamic", put("weight", (1, 1), np.nan), "must hold no NaN"),
     ("fp8_channel_dynamic", swap("weight_scale", lambda a: a[0]), "is BF16 (1,), but must be BF16 or F16 or F32"),
     ("fp8_tensor_static", put("input_scale", 0, np.nan), "must hold finite scales above 0, but has nan"),
+    ("fp8_tensor_static", put("input_scale", 0, 1e38), "as a factor) must lie between"),
+    ("fp8_tensor_static", put("input_scale", 0, 1e-40), "as a factor) must lie between"),
     ("fp8_tensor_static", drop(at("input_scale")), f"tensor '{at('input_scale')}' is missing"),
     ("fp8_tensor_dynamic", add(at("input_scale"), ONES), "is not one of fp8_tensor as 'float-quantized' stores it"),
     ("fp8_block_dynamic", swap("weight_scale", lambda a: a[:1]), "must be BF16 or F16 or F32 (2, 2)"),
@@ -632,6 +639,37 @@ def test_what_is_wrong_is_refused_by_name(tmp_path, name, change, message):
         read_all(path)
     assert message in str(raised.value)
     assert str(raised.value).startswith(f"{path / shards.SINGLE}: ")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4", "quark_gpt_oss"])
+def test_the_last_experts_may_not_be_missing(tmp_path, name):
+    arrays, config = golden(name)
+    last = f"{LAYER}.{config['num_experts'] - 1}."
+    fewer = {name: array for name, array in arrays.items() if not name.startswith(last)}
+    assert len(fewer) < len(arrays)
+    with pytest.raises(
+        CheckpointError, match=rf"config.json: `num_experts` \(=3\) must be 2, the experts that '{LAYER}'"
+    ):
+        reader_at(write(tmp_path / "fewer", fewer, config))
+    for wrong, key in (
+        ({"num_experts": 17}, "num_experts"),
+        ({"hidden_size": 17}, "hidden_size"),
+        ({"text_config": {"num_local_experts": 4}}, "num_local_experts"),
+    ):
+        with pytest.raises(CheckpointError, match=f"config.json: `{key}` "):
+            reader_at(write(tmp_path / "wrong", arrays, config | wrong))
+    unsaid = {key: value for key, value in config.items() if key not in ("num_experts", "hidden_size")}
+    assert reader_at(write(tmp_path / "unsaid", fewer, unsaid)).layer(LAYER).num_experts == 2
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4", "quark_gpt_oss", "fp8_block_static"])
+def test_a_checkpoint_must_have_experts_that_are_known(tmp_path, name):
+    arrays, config = golden(name)
+    others = {key.replace(".experts.", ".expert_list."): array for key, array in arrays.items()}
+    without = {key: array for key, array in arrays.items() if ".experts." not in key}
+    for directory, left in (("others", others), ("without", without)):
+        with pytest.raises(CheckpointError, match=f"{directory}.* must hold tensors of experts"):
+            reader_at(write(tmp_path / directory, left, config))
 
 
 @pytest.mark.parametrize(

@@ -428,6 +428,7 @@ QUARK = {
         "output_tensors": None,
     },
     "exclude": ["lm_head", "re:.*self_attn.*", "*.mlp.gate"],
+    "algo_config": [{"name": "gptq", "damp_percent": 0.01}],
     "export": {"pack_method": "reorder"},
     "layer_quant_config": {},
 }
@@ -488,6 +489,8 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
     for contents, message in (
         (MODELOPT | {"quant_algo": "FP8"}, "`quantization_config.quant_algo` (='FP8') must be one of"),
         (MODELOPT | {"group_size": 32}, "`quantization_config.group_size` (=32) must be one of"),
+        (MODELOPT | {"kv_cache_quant_algo": "BOGUS"}, "`quantization_config.kv_cache_quant_algo` (='BOGUS') must be"),
+        (MODELOPT | {"kv_cache_scheme": "x"}, "`quantization_config.kv_cache_scheme` (='x') must be an object"),
         (MODELOPT | {"rotate": True}, "`quantization_config.rotate` (=True) is not a known key"),
         (MODELOPT | {"ignore": [""]}, "`quantization_config.ignore`: a target must have 1 to 1000 characters"),
         (MODELOPT | {"config_groups": {}}, "`quantization_config.config_groups` must hold one group, but holds 0"),
@@ -501,6 +504,13 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
             "global_quant_config.input_tensors` (=('fp4', 'per_group', 32, 'e8m0', False)) must be one of",
         ),
         (QUARK | {"layer_quant_config": {"*gate*": {}}}, "`quantization_config.layer_quant_config` (={"),
+        (QUARK | {"algo_config": [{"name": "rotation"}]}, "must be of algorithms that are done"),
+        (QUARK | {"quant_mode": "later"}, "`quantization_config.quant_mode` (='later') must be one of"),
+        (QUARK | {"export": {"weight_format": "fake_quantized"}}, "`quantization_config.export.weight_format` (="),
+        (
+            QUARK | {"global_quant_config": {"weight": MX | {"symmetric": False}}},
+            "`quantization_config.global_quant_config.weight.symmetric` (=False) must be one of",
+        ),
         (QUARK | {"scheme": 1}, "`quantization_config.scheme` (=1) is not a known key"),
         (FP8 | {"activation_scheme": "static"}, "`quantization_config.activation_scheme` (='static') must be one of"),
         (FP8 | {"weight_block_size": [64, 64]}, "`quantization_config.weight_block_size` (=[64, 64]) must be one of"),

@@ -80,6 +80,7 @@ def load_compressed(directory: Path, packages: Packages) -> Loaded:
             for key, array in again.items():
                 assert array.tobytes() == module.pieces[key].view().tobytes(), module.pieces[key].tensor.name
     if not found:
+        assert any(".experts." in name for name in reader.tensors)
         raise CheckpointError(directory, "holds no quantised experts")  # as `reader.layer` would say, by name
     return found
 

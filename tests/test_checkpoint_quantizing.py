@@ -171,6 +171,10 @@ CASES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
         lambda t: [t.pop(f"model.layers.0.mlp.experts.0.{p}.weight") for p in PARTS.values()],
         r"0.mlp.experts.0.gate_proj.weight' is missing, where experts are 1",
     ),
+    "last": (
+        lambda t: [t.pop(f"model.layers.0.mlp.experts.1.{p}.weight") for p in PARTS.values()],
+        r"config.json: `num_experts` \(=2\) must be 1, the experts that 'model.layers.0.mlp.experts' has",
+    ),
     "more": (
         lambda t: t.update({"model.layers.0.mlp.experts.0.up_proj.weight_scale": t["lm_head.weight"]}),
         "weight_scale' is not one of float experts",
@@ -205,7 +209,7 @@ def test_experts_that_cannot_be_quantised_are_refused_by_name(
     change, message = CASES[case]
     _, tensors = qwen(tmp_path / "first", rng)
     change(tensors)
-    source = write(tmp_path / "in", tensors, {"model_type": "qwen3_moe"})
+    source = write(tmp_path / "in", tensors, {"model_type": "qwen3_moe", "num_experts": 2})
     with pytest.raises(CheckpointError, match=message):
         quantizing.convert(source, tmp_path / "out", jmx.NVFP4)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "in"]

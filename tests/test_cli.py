@@ -67,7 +67,7 @@ def test_version_and_help(jmx):
         (["explain", *SIZES, "--layout", "canonica"], ["did you mean 'canonical'?"]),
         (["explain", *SIZES, "--format", "mxfp5"], ["did you mean 'mxfp4'?"]),
         (["explain", *SIZES, "--format", "mxfp4:fp8_tokn"], ["`--format` (='fp8_tokn')", "did you mean 'fp8_token'?"]),
-        (["explain", *SIZES, "--format", "mxfp4:"], ["`--format` (='') must be one of fp8_block"]),
+        (["explain", *SIZES, "--format", "mxfp4:"], ["`--format` (='') must be one of fp4, fp8, fp8_block"]),
         (["explain", *SIZES, "--format", "mxfp4:fp8_block"], ["`hidden_size` (=64) must be a multiple of 128"]),
         (["explain", *SIZES, "--activation", "swigul"], ["did you mean 'swiglu'?"]),
         (["explain", *SIZES, "--activation", "swiglu:alfa=1"], ["it takes alpha, beta, limit"]),
@@ -170,6 +170,13 @@ def test_explain_tells_what_would_run_on_a_hopper_gpu_that_is_not_here(jmx):
     code, out, _ = jmx(*argv)
     assert code == 0
     assert all(f"Config(block_n={block}, warpgroups_m=" in out for block in blocks)
+
+
+@pytest.mark.parametrize(("family", "variant"), [("fp8", "fp8_token"), ("fp4", "mxfp4"), ("int8", "int8_token")])
+def test_a_family_of_inputs_is_its_first_variant(family, variant, jmx):
+    code, out, _ = jmx("explain", *SIZES, "--format", f"mxfp4:{family}", "--json")
+    (found,) = json.loads(out)
+    assert (code, found["problem"]["input_format"]) == (0, variant)
 
 
 @pytest.mark.parametrize(

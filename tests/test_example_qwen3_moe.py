@@ -388,7 +388,7 @@ def edited(folder: Path, name: str, change: Callable[[dict[str, np.ndarray]], An
         ),
         (
             lambda t: [t.pop(n) for n in [*t] if ".1.mlp.experts.3." in n],
-            "are E, H, I = (3, 32, 16), but must be (4",
+            "`num_local_experts` (=4) must be 3, the experts that",
         ),
         (lambda t: [t.pop(n) for n in [*t] if ".1.mlp.experts." in n], "must hold tensors of experts"),
     ],

@@ -382,6 +382,8 @@ def test_static_scales_of_experts_become_the_largest():
     with pytest.warns(UserWarning, match=r"2 of 4 experts' are below the largest, 0.5, .* the least is 0.125"):
         most = reduce_static_scales(scales)
     assert (most.dtype, most.shape, most) == (np.float32, (), 0.5)
+    with pytest.warns(UserWarning, match=r"1 of 2 experts' are below the largest, 0.5, .* the least is 0.125"):
+        assert reduce_static_scales(np.array([[0.25, 0.125], [0.5, 0.5]], SINGLE)) == 0.5  # of gate and up
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert reduce_static_scales(np.full(7, 0.3, SINGLE)) == SINGLE(0.3)
@@ -391,10 +393,12 @@ def test_static_scales_of_experts_become_the_largest():
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, np.nan, np.inf])
 def test_static_scales_that_cannot_be_are_refused(bad):
-    with pytest.raises(ValueError, match=r"`scales\[2\]` \(=.*\) must be positive and finite, as all 4 must"):
+    with pytest.raises(ValueError, match=r"`scales\[2\]` \(=.*\) must be positive and finite, as all must"):
         reduce_static_scales(np.array([1, 2, bad, 3], SINGLE))
     with pytest.raises(ValueError, match="must be one an expert"):
-        reduce_static_scales(np.ones((2, 2), SINGLE))
+        reduce_static_scales(np.ones((2, 2, 2), SINGLE))
+    with pytest.raises(ValueError, match=r"`scales\[1, 0\]` \(="):
+        reduce_static_scales(np.array([[1, 2], [bad, 3]], SINGLE))
     with pytest.raises(ValueError, match="must be one an expert"):
         reduce_static_scales(np.ones(0, SINGLE))
     with pytest.raises(TypeError, match="must be float32"):

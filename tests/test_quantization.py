@@ -184,6 +184,13 @@ def test_empty_weights_pass_through(shape):
     assert logical_shape(pad(q, (3, 2 * BLOCK))) == (3, 2 * BLOCK)
 
 
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if "order" not in format.arrays])
+@pytest.mark.parametrize("shape", [(0, 256), (3, 0), (2, 0, 256), (0, 3, 256)])
+def test_empty_weights_of_every_format_pass_through(name, shape):
+    q = quantize(np.ones(shape, np.float32), FORMATS[name])
+    assert dequantize(q, jnp.float32, FORMATS[name]).shape == shape
+
+
 def test_scale_rules_differ_where_they_should():
     def scale(amax, rule):
         return int(bits(quantize(np.full(BLOCK, amax, np.float32), scale_rule=rule).scales)[0]) - 127

@@ -168,6 +168,9 @@ def test_which_inputs_a_layer_takes(rng):
         experts.with_inputs("fp8_token", None, scale)
     with pytest.raises(TypeError, match=r"`down_scale` \(float32 \(1,\)\) must be float32 \(\)"):
         experts.with_inputs("nvfp4", scale, scale[None])
+    for bad in (0, -1, 1e-39, 1e37, np.inf, np.nan):
+        with pytest.raises(ValueError, match=r"`down_scale` \(=.*\) must lie between .* for fp8_static inputs"):
+            experts.with_inputs("fp8_static", scale, jnp.float32(bad))
     with pytest.raises(ValueError, match=r"`format` \(='fp7'\) must be one of"):
         experts.with_inputs("fp7")
 

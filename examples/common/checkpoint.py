@@ -61,7 +61,7 @@ class Checkpoint:
         self.tensors = shards.read_headers(self.path) if self.reader is None else self.reader.tensors
         self._floats: Mapping[str, float_experts.Layer] = {}
         if self.reader is None:
-            found = float_experts.find(self.path, self.tensors, contents.get("model_type"))
+            found = float_experts.find(self.path, self.tensors, contents)
             self._floats = {layer.name: layer for layer in found}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:

@@ -79,11 +79,11 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
     backends = None if arguments.backends is None else arguments.backends.split(",")
     check_known("--model", model, shapes.MODELS)
     check_known("--routing", arguments.routing, shapes.ROUTINGS)
-    pairs = None if arguments.format is None else arguments.format.split(",")
     for name in backends or ():
         check_known("--backends", name, bench.contestants())
-    for pair in pairs or ():
-        check_pair(pair)
+    pairs = None
+    if arguments.format is not None:
+        pairs = [":".join(filter(None, check_pair(pair))) for pair in arguments.format.split(",")]
     return bench.run(
         model,
         arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),

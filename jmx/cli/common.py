@@ -44,15 +44,19 @@ def check_directories(*paths: str | None) -> None:
 
 
 def check_pair(pair: str) -> tuple[str, str | None]:
-    """The names in --format, WEIGHTS or WEIGHTS:INPUTS; inputs None: of 16 bits. ValueError for one not known."""
+    """The names in --format, WEIGHTS or WEIGHTS:INPUTS; inputs None: of 16 bits. ValueError for one not known.
+
+    A family of inputs is its first variant, as it is where a layer is called.
+    """
     from jmx.formats import FORMATS
-    from jmx.inputs import INPUT_FORMATS
+    from jmx.inputs import FAMILIES, INPUT_FORMATS, resolve
     from jmx.shapes import split_formats
 
     weights, inputs = split_formats(pair)
     check_known("--format", weights, FORMATS)
     if inputs is not None:
-        check_known("--format", inputs, INPUT_FORMATS)
+        check_known("--format", inputs, [*INPUT_FORMATS, *FAMILIES])
+        inputs = resolve(None, inputs, [*INPUT_FORMATS])
     return weights, inputs
 
 

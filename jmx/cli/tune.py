@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jmx.backends import BACKENDS
     from jmx.selection import Environment
 
-    check_pair(arguments.format)
-    shape = _shape(arguments.shape, arguments.format)
+    shape = _shape(arguments.shape, ":".join(filter(None, check_pair(arguments.format))))
     tokens = arguments.tokens or tuner.TOKENS
     for flag, value, fits in [
         *(("tokens", count, count >= 1) for count in tokens),

@@ -142,8 +142,8 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
         gate_up_order: how rows lie in a tensor that holds gate and up, which files do not say.
 
     Raises:
-        CheckpointError: experts that are missing or differ in more than their numbers, tensors that no scheme calls
-            for, and what `Module` raises.
+        CheckpointError: no experts at all; some that are missing or differ in more than their numbers, tensors that no
+            scheme calls for, and what `Module` raises.
         ValueError: `gate_up_order` is None, but files hold gate and up in one tensor.
     """
     layers: dict[str, _Found] = {}
@@ -157,6 +157,10 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
             others.append(tensor)
             continue
         layers.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
+    if not layers:
+        raise CheckpointError(
+            quantization.file.parent, "must hold tensors of experts, such as 'experts.0.up_proj.weight'"
+        )
     built = {name: _layer(name, experts, quantization, gate_up_order) for name, experts in layers.items()}
     quantised = {name: layer for name, layer in built.items() if layer is not None}
     for tensor in others:

@@ -18,6 +18,7 @@ METHODS = ("modelopt", "modelopt_fp4")
 KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")  # as config.json and hf_quant_config.json have it
 IGNORE = ("ignore", "exclude_modules")
 
+_KV_CACHES = ("FP8", "FP8_AFFINE", "INT8", "NVFP4", "NVFP4_AFFINE", None)
 _INPUTS = {"NVFP4": "nvfp4", "W4A16_NVFP4": None}  # by algorithm
 
 
@@ -32,7 +33,10 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     top.check("producer", lambda value: value is None or isinstance(value, dict), "must be an object", None)
     algorithm = top.one_of("quant_algo", tuple(_INPUTS))
     top.one_of("group_size", (16, None), None)
-    kv_cache = [top.check(key, _is_spec, "must be an object or a name", None) for key in KV_CACHE]
+    kv_cache = [
+        top.check(KV_CACHE[0], lambda v: v is None or isinstance(v, dict), "must be an object", None),
+        top.one_of(KV_CACHE[1], _KV_CACHES, None),
+    ]
     ignore = [t for key in IGNORE for t in targets_of(top, key, top.strings(key, []), parse_glob)]
     if "config_groups" in top.entries:
         _check_groups(top.object("config_groups"), inputs=_INPUTS[algorithm] is not None)
@@ -40,10 +44,6 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     scheme = Scheme("nvfp4", _INPUTS[algorithm], MODELOPT)
     group = Group(algorithm, (parse_target("Linear"),), scheme)
     return Quantization(file, (group,), tuple(ignore), any(kv_cache))
-
-
-def _is_spec(value: Any) -> bool:
-    return value is None or isinstance(value, dict | str)
 
 
 def _check_groups(groups: Entries, inputs: bool) -> None:

@@ -33,12 +33,15 @@ _CALIBRATION = (
     "round_method",
     "scale_calculation_mode",
     "scale_type",
-    "symmetric",
     "zero_point_type",
 )
 # How files came about, and what else of the model is quantised; each must be empty where it would change experts.
-_ELSEWHERE = ("algo_config", "export", "kv_cache_post_rope", "quant_mode", "version")
+_ELSEWHERE = ("kv_cache_post_rope", "version")
 _EMPTY = ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec")
+# Algorithms that leave nothing to be done when the model runs: they chose the weights.
+_ALGORITHMS = ("awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant")
+_MODES = ("eager_mode", "fx_graph_mode")
+_EXPORT = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
 
 
 def parse_quark(file: Path, place: str, value: Any) -> Quantization:
@@ -51,6 +54,11 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     top.one_of("quant_method", (METHOD,))
     for key in _ELSEWHERE:
         top.check(key, lambda _: True, "", None)
+    top.one_of("quant_mode", (*_MODES, None), None)
+    top.check("algo_config", _is_past, f"must be of algorithms that are done: {', '.join(_ALGORITHMS)}", None)
+    export = top.check("export", lambda v: v is None or isinstance(v, dict), "must be an object", None)
+    for key, known in _EXPORT.items() if export else ():
+        Entries(file, f"{place}.export", export).one_of(key, known, None)
     for key in _EMPTY:
         top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantised alike", None)
     kv_cache = top.check("kv_cache_quant_config", lambda v: v is None or isinstance(v, dict), "must be an object", None)
@@ -74,6 +82,11 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     return Quantization(file, (group,), ignore, bool(kv_cache))
 
 
+def _is_past(value: Any) -> bool:
+    algorithms = value if isinstance(value, list) else [value] if value else []
+    return all(isinstance(one, dict) and one.get("name") in _ALGORITHMS for one in algorithms)
+
+
 def _parse_excluded(text: str) -> Target:
     return parse_target(text) if text.startswith(PATTERN) else parse_glob(text)
 
@@ -86,6 +99,7 @@ def _spec(entries: Entries) -> tuple[Any, ...]:
         return entries.check(key, lambda value: value is None or isinstance(value, str), "must be a string", None)
 
     size = entries.check("group_size", lambda v: v is None or type(v) is int, "must be a whole number", None)
+    entries.one_of("symmetric", (True, None), None)
     found = text("dtype"), text("qscheme"), size, text("scale_format"), entries.one_of("is_dynamic", (True, False))
     entries.close()
     return found

@@ -12,10 +12,11 @@ from jmx.activations import GATE_UP_ORDERS
 from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.compressed_tensors import layers
-from jmx.checkpoint.compressed_tensors.config import Quantization
+from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.methods import read_quantization
 from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
+from jmx.checkpoint.model_sizes import check_model_sizes
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import ROLES, Experts
@@ -26,7 +27,8 @@ class Reader:
     """The experts of a compressed-tensors checkpoint, in the formats that they have.
 
     Making one reads config.json and the headers of the files, and checks that every tensor of experts is there and no
-    other, and that nothing is quantised which the config does not name. Numbers are checked as they are read.
+    other, as many as the config says, if it does, and that nothing is quantised which the config does not name. Numbers
+    are checked as they are read.
 
     Args:
         path: the directory.
@@ -56,6 +58,10 @@ class Reader:
             if last in QUANTISED and self.quantization.scheme(module) is None:
                 raise Piece(tensor).error(f"is of a quantised module, but no target of the config means {module!r}")
         self.layers: dict[str, Layer] = layers.find(self.tensors, self.quantization, gate_up_order)
+        config = shards.read_json(self.path / FILE)
+        for name, layer in self.layers.items():
+            sizes = {"num_experts": layer.num_experts, "hidden_size": layer.hidden_size}
+            check_model_sizes(self.path / FILE, config, name, **sizes)
 
     def layer(self, name: str) -> Layer:
         """The layer of that name. ValueError if there is none of quantised experts."""
@@ -85,7 +91,7 @@ class Reader:
         if not inputs:
             return experts
         scales = (layer.static_scales(role) for role in ROLES)
-        reduced = (None if s is None else jnp.asarray(reduce_static_scales(s.reshape(-1))) for s in scales)
+        reduced = (None if s is None else jnp.asarray(reduce_static_scales(s)) for s in scales)
         return experts.with_inputs(layer.scheme.inputs, *reduced)
 
     def module(self, name: str) -> Module:

@@ -26,6 +26,7 @@ from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, GLOBAL, MODELOPT, QUARK, Scheme
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.formats import FORMATS, BlockScaled
+from jmx.inputs import INPUT_FORMATS, static_limits
 
 Shape = tuple[int, ...]
 
@@ -231,12 +232,17 @@ class Module:
         """The static scale of the inputs, float32 (), which multiplies what they are rounded to; None if there is none.
 
         Raises:
-            CheckpointError: one that is not finite and positive.
+            CheckpointError: one that is not finite and positive, or under which the inputs' numbers are not.
         """
         if self.scheme.static_scale is None:
             return None
         piece = self.pieces[self.scheme.static_scale]
-        return self._factor(piece) if self.scheme.static_scale == GLOBAL else self._number(piece)
+        scale = self._factor(piece) if self.scheme.static_scale == GLOBAL else self._number(piece)
+        assert self.scheme.inputs is not None
+        least, most = static_limits(INPUT_FORMATS[self.scheme.inputs])
+        if not least <= scale <= most:
+            raise piece.error(f"(={scale}, as a factor) must lie between {least} and {most} for {self.scheme.inputs}")
+        return scale
 
     def _number(self, piece: Piece) -> np.ndarray:
         return self._positive(piece).astype(np.float32).reshape(())

@@ -9,9 +9,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jmx.checkpoint.compressed_tensors.config import FILE
+from jmx.checkpoint.model_sizes import check_model_sizes
 from jmx.checkpoint.shards import CheckpointError, Tensor
 
 PARTS = ("gate", "up", "down")
@@ -90,17 +93,17 @@ class Layer:
         return {tensor.name for tensor in held if tensor is not None}
 
 
-def find(directory: Path, found: Mapping[str, Tensor], model_type: str | None) -> list[Layer]:
+def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Layer]:
     """The layers of experts among the tensors of a checkpoint, in the order in which they lie.
 
     Args:
         directory: of the checkpoint, for errors.
         found: its tensors.
-        model_type: as config.json has it.
+        config: what config.json holds.
 
     Raises:
-        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, or lie in an order
-            that nothing tells.
+        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, lie in an order that
+            nothing tells, or are not as many as the config says.
     """
     apart: dict[str, dict[int, dict[str, dict[str, Tensor]]]] = {}
     together: dict[str, dict[str, Tensor]] = {}
@@ -114,10 +117,13 @@ def find(directory: Path, found: Mapping[str, Tensor], model_type: str | None) -
         raise CheckpointError(directory, f"experts of {min(both)!r} must be apart or in one tensor, but are both")
     layers = [
         *(_apart(directory, name, experts) for name, experts in apart.items()),
-        *(_fused(name, tensors, model_type) for name, tensors in together.items()),
+        *(_fused(name, tensors, config.get("model_type")) for name, tensors in together.items()),
     ]
     if not layers:
         raise CheckpointError(directory, "must hold tensors of experts, such as 'experts.0.up_proj.weight'")
+    for layer in layers:
+        sizes = {"num_experts": len(layer.experts), "hidden_size": layer.experts[0]["up"].shape[1]}
+        check_model_sizes(directory / FILE, config, layer.name, **sizes)
     return layers
 
 

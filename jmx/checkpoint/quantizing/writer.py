@@ -62,7 +62,7 @@ def convert(
     model_type = config.get("model_type")
     form = form_of(format, model_type)
     found = shards.read_headers(directory)
-    layers = experts.find(directory, found, model_type)
+    layers = experts.find(directory, found, config)
     for layer in layers:
         _check_sizes(layer, format)
     report = Report(format.name, form.name)
