@@ -2,6 +2,7 @@
 under inputs in FP8, which is its own concern."""
 
 import dataclasses
+import itertools
 import warnings
 from functools import partial
 from typing import Any
@@ -496,13 +497,17 @@ def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "config"),
-    [(1, Config(8, 1, 2, 4)), (2, Config(8, 2, 2, 4, 3)), (4, Config(16, 4, 2, 4, 2))],
+    [(1, Config(8, 1, 2, 4)), (2, Config(8, 2, 2, 4, 3)), (4, Config(16, 4, 2, 4, 2)), (4, Config(8, 5, 2, 4))],
     ids=str,
 )
-@pytest.mark.parametrize("input_format", INPUTS)
-def test_few_tokens_of_which_multiprocessors_have_several_items(input_format, tokens, config, rng):
-    case = Case(tokens=tokens, num_experts=40, top_k=30, hidden=1280, intermediate=640, dtype="bfloat16")
-    case = suited("mosaic_fp8", dataclasses.replace(case, input_format=input_format))
+@pytest.mark.parametrize(
+    ("format", "input_format"),
+    [*itertools.product(["mxfp4"], INPUTS), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_block")],
+)
+def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_format, tokens, config, rng):
+    sizes = {"num_experts": 40, "top_k": 30, "hidden": 1280, "intermediate": 640}
+    case = Case(tokens=tokens, dtype="bfloat16", format=format, input_format=input_format, **sizes)
+    case = suited("mosaic_fp8", case)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     found = []
     for how in ({}, {"one_launch": True, "keeps_rows": True}):
