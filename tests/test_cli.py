@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -213,6 +214,33 @@ def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):
     code, out, _ = jmx("explain", "--model", "gpt-oss-120b", "--experts", "64", "--json")
     (found,) = [explanation["problem"] for explanation in json.loads(out)]
     assert (found["num_experts"], found["hidden_size"], found["top_k"]) == (64, 2880, 4)
+
+
+def test_explain_of_gpt_oss_that_a_tool_quantised_and_of_older_files(jmx, tmp_path):
+    data = pathlib.Path(__file__).parent / "data" / "compressed_tensors"
+
+    def explained(name, config):
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        code, out, _ = jmx("explain", "--checkpoint", str(tmp_path / name), "--json")
+        assert code == 0
+        (found,) = json.loads(out)
+        return found["problem"]
+
+    for name in ("quark_gpt_oss", "modelopt_nvfp4"):
+        shutil.copytree(data / name, tmp_path / name)
+    quark, modelopt = (json.loads((data / n / "config.json").read_text()) for n in ("quark_gpt_oss", "modelopt_nvfp4"))
+
+    published = json.loads((pathlib.Path(CHECKPOINT) / "config.json").read_text())
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2}
+    found = explained("quark_gpt_oss", published | sizes | {"quantization_config": quark["quantization_config"]})
+    assert (found["format"], found["input_format"], found["num_experts"]) == ("mxfp4", "fp8_static", 3)
+    assert (found["gate_up_order"], found["bias"]) == ("interleaved", True)
+    assert "limit=" in found["activation"]
+
+    older = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "exclude_modules": ["*.mlp.gate"]}
+    (tmp_path / "modelopt_nvfp4" / "hf_quant_config.json").write_text(json.dumps({"quantization": older}))
+    found = explained("modelopt_nvfp4", {key: modelopt[key] for key in modelopt if key != "quantization_config"})
+    assert (found["format"], found["input_format"]) == ("nvfp4", "nvfp4")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe/nvfp4", "qwen3_moe/fp8_block", "compressed_tensors/nvfp4"])

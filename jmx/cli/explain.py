@@ -140,12 +140,26 @@ def _checkpoint_fields(directory: str, gate_up_order: str | None) -> dict[str, A
     from jmx.checkpoint import gpt_oss
 
     entries = _config_entries(directory)
-    if entries.get("model_type") != "gpt_oss" and "quantization_config" in entries:
+    by_a_tool = _quantised_by_a_tool(directory, entries)
+    if entries.get("model_type") != "gpt_oss" and by_a_tool:
         return _quantised_fields(directory, entries, gate_up_order)
-    config = gpt_oss.read_config(directory)
+    config = gpt_oss.read_config(directory, **({"quant_methods": None} if by_a_tool else {}))
     sizes = {name: getattr(config, name) for name in _FIELD.values()}
     activation = SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
-    return sizes | {"activation": activation, "gate_up_order": "interleaved", "bias": True}
+    fields = sizes | {"activation": activation, "gate_up_order": "interleaved", "bias": True}
+    return fields | _quantised_fields(directory, {}, "interleaved") if by_a_tool else fields
+
+
+def _quantised_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
+    """Whether experts are as a tool's own config says, and not gpt-oss's as they were published."""
+    from jmx.checkpoint.compressed_tensors.config import PLACES
+    from jmx.checkpoint.compressed_tensors.modelopt import FILE
+
+    given = [config[place] for place in PLACES if config.get(place) is not None]
+    if not given:
+        return (Path(directory) / FILE).exists()
+    published = isinstance(given[0], dict) and given[0].get("quant_method") in (None, "mxfp4")
+    return not (config.get("model_type") == "gpt_oss" and published)
 
 
 def _config_entries(directory: str) -> dict[str, Any]:
