@@ -505,9 +505,8 @@ def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, 
     [*itertools.product(["mxfp4"], INPUTS), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_block")],
 )
 def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_format, tokens, config, rng):
-    sizes = {"num_experts": 40, "top_k": 30, "hidden": 1280, "intermediate": 640}
-    case = Case(tokens=tokens, dtype="bfloat16", format=format, input_format=input_format, **sizes)
-    case = suited("mosaic_fp8", case)
+    case = Case(tokens=tokens, num_experts=40, top_k=30, hidden=1280, intermediate=640, dtype="bfloat16")
+    case = suited("mosaic_fp8", dataclasses.replace(case, format=format, input_format=input_format))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     found = []
     for how in ({}, {"one_launch": True, "keeps_rows": True}):
