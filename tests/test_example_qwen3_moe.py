@@ -178,15 +178,16 @@ def test_floats_rounded_as_they_are_read_are_those_that_convert_writes(tmp_path:
 
 
 class GoldenSource(RandomSource):
-    def __init__(self, name: str, *, expand: bool):
-        self.reader = compressed_tensors.Reader(DATA / "compressed_tensors" / name)
+    def __init__(self, path: Path, *, expand: bool):
+        self.reader = compressed_tensors.Reader(path)
         layer = self.reader.layer(EXPERTS)
         sizes = {"hidden_size": layer.hidden_size, "moe_intermediate_size": layer.intermediate_size}
         config = dataclasses.replace(read_config(GOLDEN / "other"), num_hidden_layers=1, dense_layers=(), **sizes)
         super().__init__(dataclasses.replace(config, num_experts=layer.num_experts, top_k=2))
         self.expand = expand
-        # Groups of 128 do not divide the golden files' sizes.
-        self.inputs = None if layer.scheme.inputs == "fp8_block" else layer.scheme.inputs
+        declared = layer.scheme.inputs
+        fits = declared != "fp8_block" or layer.hidden_size % 128 == layer.intermediate_size % 128 == 0
+        self.inputs = declared if fits else None
 
     def experts(self, layer: int) -> Any:
         experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None and not self.expand)
@@ -231,11 +232,33 @@ GOLDENS.remove("quark_gpt_oss")  # which is no such model
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
-    source = GoldenSource(name, expand=False)
+    check_tokens(DATA / "compressed_tensors" / name, rng)
+
+
+def test_tokens_come_from_inputs_in_groups_of_128(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Which do not divide the sizes of that scheme's golden file: here is one of others, with its config."""
+    golden = json.loads((DATA / "compressed_tensors" / "fp8_block_dynamic" / "config.json").read_text())
+    tensors = {
+        f"{EXPERTS}.{expert}.{part}_proj.weight": rng.normal(size=(128, 128)).astype(np.float32) / 11
+        for expert in range(3)
+        for part in ("gate", "up", "down")
+    }
+    (tmp_path / "floats").mkdir()
+    save_file(tensors, tmp_path / "floats" / "model.safetensors")
+    (tmp_path / "floats" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 3}))
+    quantizing.convert(tmp_path / "floats", tmp_path / "made", jmx.FORMATS["fp8_block"])
+    config = golden | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 3}
+    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+    assert GoldenSource(tmp_path / "made", expand=False).inputs == "fp8_block"
+    check_tokens(tmp_path / "made", rng)
+
+
+def check_tokens(path: Path, rng: np.random.Generator) -> None:
+    source = GoldenSource(path, expand=False)
     static = source.inputs is not None and INPUT_FORMATS[source.inputs].static
     with pytest.warns(UserWarning, match="static input scales differ") if static else contextlib.nullcontext():
         model = from_source(source, dtype=jnp.float32)
-    floats = from_source(GoldenSource(name, expand=True), dtype=jnp.float32)
+    floats = from_source(GoldenSource(path, expand=True), dtype=jnp.float32)
     experts = model.layers[0].moe.experts
     assert experts.input_format == source.inputs
     assert not static or experts.gate_up_input_scale.shape == experts.down_input_scale.shape == ()
