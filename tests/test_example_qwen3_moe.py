@@ -38,7 +38,7 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 # Of the logits of a layer alone, where experts round their inputs as files declare, beside inputs that are not rounded.
 # That is for scales that are found as tokens come: the golden files' static ones are random.
-INPUT_ERRORS = {"int8_token": 0.1, "fp8_token": 0.15, "mxfp4": 0.6}
+INPUT_ERRORS = {"int8_token": 0.1, "fp8_token": 0.15, "fp8_block": 0.15, "mxfp4": 0.6}
 
 
 def relative_error(got: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
