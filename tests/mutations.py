@@ -403,8 +403,9 @@ def _drop_expert(draft: Draft, rng: random.Random) -> None:
     layer = rng.choice([*numbers])
     gone = f"{layer}{numbers[layer]}."
     for shard in draft.shards.values():
-        for name in [name for name in shard.names() if name.startswith(gone)]:
-            _cut(shard, name)
+        for name in dict.fromkeys(shard.names()):
+            if name.startswith(gone) and shard.is_sound(name):
+                _cut(shard, name)
     draft.note(f"no {gone}*", refused=True)
 
 
