@@ -92,15 +92,18 @@ def run(
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     layer_keys = jax.random.split(weights_key, layers_of_call(1, layers))  # no call has more
 
-    def settings() -> dict[str, Any]:
-        told = {"model": model, "tokens": [*tokens], "routing": routing, "formats": formats, "layers": layers}
-        sizes = dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)}
-        return told | {"repeats": repeats, "seed": seed, "shape": sizes}
+    machine, rows = describe_machine(device), []
 
-    report = Report(describe_machine(device), limits, settings(), ())
+    def report() -> Report:
+        settings = {"model": model, "tokens": [*tokens], "routing": routing, "formats": formats, "layers": layers} | {
+            "repeats": repeats,
+            "seed": seed,
+            "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
+        }
+        return Report(machine, limits, settings, tuple(rows))
+
     for pair in [None] if formats is None else formats:
         shape = shape if pair is None else shape.in_formats(pair)
-        report = dataclasses.replace(report, settings=settings())
         told = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
         names = contestants() if backends is None else backends
         if backends is None or len(formats or ()) > 1:
@@ -110,11 +113,10 @@ def run(
             built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
             for case in cases:
                 row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
-                row = dataclasses.replace(row, **told)
-                report = dataclasses.replace(report, rows=(*report.rows, row))
-                progress(str(row))
-                so_far(report)
-    return report
+                rows.append(dataclasses.replace(row, **told))
+                progress(str(rows[-1]))
+                so_far(report())
+    return report()
 
 
 def layers_of_call(num_tokens: int, layers: int | None) -> int:

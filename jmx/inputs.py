@@ -323,7 +323,9 @@ def reduce_static_scales(scales: Array) -> np.float32:
     given = np.asarray(scales).astype(np.float32)
     for place in np.argwhere(~(np.isfinite(given) & (given > 0))):
         index = ", ".join(map(str, place))
-        raise ValueError(f"`scales[{index}]` (={given[tuple(place)]}) must be positive and finite, as all must")
+        raise ValueError(
+            f"`scales[{index}]` (={given[tuple(place)]}) must be positive and finite, as all {given.size} must"
+        )
     most = given.max()
     if smaller := int((given < most).reshape(len(given), -1).any(axis=1).sum()):
         warnings.warn(

@@ -315,9 +315,8 @@ def form(engine: Backend, case: Case, environment: jmx.Environment) -> Case | Re
         replace(case, dtype=dtype, layout=layout, input_format=format)
         for format, dtype, layout in itertools.product(inputs, dtypes, (case.layout, *LAYOUTS))
     ]
-    rejections = [engine.supports(form.problem(), environment) for form in forms]
-    taken = [found for found, rejection in zip(forms, rejections, strict=True) if rejection is None]
-    return taken[0] if taken else next(rejection for rejection in rejections if rejection is not None)
+    answers = [engine.supports(one.problem(), environment) or one for one in forms]
+    return next((answer for answer in answers if isinstance(answer, Case)), answers[0])
 
 
 def layer(

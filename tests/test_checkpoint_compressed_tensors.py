@@ -57,12 +57,12 @@ def wholes(layer: compressed_tensors.Layer) -> Tensors:
 
 
 def reader(name: str) -> compressed_tensors.Reader:
-    return reader_at(GOLDEN / name)
+    return reader_at(GOLDEN / name, name)
 
 
-def reader_at(path: Path) -> compressed_tensors.Reader:
-    """With an order for files that hold gate and up in one tensor."""
-    return compressed_tensors.Reader(path, "interleaved")
+def reader_at(path: Path, name: str) -> compressed_tensors.Reader:
+    """Of a golden file, or of what became of it."""
+    return compressed_tensors.Reader(path, gate_up_order="interleaved" if name == "quark_gpt_oss" else None)
 
 
 def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
@@ -645,21 +645,21 @@ def test_what_is_wrong_is_refused_by_name(tmp_path, name, change, message):
 def test_the_last_experts_may_not_be_missing(tmp_path, name):
     arrays, config = golden(name)
     last = f"{LAYER}.{config['num_experts'] - 1}."
-    fewer = {name: array for name, array in arrays.items() if not name.startswith(last)}
+    fewer = {key: array for key, array in arrays.items() if not key.startswith(last)}
     assert len(fewer) < len(arrays)
     with pytest.raises(
         CheckpointError, match=rf"config.json: `num_experts` \(=3\) must be 2, the experts that '{LAYER}'"
     ):
-        reader_at(write(tmp_path / "fewer", fewer, config))
+        reader_at(write(tmp_path / "fewer", fewer, config), name)
     for wrong, key in (
         ({"num_experts": 17}, "num_experts"),
         ({"hidden_size": 17}, "hidden_size"),
         ({"text_config": {"num_local_experts": 4}}, "num_local_experts"),
     ):
         with pytest.raises(CheckpointError, match=f"config.json: `{key}` "):
-            reader_at(write(tmp_path / "wrong", arrays, config | wrong))
+            reader_at(write(tmp_path / "wrong", arrays, config | wrong), name)
     unsaid = {key: value for key, value in config.items() if key not in ("num_experts", "hidden_size")}
-    assert reader_at(write(tmp_path / "unsaid", fewer, unsaid)).layer(LAYER).num_experts == 2
+    assert reader_at(write(tmp_path / "unsaid", fewer, unsaid), name).layer(LAYER).num_experts == 2
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4", "quark_gpt_oss", "fp8_block_static"])
@@ -669,7 +669,7 @@ def test_a_checkpoint_must_have_experts_that_are_known(tmp_path, name):
     without = {key: array for key, array in arrays.items() if ".experts." not in key}
     for directory, left in (("others", others), ("without", without)):
         with pytest.raises(CheckpointError, match=f"{directory}.* must hold tensors of experts"):
-            reader_at(write(tmp_path / directory, left, config))
+            reader_at(write(tmp_path / directory, left, config), name)
 
 
 @pytest.mark.parametrize(

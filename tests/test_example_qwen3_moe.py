@@ -413,6 +413,10 @@ def edited(folder: Path, name: str, change: Callable[[dict[str, np.ndarray]], An
             lambda t: [t.pop(n) for n in [*t] if ".1.mlp.experts.3." in n],
             "`num_local_experts` (=4) must be 3, the experts that",
         ),
+        (
+            lambda t: t.update({n: a[:, :8] if "down" in n else a[:8] for n, a in t.items() if ".1.mlp.experts." in n}),
+            "are E, H, I = (4, 32, 8), but must be (4",
+        ),
         (lambda t: [t.pop(n) for n in [*t] if ".1.mlp.experts." in n], "must hold tensors of experts"),
     ],
 )

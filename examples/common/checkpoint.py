@@ -51,9 +51,7 @@ class Checkpoint:
         self._format = format
         self._declared_inputs = declared_inputs
         self._advance: Callable[[int], object] = lambda _: None
-        contents = shards.read_json(self.path / FILE)
-        if not isinstance(contents, dict):
-            raise CheckpointError(self.path / FILE, f"must be a JSON object, not {type(contents).__name__}")
+        contents = shards.read_object(self.path / FILE)
         quantised = any(contents.get(key) is not None for key in PLACES) or (self.path / MODELOPT_FILE).exists()
         if quantised and format is not None:
             raise CheckpointError(self.path / FILE, f"experts are quantised already, and not to {format.name}")

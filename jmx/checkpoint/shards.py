@@ -100,6 +100,14 @@ def read_json(file: Path) -> Any:
     return parse_json(file, _read_bytes(file), "the file")
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """As `read_json`, of a file that must hold an object."""
+    contents = read_json(file)
+    if not isinstance(contents, dict):
+        raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
+    return contents
+
+
 def parse_json(file: Path, raw: bytes, what: str) -> Any:
     """JSON out of bytes of `file`. CheckpointError, naming `what`, if they are not JSON or name a key twice."""
 

@@ -11,9 +11,9 @@ from jmx.cli.common import (
     Parser,
     check_directories,
     check_known,
-    check_pair,
     counts,
     print_json,
+    resolved_pair,
     show,
 )
 
@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_directories(arguments.json, arguments.png)
     if arguments.png is not None:
         roofline.require_matplotlib()
-    part = None if arguments.json in (None, "-") else pathlib.Path(f"{arguments.json}.part")
+    kept = arguments.saved is None and arguments.json not in (None, "-")
+    part = pathlib.Path(f"{arguments.json}.part") if kept else None
     report = _measure(arguments, part) if arguments.saved is None else roofline.Report.load(arguments.saved)
     if arguments.json == "-":
         print_json(report.as_dict())
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         show(report)
         if arguments.json is not None:
             report.save(arguments.json)
-        if part is not None and arguments.saved is None:
+        if part is not None:
             part.unlink(missing_ok=True)
     if arguments.png is not None:
         roofline.draw(report, arguments.png)
@@ -81,9 +82,7 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
     check_known("--routing", arguments.routing, shapes.ROUTINGS)
     for name in backends or ():
         check_known("--backends", name, bench.contestants())
-    pairs = None
-    if arguments.format is not None:
-        pairs = [":".join(filter(None, check_pair(pair))) for pair in arguments.format.split(",")]
+    pairs = None if arguments.format is None else [resolved_pair(pair) for pair in arguments.format.split(",")]
     return bench.run(
         model,
         arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),

@@ -60,6 +60,11 @@ def check_pair(pair: str) -> tuple[str, str | None]:
     return weights, inputs
 
 
+def resolved_pair(pair: str) -> str:
+    """The same with the format that a family of inputs stands for. ValueError as `check_pair`."""
+    return ":".join(filter(None, check_pair(pair)))
+
+
 def show(*results: Any) -> None:
     from rich.console import Console
 

@@ -11,8 +11,8 @@ from jmx.cli.common import (
     Parser,
     check_directories,
     check_known,
-    check_pair,
     counts,
+    resolved_pair,
     show,
 )
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jmx.backends import BACKENDS
     from jmx.selection import Environment
 
-    shape = _shape(arguments.shape, ":".join(filter(None, check_pair(arguments.format))))
+    shape = _shape(arguments.shape, resolved_pair(arguments.format))
     tokens = arguments.tokens or tuner.TOKENS
     for flag, value, fits in [
         *(("tokens", count, count >= 1) for count in tokens),

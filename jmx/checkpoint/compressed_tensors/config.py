@@ -15,7 +15,6 @@ from jmx.checkpoint.shards import CheckpointError
 
 FILE = "config.json"
 METHOD = "compressed-tensors"
-OBJECT = "must be an object"
 MIXED = "mixed-precision"  # in place of the one storage of all groups: each names its own
 PLACES = ("quantization_config", "compression_config")  # in config.json, as newer and older files have it
 
@@ -142,7 +141,7 @@ def parse_quantization(file: Path, contents: Any) -> Quantization:
         top.check(key, lambda value: value in (None, {}), "must be empty: it would change the model", None)
     for key in ("version", "global_compression_ratio"):  # they say nothing of the tensors
         top.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
-    kv_cache = top.check("kv_cache_scheme", lambda value: value is None or isinstance(value, dict), OBJECT, None)
+    kv_cache = top.object_or_none("kv_cache_scheme")
     storage = top.one_of("format", (*STORAGES, MIXED))
     ignore = targets_of(top, "ignore", top.strings("ignore", []))
     groups = top.object("config_groups")
@@ -169,7 +168,7 @@ def _group(groups: Entries, name: str, storage: str) -> Group:
         raise group.error("format", f"must be {storage!r}, as `{PLACES[0]}.format` has it")
     weights = group.object("weights")
     its_weights, kind = _weights(weights)
-    group.check("input_activations", lambda value: value is None or isinstance(value, dict), OBJECT, None)
+    group.object_or_none("input_activations")
     given = group.entries.get("input_activations")
     inputs = None if given is None else _inputs(group.object("input_activations"))
     group.close()
@@ -219,7 +218,7 @@ def _args(entries: Entries) -> _Args:
         rule = f"must be {BLOCK} for strategy 'block' alone"
         raise CheckpointError(entries.file, f"`{entries.place}.block_structure` (={block}) {rule}")
     entries.check("observer", lambda v: v is None or isinstance(v, str), "must be a string", None)
-    entries.check("observer_kwargs", lambda v: v is None or isinstance(v, dict), OBJECT, None)
+    entries.object_or_none("observer_kwargs")
     entries.check("zp_dtype", lambda v: v is None or isinstance(v, str), "must be a string", None)
     return _Args(
         type_,

@@ -40,6 +40,10 @@ class Entries:
 
         return self.check(key, fits, f"must be one of {list(values)}", *default)
 
+    def object_or_none(self, key: str) -> Mapping[str, Any] | None:
+        """An entry of which only the kind is checked; None if it is missing."""
+        return self.check(key, lambda value: value is None or isinstance(value, dict), "must be an object", None)
+
     def strings(self, key: str, *default: Any) -> list[str]:
         def fits(value: Any) -> bool:
             return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))

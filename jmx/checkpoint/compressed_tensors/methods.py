@@ -1,11 +1,13 @@
 """Which tool quantised a checkpoint, and what its config says."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jmx.checkpoint.compressed_tensors import config, fp8, modelopt, quark
 from jmx.checkpoint.compressed_tensors.config import FILE, PLACES, Quantization
-from jmx.checkpoint.shards import CheckpointError, read_json
+from jmx.checkpoint.shards import CheckpointError, read_json, read_object
 
 
 def read_quantization(path: str | os.PathLike[str]) -> Quantization:
@@ -15,9 +17,11 @@ def read_quantization(path: str | os.PathLike[str]) -> Quantization:
         CheckpointError: there is no config, it names another tool, or what that tool's parser raises.
     """
     file = Path(path) / FILE
-    contents = read_json(file)
-    if not isinstance(contents, dict):
-        raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
+    return quantization_of(file, read_object(file))
+
+
+def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
+    """`read_quantization` of what a config.json holds, which is `file`."""
     beside = file.parent / modelopt.FILE
     given = [key for key in PLACES if contents.get(key) is not None]
     if not given and beside.exists():

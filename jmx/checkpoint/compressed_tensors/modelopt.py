@@ -15,8 +15,7 @@ from jmx.checkpoint.shards import CheckpointError
 FILE = "hf_quant_config.json"
 METHODS = ("modelopt", "modelopt_fp4")
 
-KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")  # as config.json and hf_quant_config.json have it
-IGNORE = ("ignore", "exclude_modules")
+IGNORE = ("ignore", "exclude_modules")  # as config.json and hf_quant_config.json have it
 
 _KV_CACHES = ("FP8", "FP8_AFFINE", "INT8", "NVFP4", "NVFP4_AFFINE", None)
 _INPUTS = {"NVFP4": "nvfp4", "W4A16_NVFP4": None}  # by algorithm
@@ -30,13 +29,11 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     """
     top = Entries(file, place, value)
     top.one_of("quant_method", METHODS, None)
-    top.check("producer", lambda value: value is None or isinstance(value, dict), "must be an object", None)
+    top.object_or_none("producer")
     algorithm = top.one_of("quant_algo", tuple(_INPUTS))
     top.one_of("group_size", (16, None), None)
-    kv_cache = [
-        top.check(KV_CACHE[0], lambda v: v is None or isinstance(v, dict), "must be an object", None),
-        top.one_of(KV_CACHE[1], _KV_CACHES, None),
-    ]
+    # The cache's, as config.json has it, and hf_quant_config.json.
+    kv_cache = top.object_or_none("kv_cache_scheme"), top.one_of("kv_cache_quant_algo", _KV_CACHES, None)
     ignore = [t for key in IGNORE for t in targets_of(top, key, top.strings(key, []), parse_glob)]
     if "config_groups" in top.entries:
         _check_groups(top.object("config_groups"), inputs=_INPUTS[algorithm] is not None)

@@ -56,12 +56,13 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
         top.check(key, lambda _: True, "", None)
     top.one_of("quant_mode", (*_MODES, None), None)
     top.check("algo_config", _is_past, f"must be of algorithms that are done: {', '.join(_ALGORITHMS)}", None)
-    export = top.check("export", lambda v: v is None or isinstance(v, dict), "must be an object", None)
-    for key, known in _EXPORT.items() if export else ():
-        Entries(file, f"{place}.export", export).one_of(key, known, None)
+    if top.object_or_none("export") is not None:
+        export = top.object("export")
+        for key, known in _EXPORT.items():
+            export.one_of(key, known, None)
     for key in _EMPTY:
         top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantised alike", None)
-    kv_cache = top.check("kv_cache_quant_config", lambda v: v is None or isinstance(v, dict), "must be an object", None)
+    kv_cache = top.object_or_none("kv_cache_quant_config")
     ignore = targets_of(top, "exclude", top.strings("exclude", []), _parse_excluded)
     whole = top.object("global_quant_config")
     top.close()
@@ -69,7 +70,7 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     if _spec(weights) != _WEIGHTS:
         raise CheckpointError(file, f"`{weights.place}` (={_spec(weights)}) must be {_WEIGHTS}: MXFP4")
     inputs = None
-    if whole.check("input_tensors", lambda v: v is None or isinstance(v, dict), "must be an object", None) is not None:
+    if whole.object_or_none("input_tensors") is not None:
         given = whole.object("input_tensors")
         spec = _spec(given)
         if spec not in _INPUTS:

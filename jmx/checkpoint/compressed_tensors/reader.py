@@ -14,7 +14,7 @@ from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.compressed_tensors import layers
 from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.compressed_tensors.layers import Layer
-from jmx.checkpoint.compressed_tensors.methods import read_quantization
+from jmx.checkpoint.compressed_tensors.methods import quantization_of
 from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
 from jmx.checkpoint.model_sizes import check_model_sizes
 from jmx.checkpoint.placement import ShardingLike, place
@@ -49,7 +49,8 @@ class Reader:
         if gate_up_order not in (*GATE_UP_ORDERS, None):
             raise ValueError(f"`gate_up_order` (={gate_up_order!r}) must be one of {(*GATE_UP_ORDERS, None)}")
         self.path = Path(path)
-        self.quantization: Quantization = read_quantization(path)
+        config = shards.read_object(self.path / FILE)
+        self.quantization: Quantization = quantization_of(self.path / FILE, config)
         self.tensors = shards.read_headers(self.path)
         self._modules: dict[str, dict[str, Piece]] = {}
         for name, tensor in self.tensors.items():
@@ -58,7 +59,6 @@ class Reader:
             if last in QUANTISED and self.quantization.scheme(module) is None:
                 raise Piece(tensor).error(f"is of a quantised module, but no target of the config means {module!r}")
         self.layers: dict[str, Layer] = layers.find(self.tensors, self.quantization, gate_up_order)
-        config = shards.read_json(self.path / FILE)
         for name, layer in self.layers.items():
             sizes = {"num_experts": layer.num_experts, "hidden_size": layer.hidden_size}
             check_model_sizes(self.path / FILE, config, name, **sizes)

@@ -82,9 +82,7 @@ def convert(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / FILE
-    config = shards.read_json(file)
-    if not isinstance(config, dict):
-        raise CheckpointError(file, f"must be a JSON object, not {type(config).__name__}")
+    config = shards.read_object(file)
     for key in PLACES:
         if config.get(key) is not None:
             raise CheckpointError(file, f"`{key}` must not be there: weights are quantised already, and floats are not")

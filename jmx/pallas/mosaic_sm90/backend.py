@@ -76,7 +76,8 @@ class MosaicSm90:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90.kernel import Product, Rows, expert_products  # Pallas takes a second to import
+        from jmx.pallas.mosaic_sm90.fragments import Rows  # Pallas takes a second to import
+        from jmx.pallas.mosaic_sm90.kernel import Product, expert_products
         from jmx.pallas.mosaic_sm90.ordered import ordered_rows
 
         num_tokens, top_k = routing.expert_ids.shape

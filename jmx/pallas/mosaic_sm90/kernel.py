@@ -20,6 +20,7 @@ See docs/mosaic_sm90.md for a drawing and for what bounds it.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,13 +30,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.formats import MXFP4, BlockScaled, Format
+from jmx.formats import MXFP4
 from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90 import fragments
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
-from jmx.pallas.mosaic_sm90.fragments import Rows, Weights
+from jmx.pallas.mosaic_sm90.fragments import Weights
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, Tile
+from jmx.pallas.mosaic_sm90.product import BaseProduct
 from jmx.pallas.mosaic_sm90.schedule import Place, Schedule, schedules
 from jmx.pallas.mosaic_sm90.widths import for_width
 
@@ -44,25 +46,14 @@ _FETCH_REGISTERS = 40
 FEW_ROWS = 32  # a block; up to here mma.sync, beyond wgmma. Never both in one kernel: they need not round alike
 
 
-class Product(NamedTuple):
-    """One of the two products: rows @ weight[expert].T + bias[expert], and what becomes of it.
+@dataclass(frozen=True)
+class Product(BaseProduct):
+    """One of the two products; see `BaseProduct`.
 
     Args:
-        weight: in the layout `mosaic_sm90`, with one leading axis of experts.
-        format: of the weight.
-        bias: (E, N) or None.
-        rows: what the weight's rows are.
-        dtype: of the result.
-        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
         order: int32 (E, outputs), in whose place each output is in `bias` and in scales of whole rows; None: its own.
     """
 
-    weight: BlockScaled
-    format: Format
-    bias: Array | None
-    rows: Rows
-    dtype: Any
-    activation: Callable[..., Array] | None = None
     order: Array | None = None
 
 

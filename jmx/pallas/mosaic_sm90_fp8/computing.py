@@ -68,21 +68,21 @@ def compute(task: Task) -> None:
 
 def _look_up(task: Task, turn: Array) -> _Item:
     """Loads, nearly all of which nothing waits for until they are wanted, and work on its way meanwhile."""
-    work, g, product, m_tiles = task.work, task.g, task.job.product, task.m_tiles
+    work, g, product = task.work, task.g, task.job.product
     block, tile, part = task.item(turn)
     expert, count = work.experts[block], work.count_of(block)
     x_row, out_row = work.first_row(work.x_rows, block), work.first_row(work.out_rows, block)
     tokens_are_a = jnp.bool_(task.tokens_may_be_a) & (count > _MANY_TOKENS)
     if task.tokens_may_be_a and g.scales is not None:
         for nth in range(by_token.TILES):
-            one = jnp.minimum(tile + nth, m_tiles - 1)
+            one = jnp.minimum(tile + nth, product.m_tiles - 1)
             tokens_are_a = tokens_are_a & (g.scales[expert, one, product.units, 0] != 0)
     tile += task.here.warpgroup
     by_row, bias = (
         None if ref is None else fp8.load_row_words(ref, product.rows, expert, tile) for ref in (g.by_row, g.bias)
     )
     if product.decoded:
-        by_row = fp8.load_codes(g.scales, expert, jnp.minimum(tile, m_tiles - 1))
+        by_row = fp8.load_codes(g.scales, expert, jnp.minimum(tile, product.m_tiles - 1))
     return _Item(expert, tile, part, x_row, out_row, count, tokens_are_a, by_row, bias)
 
 
@@ -260,7 +260,7 @@ def _send(
     plgpu.commit_smem()
     row = lax.div(item.out_row + item.part * task.num_rows, 8) * 8 + first  # by 8, for TMA to see
     # Nothing of a tile that there is not: of a result of one tile, Pallas has TMA write that one instead.
-    count = jnp.where(tile < task.m_tiles, item.count - first, 0)
+    count = jnp.where(tile < product.m_tiles, item.count - first, 0)
 
     def copy(start: int, rows: int) -> None:
         here = task.out_s.at[warpgroup, pl.ds(at + start, rows)]

@@ -1,14 +1,13 @@
 """What a launch of `kernel` computes: products, one after the other, and the arrays that they take."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmx.formats import MXFP4, BlockScaled, Format
-from jmx.pallas.mosaic_sm90.fragments import Rows
+from jmx.formats import MXFP4
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
+from jmx.pallas.mosaic_sm90.product import BaseProduct
 from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
 from jmx.pallas.mosaic_sm90_fp8.quantize import Inputs, Unrounded
@@ -16,29 +15,18 @@ from jmx.pallas.mosaic_sm90_fp8.quantize import Inputs, Unrounded
 Array = Any
 
 
-class Product(NamedTuple):
-    """What a row is multiplied by, and what becomes of the result.
-
-    Args:
-        weight: in the layout `mosaic_sm90_fp8`, with one leading axis of experts.
-        format: of the weight.
-        bias: (E, N) or None.
-        rows: what the weight's rows are.
-        dtype: of the result.
-        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
-    """
-
-    weight: BlockScaled
-    format: Format
-    bias: Array | None
-    rows: Rows
-    dtype: Any
-    activation: Callable[..., Array] | None = None
+class Product(BaseProduct):
+    """One of a launch's products, in this layout; see `BaseProduct`."""
 
     @property
     def decoded(self) -> bool:
         """Whether its elements become e5m2 in registers."""
         return self.format == MXFP4
+
+    @property
+    def m_tiles(self) -> int:
+        """Tiles along the weight's rows."""
+        return self.weight.values.shape[1]
 
     @property
     def units(self) -> int:

@@ -108,8 +108,8 @@ def grouped_products(
                     num_compute=num_compute,
                 )
                 g = g.of_rounded(*made)
-            launch = {"config": config, "num_rows": num_rows, "num_cores": num_cores}
-            tasks.append(Task.of(job, g, work, out_g, out_s, shared, here, rounding, **launch))
+            given_to = job, g, work, out_g, out_s, shared, here, rounding
+            tasks.append(Task.of(*given_to, config=config, num_rows=num_rows, num_cores=num_cores))
             here = tasks[-1].next_place
 
         @pl.when(here.warpgroup < num_compute)

@@ -96,11 +96,6 @@ class Task:
         return cls(job, g, work, out_g, out_s, shared, here, rounding, *launch, num_items, num_mine)
 
     @property
-    def m_tiles(self) -> int:
-        """Tiles along the weight's rows."""
-        return self.job.product.weight.values.shape[1]
-
-    @property
     def units(self) -> int:
         """Units of an item, which is one part of the columns; behind the weight's last one are zeros."""
         return -(-self.job.product.units // self.job.split_k)
@@ -135,4 +130,4 @@ class Task:
 
 def _steps(job: Job, config: Config) -> int:
     """Items of a block and a part of the columns."""
-    return -(-job.product.weight.values.shape[1] // config.warpgroups_m)
+    return -(-job.product.m_tiles // config.warpgroups_m)
