@@ -650,11 +650,11 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
 
     format, columns = INPUT_FORMATS[name], 640
-    scale = jnp.float32(0.01) if format.static else None
     x = rng.standard_normal((77, columns)) * 2.0 ** rng.uniform(-40, 4, (77, 1))
     x[5], x[8], x[9] = 0, x[8] * 1e-30, x[9] * 1e-38
     x[10] = rng.integers(-(2**8), 2**8, columns) / 2.0 ** rng.integers(0, 10, columns)  # half way between two, often
     x[10, :2] = 448, -0.0
+    x[11, :2] = float(jnp.finfo(dtype).max), -float(jnp.finfo(dtype).max)
     if format.dynamic:
         x[6, 3], x[7, -1] = np.nan, -np.inf
     x = jnp.asarray(x, jnp.float32).astype(dtype)
@@ -663,11 +663,13 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     source[row_of] = np.arange(77)[:, None]
     nowhere = np.arange(0, 77, 5)
     row_of[nowhere, 1] = -1
-    wanted = inputs.quantize(x, format, scale)
-    given = None if scale is None else scale.reshape(1)
-    for places in (None, row_of):
+    static = [jnp.full(1, one, jnp.float32) for one in (0.01, 2.0**-126, 3e-30, 7e35)] if format.static else [None]
+    for given, places in itertools.product(static, (None, row_of)):
+        wanted = inputs.quantize(x, format, None if given is None else given[0])
         num_rows = 77 if places is None else 3 * 77
-        found = jax.jit(lambda x, to, n=num_rows: quantize(Unrounded(x, columns, format, given, to, n)))(x, places)
+        found = jax.jit(lambda x, s, to, n=num_rows: quantize(Unrounded(x, columns, format, s, to, n)))(
+            x, given, places
+        )
         rows = np.arange(77) if places is None else source
         there = np.arange(77) if places is None else np.sort(row_of[row_of >= 0])
         scales = np.asarray(found.scales)

@@ -6,7 +6,7 @@ loads all of it at once, finds the largest magnitude, across warps by way of sha
 it still has in registers. So a row takes little more than one way to memory and back, which is what counts where rows
 are few. Its bits are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
 
-A quotient by the row's own scale is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem
+A quotient is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem
 of Markstein (IBM Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded
 quotient, unless a remainder underflows. So small scales are raised by 2^64, with what they divide, which is exact; what
 underflows then rounds to zero. `div.rn` takes twice as many instructions, and a branch.
@@ -72,6 +72,11 @@ _CORRECTED = (  # of a value, a scale, its reciprocal, and the power of two that
     "mul.rn.f32 a, a, k; mul.rn.f32 q, a, r; neg.f32 b, b; "
     "fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; "
     "mov.b32 s, q; lop3.b32 $0, $1, 0x80000000, s, 0xEA; }"  # (value & sign) | quotient
+)
+_BEYOND = 0x44000000  # 512, whose quotients are the largest element, as those of all above
+_LIMITED = (
+    "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; neg.f32 c, b; "
+    "min.f32 a, a, b; max.f32 a, a, c; mov.b32 $0, a; }"
 )
 _SPOIL = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; fma.rn.f32 b, a, 0f00000000, b; mov.b32 $0, b; }"
 _ROUND = (
@@ -421,15 +426,17 @@ class _Row:
             floats = [run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
         else:
             floats = words
-        if finite is None:  # then infinity becomes NaN
-            quotients = [run(_SPOIL, value, run(_QUOTIENT, value, scale)) for value in floats]
+        if finite is None:  # values may be any, and infinity becomes NaN
+            beyond = run(_PRODUCT, scale, constant(_BEYOND))
+            quotients = self._quotients([run(_LIMITED, value, beyond) for value in floats], scale)
+            quotients = [run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
         else:
             quotients = self._quotients(floats, scale)
         rounded = [run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
         return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
 
     def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
-        """Of values that are no larger than 448 times the scale, but for its rounding."""
+        """Of values that are no larger than 512 times the scale."""
         power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
         raised = run(_PRODUCT, scale, power)
         reciprocal = run(_QUOTIENT, constant(_ONE), raised)
