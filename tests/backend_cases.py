@@ -42,8 +42,8 @@ ROUNDED_INPUTS_OF_FEW = 10
 ROUNDED = "fp8_token"  # inputs of backends that take none of 16 bits
 STATIC_SCALES = (jnp.float32(0.02), jnp.float32(0.05))  # of both products' inputs
 ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, too
-# And where weights are: 8 bits do not hold an integer, or e4m3, times a scale of 8 bits. All four roundings in numpy gave
-# 3.4e-3 on the average of integers of 8 bits, and 3.7e-3 at most of 240 layers.
+# And where weights are: 8 bits do not hold an integer, or e4m3, times a scale of 8 bits. All four roundings, in numpy,
+# gave 3.4e-3 on the average of integers of 8 bits, and 3.7e-3 at most of 240 layers.
 ROUNDED_WEIGHTS = 4 / 3
 TAKES = {
     "mosaic": "bfloat16",

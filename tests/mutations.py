@@ -506,6 +506,7 @@ def _nodes(node: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+_QUANTIZATION = ("quantization_config", "quantization")  # of config.json, and of ModelOpt's own older file
 _FREE = ("observer_kwargs", "producer")  # objects in which a tool may write what it likes
 
 
@@ -520,7 +521,7 @@ def _aim(draft: Draft, rng: random.Random) -> Any:
     """A JSON document, or that part of it which says how weights are quantised."""
     name = rng.choice([name for name in draft.documents if name != INDEX])
     document = draft.documents[name]
-    parts = [value for key, value in document if key == "quantization_config"] if isinstance(document, Object) else []
+    parts = [value for key, value in document if key in _QUANTIZATION] if isinstance(document, Object) else []
     return rng.choice(parts) if parts and rng.random() < 0.75 else document
 
 

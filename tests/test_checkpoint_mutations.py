@@ -5,6 +5,7 @@ from the same files; written back they have the same bytes; and what no change t
 """
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -21,6 +22,7 @@ import safetensors
 import safetensors.numpy
 
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, shards
+from jmx.checkpoint.compressed_tensors import modelopt
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
 from jmx.checkpoint.gpt_oss import forms
 from tests import mutations
@@ -91,7 +93,21 @@ def expert_of(name: str) -> str:
 
 
 def compressed(directory: Path) -> Subject:
-    return Subject(mutations.read(directory), lambda name: ".experts." in name, load_compressed, expert_of)
+    return of_experts(mutations.read(directory))
+
+
+def of_experts(files: Files) -> Subject:
+    return Subject(files, lambda name: ".experts." in name, load_compressed, expert_of)
+
+
+def modelopt_older(directory: Path) -> Files:
+    """The same with what ModelOpt says in a file of its own, as its older versions wrote."""
+    files = mutations.read(directory)
+    config = json.loads(files[mutations.CONFIG])
+    said = {"quant_algo": config.pop("quantization_config")["quant_algo"], "kv_cache_quant_algo": None}
+    said |= {"group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}
+    older = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": said}
+    return files | {mutations.CONFIG: json.dumps(config).encode(), modelopt.FILE: json.dumps(older).encode()}
 
 
 # gpt-oss, in both forms
@@ -127,6 +143,7 @@ def subjects() -> dict[str, Subject]:
     goldens = [path for path in sorted((DATA / "compressed_tensors").iterdir()) if path.is_dir()]
     goldens += [DATA / "qwen3_moe" / name for name in ("nvfp4", "fp8_block", "w4a16")]
     found = {f"{path.parent.name}_{path.name}": compressed(path) for path in goldens}
+    found["modelopt_older"] = of_experts(modelopt_older(DATA / "compressed_tensors" / "modelopt_nvfp4"))
     return found | {"gpt_oss": whole(mutations.read(TINY)), "gpt_oss_original": whole(original())}
 
 
