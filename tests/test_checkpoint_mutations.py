@@ -22,7 +22,6 @@ import safetensors
 import safetensors.numpy
 
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, shards
-from jmx.checkpoint.compressed_tensors import modelopt
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
 from jmx.checkpoint.gpt_oss import forms
 from tests import mutations
@@ -107,7 +106,7 @@ def modelopt_older(directory: Path) -> Files:
     said = {"quant_algo": config.pop("quantization_config")["quant_algo"], "kv_cache_quant_algo": None}
     said |= {"group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}
     older = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": said}
-    return files | {mutations.CONFIG: json.dumps(config).encode(), modelopt.FILE: json.dumps(older).encode()}
+    return files | {mutations.CONFIG: json.dumps(config).encode(), mutations.QUANTIZATION: json.dumps(older).encode()}
 
 
 # gpt-oss, in both forms
