@@ -11,6 +11,7 @@ from sass import hazards, parse, register_limits
 
 import jmx
 from jmx import Environment, Experts, tuning
+from jmx.backends import resolve_layout
 from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS
 from jmx.pallas.mosaic_sm90_fp8.backend import MosaicSm90Fp8
@@ -67,3 +68,26 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
         limits = register_limits(program)
         assert all(used <= limit for limit, used in limits), limits
         assert max(limits)[0] == config.registers
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("format", "input_format", "backend"),
+    [("mxfp4", "fp8_token", ENGINE.name), ("int4_g64_order", None, "mosaic")],
+)
+@pytest.mark.parametrize("tokens", [2, 600])
+def test_kernels_compute_in_32_bits_where_jax_has_64(tokens, format, input_format, backend):
+    def layer(x: Any, logits: Any, experts: Experts) -> jax.Array:
+        method = jmx.TopKSoftmax(2)
+        return jmx.moe(x, jmx.Logits(logits, method), experts, activation=ACTIVATION, backend=backend)
+
+    def make(key: jax.Array) -> Experts:
+        experts = Experts.random(key, 8, 256, 384, gate_up_order="interleaved", format=FORMATS[format])
+        experts = experts if input_format is None else experts.with_inputs(input_format)
+        return experts.prepare(resolve_layout("auto", H200, FORMATS[format], input_format))
+
+    experts = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+    x, logits = (jax.ShapeDtypeStruct((tokens, n), dtype) for n, dtype in ((256, jnp.bfloat16), (8, jnp.float32)))
+    with jax.enable_x64(True):
+        compiled = aot.compile_for_h200(layer, x, logits, experts)
+    assert compiled.out_info.dtype == jnp.bfloat16

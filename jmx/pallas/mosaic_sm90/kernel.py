@@ -36,6 +36,7 @@ from jmx.pallas.mosaic_sm90 import fragments
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
 from jmx.pallas.mosaic_sm90.fragments import Weights
+from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, Tile
 from jmx.pallas.mosaic_sm90.product import BaseProduct
 from jmx.pallas.mosaic_sm90.schedule import Place, Schedule, schedules
@@ -400,4 +401,4 @@ def expert_products(
     )
     operands = [x, *(array for operands in given for array in operands if array is not None)]
     written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
-    return kernel(*operands, *blocks.arrays, written)[1]
+    return launch(kernel, *operands, *blocks.arrays, written)[1]

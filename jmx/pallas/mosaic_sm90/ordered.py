@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import THREADS
 from jmx.pallas.mosaic_sm90.mlir import (
     SCALAR,
@@ -66,7 +67,7 @@ def ordered_rows(x: Array, tokens: Array, order: Array, experts: Array) -> jax.A
         scratch_types=[plgpu.SMEM((rows, columns), x.dtype)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return kernel(x, jnp.asarray(tokens), order, experts)
+    return launch(kernel, x, jnp.asarray(tokens, jnp.int32), order, experts)
 
 
 @operation(arg_types=(SCALAR, *[plgpu.RefType()] * 6))

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
+from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8.computing import compute
 from jmx.pallas.mosaic_sm90_fp8.config import Config
@@ -180,4 +181,4 @@ def grouped_products(
     )
     operands = [array for one in given for array in one if array is not None]
     told = [jax.new_ref(counters(blocks.experts))] if unrounded else []
-    return kernel(*operands, *blocks.arrays, *told)[len(jobs) - 1]
+    return launch(kernel, *operands, *blocks.arrays, *told)[len(jobs) - 1]

@@ -25,6 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.inputs import InputFormat, static_limits
 from jmx.pallas.mosaic_sm90.fragments import load_words
+from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import THREADS
 from jmx.pallas.mosaic_sm90.mlir import (
     SCALAR,
@@ -157,7 +158,7 @@ def quantize(rows: Unrounded) -> Inputs:
         scratch_types=[plgpu.SMEM((WORDS,), jnp.int32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return Inputs(*kernel(*(one for one in given if one is not None)))
+    return Inputs(*launch(kernel, *(one for one in given if one is not None)))
 
 
 class Sources(NamedTuple):
