@@ -38,7 +38,7 @@ what these need. This page is written by [a script](../benchmarks/support.py) th
 """  # noqa: E501
 
 _TIMES = """
-Behind a yes stand microseconds of a layer, at the fewest and the most tokens of the run that the letter names; for several formats that a backend reads alike those of one, which is named.
+Behind a yes stand microseconds of a layer, at the fewest and the most tokens of what the letter names; for several formats that a backend reads alike those of one, which is named.
 """  # noqa: E501
 
 
@@ -109,9 +109,10 @@ def cell(backend: Backend, places: Sequence[Home], format: str, input_format: st
 def measured(directory: pathlib.Path) -> Measured:
     """The times in a directory's reports.
 
-    Where several have the same, those of a report that is made for formats go before, and then those of more counts.
+    Where several have the same, those of a report that is made for formats go before, then those of more counts, then
+    those of the latest.
     """
-    ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int], Cell]] = {}
+    ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int, str], Cell]] = {}
     for file in sorted(directory.glob("*.json")):
         report = json.loads(file.read_text())
         usual = report["settings"].get("shape", {}).get("format", MXFP4.name)
@@ -124,7 +125,7 @@ def measured(directory: pathlib.Path) -> Measured:
             for shape, by_tokens in by_shape.items():
                 ends = min(by_tokens), max(by_tokens)
                 source = Source(report["device"], shape, ends)
-                rank = "formats" in file.stem, len(by_tokens)
+                rank = "formats" in file.stem, len(by_tokens), report["date"]
                 if key not in ranked or rank > ranked[key][0]:
                     ranked[key] = rank, Cell(None, source, (by_tokens[ends[0]], by_tokens[ends[1]]))
     return {key: cell for key, (_, cell) in ranked.items()}

@@ -60,10 +60,10 @@ def test_answers_are_those_of_explain():
 def reports(tmp_path):
     """A directory of reports, and what adds one to it."""
 
-    def add(name, device, shape, *rows):
+    def add(name, device, shape, *rows, date="2026-01-01"):
         keys = ("system", "format", "input_format", "tokens", "us", "error")
         told = [{"shape": shape} | dict(zip(keys, row, strict=True)) for row in rows]
-        report = {"device": device, "settings": {"shape": {"format": "mxfp4"}}, "rows": told}
+        report = {"device": device, "date": date, "settings": {"shape": {"format": "mxfp4"}}, "rows": told}
         (tmp_path / name).write_text(json.dumps(report))
 
     return tmp_path, add
@@ -101,6 +101,15 @@ def test_reports_of_formats_go_before_others_and_then_those_of_more_counts(repor
         source = support.measured(directory)["xla", "mxfp4", None].source
         assert source is not None
         assert source.device == {"c.json": "z-formats.json"}.get(name, name)
+
+
+def test_of_reports_with_as_many_counts_the_latest_goes_before(reports):
+    directory, add = reports
+    for name, date in (("b.json", "2026-02-01"), ("a.json", "2026-02-02"), ("c.json", "2026-01-31")):
+        add(name, name, "small", ("xla", "mxfp4", None, 1, 1.0, None), date=date)
+    source = support.measured(directory)["xla", "mxfp4", None].source
+    assert source is not None
+    assert source.device == "a.json"
 
 
 def test_without_reports_a_yes_is_a_yes(tmp_path):

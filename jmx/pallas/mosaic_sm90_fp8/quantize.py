@@ -1,15 +1,15 @@
 """Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales.
 
 By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products, to global memory (`round_row`) or to the
-multiprocessor's own shared memory (`keep_row`), as `one_launch` has it. A warpgroup takes a row: it
-loads all of it at once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what
-it still has in registers. So a row takes little more than one way to memory and back, which is what counts where rows
-are few. Its bits are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
+multiprocessor's own shared memory (`keep_row`), as `one_launch` has it. A warpgroup takes a row: it loads all of it at
+once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what it still has in
+registers. So a row takes little more than one way to memory and back, which is what counts where rows are few. Its bits
+are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
 
-A quotient is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem
-of Markstein (IBM Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded
-quotient, unless a remainder underflows. So small scales are raised by 2^64, with what they divide, which is exact; what
-underflows then rounds to zero. `div.rn` takes twice as many instructions, and a branch.
+A quotient is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem of Markstein (IBM
+Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded quotient, unless a
+remainder underflows. So small scales are raised by 2^64, with what they divide, which is exact; what underflows then
+rounds to zero. `div.rn` takes twice as many instructions, and a branch.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ _CORRECTED = (  # of a value, a scale, its reciprocal, and the power of two that
     "mov.b32 s, q; lop3.b32 $0, $1, 0x80000000, s, 0xEA; }"  # (value & sign) | quotient
 )
 _BEYOND = 0x44000000  # 512, whose quotients are the largest element, as those of all above
-_LIMITED = (
+_LIMITED = (  # of two numbers `min` and `max` take the one that is none away; so NaN has to be brought back
     "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; neg.f32 c, b; "
     "min.f32 a, a, b; max.f32 a, a, c; mov.b32 $0, a; }"
 )
@@ -437,7 +437,7 @@ class _Row:
         return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
 
     def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
-        """Of values that are no larger than 512 times the scale."""
+        """Of values that are no larger than 512 times the scale, so that none is raised beyond float32."""
         power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
         raised = run(_PRODUCT, scale, power)
         reciprocal = run(_QUOTIENT, constant(_ONE), raised)
