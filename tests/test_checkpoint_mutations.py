@@ -100,13 +100,12 @@ def of_experts(files: Files) -> Subject:
 
 
 def modelopt_older(directory: Path) -> Files:
-    """The same with what ModelOpt says in a file of its own, as its older versions wrote."""
+    """The same as older versions of ModelOpt wrote it: what it says in a file of its own alone."""
     files = mutations.read(directory)
     config = json.loads(files[mutations.CONFIG])
-    said = {"quant_algo": config.pop("quantization_config")["quant_algo"], "kv_cache_quant_algo": None}
-    said |= {"group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}
-    older = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": said}
-    return files | {mutations.CONFIG: json.dumps(config).encode(), mutations.QUANTIZATION: json.dumps(older).encode()}
+    del config["quantization_config"]
+    said = (directory / mutations.QUANTIZATION).read_bytes()
+    return files | {mutations.CONFIG: json.dumps(config).encode(), mutations.QUANTIZATION: said}
 
 
 # gpt-oss, in both forms

@@ -35,7 +35,7 @@ from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Ru
 from examples.gpt_oss.generate import TINY, main
 from examples.gpt_oss.rope import yarn_angles, yarn_frequencies
 from jmx import ffi
-from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
+from jmx.checkpoint import CheckpointError, quantizing
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
 from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
@@ -193,22 +193,20 @@ def test_tokens_come_from_experts_in_every_format(name: str, one_layer: tuple[Pa
         tokens = Sampler()(logits, position)
 
 
-def test_tokens_come_from_quarks_golden_file() -> None:
-    reader = compressed_tensors.Reader(ROOT / "tests/data/compressed_tensors/quark_gpt_oss", "interleaved")
-    (name,) = reader.layers
-    layer = reader.layer(name)
-
-    class Golden(RandomSource):
-        def experts(self, layer: int) -> jmx.Experts:
-            return reader.experts(name, inputs=False)
-
-    sizes = {"hidden_size": layer.hidden_size, "intermediate_size": layer.intermediate_size, "top_k": 2}
-    config = dataclasses.replace(read_config(TINY), num_hidden_layers=1, layer_types=(FULL,), **sizes)
-    model = from_source(Golden(dataclasses.replace(config, num_experts=layer.num_experts)), dtype=jnp.float32)
-    arrays = model.layers[0].moe.experts.prepare("packed").arrays()
-    assert all(np.array_equal(np.asarray(arrays[key]), array) for key, array in reader.arrays(name).items())
-    logits, _ = step(model, jnp.array([3]), jnp.zeros(1, jnp.int32), Cache.empty(config, 1, 16, jnp.float32).layers)
-    assert np.isfinite(np.asarray(logits)).all()
+@pytest.mark.filterwarnings("ignore:(?s).*modules outside experts are quantised", "ignore:static input scales differ")
+@pytest.mark.parametrize(("declared", "least", "most"), [(False, 0, 1e-5), (True, 1e-3, 0.1)])
+def test_a_whole_model_from_quark_gives_the_references_logits(declared: bool, least: float, most: float) -> None:
+    path = ROOT / "tests/data/compressed_tensors/quark_gpt_oss"
+    golden = load_file(path.with_suffix(".safetensors"))
+    prompts, length = golden["input_ids"].tolist(), golden["input_ids"].shape[1]
+    runner = Runner(load(path, dtype=jnp.float32, declared_inputs=declared))
+    inputs = {layer.moe.experts.input_format for layer in runner.model.layers}
+    assert inputs == {"fp8_static" if declared else None}
+    logits, _ = runner.prefill(prompts, all_logits=True)
+    assert least <= relative_error(logits[:, :length], golden["logits"]) <= most
+    tokens = np.array([*runner.generate(prompts, Sampler(), 4)])
+    logits, _ = runner.prefill([p + t for p, t in zip(prompts, tokens.T.tolist(), strict=True)], all_logits=True)
+    assert np.array_equal(tokens, np.asarray(logits).argmax(-1)[:, length - 1 : length + 3].T)
 
 
 def test_floats_without_a_format_are_refused(one_layer: tuple[Path, GptOss]) -> None:

@@ -3,8 +3,7 @@
     python tests/data/make_compressed_tensors.py tests/data/compressed_tensors
 
 Act-order with groups (`actorder: group`) left the package after 0.18.0; under that version the script makes those
-schemes and no other. ModelOpt's and Quark's forms of the same weights are none that the package writes: here their
-tensors are stated by hand, from values and scales that the package found.
+schemes and no other. What ModelOpt and Quark write is made by `make_modelopt.py` and `make_quark.py`.
 
 A folder holds a model of two layers, of which the first is a mixture of experts, named as Qwen3-MoE names its modules:
 config.json and model.safetensors as the package leaves them. The file beside it, of the same name, holds the weights
@@ -31,7 +30,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 LIMIT = 300_000
 ORDERED = compressed_tensors.__version__ == "0.18.0"
@@ -243,95 +242,11 @@ def save_answers(folder: Path, answers: dict[str, torch.Tensor]) -> None:
     save_file(kept, answers_of(folder))
 
 
-# Stated by hand
-
-
-def modelopt(folder: Path, of: Path) -> None:
-    """NVFP4 as ModelOpt writes it: other names, and global scales that multiply, amax / (6 * 448)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, answers = {}, {}
-    for name, tensor in load_file(of / "model.safetensors").items():
-        module, _, last = name.rpartition(".")
-        if last == "weight_global_scale":
-            tensors[f"{module}.weight_scale_2"] = (1 / tensor).reshape(())
-        elif last == "input_global_scale":
-            tensors[f"{module}.input_scale"] = (1 / tensor).reshape(())
-        else:
-            tensors[name.replace("weight_packed", "weight")] = tensor
-    for name, packed in tensors.items():
-        if packed.dtype == torch.uint8:
-            module = name.removesuffix(".weight")
-            rows, half = packed.shape
-            values = unpack_fp4_from_uint8(packed, rows, 2 * half, dtype=torch.float32).unflatten(-1, (-1, 16))
-            scales = tensors[f"{module}.weight_scale"].to(torch.float32) * tensors[f"{module}.weight_scale_2"]
-            answers[name] = (values * scales[..., None]).flatten(-2)
-    config = json.loads((of / "config.json").read_text())
-    args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    config["quantization_config"] = {
-        "config_groups": {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}},
-        "ignore": ["model.layers.0.mlp.gate"],
-        "quant_algo": "NVFP4",
-        "producer": {"name": "modelopt", "version": "0.33.0"},
-        "quant_method": "modelopt",
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save(folder, tensors)
-    save_answers(folder, answers)
-
-
-def quark(folder: Path, of: Path) -> None:
-    """MXFP4 gpt-oss as Quark writes it: an expert's gate and up in one tensor, their rows in turn, with biases."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found, whole = load_file(of / "model.safetensors"), load_file(answers_of(of))
-    tensors, answers = {}, {}
-
-    def in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return torch.stack([gate, up], dim=1).flatten(0, 1)
-
-    experts = sorted({int(name.split(".")[5]) for name in found if ".experts." in name})
-    for e in experts:
-        at, to = f"model.layers.0.mlp.experts.{e}.", f"model.layers.0.mlp.experts.{e}."
-        for theirs, ours in (("weight_packed", "weight"), ("weight_scale", "weight_scale")):
-            gate, up = found[f"{at}gate_proj.{theirs}"], found[f"{at}up_proj.{theirs}"]
-            tensors[f"{to}gate_up_proj.{ours}"] = in_turn(gate, up)
-            tensors[f"{to}down_proj.{ours}"] = found[f"{at}down_proj.{theirs}"]
-        for role in ("gate_up_proj", "down_proj"):
-            rows = tensors[f"{to}{role}.weight"].shape[0]
-            tensors[f"{to}{role}.bias"] = torch.randn(rows).to(torch.bfloat16)
-            tensors[f"{to}{role}.input_scale"] = torch.rand(()) / 100 + 0.01
-        parts = [f"{at}{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
-        if all(part in whole for part in parts):
-            gate, up, down = (whole[part] for part in parts)
-            answers |= {f"{to}gate_up_proj.weight": in_turn(gate, up), f"{to}down_proj.weight": down}
-    config = json.loads((of / "config.json").read_text())
-    config |= {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}
-    config["quantization_config"] = {
-        "quant_method": "quark",
-        "global_quant_config": {
-            "weight": {
-                "dtype": "fp4",
-                "qscheme": "per_group",
-                "group_size": 32,
-                "scale_format": "e8m0",
-                "is_dynamic": False,
-            },
-            "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False},
-        },
-        "exclude": ["re:.*mlp.router"],
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save(folder, tensors)
-    save_answers(folder, answers)
-
-
 def main(path: str) -> None:
     folder = Path(path)
     for i, (name, case) in enumerate((ORDERED_CASES if ORDERED else CASES).items()):
         torch.manual_seed(1000 * ORDERED + i)
         make(case, folder / name)
-    if not ORDERED:
-        modelopt(folder / "modelopt_nvfp4", folder / "nvfp4")
-        quark(folder / "quark_gpt_oss", folder / "mxfp4")
     for file in sorted(folder.rglob("*.safetensors")):
         assert file.stat().st_size < LIMIT, file
         print(file.relative_to(folder), file.stat().st_size)

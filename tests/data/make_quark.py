@@ -1,0 +1,98 @@
+"""How compressed_tensors/quark_gpt_oss was made: by amd-quark 0.13, with torch 2.15 and transformers 5.23, on a CPU.
+
+    python tests/data/make_quark.py tests/data/compressed_tensors
+
+The folder holds a whole small random gpt-oss, MXFP4 with inputs in FP8 that are static, as the package exports it:
+config.json and model.safetensors. The file beside it, of the same name, holds the weights that the package makes of the
+last expert's in float32, rows of gate and up in turn, and `logits` of `input_ids` by transformers, in float32 on
+weights so made and inputs as they are.
+"""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
+import sys
+from pathlib import Path
+
+import torch
+from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+from quark.torch.utils.llm import preprocess_for_quantization
+from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "max_position_embeddings": 64,
+}
+EXPERTS = "mlp.experts"
+
+
+def model(dtype: torch.dtype) -> GptOssForCausalLM:
+    config = GptOssConfig(**SIZES, architectures=["GptOssForCausalLM"], attn_implementation="eager")
+    return GptOssForCausalLM(config).to(dtype).eval().requires_grad_(False)
+
+
+def fill(whole: GptOssForCausalLM) -> None:
+    """Random weights whose rows differ in size, and norms and biases that are not all alike."""
+    for name, parameter in whole.named_parameters():
+        values = torch.randn_like(parameter, dtype=torch.float32)
+        if name.endswith("norm.weight"):
+            values = 1 + values / 5
+        elif "bias" in name or name.endswith("sinks"):
+            values /= 4
+        else:
+            axis = -2 if EXPERTS in name else -1  # that is contracted
+            rows = torch.exp2(torch.rand(parameter.shape) * 2 - 1).narrow(axis, 0, 1)
+            values *= rows * parameter.shape[axis] ** -0.5
+        parameter.copy_(values)
+
+
+def dense(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
+    """transformers' model of Quark's weights, whose experts are apart."""
+    whole = model(torch.float32)
+    for name, parameter in whole.named_parameters():
+        if EXPERTS in name:
+            front, last = name.rsplit(".", 1)
+            role, is_bias = last.removesuffix("_bias"), last.endswith("_bias")
+            kind = "bias" if is_bias else "weight"
+            its = [weights[f"{front}.{expert}.{role}.{kind}"] for expert in range(SIZES["num_local_experts"])]
+            parameter.copy_(torch.stack([one if is_bias else one.T for one in its]))
+        else:
+            parameter.copy_(weights[name])
+    return whole
+
+
+@torch.no_grad()
+def main(path: str) -> None:
+    folder = Path(path) / "quark_gpt_oss"
+    torch.manual_seed(0)
+    whole = model(torch.bfloat16)
+    fill(whole)
+    preprocess_for_quantization(whole)
+    config = LLMTemplate.get("gpt_oss").get_config(scheme="mxfp4_fp8")
+    quantizer = ModelQuantizer(config)
+    whole = quantizer.quantize_model(whole, [torch.randint(SIZES["vocab_size"], (2, 64)) for _ in range(4)])
+    whole = quantizer.freeze(whole)
+    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    export_safetensors(whole, str(folder))
+    (folder / "generation_config.json").unlink()
+    ids = torch.randint(SIZES["vocab_size"], (2, 24))
+    last = f".{SIZES['num_local_experts'] - 1}."
+    answers = {
+        name: tensor.float()
+        for name, tensor in weights.items()
+        if f"layers.0.{EXPERTS}{last}" in name and name.endswith("_proj.weight")
+    }
+    answers |= {"input_ids": ids.to(torch.int32), "logits": dense(weights)(ids).logits}
+    save_file({name: tensor.contiguous() for name, tensor in answers.items()}, folder.with_suffix(".safetensors"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
