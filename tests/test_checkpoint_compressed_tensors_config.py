@@ -56,7 +56,9 @@ SCHEMES = {
 
 OTHERS = {
     "modelopt_nvfp4": Scheme("nvfp4", "nvfp4", "modelopt"),
+    "modelopt_fp8": Scheme("fp8_tensor", "fp8_static", "float-quantized"),
     "quark_gpt_oss": Scheme("mxfp4", "fp8_static", "quark"),
+    "quark_gpt_oss_fp8": Scheme("fp8_channel", "fp8_token", "float-quantized"),
 }
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
@@ -99,10 +101,7 @@ def inputs(**given: Any) -> dict[str, Any]:
 
 
 def test_every_golden_checkpoint_is_listed():
-    assert {path.name for path in GOLDEN.iterdir() if path.is_dir()} - {
-        "modelopt_nvfp4",
-        "quark_gpt_oss",
-    } == SCHEMES.keys()
+    assert {path.name for path in GOLDEN.iterdir() if path.is_dir()} == (SCHEMES | OTHERS).keys()
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
@@ -419,6 +418,7 @@ MODELOPT = {
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }
 MX = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+PER_CHANNEL = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
 QUARK = {
     "quant_method": "quark",
     "global_quant_config": {
@@ -449,9 +449,26 @@ def test_modelopt_in_newer_and_older_files(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("FP8", Scheme("fp8_tensor", "fp8_static", "float-quantized")),
+        ("FP8_PER_CHANNEL_PER_TOKEN", Scheme("fp8_channel", "fp8_token", "float-quantized")),
+    ],
+)
+def test_modelopt_in_fp8(tmp_path, algorithm, expected):
+    older = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    placed(tmp_path, {"model_type": "qwen3_moe"})
+    placed(tmp_path, {"producer": {"name": "modelopt"}, "quantization": older}, "hf_quant_config.json")
+    quantization = read_quantization(tmp_path)
+    assert quantization.scheme(EXPERT) == expected
+    assert quantization.kv_cache
+
+
+@pytest.mark.parametrize(
     ("inputs", "expected"),
     [
         (None, None),
+        (PER_CHANNEL | {"is_dynamic": True, "ch_axis": 1}, "fp8_token"),
         ({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}, "fp8_static"),
         (MX | {"dtype": "fp8_e4m3", "is_dynamic": True}, "mxfp8"),
         (MX | {"is_dynamic": True}, "mxfp4"),
@@ -487,7 +504,9 @@ def test_fp8_in_blocks_as_models_are_published(tmp_path):
 def test_other_tools_configs_are_refused_by_name(tmp_path):
     weight = {"weight": MX | {"group_size": 64}}
     for contents, message in (
-        (MODELOPT | {"quant_algo": "FP8"}, "`quantization_config.quant_algo` (='FP8') must be one of"),
+        (MODELOPT | {"quant_algo": "MXFP8"}, "`quantization_config.quant_algo` (='MXFP8') must be one of"),
+        (MODELOPT | {"quant_algo": "FP8"}, "config_groups.group_0.weights.num_bits` (=4) must be one of [8]"),
+        (MODELOPT | {"quant_algo": "FP8", "group_size": 16}, "`quantization_config.group_size` (=16) must be one of"),
         (MODELOPT | {"group_size": 32}, "`quantization_config.group_size` (=32) must be one of"),
         (MODELOPT | {"kv_cache_quant_algo": "BOGUS"}, "`quantization_config.kv_cache_quant_algo` (='BOGUS') must be"),
         (MODELOPT | {"kv_cache_scheme": "x"}, "`quantization_config.kv_cache_scheme` (='x') must be an object"),
@@ -498,10 +517,18 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
             MODELOPT | {"config_groups": {"a": {"weights": NVFP4 | {"num_bits": 8}}}},
             "`quantization_config.config_groups.a.weights.num_bits` (=8) must be one of [4]",
         ),
-        (QUARK | {"global_quant_config": weight}, "('fp4', 'per_group', 64, 'e8m0', False)) must be ('fp4'"),
+        (QUARK | {"global_quant_config": weight}, "('fp4', 'per_group', 64, 'e8m0', False, None)) must be one of"),
+        (
+            QUARK | {"global_quant_config": {"weight": PER_CHANNEL | {"ch_axis": 1}}},
+            "global_quant_config.weight` (=('fp8_e4m3', 'per_channel', None, None, False, 1)) must be one of",
+        ),
+        (
+            QUARK | {"global_quant_config": {"weight": MX, "input_tensors": PER_CHANNEL | {"is_dynamic": True}}},
+            "global_quant_config.input_tensors` (=('fp8_e4m3', 'per_channel', None, None, True, 0)) must be one of",
+        ),
         (
             QUARK | {"global_quant_config": {"weight": MX, "input_tensors": MX}},
-            "global_quant_config.input_tensors` (=('fp4', 'per_group', 32, 'e8m0', False)) must be one of",
+            "global_quant_config.input_tensors` (=('fp4', 'per_group', 32, 'e8m0', False, None)) must be one of",
         ),
         (QUARK | {"layer_quant_config": {"*gate*": {}}}, "`quantization_config.layer_quant_config` (={"),
         (QUARK | {"algo_config": [{"name": "rotation"}]}, "must be of algorithms that are done"),

@@ -195,13 +195,15 @@ def test_tokens_come_from_experts_in_every_format(name: str, one_layer: tuple[Pa
 
 @pytest.mark.filterwarnings("ignore:(?s).*modules outside experts are quantised", "ignore:static input scales differ")
 @pytest.mark.parametrize(("declared", "least", "most"), [(False, 0, 1e-5), (True, 1e-3, 0.1)])
-def test_a_whole_model_from_quark_gives_the_references_logits(declared: bool, least: float, most: float) -> None:
-    path = ROOT / "tests/data/compressed_tensors/quark_gpt_oss"
+@pytest.mark.parametrize(("name", "inputs"), [("quark_gpt_oss", "fp8_static"), ("quark_gpt_oss_fp8", "fp8_token")])
+def test_a_whole_model_from_quark_gives_the_references_logits(
+    name: str, inputs: str, declared: bool, least: float, most: float
+) -> None:
+    path = ROOT / "tests/data/compressed_tensors" / name
     golden = load_file(path.with_suffix(".safetensors"))
     prompts, length = golden["input_ids"].tolist(), golden["input_ids"].shape[1]
     runner = Runner(load(path, dtype=jnp.float32, declared_inputs=declared))
-    inputs = {layer.moe.experts.input_format for layer in runner.model.layers}
-    assert inputs == {"fp8_static" if declared else None}
+    assert {layer.moe.experts.input_format for layer in runner.model.layers} == {inputs if declared else None}
     logits, _ = runner.prefill(prompts, all_logits=True)
     assert least <= relative_error(logits[:, :length], golden["logits"]) <= most
     tokens = np.array([*runner.generate(prompts, Sampler(), 4)])

@@ -1,8 +1,8 @@
-"""How compressed_tensors/modelopt_nvfp4 was made: by nvidia-modelopt 0.47.0, with torch 2.15 and transformers 5.14.
+"""How compressed_tensors/modelopt_* were made: by nvidia-modelopt 0.47.0, with torch 2.15 and transformers 5.14.
 
     python tests/data/make_modelopt.py tests/data/compressed_tensors
 
-The folder holds a whole small random Qwen3-MoE, whose second layer has no experts, as the package exports it on a CPU:
+A folder holds a whole small random Qwen3-MoE, whose second layer has no experts, as the package exports it on a CPU:
 config.json, hf_quant_config.json and model.safetensors. The file beside it, of the same name, holds the weights that
 the package makes of the last expert's in float32, and `logits` of `input_ids` by transformers, in float32 on weights
 so made and inputs as they are.
@@ -13,15 +13,17 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
-from modelopt.torch.quantization.qtensor import NVFP4QTensor
+from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-BLOCK = 16
+CASES = {"modelopt_nvfp4": mtq.NVFP4_DEFAULT_CFG, "modelopt_fp8": mtq.FP8_DEFAULT_CFG}
+BLOCK = 16  # of NVFP4
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 96,
@@ -72,6 +74,9 @@ def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             scale, double_scale = tensors[f"{module}.weight_scale"], tensors[f"{module}.weight_scale_2"]
             packed = NVFP4QTensor(shape, torch.float32, tensor)
             tensor = packed.dequantize(scale=scale, double_scale=double_scale, block_sizes={-1: BLOCK})
+        elif tensor.dtype == torch.float8_e4m3fn:
+            packed = FP8QTensor(tensor.shape, torch.float32, tensor)
+            tensor = packed.dequantize(scale=tensors[f"{module}.weight_scale"])
         found[name] = tensor.float().contiguous()
     return found
 
@@ -87,10 +92,8 @@ def logits(folder: Path, weights: dict[str, torch.Tensor], ids: torch.Tensor) ->
     return whole.eval()(ids).logits
 
 
-def main(path: str) -> None:
-    folder = Path(path) / "modelopt_nvfp4"
-    torch.manual_seed(0)
-    whole = mtq.quantize(model(), mtq.NVFP4_DEFAULT_CFG, calibrate)
+def make(folder: Path, config: dict[str, Any]) -> None:
+    whole = mtq.quantize(model(), config, calibrate)
     with torch.inference_mode():
         export_hf_checkpoint(whole, export_dir=folder)
     (folder / "generation_config.json").unlink()
@@ -100,6 +103,12 @@ def main(path: str) -> None:
     answers = {name: tensor for name, tensor in weights.items() if f".experts.{SIZES['num_experts'] - 1}." in name}
     answers |= {"input_ids": ids.to(torch.int32), "logits": logits(folder, weights, ids).contiguous()}
     save_file(answers, folder.with_suffix(".safetensors"))
+
+
+def main(path: str) -> None:
+    for seed, (name, config) in enumerate(CASES.items()):
+        torch.manual_seed(seed)
+        make(Path(path) / name, config)
 
 
 if __name__ == "__main__":

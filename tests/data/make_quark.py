@@ -1,11 +1,10 @@
-"""How compressed_tensors/quark_gpt_oss was made: by amd-quark 0.13, with torch 2.15 and transformers 5.23, on a CPU.
+"""How compressed_tensors/quark_gpt_oss* were made: by amd-quark 0.13, with torch 2.15 and transformers 5.23, on a CPU.
 
     python tests/data/make_quark.py tests/data/compressed_tensors
 
-The folder holds a whole small random gpt-oss, MXFP4 with inputs in FP8 that are static, as the package exports it:
-config.json and model.safetensors. The file beside it, of the same name, holds the weights that the package makes of the
-last expert's in float32, rows of gate and up in turn, and `logits` of `input_ids` by transformers, in float32 on
-weights so made and inputs as they are.
+A folder holds a whole small random gpt-oss as the package exports it: config.json and model.safetensors. The file
+beside it, of the same name, holds the weights that the package makes of the last expert's in float32, rows of gate and
+up in turn, and `logits` of `input_ids` by transformers, in float32 on weights so made and inputs as they are.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -32,6 +31,10 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = "mlp.experts"
+CASES = {  # by folder: the package's name of the scheme, and the model's dtype, to which it rounds weights made of FP8
+    "quark_gpt_oss": ("mxfp4_fp8", torch.bfloat16),
+    "quark_gpt_oss_fp8": ("ptpc_fp8", torch.float32),
+}
 
 
 def model(dtype: torch.dtype) -> GptOssForCausalLM:
@@ -70,13 +73,11 @@ def dense(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
 
 
 @torch.no_grad()
-def main(path: str) -> None:
-    folder = Path(path) / "quark_gpt_oss"
-    torch.manual_seed(0)
-    whole = model(torch.bfloat16)
+def make(folder: Path, scheme: str, dtype: torch.dtype) -> None:
+    whole = model(dtype)
     fill(whole)
     preprocess_for_quantization(whole)
-    config = LLMTemplate.get("gpt_oss").get_config(scheme="mxfp4_fp8")
+    config = LLMTemplate.get("gpt_oss").get_config(scheme=scheme)
     quantizer = ModelQuantizer(config)
     whole = quantizer.quantize_model(whole, [torch.randint(SIZES["vocab_size"], (2, 64)) for _ in range(4)])
     whole = quantizer.freeze(whole)
@@ -92,6 +93,12 @@ def main(path: str) -> None:
     }
     answers |= {"input_ids": ids.to(torch.int32), "logits": dense(weights)(ids).logits}
     save_file({name: tensor.contiguous() for name, tensor in answers.items()}, folder.with_suffix(".safetensors"))
+
+
+def main(path: str) -> None:
+    for seed, (name, case) in enumerate(CASES.items()):
+        torch.manual_seed(seed)
+        make(Path(path) / name, *case)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jmx.checkpoint.shards import CheckpointError
 
 FILE = "config.json"
 METHOD = "compressed-tensors"
+FLOAT_QUANTIZED = "float-quantized"
 MIXED = "mixed-precision"  # in place of the one storage of all groups: each names its own
 PLACES = ("quantization_config", "compression_config")  # in config.json, as newer and older files have it
 
@@ -27,7 +28,7 @@ STORAGES: dict[str, tuple[str, ...]] = {
     "mxfp4-pack-quantized": ("mxfp4",),
     "pack-quantized": ("int",),
     "int-quantized": ("int",),
-    "float-quantized": ("fp8",),
+    FLOAT_QUANTIZED: ("fp8",),
     "naive-quantized": ("int", "fp8"),
 }
 

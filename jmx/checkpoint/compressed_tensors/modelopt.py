@@ -1,4 +1,4 @@
-"""What configs of NVIDIA's ModelOpt say of each module: NVFP4 alone.
+"""What configs of NVIDIA's ModelOpt say of each module: NVFP4, and FP8 by tensor or by channel.
 
 It stands in config.json, or in older files in hf_quant_config.json alone, and names modules that stay as they are; all
 other linear ones are quantised. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
@@ -7,7 +7,7 @@ other linear ones are quantised. See https://github.com/NVIDIA/Model-Optimizer (
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.config import MODELOPT, Group, Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, MODELOPT, Group, Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
 from jmx.checkpoint.compressed_tensors.targets import parse_glob, parse_target
 from jmx.checkpoint.shards import CheckpointError
@@ -18,7 +18,16 @@ METHODS = ("modelopt", "modelopt_fp4")
 IGNORE = ("ignore", "exclude_modules")  # as config.json and hf_quant_config.json have it
 
 _KV_CACHES = ("FP8", "FP8_AFFINE", "INT8", "NVFP4", "NVFP4_AFFINE", None)
-_INPUTS = {"NVFP4": "nvfp4", "W4A16_NVFP4": None}  # by algorithm
+_SCHEMES = {  # by algorithm; FP8 lies in files as compressed-tensors has it
+    "NVFP4": Scheme("nvfp4", "nvfp4", MODELOPT),
+    "W4A16_NVFP4": Scheme("nvfp4", None, MODELOPT),
+    "FP8": Scheme("fp8_tensor", "fp8_static", FLOAT_QUANTIZED),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8_channel", "fp8_token", FLOAT_QUANTIZED),
+}
+_ARGUMENTS: dict[str, dict[str, Any]] = {  # of groups, by how files hold weights
+    MODELOPT: {"num_bits": 4, "group_size": 16},
+    FLOAT_QUANTIZED: {"num_bits": 8, "group_size": None},
+}
 
 
 def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
@@ -30,30 +39,30 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     top = Entries(file, place, value)
     top.one_of("quant_method", METHODS, None)
     top.object_or_none("producer")
-    algorithm = top.one_of("quant_algo", tuple(_INPUTS))
-    top.one_of("group_size", (16, None), None)
+    algorithm = top.one_of("quant_algo", tuple(_SCHEMES))
+    scheme = _SCHEMES[algorithm]
+    top.one_of("group_size", (_ARGUMENTS[scheme.storage]["group_size"], None), None)
     # The cache's, as config.json has it, and hf_quant_config.json.
     kv_cache = top.object_or_none("kv_cache_scheme"), top.one_of("kv_cache_quant_algo", _KV_CACHES, None)
     ignore = [t for key in IGNORE for t in targets_of(top, key, top.strings(key, []), parse_glob)]
     if "config_groups" in top.entries:
-        _check_groups(top.object("config_groups"), inputs=_INPUTS[algorithm] is not None)
+        _check_groups(top.object("config_groups"), scheme)
     top.close()
-    scheme = Scheme("nvfp4", _INPUTS[algorithm], MODELOPT)
     group = Group(algorithm, (parse_target("Linear"),), scheme)
     return Quantization(file, (group,), tuple(ignore), any(kv_cache))
 
 
-def _check_groups(groups: Entries, inputs: bool) -> None:
+def _check_groups(groups: Entries, scheme: Scheme) -> None:
     """CheckpointError unless newer files' groups say once more what the algorithm does."""
     if len(groups.entries) != 1:
         raise CheckpointError(groups.file, f"`{groups.place}` must hold one group, but holds {len(groups.entries)}")
     group = groups.object(*groups.entries)
     group.one_of("targets", (["Linear"],), ["Linear"])
-    for key in ("weights", *["input_activations"] * inputs):
+    for key in ("weights", *["input_activations"] * (scheme.inputs is not None)):
         args = group.object(key)
-        for name, wanted in (("dynamic", False), ("num_bits", 4), ("type", "float"), ("group_size", 16)):
-            args.one_of(name, (wanted,))
+        for name, wanted in {"dynamic": False, "type": "float", **_ARGUMENTS[scheme.storage]}.items():
+            args.one_of(name, (wanted,), *[None] * (wanted is None))
         args.close()
-    if not inputs:
+    if scheme.inputs is None:
         group.one_of("input_activations", (None,), None)
     group.close()

@@ -1,30 +1,36 @@
-"""What configs of AMD's Quark say of each module: MXFP4 weights alone.
+"""What configs of AMD's Quark say of each module: weights in MXFP4, and in FP8 by tensor or by channel.
 
 See https://quark.docs.amd.com. One config is for all linear modules but those that are excluded.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.config import QUARK, Group, Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, QUARK, Group, Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
 from jmx.checkpoint.compressed_tensors.targets import PATTERN, Target, parse_glob, parse_target
 from jmx.checkpoint.shards import CheckpointError
 
 METHOD = "quark"
 
-# (dtype, qscheme, group_size, scale_format, is_dynamic) of inputs.
-_INPUTS: dict[tuple[Any, ...], str] = {
-    ("fp8_e4m3", "per_tensor", None, None, False): "fp8_static",
-    ("fp8_e4m3", "per_group", 32, "e8m0", True): "mxfp8",
-    ("fp4", "per_group", 32, "e8m0", True): "mxfp4",
+# (dtype, qscheme, group_size, scale_format, is_dynamic, ch_axis if by channel) of weights, and how files hold them; of
+# inputs, whose axis 1 is that of tokens. FP8 weights lie as compressed-tensors has them.
+_WEIGHTS: dict[tuple[Any, ...], tuple[str, str]] = {
+    ("fp4", "per_group", 32, "e8m0", False, None): ("mxfp4", QUARK),
+    ("fp8_e4m3", "per_tensor", None, None, False, None): ("fp8_tensor", FLOAT_QUANTIZED),
+    ("fp8_e4m3", "per_channel", None, None, False, 0): ("fp8_channel", FLOAT_QUANTIZED),
 }
-_WEIGHTS = ("fp4", "per_group", 32, "e8m0", False)
+_INPUTS: dict[tuple[Any, ...], str] = {
+    ("fp8_e4m3", "per_tensor", None, None, False, None): "fp8_static",
+    ("fp8_e4m3", "per_channel", None, None, True, 1): "fp8_token",
+    ("fp8_e4m3", "per_group", 32, "e8m0", True, None): "mxfp8",
+    ("fp4", "per_group", 32, "e8m0", True, None): "mxfp4",
+}
 
 # How scales were found; nothing of what they mean.
 _CALIBRATION = (
     "block_size",
-    "ch_axis",
     "enable_buffer_reuse",
     "is_scale_quant",
     "max_input_numel",
@@ -66,20 +72,14 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     ignore = targets_of(top, "exclude", top.strings("exclude", []), _parse_excluded)
     whole = top.object("global_quant_config")
     top.close()
-    weights = whole.object("weight")
-    if _spec(weights) != _WEIGHTS:
-        raise CheckpointError(file, f"`{weights.place}` (={_spec(weights)}) must be {_WEIGHTS}: MXFP4")
+    weights, storage = _one_of(whole.object("weight"), _WEIGHTS)
     inputs = None
     if whole.object_or_none("input_tensors") is not None:
-        given = whole.object("input_tensors")
-        spec = _spec(given)
-        if spec not in _INPUTS:
-            raise CheckpointError(file, f"`{given.place}` (={spec}) must be one of {[*_INPUTS]}")
-        inputs = _INPUTS[spec]
+        inputs = _one_of(whole.object("input_tensors"), _INPUTS)
     for key in ("bias", "output_tensors", "target_device"):
         whole.one_of(key, (None,), None)
     whole.close()
-    group = Group("global", (parse_target("Linear"),), Scheme("mxfp4", inputs, QUARK))
+    group = Group("global", (parse_target("Linear"),), Scheme(weights, inputs, storage))
     return Quantization(file, (group,), ignore, bool(kv_cache))
 
 
@@ -92,6 +92,13 @@ def _parse_excluded(text: str) -> Target:
     return parse_target(text) if text.startswith(PATTERN) else parse_glob(text)
 
 
+def _one_of[Meaning](entries: Entries, known: Mapping[tuple[Any, ...], Meaning]) -> Meaning:
+    spec = _spec(entries)
+    if spec not in known:
+        raise CheckpointError(entries.file, f"`{entries.place}` (={spec}) must be one of {[*known]}")
+    return known[spec]
+
+
 def _spec(entries: Entries) -> tuple[Any, ...]:
     for key in _CALIBRATION:
         entries.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
@@ -100,7 +107,8 @@ def _spec(entries: Entries) -> tuple[Any, ...]:
         return entries.check(key, lambda value: value is None or isinstance(value, str), "must be a string", None)
 
     size = entries.check("group_size", lambda v: v is None or type(v) is int, "must be a whole number", None)
+    axis = entries.check("ch_axis", lambda v: v is None or type(v) is int, "must be a whole number", None)
     entries.one_of("symmetric", (True, None), None)
     found = text("dtype"), text("qscheme"), size, text("scale_format"), entries.one_of("is_dynamic", (True, False))
     entries.close()
-    return found
+    return *found, axis if found[1] == "per_channel" else None

@@ -5,7 +5,8 @@ of N rows and K columns:
 
     weight_packed       nvfp4, mxfp4: uint8 (N, K/2), the even element low; integers: int32 (N, ceil(K bits / 32))
     weight              fp8: float8_e4m3fn (N, K); integers that are not packed: int8 (N, K)
-    weight_scale        (N, blocks), which multiplies; fp8_tensor: one; fp8_block: (ceil(N/128), ceil(K/128))
+    weight_scale        (N, blocks), which multiplies; fp8_tensor: one; fp8_block: (ceil(N/128), ceil(K/128));
+                        of one block other tools' may be (N,)
     weight_global_scale nvfp4: float32, which *divides*
     weight_shape        of packed integers: N, K
     weight_zero_point   of packed integers int32 (ceil(N bits / 32), blocks), packed along rows; of others int8
@@ -171,7 +172,7 @@ class Module:
             yield "weight_scale", scale_dtypes, _ONE
         else:
             scale_rows = -(-rows // BLOCK[0]) if format.name == "fp8_block" else rows
-            yield "weight_scale", scale_dtypes, ((scale_rows, blocks),)
+            yield "weight_scale", scale_dtypes, ((scale_rows, blocks), *[(rows,)] * (format.name == "fp8_channel"))
         if "global_scales" in format.arrays:
             yield "weight_global_scale", ("F32",), _ONE
         if "zero_points" in format.arrays:
@@ -258,7 +259,8 @@ class Module:
 
     def kept(self) -> dict[str, np.ndarray]:
         """Tensors that `tensors` must be given to write the same bytes."""
-        names = (*KEPT, *["weight_scale"] * (self.format.name == "fp8_tensor"))
+        is_other_shape = self.format.name == "fp8_tensor" or len(self.pieces["weight_scale"].shape) == 1
+        names = (*KEPT, *["weight_scale"] * is_other_shape)
         return {name: self.pieces[name].view() for name in names if name in self.pieces}
 
     def _positive(self, piece: Piece, *, or_zero: bool = False) -> np.ndarray:
@@ -312,7 +314,7 @@ class Module:
             return np.broadcast_to(scales.reshape(1, 1), (rows, 1))
         if self.format.name == "fp8_block":
             return np.repeat(scales, BLOCK[0], axis=0)[:rows]
-        return scales
+        return scales.reshape(rows, -1)
 
     def _global_scales(self) -> np.ndarray:
         return np.full(self.shape[0], self._factor(self.pieces["weight_global_scale"]), np.float32)
@@ -358,8 +360,8 @@ def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray])
     Args:
         scheme: how it is quantised.
         weight: its packed arrays, (N, K) alone.
-        kept: tensors that go in as they are, of those in `KEPT` and an fp8_tensor's weight_scale. Inputs' static scale
-            must be here. Without `weight_global_scale` it is the reciprocal of the global scale.
+        kept: tensors that go in as they are, of those in `KEPT`, and a weight_scale that is one or (N,). Inputs' static
+            scale must be here. Without `weight_global_scale` it is the reciprocal of the global scale.
 
     Raises:
         ValueError: arrays that the scheme's files cannot hold, or a static scale that is missing.
