@@ -227,8 +227,9 @@ def _shape(draft: Draft, rng: random.Random) -> None:
     new = rng.choice([way for way in ways if repr(way) != repr(shape)])
     entry.put("shape", new)
     whole = all(type(s) is int and s >= 0 for s in new)
-    # A single number may have any of several shapes.
-    refused = not whole or math.prod(new) != size or (draft.inner(name) and size > 1)
+    # A single number may have any of several shapes, and scales of whole rows one of two.
+    other = size > 1 and not (name.endswith("weight_scale") and {(*new,), (*shape,)} == {(size,), (size, 1)})
+    refused = not whole or math.prod(new) != size or (draft.inner(name) and other)
     draft.note(f"shape {new} of {name}", name, refused=refused)
 
 

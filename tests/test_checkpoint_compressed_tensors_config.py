@@ -534,6 +534,7 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
         (QUARK | {"algo_config": [{"name": "rotation"}]}, "must be of algorithms that are done"),
         (QUARK | {"quant_mode": "later"}, "`quantization_config.quant_mode` (='later') must be one of"),
         (QUARK | {"export": {"weight_format": "fake_quantized"}}, "`quantization_config.export.weight_format` (="),
+        (QUARK | {"export": {"rotate": True}}, "`quantization_config.export.rotate` (=True) is not a known key"),
         (
             QUARK | {"global_quant_config": {"weight": MX | {"symmetric": False}}},
             "`quantization_config.global_quant_config.weight.symmetric` (=False) must be one of",

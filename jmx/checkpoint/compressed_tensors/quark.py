@@ -48,6 +48,7 @@ _EMPTY = ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec")
 _ALGORITHMS = ("awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant")
 _MODES = ("eager_mode", "fx_graph_mode")
 _EXPORT = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
+_SHARED_SCALES = ("kv_cache_group", "min_kv_scale", "weight_merge_groups")  # which files hold as they came out
 
 
 def parse_quark(file: Path, place: str, value: Any) -> Quantization:
@@ -66,6 +67,9 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
         export = top.object("export")
         for key, known in _EXPORT.items():
             export.one_of(key, known, None)
+        for key in _SHARED_SCALES:
+            export.check(key, lambda _: True, "", None)
+        export.close()
     for key in _EMPTY:
         top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantised alike", None)
     kv_cache = top.object_or_none("kv_cache_quant_config")
