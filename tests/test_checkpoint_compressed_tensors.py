@@ -62,7 +62,7 @@ def reader(name: str) -> compressed_tensors.Reader:
 
 def reader_at(path: Path, name: str) -> compressed_tensors.Reader:
     """Of a golden file, or of what became of it."""
-    return compressed_tensors.Reader(path, gate_up_order="interleaved" if name.startswith("quark") else None)
+    return compressed_tensors.Reader(path, gate_up_order="interleaved" if "gpt_oss" in name else None)
 
 
 def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
@@ -108,14 +108,14 @@ def test_weights_are_those_that_the_package_makes(name):
     gate_up, down = floats(layer, "gate_up"), floats(layer, "down")
     assert gate_up.shape == (layer.num_experts, 2 * layer.intermediate_size, layer.hidden_size)
     assert down.shape == (layer.num_experts, layer.hidden_size, layer.intermediate_size)
-    assert layer.gate_up_order == ("interleaved" if name.startswith("quark") else "concatenated")
+    assert layer.gate_up_order == ("interleaved" if "gpt_oss" in name else "concatenated")
     middle = layer.intermediate_size
     places = {"gate": gate_up[:, :middle], "up": gate_up[:, middle:], "gate_up": gate_up, "down": down}
     for key, answer in answers.items():
         expert, projection = re.fullmatch(rf"{LAYER}\.(\d+)\.(\w+)_proj\.weight", key).groups()  # type: ignore[union-attr]
         ours = places[projection][int(expert)]
         # Both round one exact product; but for NVFP4's of three factors, of which the package divides by one.
-        if "nvfp4" in name:
+        if layer.format == jmx.NVFP4:
             np.testing.assert_allclose(ours, answer, rtol=3e-7, atol=0)
         else:
             np.testing.assert_array_equal(ours.astype(np.float32), answer)
@@ -128,7 +128,7 @@ def test_arrays_have_the_shapes_that_the_format_declares(name):
     for key, array in layer.arrays().items():
         whole = array.whole()
         assert (whole.shape, whole.dtype, whole.nbytes) == (array.shape, array.dtype, array.nbytes), key
-    arrays = [*layer.format.arrays, *["bias"] * name.startswith("quark")]
+    arrays = [*layer.format.arrays, *["bias"] * ("gpt_oss" in name)]
     names = [f"{role}_{array}" for role in ("gate_up", "down") for array in arrays]
     assert [*layer.arrays()] == names
 
@@ -523,7 +523,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path):
 
 
 def read_all(path: Path) -> None:
-    layer = compressed_tensors.Reader(path).layer(LAYER)
+    layer = compressed_tensors.Reader(path, "interleaved").layer(LAYER)
     wholes(layer)
     layer.static_scales("gate_up")
 
@@ -585,6 +585,18 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("modelopt_nvfp4", drop(at("weight_scale_2")), f"tensor '{at('weight_scale_2')}' is missing, for nvfp4"),
     ("modelopt_nvfp4", swap("weight_scale_2", np.negative), "must hold finite scales above 0, but has -"),
     ("modelopt_nvfp4", add(at("weight_global_scale"), ONES), "is not one of nvfp4 as 'modelopt' stores it"),
+    (
+        "modelopt_gpt_oss",
+        drop(f"{LAYER}.down_proj_weight_scale"),
+        f"tensor '{LAYER}.down_proj_weight_scale' is missing, for nvfp4",
+    ),
+    (
+        "modelopt_gpt_oss",
+        add(f"{LAYER}.down_proj_bias", np.ones((2, 96), np.float32)),
+        "must have one number of experts, but have [2, 3]",
+    ),
+    ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is of experts that are quantised, but of no"),
+    ("modelopt_gpt_oss", add(f"{LAYER}.down_proj.bias", ONES), "must be of modules or of parameters, but are both"),
     ("mxfp4", put("weight_scale", (5, 2), 255), "must have no scale of 255 (NaN), but has one at (5, 2)"),
     ("mxfp4", swap("weight_scale", lambda a: a[:, :2]), "is U8 (64, 2), but must be U8 (64, 3) for mxfp4 of (64, 96)"),
     ("fp8_channel_dynamic", put("weight", (1, 1), np.nan), "must hold no NaN"),
@@ -640,6 +652,16 @@ def test_what_is_wrong_is_refused_by_name(tmp_path, name, change, message):
         read_all(path)
     assert message in str(raised.value)
     assert str(raised.value).startswith(f"{path / shards.SINGLE}: ")
+
+
+def test_modelopts_parameters_hold_experts_with_rows_last():
+    arrays, _ = golden("modelopt_gpt_oss")
+    found = wholes(reader("modelopt_gpt_oss").layer(LAYER))
+    for role in ("gate_up", "down"):
+        values, scales = (arrays[f"{LAYER}.{role}_proj{last}"] for last in ("", "_weight_scale"))
+        assert same(found[f"{role}_values"], np.ascontiguousarray(values.swapaxes(1, 2)))
+        assert same(found[f"{role}_scales"], np.ascontiguousarray(scales.swapaxes(1, 2)).view(np.uint8))
+        assert (found[f"{role}_global_scales"] == arrays[f"{LAYER}.{role}_proj_weight_scale_2"]).all()
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4", "modelopt_fp8", "quark_gpt_oss"])

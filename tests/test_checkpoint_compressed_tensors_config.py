@@ -56,6 +56,7 @@ SCHEMES = {
 
 OTHERS = {
     "modelopt_nvfp4": Scheme("nvfp4", "nvfp4", "modelopt"),
+    "modelopt_gpt_oss": Scheme("nvfp4", "nvfp4", "modelopt"),
     "modelopt_fp8": Scheme("fp8_tensor", "fp8_static", "float-quantized"),
     "quark_gpt_oss": Scheme("mxfp4", "fp8_static", "quark"),
     "quark_gpt_oss_fp8": Scheme("fp8_channel", "fp8_token", "float-quantized"),
@@ -108,7 +109,7 @@ def test_every_golden_checkpoint_is_listed():
 def test_schemes_are_those_that_the_tool_was_given(name):
     quantization = read_quantization(GOLDEN / name)
     assert quantization.scheme(EXPERT) == (SCHEMES | OTHERS)[name]
-    assert quantization.scheme("model.layers.0.mlp.router" if "quark" in name else "model.layers.0.mlp.gate") is None
+    assert quantization.scheme(f"model.layers.0.mlp.{'router' if 'gpt_oss' in name else 'gate'}") is None
     assert not quantization.kv_cache
     assert quantization.scheme("model.norm", "RMSNorm") is None
 

@@ -2,10 +2,11 @@
 
     python tests/data/make_modelopt.py tests/data/compressed_tensors
 
-A folder holds a whole small random Qwen3-MoE, whose second layer has no experts, as the package exports it on a CPU:
-config.json, hf_quant_config.json and model.safetensors. The file beside it, of the same name, holds the weights that
-the package makes of the last expert's in float32, and `logits` of `input_ids` by transformers, in float32 on weights
-so made and inputs as they are.
+A folder holds a whole small random model as the package exports it on a CPU: Qwen3-MoE, whose second layer has no
+experts, or gpt-oss, whose experts are parameters with rows as their last axis. There are config.json,
+hf_quant_config.json and model.safetensors. The file beside it, of the same name, holds the weights that the package
+makes of the last expert's in float32, rows first, and `logits` of `input_ids` by transformers, in float32 on weights so
+made and inputs as they are.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -20,95 +21,121 @@ import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-CASES = {"modelopt_nvfp4": mtq.NVFP4_DEFAULT_CFG, "modelopt_fp8": mtq.FP8_DEFAULT_CFG}
 BLOCK = 16  # of NVFP4
+NUM_EXPERTS, VOCABULARY = 3, 96
 SIZES = {
-    "vocab_size": 96,
+    "vocab_size": VOCABULARY,
     "hidden_size": 96,
-    "moe_intermediate_size": 64,
-    "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "mlp_only_layers": [1],
-    "num_experts": 3,
     "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 64,
 }
+QWEN3_MOE = {
+    "num_experts": NUM_EXPERTS,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
+GPT_OSS = {"num_local_experts": NUM_EXPERTS, "intermediate_size": 64, "sliding_window": 8}
+CONFIGS = {Qwen3MoeForCausalLM: (Qwen3MoeConfig, QWEN3_MOE), GptOssForCausalLM: (GptOssConfig, GPT_OSS)}
+CASES = {
+    "modelopt_nvfp4": (Qwen3MoeForCausalLM, mtq.NVFP4_DEFAULT_CFG),
+    "modelopt_fp8": (Qwen3MoeForCausalLM, mtq.FP8_DEFAULT_CFG),
+    "modelopt_gpt_oss": (GptOssForCausalLM, mtq.NVFP4_DEFAULT_CFG),
+}
 
 
 @torch.no_grad()
-def model() -> Qwen3MoeForCausalLM:
-    """Random weights whose rows differ in size, and norms that are not all one."""
-    config = Qwen3MoeConfig(**SIZES, architectures=["Qwen3MoeForCausalLM"])
-    found = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+def model(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    """Random weights whose rows differ in size, and norms and biases that are not all alike."""
+    config, entries = CONFIGS[kind]
+    found = kind(config(**SIZES, **entries, architectures=[kind.__name__])).to(torch.bfloat16).eval()
     for name, parameter in found.named_parameters():
         values = torch.randn_like(parameter, dtype=torch.float32)
         if name.endswith("norm.weight"):
             values = 1 + values / 5
+        elif "bias" in name or name.endswith("sinks"):
+            values /= 4
         else:
             values *= torch.exp2(torch.rand(*parameter.shape[:-1], 1) * 2 - 1) * parameter.shape[-1] ** -0.5
         parameter.copy_(values)
     return found
 
 
-def calibrate(whole: Qwen3MoeForCausalLM) -> None:
+def calibrate(whole: PreTrainedModel) -> None:
     with torch.no_grad():
         for _ in range(4):
-            whole(torch.randint(SIZES["vocab_size"], (2, 64)))
+            whole(torch.randint(VOCABULARY, (2, 64)))
 
 
 def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint in float32."""
+    """All weights of a checkpoint in float32, shaped as they are there."""
     found = {}
     for name, tensor in tensors.items():
-        module, _, last = name.rpartition(".")
-        if last != "weight":
+        if "_scale" in name:
             continue
+        # Of modules, or of experts that are parameters, whose columns are not the last axis.
+        front = name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
+        axis = -1 if name.endswith("weight") else -2
         if tensor.dtype == torch.uint8:
-            shape = torch.Size([tensor.shape[0], 2 * tensor.shape[1]])
-            scale, double_scale = tensors[f"{module}.weight_scale"], tensors[f"{module}.weight_scale_2"]
-            packed = NVFP4QTensor(shape, torch.float32, tensor)
-            tensor = packed.dequantize(scale=scale, double_scale=double_scale, block_sizes={-1: BLOCK})
+            scale, double_scale = tensors[f"{front}weight_scale"].transpose(axis, -1), tensors[f"{front}weight_scale_2"]
+            codes = tensor.transpose(axis, -1).contiguous()
+            packed = NVFP4QTensor(torch.Size([*codes.shape[:-1], 2 * codes.shape[-1]]), torch.float32, codes)
+            tensor = packed.dequantize(scale=scale.contiguous(), double_scale=double_scale, block_sizes={-1: BLOCK})
+            tensor = tensor.transpose(axis, -1)
         elif tensor.dtype == torch.float8_e4m3fn:
             packed = FP8QTensor(tensor.shape, torch.float32, tensor)
-            tensor = packed.dequantize(scale=tensors[f"{module}.weight_scale"])
+            tensor = packed.dequantize(scale=tensors[f"{front}weight_scale"])
         found[name] = tensor.float().contiguous()
     return found
 
 
+def last_expert(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Its weights in the first layer, rows first."""
+    front, found = "model.layers.0.mlp.experts.", {}
+    for name, tensor in weights.items():
+        if name.startswith(f"{front}{NUM_EXPERTS - 1}."):
+            found[name] = tensor
+        elif name.startswith(front) and name.endswith("_proj"):
+            found[f"{front}{NUM_EXPERTS - 1}.{name.removeprefix(front)}.weight"] = tensor[-1].T.contiguous()
+    return found
+
+
 @torch.no_grad()
-def logits(folder: Path, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def logits(
+    kind: type[PreTrainedModel], folder: Path, weights: dict[str, torch.Tensor], ids: torch.Tensor
+) -> torch.Tensor:
     with tempfile.TemporaryDirectory() as dense:
         save_file(weights, Path(dense) / "model.safetensors", {"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         del config["quantization_config"]
         (Path(dense) / "config.json").write_text(json.dumps(config))
-        whole = Qwen3MoeForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager")
+        whole = kind.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager")
     return whole.eval()(ids).logits
 
 
-def make(folder: Path, config: dict[str, Any]) -> None:
-    whole = mtq.quantize(model(), config, calibrate)
+def make(folder: Path, kind: type[PreTrainedModel], config: dict[str, Any]) -> None:
+    whole = mtq.quantize(model(kind), config, calibrate)
     with torch.inference_mode():
         export_hf_checkpoint(whole, export_dir=folder)
     (folder / "generation_config.json").unlink()
     (folder / "model.safetensors").chmod(0o644)
     weights = dequantised(load_file(folder / "model.safetensors"))
-    ids = torch.randint(SIZES["vocab_size"], (2, 24))
-    answers = {name: tensor for name, tensor in weights.items() if f".experts.{SIZES['num_experts'] - 1}." in name}
-    answers |= {"input_ids": ids.to(torch.int32), "logits": logits(folder, weights, ids).contiguous()}
-    save_file(answers, folder.with_suffix(".safetensors"))
+    ids = torch.randint(VOCABULARY, (2, 24))
+    answers = {"input_ids": ids.to(torch.int32), "logits": logits(kind, folder, weights, ids).contiguous()}
+    save_file(last_expert(weights) | answers, folder.with_suffix(".safetensors"))
 
 
 def main(path: str) -> None:
-    for seed, (name, config) in enumerate(CASES.items()):
+    for seed, (name, case) in enumerate(CASES.items()):
         torch.manual_seed(seed)
-        make(Path(path) / name, config)
+        make(Path(path) / name, *case)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The experts of a layer, out of the modules that files keep of each: stacked, gate over up, when they are read.
 
 Files name projections in one of the ways of `PROJECTIONS`, and hold each expert's apart, as in
-"experts.3.down_proj.weight", or all in tensors whose first axis is the expert, as in "experts.down_proj.weight".
+"experts.3.down_proj.weight", or all in tensors whose first axis is the expert, as in "experts.down_proj.weight". Where
+these are parameters rather than modules, "experts.down_proj" and "experts.down_proj_weight_scale", rows are their last
+axis, and what is a single number is that of all experts: so ModelOpt has gpt-oss.
 """
 
 import math
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.tensors import Module, Piece, Shape
+from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece, Shape
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
 from jmx.formats import Format
@@ -29,6 +31,7 @@ WHOLE = "weight_shape"  # of a tensor, also where that holds all experts
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)\.([^.]+)", re.DOTALL)
+_PARAMETER = re.compile(rf"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(bias|{'|'.join(QUANTISED)}))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,8 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
             layer, expert, projection, last = match[1], int(match[2]), match[3], match[4]
         elif (match := _TOGETHER.fullmatch(name)) is not None:
             layer, expert, projection, last = match[1], None, match[2], match[3]
+        elif (match := _PARAMETER.fullmatch(name)) is not None:
+            layer, expert, projection, last = match[1], None, match[2], match[3] or "weight"
         else:
             others.append(tensor)
             continue
@@ -214,13 +219,18 @@ def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[s
     if len(found) > 1:
         raise CheckpointError(file, f"experts of {name!r} must be apart or in one tensor, but are both")
     tensors = {(p, last): tensor for p, its in found[None].items() for last, tensor in its.items()}
-    counts = {t.shape[0] if t.shape else 0 for (_, last), t in tensors.items() if last != WHOLE}
+    parameters = {tensor.name: _PARAMETER.fullmatch(tensor.name) is not None for tensor in tensors.values()}
+    if len({*parameters.values()}) > 1:
+        raise CheckpointError(file, f"tensors of {name!r} must be of modules or of parameters, but are both")
+    shared = {key for key, t in tensors.items() if key[1] == WHOLE or (parameters[t.name] and not t.shape)}
+    counts = {t.shape[0] if t.shape else 0 for key, t in tensors.items() if key not in shared}
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(file, f"tensors of {name!r} must have one number of experts, but have {sorted(counts)}")
     for expert in range(counts.pop()):
         pieces: dict[str, dict[str, Piece]] = {projection: {} for projection in found[None]}
-        for (projection, last), tensor in tensors.items():
-            pieces[projection][last] = Piece(tensor, None if last == WHOLE else expert)
+        for key, tensor in tensors.items():
+            projection, last = key
+            pieces[projection][last] = Piece(tensor, None if key in shared else expert, parameters[tensor.name])
         yield name, pieces
 
 

@@ -68,10 +68,14 @@ _LEAST_NORMAL = np.finfo(np.float32).tiny
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a file, or the part of it that is one expert's, where it holds them all along its first axis."""
+    """A tensor of a file, or the part of it that is one expert's, where it holds them all along its first axis.
+
+    `transposed`: rows are its last axis, in files whose weights stand to the right of what they multiply.
+    """
 
     tensor: Tensor
     expert: int | None = None
+    transposed: bool = False
 
     @property
     def dtype(self) -> str:
@@ -79,11 +83,13 @@ class Piece:
 
     @property
     def shape(self) -> Shape:
-        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+        shape = self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+        return shape[::-1] if self.transposed else shape
 
     def view(self) -> np.ndarray:
         whole = self.tensor.view()
-        return whole if self.expert is None else whole[self.expert]
+        part = whole if self.expert is None else whole[self.expert]
+        return part.T if self.transposed else part
 
     def error(self, rule: str) -> CheckpointError:
         whose = "" if self.expert is None else f" (expert {self.expert})"
@@ -116,7 +122,8 @@ class Module:
         neutral = {theirs: ours for ours, theirs in self._names.items()}
         self.pieces = {neutral.get(its, its): piece for its, piece in pieces.items() if its not in self._names}
         self.format = FORMATS[scheme.weights]
-        self.file = next(iter(pieces.values())).tensor.file
+        first = next(iter(pieces.values()))
+        self.file, self._are_parameters = first.tensor.file, first.transposed
         for its, piece in pieces.items():
             if its in self._names:
                 raise self._unknown(piece)
@@ -133,8 +140,8 @@ class Module:
 
     def _piece(self, tensor: str) -> Piece:
         if tensor not in self.pieces:
-            its = self._names.get(tensor, tensor)
-            raise CheckpointError(self.file, f"tensor '{self.name}.{its}' is missing, for {self.scheme.weights}")
+            its, joint = self._names.get(tensor, tensor), "_" if self._are_parameters else "."
+            raise CheckpointError(self.file, f"tensor '{self.name}{joint}{its}' is missing, for {self.scheme.weights}")
         return self.pieces[tensor]
 
     def _unknown(self, piece: Piece) -> CheckpointError:

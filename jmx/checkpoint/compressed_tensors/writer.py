@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from jmx.checkpoint import shards
-from jmx.checkpoint.compressed_tensors.layers import WHOLE, Layer
+from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.reader import Reader
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
 from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
@@ -68,7 +68,7 @@ def _expert_tensors(layer: Layer) -> dict[Tensor, list[tuple[Module, str]]]:
             for module in its:
                 for last, piece in module.pieces.items():
                     parts = found.setdefault(piece.tensor, [])
-                    if last != WHOLE or not parts:
+                    if piece.expert is not None or not parts:
                         parts.append((module, last))
     return found
 
@@ -89,7 +89,8 @@ class _Latest:
 
 def _parts(tensor: Tensor, parts: Iterable[tuple[Module, str]], latest: _Latest) -> Iterator[np.ndarray]:
     for module, last in parts:
-        made, read = latest.tensors(module)[last], module.pieces[last].view()
+        made, piece = latest.tensors(module)[last], module.pieces[last]
+        read = piece.view()
         if made.dtype != DTYPES[tensor.dtype] or made.shape != read.shape or made.tobytes() != read.tobytes():
             raise CheckpointError(tensor.file, f"tensor {tensor.name!r} does not come back as it was read")
-        yield made
+        yield np.ascontiguousarray(made.T) if piece.transposed else made
