@@ -595,6 +595,11 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
         add(f"{LAYER}.down_proj_bias", np.ones((2, 96), np.float32)),
         "must have one number of experts, but have [2, 3]",
     ),
+    (
+        "modelopt_gpt_oss",
+        add(f"{LAYER}.down_proj_bias", np.ones((3, 96), np.float16)),
+        f"tensors of '{LAYER}.down_proj' (=",
+    ),
     ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is of experts that are quantised, but of no"),
     ("modelopt_gpt_oss", add(f"{LAYER}.down_proj.bias", ONES), "must be of modules or of parameters, but are both"),
     ("mxfp4", put("weight_scale", (5, 2), 255), "must have no scale of 255 (NaN), but has one at (5, 2)"),

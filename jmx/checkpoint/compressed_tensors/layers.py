@@ -249,15 +249,14 @@ def _check_unquantised(file: Path, name: str, found: _Found, schemes: Mapping[st
 def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]]) -> None:
     """CheckpointError unless the experts' modules can stand in one array, and gate, up and down fit each other."""
     first, down = modules["gate_up"][0][0], modules["down"][0][0]
+    dtypes = {last: piece.dtype for last, piece in first.pieces.items()}
     for role, model in (("gate_up", first), ("down", down)):
-        dtypes = {last: piece.dtype for last, piece in model.pieces.items()}
         for module in (module for its in modules[role] for module in its):
             its_dtypes = {last: piece.dtype for last, piece in module.pieces.items()}
             for what, its, wanted in (
                 ("scheme", module.scheme, first.scheme),
                 ("shape", module.shape, model.shape),
                 ("tensors", its_dtypes, dtypes),
-                ("biases", "bias" in module.pieces, "bias" in first.pieces),
             ):
                 if its != wanted:
                     raise CheckpointError(
