@@ -5,6 +5,7 @@ import os
 import pathlib
 import secrets
 import zlib
+from collections.abc import Iterator
 
 # jax reads these while it is imported, so they stand before the import. A caller's own values win.
 CUDA_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
@@ -64,6 +65,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if needed > jax.device_count():
             reason = f"needs {needed} devices; there are {jax.device_count()}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_one_file() -> Iterator[None]:
+    """Frees what a file's tests compiled: of all files it would be more pieces of memory than a process may map."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
