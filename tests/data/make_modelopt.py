@@ -21,28 +21,17 @@ import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 from safetensors.torch import load_file, save_file
+from tool_models import GPT_OSS, NUM_EXPERTS, SIZES, VOCABULARY, fill, make_all, save_answers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 BLOCK = 16  # of NVFP4
-NUM_EXPERTS, VOCABULARY = 3, 96
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-QWEN3_MOE = {
+QWEN3_MOE = SIZES | {
     "num_experts": NUM_EXPERTS,
     "moe_intermediate_size": 64,
     "intermediate_size": 48,
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
-GPT_OSS = {"num_local_experts": NUM_EXPERTS, "intermediate_size": 64, "sliding_window": 8}
 CONFIGS = {Qwen3MoeForCausalLM: (Qwen3MoeConfig, QWEN3_MOE), GptOssForCausalLM: (GptOssConfig, GPT_OSS)}
 CASES = {
     "modelopt_nvfp4": (Qwen3MoeForCausalLM, mtq.NVFP4_DEFAULT_CFG),
@@ -51,20 +40,11 @@ CASES = {
 }
 
 
-@torch.no_grad()
 def model(kind: type[PreTrainedModel]) -> PreTrainedModel:
-    """Random weights whose rows differ in size, and norms and biases that are not all alike."""
+    """Weights differ in size along all axes but the last."""
     config, entries = CONFIGS[kind]
-    found = kind(config(**SIZES, **entries, architectures=[kind.__name__])).to(torch.bfloat16).eval()
-    for name, parameter in found.named_parameters():
-        values = torch.randn_like(parameter, dtype=torch.float32)
-        if name.endswith("norm.weight"):
-            values = 1 + values / 5
-        elif "bias" in name or name.endswith("sinks"):
-            values /= 4
-        else:
-            values *= torch.exp2(torch.rand(*parameter.shape[:-1], 1) * 2 - 1) * parameter.shape[-1] ** -0.5
-        parameter.copy_(values)
+    found = kind(config(**entries, architectures=[kind.__name__])).to(torch.bfloat16).eval()
+    fill(found, lambda _, p: torch.exp2(torch.rand(*p.shape[:-1], 1) * 2 - 1) * p.shape[-1] ** -0.5)
     return found
 
 
@@ -124,19 +104,11 @@ def make(folder: Path, kind: type[PreTrainedModel], config: dict[str, Any]) -> N
     whole = mtq.quantize(model(kind), config, calibrate)
     with torch.inference_mode():
         export_hf_checkpoint(whole, export_dir=folder)
-    (folder / "generation_config.json").unlink()
     (folder / "model.safetensors").chmod(0o644)
     weights = dequantised(load_file(folder / "model.safetensors"))
     ids = torch.randint(VOCABULARY, (2, 24))
-    answers = {"input_ids": ids.to(torch.int32), "logits": logits(kind, folder, weights, ids).contiguous()}
-    save_file(last_expert(weights) | answers, folder.with_suffix(".safetensors"))
-
-
-def main(path: str) -> None:
-    for seed, (name, case) in enumerate(CASES.items()):
-        torch.manual_seed(seed)
-        make(Path(path) / name, *case)
+    save_answers(folder, last_expert(weights), ids, logits(kind, folder, weights, ids))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    make_all(sys.argv[1], CASES, make)

@@ -14,22 +14,9 @@ from pathlib import Path
 import torch
 from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from quark.torch.utils.llm import preprocess_for_quantization
-from safetensors.torch import save_file
+from tool_models import GPT_OSS, NUM_EXPERTS, VOCABULARY, fill, make_all, save_answers
 from transformers import GptOssConfig, GptOssForCausalLM
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 96,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 8,
-    "max_position_embeddings": 64,
-}
 EXPERTS = "mlp.experts"
 CASES = {  # by folder: the package's name of the scheme, and the model's dtype, to which it rounds weights made of FP8
     "quark_gpt_oss": ("mxfp4_fp8", torch.bfloat16),
@@ -38,23 +25,15 @@ CASES = {  # by folder: the package's name of the scheme, and the model's dtype,
 
 
 def model(dtype: torch.dtype) -> GptOssForCausalLM:
-    config = GptOssConfig(**SIZES, architectures=["GptOssForCausalLM"], attn_implementation="eager")
+    config = GptOssConfig(**GPT_OSS, architectures=["GptOssForCausalLM"], attn_implementation="eager")
     return GptOssForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
-def fill(whole: GptOssForCausalLM) -> None:
-    """Random weights whose rows differ in size, and norms and biases that are not all alike."""
-    for name, parameter in whole.named_parameters():
-        values = torch.randn_like(parameter, dtype=torch.float32)
-        if name.endswith("norm.weight"):
-            values = 1 + values / 5
-        elif "bias" in name or name.endswith("sinks"):
-            values /= 4
-        else:
-            axis = -2 if EXPERTS in name else -1  # that is contracted
-            rows = torch.exp2(torch.rand(parameter.shape) * 2 - 1).narrow(axis, 0, 1)
-            values *= rows * parameter.shape[axis] ** -0.5
-        parameter.copy_(values)
+def sizes(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """One for each row."""
+    axis = -2 if EXPERTS in name else -1  # that is contracted
+    rows = torch.exp2(torch.rand(parameter.shape) * 2 - 1).narrow(axis, 0, 1)
+    return rows * parameter.shape[axis] ** -0.5
 
 
 def dense(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
@@ -65,7 +44,7 @@ def dense(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
             front, last = name.rsplit(".", 1)
             role, is_bias = last.removesuffix("_bias"), last.endswith("_bias")
             kind = "bias" if is_bias else "weight"
-            its = [weights[f"{front}.{expert}.{role}.{kind}"] for expert in range(SIZES["num_local_experts"])]
+            its = [weights[f"{front}.{expert}.{role}.{kind}"] for expert in range(NUM_EXPERTS)]
             parameter.copy_(torch.stack([one if is_bias else one.T for one in its]))
         else:
             parameter.copy_(weights[name])
@@ -75,31 +54,23 @@ def dense(weights: dict[str, torch.Tensor]) -> GptOssForCausalLM:
 @torch.no_grad()
 def make(folder: Path, scheme: str, dtype: torch.dtype) -> None:
     whole = model(dtype)
-    fill(whole)
+    fill(whole, sizes)
     preprocess_for_quantization(whole)
     config = LLMTemplate.get("gpt_oss").get_config(scheme=scheme)
     quantizer = ModelQuantizer(config)
-    whole = quantizer.quantize_model(whole, [torch.randint(SIZES["vocab_size"], (2, 64)) for _ in range(4)])
+    whole = quantizer.quantize_model(whole, [torch.randint(VOCABULARY, (2, 64)) for _ in range(4)])
     whole = quantizer.freeze(whole)
     weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     export_safetensors(whole, str(folder))
-    (folder / "generation_config.json").unlink()
-    ids = torch.randint(SIZES["vocab_size"], (2, 24))
-    last = f".{SIZES['num_local_experts'] - 1}."
+    ids = torch.randint(VOCABULARY, (2, 24))
+    last = f".{NUM_EXPERTS - 1}."
     answers = {
         name: tensor.float()
         for name, tensor in weights.items()
         if f"layers.0.{EXPERTS}{last}" in name and name.endswith("_proj.weight")
     }
-    answers |= {"input_ids": ids.to(torch.int32), "logits": dense(weights)(ids).logits}
-    save_file({name: tensor.contiguous() for name, tensor in answers.items()}, folder.with_suffix(".safetensors"))
-
-
-def main(path: str) -> None:
-    for seed, (name, case) in enumerate(CASES.items()):
-        torch.manual_seed(seed)
-        make(Path(path) / name, *case)
+    save_answers(folder, answers, ids, dense(weights)(ids).logits)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    make_all(sys.argv[1], CASES, make)

@@ -219,18 +219,18 @@ def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[s
     if len(found) > 1:
         raise CheckpointError(file, f"experts of {name!r} must be apart or in one tensor, but are both")
     tensors = {(p, last): tensor for p, its in found[None].items() for last, tensor in its.items()}
-    parameters = {tensor.name: _PARAMETER.fullmatch(tensor.name) is not None for tensor in tensors.values()}
-    if len({*parameters.values()}) > 1:
+    are_parameters, *others = {_PARAMETER.fullmatch(tensor.name) is not None for tensor in tensors.values()}
+    if others:
         raise CheckpointError(file, f"tensors of {name!r} must be of modules or of parameters, but are both")
-    shared = {key for key, t in tensors.items() if key[1] == WHOLE or (parameters[t.name] and not t.shape)}
+    shared = {key for key, t in tensors.items() if key[1] == WHOLE or (are_parameters and not t.shape)}
     counts = {t.shape[0] if t.shape else 0 for key, t in tensors.items() if key not in shared}
     if len(counts) != 1 or 0 in counts:
         raise CheckpointError(file, f"tensors of {name!r} must have one number of experts, but have {sorted(counts)}")
     for expert in range(counts.pop()):
         pieces: dict[str, dict[str, Piece]] = {projection: {} for projection in found[None]}
-        for key, tensor in tensors.items():
-            projection, last = key
-            pieces[projection][last] = Piece(tensor, None if key in shared else expert, parameters[tensor.name])
+        for (projection, last), tensor in tensors.items():
+            whose = None if (projection, last) in shared else expert
+            pieces[projection][last] = Piece(tensor, whose, are_parameters)
         yield name, pieces
 
 

@@ -1,0 +1,50 @@
+"""What `make_modelopt.py` and `make_quark.py` share: sizes of their models, weights, and how files are laid down."""
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+NUM_EXPERTS, VOCABULARY = 3, 96
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+GPT_OSS = SIZES | {"num_local_experts": NUM_EXPERTS, "intermediate_size": 64, "sliding_window": 8}
+
+
+@torch.no_grad()
+def fill(whole: Any, sizes: Callable[[str, Any], Any]) -> None:
+    """Random weights, times `sizes` of a name and its parameter; norms and biases that are not all alike."""
+    for name, parameter in whole.named_parameters():
+        values = torch.randn_like(parameter, dtype=torch.float32)
+        if name.endswith("norm.weight"):
+            values = 1 + values / 5
+        elif "bias" in name or name.endswith("sinks"):
+            values /= 4
+        else:
+            values *= sizes(name, parameter)
+        parameter.copy_(values)
+
+
+def save_answers(folder: Path, weights: Mapping[str, Any], ids: Any, logits: Any) -> None:
+    """Beside a folder, which keeps nothing of how to generate."""
+    (folder / "generation_config.json").unlink()
+    answers = {**weights, "input_ids": ids.to(torch.int32), "logits": logits}
+    save_file({name: tensor.contiguous() for name, tensor in answers.items()}, folder.with_suffix(".safetensors"))
+
+
+def make_all(path: str, cases: Mapping[str, tuple[Any, ...]], make: Callable[..., None]) -> None:
+    """`make` of each folder and what its case says, from a seed of its own."""
+    for seed, (name, case) in enumerate(cases.items()):
+        torch.manual_seed(seed)
+        make(Path(path) / name, *case)
