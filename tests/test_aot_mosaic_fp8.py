@@ -25,6 +25,8 @@ CASES = [  # weights, inputs, tokens, hidden and intermediate size
     pytest.param("mxfp4", "fp8_token", 1, 288, 352, id="mxfp4-few"),
     pytest.param("fp8_block", "fp8_block", 4, 7168, 2048, id="fp8_block-few", marks=pytest.mark.slow),
     pytest.param("fp8_channel", "fp8_static", 4, 2880, 2880, id="fp8_channel-few", marks=pytest.mark.slow),
+    pytest.param("mxfp4", "fp8_token", 8, 2048, 2048, id="mxfp4-shared"),
+    pytest.param("fp8_channel", "fp8_static", 8, 2048, 2048, id="fp8_channel-shared", marks=pytest.mark.slow),
     pytest.param("mxfp4", "fp8_token", 16, 288, 352, id="mxfp4"),
     pytest.param("mxfp4", "fp8_token", 2048, 512, 640, id="mxfp4-large", marks=pytest.mark.slow),
     pytest.param("fp8_block", "fp8_block", 2048, 512, 640, id="fp8_block-large", marks=pytest.mark.slow),

@@ -286,6 +286,8 @@ def test_rows_are_kept_where_a_warpgroup_has_one():
         few.check(shape_of(3)._replace(weighted=True))
     with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False without `one_launch`"):
         dataclasses.replace(few, one_launch=False)
+    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False with `warpgroups_k` above 1"):
+        dataclasses.replace(few, warpgroups_m=1, warpgroups_k=3)
 
 
 @pytest.mark.parametrize("tokens", [4, 8])
@@ -313,12 +315,22 @@ def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, wa
 
 
 def test_a_launch_that_rounds_rows_has_no_more_weights_on_their_way_than_pay():
-    """136 KiB, or 112 where rows are kept, but three steps of every warpgroup in any case."""
-    found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 64) for name in TAKEN}
+    """136 KiB, or 112 where rows are kept, or 120 where columns are shared; but three steps of every warpgroup in any
+    case."""
+    found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 16, 64) for name in TAKEN}
     for (_, name), config in found.items():
-        size = config.warpgroups_m * unit_bytes(FORMATS[name])
-        assert config.num_stages <= max(3 * config.units, (112 if config.keeps_rows else 136) * 1024 // size)
-    assert [found[tokens, "mxfp4"].num_stages for tokens in (1, 4, 64)] == [8, 6, 8]
+        size = config.num_warpgroups * unit_bytes(FORMATS[name])
+        most = 112 if config.keeps_rows else 120 if config.warpgroups_k > 1 else 136
+        assert config.num_stages <= max(3 * config.units, most * 1024 // size)
+    assert [found[tokens, "mxfp4"].num_stages for tokens in (1, 4, 16, 64)] == [8, 6, 7, 8]
+
+
+def test_warpgroups_share_columns_of_few_rows_where_there_are_many():
+    found = {tokens: heuristic(shape_of(tokens)).warpgroups_k for tokens in (1, 4, 6, 16, 17, 64)}
+    assert found == {1: 1, 4: 1, 6: 4, 16: 4, 17: 1, 64: 1}
+    assert heuristic(shape_of(16)._replace(units=(16, 16))).warpgroups_k == 4
+    assert heuristic(shape_of(16)._replace(units=(16, 15))).warpgroups_k == 1
+    assert heuristic(shape_of(16, "fp8_block")).warpgroups_k == 1
 
 
 def test_few_rows_are_rounded_where_they_are_multiplied():
@@ -349,7 +361,11 @@ def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block
         ((12, 2, 1, 4), "`block_n` (=12)"),
         ((264, 2, 1, 4), "`block_n` (=264)"),
         ((136, 2, 1, 4), "`block_n` (=136)"),
-        ((8, 6, 1, 4), "`warpgroups_m` (=6)"),
+        ((8, 6, 1, 4), "`warpgroups_m * warpgroups_k` (=6)"),
+        ((8, 2, 1, 4, 1, 3), "`warpgroups_m * warpgroups_k` (=6)"),
+        ((8, 0, 1, 4), "`warpgroups_m` (=0)"),
+        ((8, 1, 1, 4, 1, 0), "`warpgroups_k` (=0)"),
+        ((144, 1, 1, 4, 1, 2), "`warpgroups_k` (=2) must be 1 above 128"),
         ((72, 4, 1, 4), "`block_n` (=72) must be at most 56,"),
         ((16, 5, 3, 4), "`block_n` (=16) must be at most 8,"),
         ((8, 2, 1, 4, 0), "`split_k` (=0)"),
@@ -367,10 +383,11 @@ def test_impossible_configurations_are_refused(fields, told):
     ("fields", "name", "columns", "told"),
     [
         ((128, 2, 1, 8), "fp8_block", 2880, "`num_stages` (=8) must be such that"),
-        ((128, 2, 1, 4, 1, True), "fp8_block", 2880, "`own_sums` (=True) must be False where scales"),
-        ((256, 2, 1, 4, 1, True), "mxfp4", 4097, "`own_sums` (=True) must be False for more than 4096"),
+        ((128, 2, 1, 4, 1, 1, True), "fp8_block", 2880, "`own_sums` (=True) must be False where scales"),
+        ((256, 2, 1, 4, 1, 1, True), "mxfp4", 4097, "`own_sums` (=True) must be False for more than 4096"),
         ((208, 2, 1, 4), "mxfp4", 2880, "`block_n` (=208) must be at most 192 for MXFP4"),
         ((8, 2, 1, 4, 2), "mxfp4", 2880, "`split_k` (=2) must be 1 where a row of `down` has one unit"),
+        ((8, 1, 2, 4, 1, 2), "mxfp4", 2880, "`warpgroups_k` (=2) must be 1 where a row has one unit"),
     ],
 )
 def test_a_configuration_that_a_shape_does_not_allow_is_refused(fields, name, columns, told):
@@ -390,6 +407,8 @@ def test_many_columns_are_added_up_in_float32():
 
 
 # On a GPU
+
+SHARED_COLUMNS = [(8, 1, 2, 1, 2), (16, 2, 1, 1, 2), (24, 1, 3, 2, 3), (24, 1, 1, 1, 4), (8, 1, 2, 3, 5)]
 
 
 @pytest.mark.gpu
@@ -427,9 +446,16 @@ def test_computations(change, rng):
     "config",
     [
         *(Config(n, m, u, 4) for n in (8, 40, 128) for m in (1, 2) for u in (1, 3)),
-        *(Config(n, m, u, 4, 1, own) for n, own in ((176, False), (208, True)) for m in (1, 2) for u in (1, 2, 4)),
+        *(
+            Config(n, m, u, 4, own_sums=own)
+            for n, own in ((176, False), (208, True))
+            for m in (1, 2)
+            for u in (1, 2, 4)
+        ),
         *(Config(n, m, u, 4) for n, m, u in ((64, 3, 2), (24, 3, 4), (40, 4, 2), (8, 4, 3), (24, 5, 2))),
         *(Config(16, m, 2, 4, split) for m in (1, 3, 5) for split in (2, 3)),
+        *(Config(n, m, u, 4, split, k) for n, m, u, split, k in SHARED_COLUMNS),
+        Config(32, 1, 2, 2, warpgroups_k=4, own_sums=True),
     ],
     ids=str,
 )
@@ -484,7 +510,7 @@ def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, 
     )
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts, found = weights.experts(case), []
-    for config in (Config(16, 3, 2, 4), Config(40, 2, 1, 4), Config(16, 4, 2, 4, 2)):
+    for config in (Config(16, 3, 2, 4), Config(40, 2, 1, 4), Config(16, 4, 2, 4, 2), Config(8, 1, 2, 4, 2, 3)):
         keeps = [{"keeps_rows": True}] if tokens <= config.warpgroups_m else []
         for how in ({}, {"one_launch": True}, {"one_launch": True}, *({"one_launch": True} | one for one in keeps)):
             with tuning.override("mosaic_fp8", dataclasses.replace(config, **how)):
@@ -497,7 +523,16 @@ def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "config"),
-    [(1, Config(8, 1, 2, 4)), (2, Config(8, 2, 2, 4, 3)), (4, Config(16, 4, 2, 4, 2)), (4, Config(8, 5, 2, 4))],
+    [
+        (1, Config(8, 1, 2, 4)),
+        (2, Config(8, 2, 2, 4, 3)),
+        (4, Config(16, 4, 2, 4, 2)),
+        (4, Config(8, 5, 2, 4)),
+        (4, Config(8, 1, 2, 4, 2, 3)),
+        (7, Config(8, 2, 1, 4, 1, 2)),
+        (20, Config(24, 1, 2, 4, 1, 4)),
+        (60, Config(16, 1, 1, 3, 1, 5)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -509,7 +544,7 @@ def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_fo
     case = suited("mosaic_fp8", dataclasses.replace(case, format=format, input_format=input_format))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     found = []
-    for how in ({}, {"one_launch": True, "keeps_rows": True}):
+    for how in ({}, {"one_launch": True, "keeps_rows": config.warpgroups_k == 1}):
         with tuning.override("mosaic_fp8", dataclasses.replace(config, **how)):
             found.append(call("mosaic_fp8", case, weights.experts(case), x, routing))
     np.testing.assert_array_equal(found[1], found[0])
@@ -517,8 +552,12 @@ def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_fo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "keeps_rows"), [(2, True), (6, False), (20, False)])
-def test_one_launch_counts_anew_in_every_turn_of_a_loop(tokens, keeps_rows, rng):
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [(2, Config(16, 3, 2, 4, keeps_rows=True, one_launch=True))]
+    + [(n, Config(16, m, 2, 4, warpgroups_k=k, one_launch=True)) for n in (6, 20) for m, k in ((3, 1), (1, 3))],
+)
+def test_one_launch_counts_anew_in_every_turn_of_a_loop(tokens, config, rng):
     """Also where routing, and all that is made of it, stays the same."""
     case = Case(tokens=tokens, num_experts=1, top_k=1, input_format="fp8_token", dtype="bfloat16", **ODD)
     case = suited("mosaic_fp8", case)
@@ -533,7 +572,7 @@ def test_one_launch_counts_anew_in_every_turn_of_a_loop(tokens, keeps_rows, rng)
         return jax.lax.fori_loop(0, turns, layer, x)
 
     expected = x
-    with tuning.override("mosaic_fp8", Config(16, 3, 2, 4, one_launch=True, keeps_rows=keeps_rows)):
+    with tuning.override("mosaic_fp8", config):
         found = layers(x, 4)
         for _ in range(4):
             expected = layers(expected, 1)

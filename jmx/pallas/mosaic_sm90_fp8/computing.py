@@ -18,7 +18,7 @@ from jmx.pallas.mosaic_sm90.layout import TILE
 from jmx.pallas.mosaic_sm90.widths import for_width
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
-from jmx.pallas.mosaic_sm90_fp8.layout import RAISED
+from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, value_rows
 from jmx.pallas.mosaic_sm90_fp8.task import Task
 
 Array = Any
@@ -77,7 +77,7 @@ def _look_up(task: Task, turn: Array) -> _Item:
         for nth in range(by_token.TILES):
             one = jnp.minimum(tile + nth, product.m_tiles - 1)
             tokens_are_a = tokens_are_a & (g.scales[expert, one, product.units, 0] != 0)
-    tile += task.here.warpgroup
+    tile += task.wm
     by_row, bias = (
         None if ref is None else fp8.load_row_words(ref, product.rows, expert, tile) for ref in (g.by_row, g.bias)
     )
@@ -109,7 +109,8 @@ def _compute_item(task: Task, turn: Array, item: _Item) -> _Item:
 
 
 def _add_units(task: Task, turn: Array, zeros: Any, add: Callable[[Any, list[_Slots]], Any], at_once: int) -> Any:
-    """What becomes of `zeros`: `add` takes totals, and the slots of `at_once` units that go to them."""
+    """What becomes of `zeros`: `add` takes totals, and the slots of `at_once` of this warpgroup's units that go to
+    them."""
 
     def step(count: int, nth: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         totals, slot = carry
@@ -118,10 +119,12 @@ def _add_units(task: Task, turn: Array, zeros: Any, add: Callable[[Any, list[_Sl
             slots.append(task.after(slots[-1]))
         for slot in slots:  # all of them first: no branch may come while products are on their way
             plgpu.barrier_wait(task.shared.full.at[slot])
-        of_rows = [nth * at_once + i for i in range(count)] if task.config.keeps_rows else slots
+        of_rows = [slot * task.config.warpgroups_k + task.wk for slot in slots]
+        if task.config.keeps_rows:
+            of_rows = [nth * at_once + i for i in range(count)]
         return add(totals, [*map(_Slots, slots, of_rows)]), task.after(slots[-1])
 
-    whole, rest = divmod(task.units, at_once)
+    whole, rest = divmod(task.stages, at_once)
     carry = zeros, task.first_slot(turn)
     if whole:
         carry = lax.fori_loop(0, whole, partial(step, at_once), carry)
@@ -137,12 +140,13 @@ def _zeros(n: int) -> Array:
 def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
     """Tiles of the weight are the operand A, and `width` rows of x are B."""
     product, config, shared, g = task.job.product, task.config, task.shared, task.g
-    decoded, warpgroup, staged = product.decoded, task.here.warpgroup, product.staged(config)
+    decoded, wm, wk, staged = product.decoded, task.wm, task.wk, product.staged(config)
+    size = value_rows(product.format)
 
     def unit(slots: _Slots) -> fp8.Unit:
         return fp8.Unit(
-            shared.values.at[slots.of_weights, warpgroup],
-            None if shared.scales is None else shared.scales.at[slots.of_weights, warpgroup, 0],
+            shared.values.at[slots.of_weights, wm, pl.ds(wk * size, size)],
+            None if shared.scales is None else shared.scales.at[slots.of_weights, wm, wk],
             shared.x.at[slots.of_rows, pl.ds(0, width)],
             None if shared.x_scales is None else shared.x_scales.at[slots.of_rows, 0, pl.ds(0, width)],
         )
@@ -176,9 +180,9 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
         return fp8.load_columns(g.x_row_scales, n, first + part * n, item.count - part * n)
 
     early = by_column(0) if width <= _FEW_COLUMNS else None
-    for part, total in enumerate(_add_units(task, turn, (_zeros(n),) * num_parts, add, config.units)):
+
+    def send(part: int, sums: tuple[Array, Array]) -> None:
         first, scales = part * n, by_column(part) if early is None else early
-        sums = fragments.split_rows(total)
         if scales is not None:
             sums = sums[0] * scales, sums[1] * scales
         by_row, bias = (
@@ -190,6 +194,38 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
             size = min(room, n - start)
             write = partial(fp8.stage, arrays=outs, columns=product.tile_columns, first=start, count=size)
             _send(task, write, item, first + start, item.tile, size, nth, room)
+
+    for part, total in enumerate(_add_units(task, turn, (_zeros(n),) * num_parts, add, config.units)):
+        sums = fragments.split_rows(total)
+        if config.warpgroups_k == 1:
+            send(part, sums)
+        else:  # then there is one part
+            pl.when(wk > 0)(partial(_hand_over, task, turn, width, sums))
+            pl.when(wk == 0)(lambda sums=sums: send(0, _take_over(task, width, sums)))
+
+
+def _hand_over(task: Task, turn: Array, width: int, sums: tuple[Array, Array]) -> None:
+    """To the first of the warpgroups along the columns."""
+    shared, wm = task.shared, task.wm
+
+    @pl.when(task.here.stages_before + turn * task.stages > 0)  # there was an item before
+    def _() -> None:
+        plgpu.barrier_wait(shared.sums_empty.at[wm])
+
+    for row in range(2):
+        shared.sums[wm, task.wk - 1, row, pl.ds(0, fragments.row_size(width))] = sums[row]
+    plgpu.barrier_arrive(shared.sums_full.at[wm])
+
+
+def _take_over(task: Task, width: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    """`sums`, with those of the others."""
+    shared, wm, size, totals = task.shared, task.wm, fragments.row_size(width), [*sums]
+    plgpu.barrier_wait(shared.sums_full.at[wm])
+    for other in range(task.config.warpgroups_k - 1):
+        for row in range(2):
+            totals[row] += fragments.load_rows(shared.sums.at[wm, other, row, pl.ds(0, size)], size)
+    plgpu.barrier_arrive(shared.sums_empty.at[wm])
+    return totals[0], totals[1]
 
 
 def _multiply_by_token(task: Task, turn: Array, item: _Item, width: int) -> None:
@@ -252,18 +288,18 @@ def _send(
 ) -> None:
     """Of a block's and a tile's outputs `size` rows from `first` on, by 8, the item's `nth`: `write` puts them into
     shared memory, into one buffer of `room` rows or two in turn, and they go meanwhile."""
-    product, warpgroup = task.job.product, task.here.warpgroup
+    product, wm = task.job.product, task.wm
     buffers = min(2, product.staged(task.config) // room)
     at = nth % buffers * room
     plgpu.wait_smem_to_gmem(buffers - 1 if nth else 0, wait_read_only=True)
-    write(task.out_s.at[warpgroup, pl.ds(at, size)])
+    write(task.out_s.at[wm, pl.ds(at, size)])
     plgpu.commit_smem()
     row = lax.div(item.out_row + item.part * task.num_rows, 8) * 8 + first  # by 8, for TMA to see
     # Nothing of a tile that there is not: of a result of one tile, Pallas has TMA write that one instead.
     count = jnp.where(tile < product.m_tiles, item.count - first, 0)
 
     def copy(start: int, rows: int) -> None:
-        here = task.out_s.at[warpgroup, pl.ds(at + start, rows)]
+        here = task.out_s.at[wm, pl.ds(at + start, rows)]
         there = task.out_g.at[pl.ds(row + start, rows), pl.ds(tile * product.tile_columns, product.tile_columns)]
         plgpu.copy_smem_to_gmem(here, there, commit_group=False)
 

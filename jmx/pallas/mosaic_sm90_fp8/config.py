@@ -8,6 +8,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from jmx.pallas.mosaic_sm90.config import COMPUTE_REGISTERS, FEW_TOKENS, SHARED_MEMORY, check_stages
+from jmx.pallas.mosaic_sm90.layout import TILE
 from jmx.pallas.mosaic_sm90.widths import widths
 
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
@@ -28,10 +29,14 @@ _ROOM = 1.25  # an expert's rows on average by which a block has to be larger, i
 _WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
 _RING_BYTES = 136 << 10  # of weights, in a launch that rounds rows, which with more is slower: they are in its way
 _RING_BYTES_OF_KEPT = 112 << 10  # the same where every multiprocessor loads the rows
+_RING_BYTES_OF_SHARED = 120 << 10  # the same where warpgroups share columns
 _RING_STEPS = 3  # that a warpgroup takes, for which such a ring has room in any case
 _MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
 _ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
+_SHARING = 4  # warpgroups that share columns, where that pays: up to so many rows an expert on average,
+_ROWS_TO_SHARE = 2
+_UNITS_TO_SHARE = 16  # and from so many units of columns on
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,11 @@ class Config:
 
     Args:
         block_n: rows of a block, at most; a multiple of 8.
-        warpgroups_m: warpgroups that compute, each on 64 rows of the weight of its own.
+        warpgroups_m: warpgroups next to each other along the weight's rows, 64 each.
         units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
-        num_stages: stages of the ring, of 128 columns each.
+        num_stages: stages of the ring, of 128 columns for each of `warpgroups_k`.
         split_k: parts of `down`'s columns that are computed apart and added up in the end.
+        warpgroups_k: warpgroups that share the columns of the same rows, and add up what they have at the end.
         own_sums: whether sums of all columns are the tensor cores' own. Registers then have room for products of 256
             rows.
         one_launch: whether rows are rounded in the launch of the products, which is one; else there are four.
@@ -56,6 +62,7 @@ class Config:
     units: int
     num_stages: int
     split_k: int = 1
+    warpgroups_k: int = 1
     own_sums: bool = False
     one_launch: bool = False
     keeps_rows: bool = False
@@ -63,29 +70,41 @@ class Config:
     def __post_init__(self) -> None:
         if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
             raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
-        if self.warpgroups_m not in COMPUTE_REGISTERS:
-            raise ValueError(f"`warpgroups_m` (={self.warpgroups_m}) must be in 1..{max(COMPUTE_REGISTERS)}")
+        for name in ("warpgroups_m", "warpgroups_k", "split_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
+        if self.num_warpgroups not in COMPUTE_REGISTERS:
+            raise ValueError(
+                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
+            )
+        if self.warpgroups_k > 1 and self.block_n > MAX_WIDTH:
+            raise ValueError(f"`warpgroups_k` (={self.warpgroups_k}) must be 1 above {MAX_WIDTH} rows of a block")
         if not 1 <= self.units <= MAX_UNITS:
             raise ValueError(f"`units` (={self.units}) must be in 1..{MAX_UNITS}")
         if not self.units <= self.num_stages <= MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be in {self.units}..{MAX_STAGES}")
-        held = _HELD.get(self.warpgroups_m, self._held)
+        held = _HELD.get(self.num_warpgroups, self._held)
         if self._held > held:
             raise ValueError(
                 f"`block_n` (={self.block_n}) must be at most {held - self._held + self.block_n}, for which "
-                f"{self.warpgroups_m} warpgroups have registers with {self.units} units"
+                f"{self.num_warpgroups} warpgroups have registers with {self.units} units"
             )
-        if self.split_k < 1:
-            raise ValueError(f"`split_k` (={self.split_k}) must be 1 or more")
         if self.block_n % self._step:
             raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of {self._step} above {MAX_WIDTH}")
         if self.keeps_rows and not self.one_launch:
             raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False without `one_launch`")
+        if self.keeps_rows and self.warpgroups_k > 1:
+            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False with `warpgroups_k` above 1")
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return self.warpgroups_m * self.warpgroups_k
 
     @property
     def registers(self) -> int:
         """Registers of a computing thread."""
-        return COMPUTE_REGISTERS[self.warpgroups_m]
+        return COMPUTE_REGISTERS[self.num_warpgroups]
 
     @property
     def _held(self) -> int:
@@ -97,7 +116,7 @@ class Config:
 
     @property
     def staged_bytes(self) -> int:
-        """Shared memory of a warpgroup for results on their way to global memory."""
+        """Shared memory of a tile for results on their way to global memory."""
         return self.block_n * _STAGED_BYTES if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
 
     @property
@@ -110,9 +129,15 @@ class Config:
         """Scales of a stage's rows, with padding: stages must begin at multiples of 128 bytes."""
         return -(-self.block_n // 32) * 32
 
-    def row_stages(self, row_units: int) -> int:
+    @property
+    def partial_sums(self) -> int:
+        """Float32 sums that warpgroups along the columns hand over."""
+        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
+
+    def row_slots(self, row_units: int) -> int:
         """Units of a block's rows for which there is room, where rows have so many."""
-        return max(self.num_stages, row_units) if self.keeps_rows else self.num_stages
+        slots = self.num_stages * self.warpgroups_k
+        return max(slots, row_units) if self.keeps_rows else slots
 
     def shared_memory(self, unit_bytes: int, row_units: int) -> int:
         """Bytes of shared memory that the kernel uses, at most.
@@ -121,10 +146,11 @@ class Config:
             unit_bytes: of a unit of the weight.
             row_units: units of 128 columns that a row has, of x or h, whichever has more.
         """
-        rows = self.row_stages(row_units) * (self.block_n * ROW_BYTES + 4 * self.scales_n)
-        of_warpgroups = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
+        weights = self.num_stages * self.num_warpgroups * unit_bytes
+        rows = self.row_slots(row_units) * (self.block_n * ROW_BYTES + 4 * self.scales_n)
+        of_tiles = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
         others = _BARRIER_BYTES + _ROUNDING_BYTES * (self.one_launch + self.keeps_rows)
-        return self.num_stages * self.warpgroups_m * unit_bytes + rows + of_warpgroups + others
+        return weights + rows + of_tiles + 4 * self.partial_sums + others
 
     def parts_of(self, width: int, decoded: bool) -> int:
         """How many products of equally many rows a block of so many is computed in."""
@@ -134,7 +160,7 @@ class Config:
     @property
     def tokens_may_be_a(self) -> bool:
         """Whether blocks are such that tokens may be the operand A, for which see `token_fragments`."""
-        return self.warpgroups_m == 2 and self.block_n % MAX_WIDTH == 0
+        return (self.warpgroups_m, self.warpgroups_k) == (2, 1) and self.block_n % MAX_WIDTH == 0
 
     def check(self, shape: "Shape") -> None:
         """Raises ValueError unless it can run the shape."""
@@ -144,8 +170,11 @@ class Config:
         if self.keeps_rows and shape.num_tokens > self.warpgroups_m:
             rule = f"must be False for more tokens than `warpgroups_m` (={self.warpgroups_m}), here {shape.num_tokens}"
             raise ValueError(f"`keeps_rows` (={self.keeps_rows}) {rule}")
-        if self.split_k > 1 and shape.units[1] == 1:  # Pallas has TMA read a unit, if it is all, for those behind it
+        # Pallas has TMA read a unit, if it is all, for those behind it.
+        if self.split_k > 1 and shape.units[1] == 1:
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
+        if self.warpgroups_k > 1 and min(shape.units) == 1:
+            raise ValueError(f"`warpgroups_k` (={self.warpgroups_k}) must be 1 where a row has one unit of columns")
         if self.own_sums and shape.by_block:
             raise ValueError(f"`own_sums` (={self.own_sums}) must be False where scales belong to 128 columns")
         if self.own_sums and not shape.sums_may_be_own:
@@ -207,6 +236,13 @@ class Shape(NamedTuple):
         return not self.by_block and max(self.units) <= MAX_OWN_UNITS
 
     @property
+    def columns_pay_to_share(self) -> bool:
+        """Whether warpgroups had better share an item's columns, with few rows: there are more items then, and these
+        are divided more evenly."""
+        few = self.rows <= _ROWS_TO_SHARE
+        return few and not self.by_block and min(self.units) >= _UNITS_TO_SHARE
+
+    @property
     def experts_in_use(self) -> int:
         """Of random routing."""
         idle = (1 - self.top_k / self.num_experts) ** self.num_tokens
@@ -219,6 +255,7 @@ def deepest(
     warpgroups_m: int,
     units: int,
     split_k: int = 1,
+    warpgroups_k: int = 1,
     *,
     own_sums: bool = False,
     one_launch: bool = False,
@@ -227,9 +264,9 @@ def deepest(
     """The configuration with as many stages as fit, or as pay. ValueError where not even `units` of them fit."""
     most = MAX_STAGES
     if one_launch:
-        ring = _RING_BYTES_OF_KEPT if keeps_rows else _RING_BYTES
-        most = min(most, max(ring // (warpgroups_m * shape.unit_bytes), _RING_STEPS * units))
-    config = Config(block_n, warpgroups_m, units, most, split_k, own_sums, one_launch, keeps_rows)
+        ring = _RING_BYTES_OF_KEPT if keeps_rows else _RING_BYTES_OF_SHARED if warpgroups_k > 1 else _RING_BYTES
+        most = min(most, max(ring // (warpgroups_m * warpgroups_k * shape.unit_bytes), _RING_STEPS * units))
+    config = Config(block_n, warpgroups_m, units, most, split_k, warpgroups_k, own_sums, one_launch, keeps_rows)
     while (needed := config.shared_memory(shape.unit_bytes, max(shape.units))) > SHARED_MEMORY:
         if config.num_stages == units:
             check_stages(config, needed)
@@ -244,19 +281,23 @@ def heuristic(shape: Shape) -> Config:
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
-    return _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
+    config = _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
+    if config.one_launch and not config.keeps_rows and shape.columns_pay_to_share:
+        return _deepest(shape, (shape.block_n, 1, 2, 1, _SHARING))
+    return config
 
 
 def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> Config:
-    """`deepest` of blocks, warpgroups, units and parts.
+    """`deepest` of a cut.
 
     In one launch where a warpgroup has few rows to round; with rows kept where that costs no more than half the stages.
     """
-    block_n, warpgroups_m = cut[:2]
-    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * warpgroups_m * shape.num_cores
-    one_launch = few and block_n <= _MAX_OF_ONE_LAUNCH
-    config = deepest(shape, *cut, own_sums=own_sums, one_launch=one_launch)
-    if one_launch and shape.num_tokens <= warpgroups_m and not shape.weighted:
+    config = deepest(shape, *cut, own_sums=own_sums)
+    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * config.num_warpgroups * shape.num_cores
+    if not few or config.block_n > _MAX_OF_ONE_LAUNCH:
+        return config
+    config = deepest(shape, *cut, own_sums=own_sums, one_launch=True)
+    if shape.num_tokens <= config.warpgroups_m and not shape.weighted:
         with suppress(ValueError):
             keeping = deepest(shape, *cut, own_sums=own_sums, one_launch=True, keeps_rows=True)
             if max(keeping.units + 1, config.num_stages / 2) <= keeping.num_stages:
@@ -293,14 +334,16 @@ def _cost(shape: Shape, block_n: int, warpgroups_m: int, units: int, split_k: in
 def candidates(shape: Shape) -> list[Config]:
     """What is worth a try, the heuristic first: few, since each is compiled, which takes half a minute."""
     first = heuristic(shape)
-    n, m, split = first.block_n, first.warpgroups_m, first.split_k
+    n, m, split, k = first.block_n, first.warpgroups_m, first.split_k, first.warpgroups_k
     if n <= MAX_WIDTH:
-        near = [(n + more, m, 2, split) for more in (-16, -8, 8, 16)]
-        cuts = [*_cuts(shape), *near, *((n, m, units, split) for units in (1, 3, 4))]
+        near = [(n + more, m, 2, split, k) for more in (-16, -8, 8, 16)]
+        shared = [(n, *cut) for cut in ((1, 2, 1, 3), (1, 2, 1, 4), (1, 2, 1, 5), (2, 2, 1, 2))] if n <= 16 else []
+        cuts = [*_cuts(shape), *shared, *near, *((n, m, units, split, k) for units in (1, 3, 4))]
         ways = [partial(_deepest, shape, cut) for cut in cuts]
         of_launches = [(False, False), (True, False), *([(True, True)] if first.keeps_rows else [])]
         for one_launch, keeps_rows in of_launches:
-            ways.append(partial(deepest, shape, n, m, first.units, split, one_launch=one_launch, keeps_rows=keeps_rows))
+            how = {"one_launch": one_launch, "keeps_rows": keeps_rows}
+            ways.append(partial(deepest, shape, n, m, first.units, split, k, **how))
         ways += [partial(_with_stages, shape, first, first.num_stages + more) for more in (-2, -1, 1, 2)]
     else:
         if shape.decoded:

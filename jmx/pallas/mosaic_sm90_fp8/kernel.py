@@ -11,6 +11,8 @@ are kept); one to five warpgroups compute (`computing`):
     rows      | X0 | X1 | X2 | ...                             full[slot] -->
     compute   | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...              --> empty[slot]
 
+Or warpgroups share the columns of an item, a unit of each stage each, and add up what they have at its end.
+
 Results leave by way of shared memory, and are on their way while the next item is computed.
 
 Between the products rows of h are rounded anew, for which a token's h has to be there as a whole. Where rows are few,
@@ -28,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
+from jmx.pallas.mosaic_sm90 import fragments
 from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8.computing import compute
@@ -60,7 +63,8 @@ def grouped_products(
     Returns:
         (split_k * R, rows.num_outputs) of the last job: the parts' sums one below the other.
     """
-    num_compute, num_stages, block_n = config.warpgroups_m, config.num_stages, config.block_n
+    num_compute, num_stages, block_n = config.num_warpgroups, config.num_stages, config.block_n
+    tiles, units = config.warpgroups_m, config.warpgroups_k  # of a stage
     first = jobs[0]
     by_block, decoded = first.rows.by_block, first.product.decoded
     given = [Operands.of(job) for job in jobs]
@@ -137,17 +141,20 @@ def grouped_products(
                         fetch_rows(task)
 
     values, scales = first.product.weight.values, given[0].scales
-    value_stages = (num_stages, num_compute, value_rows(first.product.format), values.shape[-1])
-    row_stages = config.row_stages(max(job.product.units for job in jobs))
+    value_stages = (num_stages, tiles, units * value_rows(first.product.format), values.shape[-1])
+    row_slots = config.row_slots(max(job.product.units for job in jobs))
     of_weights = [
         plgpu.SMEM(value_stages, values.dtype, transforms=() if decoded else fp8.SWIZZLED),
-        None if scales is None else plgpu.SMEM((num_stages, num_compute, 1, scales.shape[-1]), scales.dtype),
+        None if scales is None else plgpu.SMEM((num_stages, tiles, units, scales.shape[-1]), scales.dtype),
     ]
     of_rows = [
-        plgpu.SMEM((row_stages, block_n, UNIT_COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
-        plgpu.SMEM((row_stages, 1, config.scales_n), jnp.float32) if by_block else None,
+        plgpu.SMEM((row_slots, block_n, UNIT_COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
+        plgpu.SMEM((row_slots, 1, config.scales_n), jnp.float32) if by_block else None,
     ]
-    copies = sum(stage is not None for stage in ([*of_weights] if kept else [*of_weights, *of_rows]))
+    copies = sum(one is not None for one in of_weights)  # into a stage
+    if not kept:
+        copies += units * sum(one is not None for one in of_rows)
+    added = (tiles, units - 1, 2, fragments.row_size(block_n))
     scratch = [
         of_rows[0],
         *of_weights,
@@ -155,6 +162,9 @@ def grouped_products(
         plgpu.SMEM((num_compute, WORDS), jnp.int32) if unrounded else None,
         plgpu.SMEM((config.scales_n,), jnp.float32) if kept and not by_block else None,
         plgpu.Barrier(num_barriers=KEPT_BARRIERS, num_arrivals=num_compute) if kept else None,
+        plgpu.SMEM(added, jnp.float32) if units > 1 else None,
+        plgpu.Barrier(num_barriers=tiles, num_arrivals=units - 1) if units > 1 else None,
+        plgpu.Barrier(num_barriers=tiles) if units > 1 else None,
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
         plgpu.Barrier(num_barriers=2, num_arrivals=1),
@@ -164,7 +174,7 @@ def grouped_products(
     for job in jobs:
         columns, staged = job.product.tile_columns, job.product.staged(config)
         transforms = fp8.swizzled_rows(columns, job.product.dtype)
-        on_their_way.append(plgpu.SMEM((num_compute, staged, columns), job.product.dtype, transforms=transforms))
+        on_their_way.append(plgpu.SMEM((tiles, staged, columns), job.product.dtype, transforms=transforms))
     kernel = plgpu.kernel(
         body,
         out_type=[*outputs, *rounded],

@@ -25,6 +25,9 @@ class Shared(NamedTuple):
     of_warps: Any  # words of each warpgroup, for rounding
     row_scales: Any  # of rows that are kept
     of_kept: Any
+    sums: Any  # that warpgroups along the columns hand over, and then barriers: that they are there, and were read
+    sums_full: Any
+    sums_empty: Any
     full: Any
     empty: Any
     turns: Any
@@ -42,14 +45,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """See above. Items go round the multiprocessors; each passes through the ring a unit of columns at a time.
+    """See above. Items go round the multiprocessors; each passes through the ring a stage of its columns at a time.
 
     Args:
         job: what is computed.
         g: its arrays, as refs.
         work: its blocks of rows, with refs.
         out_g: ref of the result.
-        out_s: ref of it in shared memory, a warpgroup's each.
+        out_s: ref of it in shared memory, a tile's each.
         shared: refs of the rest of that.
         here: where this thread is.
         rounding: of the rows, where that is part of the launch.
@@ -96,9 +99,27 @@ class Task:
         return cls(job, g, work, out_g, out_s, shared, here, rounding, *launch, num_items, num_mine)
 
     @property
+    def wm(self) -> Array:
+        """Which of the warpgroups along the weight's rows this one is."""
+        mine, config = self.here.warpgroup, self.config
+        return mine if config.warpgroups_k == 1 else lax.rem(mine, config.warpgroups_m)
+
+    @property
+    def wk(self) -> Array | int:
+        """The same along the columns."""
+        mine, config = self.here.warpgroup, self.config
+        return 0 if config.warpgroups_k == 1 else lax.div(mine, config.warpgroups_m)
+
+    @property
+    def stages(self) -> int:
+        """Stages of an item, which is one part of the columns; behind the weight's last unit are zeros."""
+        units = -(-self.job.product.units // self.job.split_k)
+        return -(-units // self.config.warpgroups_k)
+
+    @property
     def units(self) -> int:
-        """Units of an item, which is one part of the columns; behind the weight's last one are zeros."""
-        return -(-self.job.product.units // self.job.split_k)
+        """Units of an item."""
+        return self.stages * self.config.warpgroups_k
 
     @property
     def tokens_may_be_a(self) -> bool:
@@ -116,7 +137,7 @@ class Task:
 
     def first_slot(self, turn: Array) -> Array:
         """Where in the ring an item begins."""
-        return lax.rem(self.here.stages_before + turn * self.units, self.config.num_stages)
+        return lax.rem(self.here.stages_before + turn * self.stages, self.config.num_stages)
 
     def after(self, slot: Array) -> Array:
         return jnp.where(slot + 1 == self.config.num_stages, 0, slot + 1)
@@ -124,8 +145,8 @@ class Task:
     @property
     def next_place(self) -> Place:
         """Where this thread is in the job behind, whose items go on from where these end."""
-        behind = self.here.first_item + self.num_mine * self.num_cores - self.num_items
-        return self.here._replace(first_item=behind, stages_before=self.here.stages_before + self.num_mine * self.units)
+        here, behind = self.here, self.here.first_item + self.num_mine * self.num_cores - self.num_items
+        return here._replace(first_item=behind, stages_before=here.stages_before + self.num_mine * self.stages)
 
 
 def _steps(job: Job, config: Config) -> int:
