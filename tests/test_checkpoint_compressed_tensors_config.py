@@ -34,6 +34,7 @@ SCHEMES = {
     "fp8_channel_dynamic": Scheme("fp8_channel", "fp8_token", "float-quantized"),
     "fp8_block_static": Scheme("fp8_block", "fp8_static", "float-quantized"),
     "fp8_block_dynamic": Scheme("fp8_block", "fp8_block", "float-quantized"),
+    "fp8_block_groups": Scheme("fp8_block", "fp8_block", "float-quantized"),
     "w4a16_g32": Scheme("int4_g32", None, "pack-quantized"),
     "w4a16_g64": Scheme("int4_g64", None, "pack-quantized"),
     "w4a16_g128": Scheme("int4_g128", None, "pack-quantized"),

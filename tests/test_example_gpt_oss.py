@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import aot
+import golden_experts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from float_checkpoints import float_gpt_oss
+from golden_experts import Family, check_tokens, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -36,6 +38,7 @@ from examples.gpt_oss.generate import TINY, main
 from examples.gpt_oss.rope import yarn_angles, yarn_frequencies
 from jmx import ffi
 from jmx.checkpoint import CheckpointError, quantizing
+from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
 from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
@@ -58,11 +61,6 @@ def small() -> Runner:
     """Two layers, one that slides and one that does not, where a model is only held against itself."""
     config = dataclasses.replace(read_config(TINY), num_hidden_layers=2, layer_types=(SLIDING, FULL))
     return Runner(from_source(RandomSource(config), dtype=jnp.float32))
-
-
-def relative_error(got: jax.typing.ArrayLike, expected: np.ndarray) -> float:
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 @jax.jit
@@ -217,6 +215,24 @@ def test_whole_models_of_other_tools_give_the_references_logits(
     tokens = np.array([*runner.generate(prompts, Sampler(), 4)])
     logits, _ = runner.prefill([p + t for p, t in zip(prompts, tokens.T.tolist(), strict=True)], all_logits=True)
     assert np.array_equal(tokens, np.asarray(logits).argmax(-1)[:, length - 1 : length + 3].T)
+
+
+def random_source(layer: Layer) -> RandomSource:
+    sizes = {"hidden_size": layer.hidden_size, "intermediate_size": layer.intermediate_size}
+    config = dataclasses.replace(read_config(TINY), num_hidden_layers=1, layer_types=(FULL,), **sizes)
+    return RandomSource(dataclasses.replace(config, num_experts=layer.num_experts, top_k=2))
+
+
+def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    config = read_config(TINY)
+    most = config.swiglu_limit
+    gate, up = np.minimum(gate, most), np.clip(up, -most, most)
+    return gate / (1 + np.exp(-config.swiglu_alpha * gate)) * (up + config.swiglu_beta)
+
+
+@pytest.mark.parametrize("name", golden_experts.NAMES)
+def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
+    check_tokens(golden_experts.DATA / name, Family(random_source, from_source, clamped, biases=True), rng)
 
 
 def test_floats_without_a_format_are_refused(one_layer: tuple[Path, GptOss]) -> None:

@@ -1,23 +1,22 @@
 """Qwen3-MoE whole: against transformers' numbers for the same checkpoints, and from every scheme's golden file."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import shutil
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aot
+import golden_experts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from input_formats import worth
+from golden_experts import EXPERTS, Family, check_tokens, relative_error
 from safetensors.numpy import load_file, save_file
 
 import jmx
@@ -28,22 +27,11 @@ from examples.qwen3_moe import CONFIGS, Cache, RandomSource, Runner, Sampler, fr
 from examples.qwen3_moe.generate import main
 from examples.qwen3_moe.load import expert_sizes, layer_shapes, top_shapes
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
-from jmx.inputs import INPUT_FORMATS
-from jmx.routing import Method
+from jmx.checkpoint.compressed_tensors.layers import Layer
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"
 NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")
-EXPERTS = "model.layers.0.mlp.experts"
-
-# Of the logits of a layer alone, where experts round their inputs as files declare, beside inputs that are not rounded.
-# That is for scales that are found as tokens come: the golden files' static ones are random.
-INPUT_ERRORS = {"int8_token": 0.1, "fp8_token": 0.15, "fp8_block": 0.15, "mxfp4": 0.6}
-
-
-def relative_error(got: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def quietly(name: str | Path, **arguments: Any) -> Model:
@@ -177,62 +165,19 @@ def test_floats_rounded_as_they_are_read_are_those_that_convert_writes(tmp_path:
 # Every scheme's golden file, as the experts of a model whose other weights are random
 
 
-class GoldenSource(RandomSource):
-    def __init__(self, path: Path, *, expand: bool):
-        self.reader = compressed_tensors.Reader(path)
-        layer = self.reader.layer(EXPERTS)
-        sizes = {"hidden_size": layer.hidden_size, "moe_intermediate_size": layer.intermediate_size}
-        config = dataclasses.replace(read_config(GOLDEN / "other"), num_hidden_layers=1, dense_layers=(), **sizes)
-        super().__init__(dataclasses.replace(config, num_experts=layer.num_experts, top_k=2))
-        self.expand = expand
-        declared = layer.scheme.inputs
-        fits = declared != "fp8_block" or layer.hidden_size % 128 == layer.intermediate_size % 128 == 0
-        self.inputs = declared if fits else None
-
-    def experts(self, layer: int) -> Any:
-        experts = self.reader.experts(EXPERTS, "packed", inputs=self.inputs is not None and not self.expand)
-        return FloatExperts(*experts.dequantize(jnp.float32)) if self.expand else experts
+def random_source(layer: Layer) -> RandomSource:
+    sizes = {"hidden_size": layer.hidden_size, "moe_intermediate_size": layer.intermediate_size}
+    config = dataclasses.replace(read_config(GOLDEN / "other"), num_hidden_layers=1, dense_layers=(), **sizes)
+    return RandomSource(dataclasses.replace(config, num_experts=layer.num_experts, top_k=2))
 
 
-class RoundedMoE(nnx.Module):
-    """Experts in numpy, which rounds what both products take."""
-
-    def __init__(self, experts: jmx.Experts, routing: Method):
-        scales = experts.gate_up_input_scale, experts.down_input_scale
-        given = *experts.dequantize(jnp.float32), *(scale for scale in scales if scale is not None)
-        self.arrays = nnx.List([nnx.Param(array) for array in given])
-        assert experts.input_format is not None
-        self.format, self.routing = INPUT_FORMATS[experts.input_format], routing
-
-    def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        assert mask is None
-        rows = x.reshape(-1, x.shape[-1])
-        routing = jmx.route(jmx.Logits(logits.reshape(len(rows), -1), self.routing))
-        shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-        arrays = [array[...] for array in self.arrays]
-        return jax.pure_callback(self.products, shape, rows, routing, arrays).reshape(x.shape)
-
-    def products(self, rows: Any, routing: Any, arrays: Any) -> np.ndarray:
-        rows, *arrays = (np.asarray(array, np.float64) for array in (rows, *arrays))
-        gate_up, down, *scales = arrays
-        ids, weights = map(np.asarray, routing)
-        rounded = [partial(worth, format=self.format, static=s) for s in scales or (None, None)]
-        out = np.zeros(rows.shape)
-        for token, slot in np.ndindex(ids.shape):
-            expert = ids[token, slot]
-            gate, up = np.split(rounded[0](rows[token]) @ gate_up[expert].T, 2)
-            h = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
-            out[token] += weights[token, slot] * (rounded[1](h) @ down[expert].T)
-        return out.astype(np.float32)
+def silu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
 
 
-GOLDENS = sorted(path.name for path in (DATA / "compressed_tensors").iterdir() if path.is_dir())
-GOLDENS = [name for name in GOLDENS if "gpt_oss" not in name]
-
-
-@pytest.mark.parametrize("name", GOLDENS)
+@pytest.mark.parametrize("name", golden_experts.NAMES)
 def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Generator) -> None:
-    check_tokens(DATA / "compressed_tensors" / name, rng)
+    check_tokens(golden_experts.DATA / name, Family(random_source, from_source, silu), rng)
 
 
 @pytest.mark.parametrize(("name", "most"), [("modelopt_nvfp4", 0.2), ("modelopt_fp8", 0.05)])
@@ -247,51 +192,6 @@ def test_a_whole_model_from_modelopt_gives_the_references_logits(name: str, most
         errors.append(relative_error(logits, golden["logits"]))
     assert errors[0] <= 1e-5
     assert 1e-3 < errors[1] <= most
-
-
-def test_tokens_come_from_inputs_in_groups_of_128(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Which do not divide the sizes of that scheme's golden file: here is one of others, with its config."""
-    golden = json.loads((DATA / "compressed_tensors" / "fp8_block_dynamic" / "config.json").read_text())
-    tensors = {
-        f"{EXPERTS}.{expert}.{part}_proj.weight": rng.normal(size=(128, 128)).astype(np.float32) / 11
-        for expert in range(3)
-        for part in ("gate", "up", "down")
-    }
-    (tmp_path / "floats").mkdir()
-    save_file(tensors, tmp_path / "floats" / "model.safetensors")
-    (tmp_path / "floats" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 3}))
-    quantizing.convert(tmp_path / "floats", tmp_path / "made", jmx.FORMATS["fp8_block"])
-    config = golden | {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 3}
-    (tmp_path / "made" / "config.json").write_text(json.dumps(config))
-    assert GoldenSource(tmp_path / "made", expand=False).inputs == "fp8_block"
-    check_tokens(tmp_path / "made", rng)
-
-
-def check_tokens(path: Path, rng: np.random.Generator) -> None:
-    source = GoldenSource(path, expand=False)
-    static = source.inputs is not None and INPUT_FORMATS[source.inputs].static
-    differ = static and not path.name.startswith("modelopt")  # which shares them among experts
-    with pytest.warns(UserWarning, match="static input scales differ") if differ else contextlib.nullcontext():
-        model = from_source(source, dtype=jnp.float32)
-    floats = from_source(GoldenSource(path, expand=True), dtype=jnp.float32)
-    experts = model.layers[0].moe.experts
-    assert experts.input_format == source.inputs
-    assert not static or experts.gate_up_input_scale.shape == experts.down_input_scale.shape == ()
-    caches = [Cache.empty(source.config, 2, 16, jnp.float32).layers for _ in range(2)]
-    tokens, errors = jnp.asarray(rng.integers(source.config.vocab_size, size=2)), []
-    if source.inputs is not None:
-        rounded, plain = (step(its, tokens, jnp.zeros(2, jnp.int32), caches[0])[0] for its in (model, floats))
-        assert np.isfinite(np.asarray(rounded)).all()
-        assert 1e-3 < relative_error(rounded, plain) <= INPUT_ERRORS.get(source.inputs, math.inf)
-        floats.layers[0].moe = RoundedMoE(experts, model.layers[0].moe.routing)
-    for position in range(4):
-        starts = jnp.full(2, position)
-        logits, caches[0] = step(model, tokens, starts, caches[0])
-        expected, caches[1] = step(floats, tokens, starts, caches[1])
-        errors.append(relative_error(logits, expected))
-        tokens = Sampler()(logits, position)
-    # In one of some thousand steps an h that stands between two elements is rounded to either.
-    assert sorted(errors)[-2 if source.inputs else -1] <= 1e-5
 
 
 # The parts

@@ -14,10 +14,10 @@ from examples.common.load import RandomWeights, Source, fill
 from examples.gpt_oss.model import GptOss
 from jmx.checkpoint import shards
 from jmx.checkpoint.gpt_oss import Config, Reader, read_config
-from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, HF, layer_shapes, top_shapes
+from jmx.checkpoint.gpt_oss.forms import HF, dense_shapes, top_shapes
 from jmx.checkpoint.gpt_oss.sources import TOP
 from jmx.experts import Experts
-from jmx.formats import MXFP4, Format
+from jmx.formats import FP8_CHANNEL, MXFP4, Format
 
 
 def _published(num_hidden_layers: int, num_experts: int) -> Config:
@@ -69,7 +69,7 @@ class RandomSource:
         return self._weights.dense("top", top_shapes(self.config))
 
     def layer(self, layer: int) -> dict[str, jax.Array]:
-        return self._weights.dense(layer, _dense_shapes(self.config))
+        return self._weights.dense(layer, dense_shapes(self.config))
 
     def experts(self, layer: int) -> Experts:
         config = self.config
@@ -86,7 +86,7 @@ class FileSource:
         config = self.config
         names = {HF.top[name]: shape for name, shape in top_shapes(config).items()}
         for layer in range(config.num_hidden_layers):
-            names |= {_in_layer(layer, HF.layer[name]): shape for name, shape in _dense_shapes(config).items()}
+            names |= {_in_layer(layer, HF.layer[name]): shape for name, shape in dense_shapes(config).items()}
         sizes = config.num_experts, config.hidden_size, config.intermediate_size
         checkpoint.check(names, {_in_layer(i, "mlp.experts"): sizes for i in range(config.num_hidden_layers)})
 
@@ -94,14 +94,10 @@ class FileSource:
         return {name: self._checkpoint.dense(HF.top[name]) for name in top_shapes(self.config)}
 
     def layer(self, layer: int) -> dict[str, jax.Array]:
-        return {n: self._checkpoint.dense(_in_layer(layer, HF.layer[n])) for n in _dense_shapes(self.config)}
+        return {n: self._checkpoint.dense(_in_layer(layer, HF.layer[n])) for n in dense_shapes(self.config)}
 
     def experts(self, layer: int) -> Experts | FloatExperts:
         return self._checkpoint.experts(_in_layer(layer, "mlp.experts"))
-
-
-def _dense_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, shape in layer_shapes(config).items() if name not in EXPERT_NAMES}
 
 
 def _in_layer(layer: int, name: str) -> str:
@@ -152,5 +148,5 @@ def from_source(
     source: Source[Config], *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None
 ) -> GptOss:
     """The model of a source's weights, a layer at a time: the peak is the model and one layer."""
-    make = partial(GptOss, source.config, dtype=dtype, backend=backend)
+    make = partial(GptOss, source.config, format=FP8_CHANNEL, dtype=dtype, backend=backend)  # which has any sizes
     return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source)

@@ -10,7 +10,7 @@ from examples.gpt_oss.rope import yarn_angles
 from jmx.activations import SwiGLU
 from jmx.checkpoint.gpt_oss import Config
 from jmx.experts import Experts
-from jmx.formats import MXFP4
+from jmx.formats import MXFP4, Format
 
 
 class GptOss(Model):
@@ -20,15 +20,22 @@ class GptOss(Model):
 
     Args:
         config: sizes and constants (`jmx.checkpoint.gpt_oss.Config`).
+        format: of the experts, until others are put in their place.
         dtype: bfloat16 or float32.
         backend: name of the jmx backend that must run, or None.
         rngs: `nnx.Rngs`, of which `params` is drawn.
     """
 
     def __init__(
-        self, config: Config, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None, rngs: nnx.Rngs
+        self,
+        config: Config,
+        *,
+        format: Format = MXFP4,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        backend: str | None = None,
+        rngs: nnx.Rngs,
     ):
-        self.config, self.dtype, self.backend = config, jnp.dtype(dtype), backend
+        self.config, self.format, self.dtype, self.backend = config, format, jnp.dtype(dtype), backend
 
         def block(layer_type: str) -> Block:
             window = config.sliding_window if layer_type == "sliding_attention" else None
@@ -48,7 +55,7 @@ class GptOss(Model):
             config.intermediate_size,
             config.num_experts,
             config.top_k,
-            format=MXFP4 if experts is None else experts.format,
+            format=self.format if experts is None else experts.format,
             activation=SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit),
             gate_up_order="interleaved" if experts is None else experts.gate_up_order,
             bias=True,

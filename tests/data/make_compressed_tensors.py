@@ -1,4 +1,4 @@
-"""How compressed_tensors/ was made: by that package's 0.20.0, with torch 2.13 and transformers 5.23, on a CPU.
+"""How compressed_tensors/ was made: by that package's 0.20.0, with torch 2.13 or 2.15 and transformers 5.23, on a CPU.
 
     python tests/data/make_compressed_tensors.py tests/data/compressed_tensors
 
@@ -92,6 +92,7 @@ CASES = {
     "w4a8_g32": Case(integers(4, 32), TOKEN),
     "w4afp8_g32": Case(integers(4, 32), FP8_TOKEN),
     "w8a8_channel": Case(integers(8, None), TOKEN),
+    "fp8_block_groups": Case(BLOCK, FP8_GROUP, **WIDE),  # of inputs, which divide the sizes
 }
 ORDERED_CASES = {
     "w4a16_g32_order": Case(integers(4, 32, actorder="group")),

@@ -104,9 +104,9 @@ def top_shapes(config: Config) -> dict[str, Shape]:
     return {"embedding": (vocab, hidden), "final_norm": (hidden,), "unembedding": (vocab, hidden)}
 
 
-def layer_shapes(config: Config) -> dict[str, Shape]:
-    """Shapes of a layer's neutral tensors, packed ones as `jmx.formats` packs them."""
-    hidden, experts = config.hidden_size, config.num_experts
+def dense_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of a layer's neutral tensors but for its experts."""
+    hidden = config.hidden_size
     rows = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
     rows = {name: heads * config.head_dim for name, heads in rows.items()}
     shapes: dict[str, Shape] = {"input_norm": (hidden,), "post_attention_norm": (hidden,)}
@@ -114,7 +114,12 @@ def layer_shapes(config: Config) -> dict[str, Shape]:
     shapes |= {"sinks": (config.num_attention_heads,), "o_weight": (hidden, rows["q"])}
     if config.attention_bias:
         shapes |= {f"{name}_bias": (size,) for name, size in (rows | {"o": hidden}).items()}
-    shapes |= {"router_weight": (experts, hidden), "router_bias": (experts,)}
+    return shapes | {"router_weight": (config.num_experts, hidden), "router_bias": (config.num_experts,)}
+
+
+def layer_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of a layer's neutral tensors, packed ones as `jmx.formats` packs them."""
+    hidden, experts, shapes = config.hidden_size, config.num_experts, dense_shapes(config)
     sizes = {"gate_up": (2 * config.intermediate_size, hidden), "down": (hidden, config.intermediate_size)}
     for role, (size, contracted) in sizes.items():
         packed = MXFP4.abstract((experts, size, contracted), packed=True)

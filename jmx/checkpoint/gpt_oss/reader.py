@@ -66,7 +66,7 @@ class Reader:
     def layer(self, layer: int, sharding: ShardingLike = None) -> dict[str, jax.Array]:
         """A layer's arrays but for its experts, by name (see the class). `sharding` as in `experts`."""
         self._check_layer(layer)
-        names = [name for name in forms.layer_shapes(self.config) if name not in EXPERT_NAMES]
+        names = forms.dense_shapes(self.config)
         return {name: self._read(layer_name(layer, name), name, sharding) for name in names}
 
     def experts(self, layer: int, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
