@@ -31,14 +31,14 @@ TOKENS = 64
 
 _HEAD = """# What runs where
 
-Every format of weights and of inputs on every backend: yes, or the number of the reason that `jmx.explain` gives. [Weight formats](weight_formats.md) and [input formats](input_formats.md) say what they are, to the bit, and [backends](backends.md)
+Every format of weights and of inputs on every backend: yes, or the number of the reason that `jmx.explain` gives; those [for Blackwell](blackwell.md), which run nothing yet, are left out. [Weight formats](weight_formats.md) and [input formats](input_formats.md) say what they are, to the bit, and [backends](backends.md)
 what these need. This page is written by [a script](../benchmarks/support.py) that asks the backends themselves, each on the devices on which it runs, in the layout that it reads, as if it had been built; a test holds the page to it:
 
     python benchmarks/support.py > docs/support.md
 """  # noqa: E501
 
 _TIMES = """
-Behind a yes stand microseconds of a layer, at the fewest and the most tokens of what the letter names; for several formats that a backend reads alike those of one, which is named.
+Behind a yes stand microseconds of a layer, at the fewest and the most tokens of what the letter names; for several formats that a backend reads alike those of one, which is named. Those of `xla` with a (d) are of a CPU and a small layer: that it runs, and is to be compared with nothing else.
 """  # noqa: E501
 
 

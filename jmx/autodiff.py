@@ -1,7 +1,7 @@
 """Derivatives and batching of the layer: custom_vjp around it, custom_vmap inside.
 
 Whatever backend ran forward, the backward pass is the reference's, a few experts at a time out of any layout, so
-weights stay in 4 bits. Reverse mode only. A vmapped call becomes one call on all tokens together.
+weights stay as they are. Reverse mode only. A vmapped call becomes one call on all tokens together.
 """
 
 import dataclasses

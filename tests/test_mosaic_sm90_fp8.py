@@ -255,8 +255,8 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_configurations_fit(name):
-    for tokens in (1, 4, 64, 256, 512, 1024, 8192):
-        shape = shape_of(tokens, name)
+    for tokens, units in itertools.product((1, 4, 6, 16, 64, 256, 512, 1024, 8192), ((23, 23), (23, 1), (1, 23))):
+        shape = shape_of(tokens, name)._replace(units=units)
         for config in candidates(shape):
             config.check(shape)
             assert config.shared_memory(shape.unit_bytes, max(shape.units)) <= SHARED_MEMORY
@@ -331,6 +331,11 @@ def test_warpgroups_share_columns_of_few_rows_where_there_are_many():
     assert heuristic(shape_of(16)._replace(units=(16, 16))).warpgroups_k == 4
     assert heuristic(shape_of(16)._replace(units=(16, 15))).warpgroups_k == 1
     assert heuristic(shape_of(16, "fp8_block")).warpgroups_k == 1
+    assert {heuristic(shape_of(n)._replace(weighted=True)).warpgroups_k for n in (1, 2, 4, 5)} == {1}
+    many = [shape_of(n)._replace(top_k=8, num_experts=256, tiles=(64, 112), units=(56, 16)) for n in range(1, 65)]
+    found = [config for config in map(heuristic, many) if config.warpgroups_k > 1]
+    assert len(found) == 11
+    assert all(config.one_launch for config in found)
 
 
 def test_few_rows_are_rounded_where_they_are_multiplied():

@@ -40,6 +40,7 @@ from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, Tile
 from jmx.pallas.mosaic_sm90.product import BaseProduct
 from jmx.pallas.mosaic_sm90.schedule import Place, Schedule, schedules
+from jmx.pallas.mosaic_sm90.sharing import Sums
 from jmx.pallas.mosaic_sm90.widths import for_width
 
 Array = Any
@@ -153,7 +154,8 @@ def expert_products(
         work = blocks.taken_from(rest)
         written, h_g, out_g, x_s, *rest = rest
         weights_s = Weights(*(None if stage is None else rest.pop(0) for stage in stages))
-        sums_s, full, empty, sums_full, sums_empty = rest
+        sums_s, full, empty, *barriers = rest
+        shared_sums = Sums(sums_s, *barriers)
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         num_blocks = work.number
 
@@ -213,8 +215,9 @@ def expert_products(
                 if config.warpgroups_k == 1:
                     finish(item, width, sums)
                 else:
-                    pl.when(wk > 0)(partial(hand_over, turn, width, sums))
-                    pl.when(wk == 0)(lambda: finish(item, width, take_over(width, sums)))
+                    again = phase.items_before + turn > 0
+                    pl.when(wk > 0)(lambda: shared_sums.hand_over(wm, wk, width, sums, again=again))
+                    pl.when(wk == 0)(lambda: finish(item, width, shared_sums.take_over(wm, width, sums)))
 
             def share(slot: Array, width: int) -> tuple[Weights, Any]:
                 """The warpgroup's tiles in a stage, and the rows that they multiply."""
@@ -251,25 +254,6 @@ def expert_products(
                     return acc, after(slot)
 
                 return lax.fori_loop(0, k_steps, stage, (acc, first_slot(phase, turn)))[0]
-
-            def hand_over(turn: Array, width: int, sums: tuple[Array, Array]) -> None:
-                @pl.when(phase.items_before + turn > 0)
-                def _() -> None:
-                    plgpu.barrier_wait(sums_empty.at[wm])
-
-                for row in range(2):
-                    sums_s[wm, wk - 1, row, pl.ds(0, fragments.row_size(width))] = sums[row]
-                plgpu.barrier_arrive(sums_full.at[wm])
-
-            def take_over(width: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-                plgpu.barrier_wait(sums_full.at[wm])
-                size = fragments.row_size(width)
-                totals = list(sums)
-                for other in range(config.warpgroups_k - 1):
-                    for row in range(2):
-                        totals[row] += fragments.load_rows(sums_s.at[wm, other, row, pl.ds(0, size)], size)
-                plgpu.barrier_arrive(sums_empty.at[wm])
-                return totals[0], totals[1]
 
             def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
                 outs = [total * (2.0**decoder.raised if item.raised is None else item.raised) for total in sums]
@@ -374,9 +358,9 @@ def expert_products(
         for array, rows in zip(given[0].by_tile, rows_of_tile, strict=True)
     ]
     copies = 1 + sum(stage is not None for stage in stages)  # into a stage
-    others = max(1, config.warpgroups_k - 1)
-    shared = config.warpgroups_k > 1
-    sums = (config.warpgroups_m, others, 2, fragments.row_size(block_n)) if shared else (1, 1, 1, 128)
+    sums = Sums.scratch(config.warpgroups_m, max(2, config.warpgroups_k), block_n)
+    if config.warpgroups_k == 1:  # then there are none
+        sums = sums._replace(values=plgpu.SMEM((1, 1, 1, 128), jnp.float32))
     kernel = plgpu.kernel(
         body,
         out_type=outputs,
@@ -387,11 +371,11 @@ def expert_products(
         scratch_types=[
             plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=fragments.SWIZZLED),
             *(stage for stage in stages if stage is not None),
-            plgpu.SMEM(sums, jnp.float32),
+            sums.values,
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
-            plgpu.Barrier(num_barriers=config.warpgroups_m, num_arrivals=others),
-            plgpu.Barrier(num_barriers=config.warpgroups_m),
+            sums.full,
+            sums.empty,
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,

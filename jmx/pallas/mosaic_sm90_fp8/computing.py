@@ -119,9 +119,10 @@ def _add_units(task: Task, turn: Array, zeros: Any, add: Callable[[Any, list[_Sl
             slots.append(task.after(slots[-1]))
         for slot in slots:  # all of them first: no branch may come while products are on their way
             plgpu.barrier_wait(task.shared.full.at[slot])
-        of_rows = [slot * task.config.warpgroups_k + task.wk for slot in slots]
         if task.config.keeps_rows:
             of_rows = [nth * at_once + i for i in range(count)]
+        else:
+            of_rows = [slot * task.config.warpgroups_k + task.wk for slot in slots]
         return add(totals, [*map(_Slots, slots, of_rows)]), task.after(slots[-1])
 
     whole, rest = divmod(task.stages, at_once)
@@ -200,32 +201,9 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
         if config.warpgroups_k == 1:
             send(part, sums)
         else:  # then there is one part
-            pl.when(wk > 0)(partial(_hand_over, task, turn, width, sums))
-            pl.when(wk == 0)(lambda sums=sums: send(0, _take_over(task, width, sums)))
-
-
-def _hand_over(task: Task, turn: Array, width: int, sums: tuple[Array, Array]) -> None:
-    """To the first of the warpgroups along the columns."""
-    shared, wm = task.shared, task.wm
-
-    @pl.when(task.here.stages_before + turn * task.stages > 0)  # there was an item before
-    def _() -> None:
-        plgpu.barrier_wait(shared.sums_empty.at[wm])
-
-    for row in range(2):
-        shared.sums[wm, task.wk - 1, row, pl.ds(0, fragments.row_size(width))] = sums[row]
-    plgpu.barrier_arrive(shared.sums_full.at[wm])
-
-
-def _take_over(task: Task, width: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-    """`sums`, with those of the others."""
-    shared, wm, size, totals = task.shared, task.wm, fragments.row_size(width), [*sums]
-    plgpu.barrier_wait(shared.sums_full.at[wm])
-    for other in range(task.config.warpgroups_k - 1):
-        for row in range(2):
-            totals[row] += fragments.load_rows(shared.sums.at[wm, other, row, pl.ds(0, size)], size)
-    plgpu.barrier_arrive(shared.sums_empty.at[wm])
-    return totals[0], totals[1]
+            again = task.here.stages_before + turn * task.stages > 0
+            pl.when(wk > 0)(partial(shared.sums.hand_over, wm, wk, width, sums, again=again))
+            pl.when(wk == 0)(lambda sums=sums: send(0, shared.sums.take_over(wm, width, sums)))
 
 
 def _multiply_by_token(task: Task, turn: Array, item: _Item, width: int) -> None:

@@ -34,9 +34,10 @@ _RING_STEPS = 3  # that a warpgroup takes, for which such a ring has room in any
 _MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
 _ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
 _COST_OF_A_PART = 6  # of columns, in the units of `_cost`
-_SHARING = 4  # warpgroups that share columns, where that pays: up to so many rows an expert on average,
-_ROWS_TO_SHARE = 2
-_UNITS_TO_SHARE = 16  # and from so many units of columns on
+_SHARING = 4  # warpgroups that share columns, where that pays
+_TOKENS_TO_SHARE = range(6, 17)  # which it was measured for
+_ROWS_TO_SHARE = 2  # that an expert has on average, at most
+_UNITS_TO_SHARE = 16  # of columns, at least
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class Shape(NamedTuple):
     def columns_pay_to_share(self) -> bool:
         """Whether warpgroups had better share an item's columns, with few rows: there are more items then, and these
         are divided more evenly."""
-        few = self.rows <= _ROWS_TO_SHARE
+        few = self.num_tokens in _TOKENS_TO_SHARE and self.rows <= _ROWS_TO_SHARE
         return few and not self.by_block and min(self.units) >= _UNITS_TO_SHARE
 
     @property
@@ -282,9 +283,10 @@ def heuristic(shape: Shape) -> Config:
         return deepest(shape, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
     cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
     config = _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
-    if config.one_launch and not config.keeps_rows and shape.columns_pay_to_share:
-        return _deepest(shape, (shape.block_n, 1, 2, 1, _SHARING))
-    return config
+    if not config.one_launch or config.keeps_rows or not shape.columns_pay_to_share:
+        return config
+    sharing = _deepest(shape, (shape.block_n, 1, 2, 1, _SHARING))
+    return sharing if sharing.one_launch else config
 
 
 def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> Config:
@@ -337,8 +339,9 @@ def candidates(shape: Shape) -> list[Config]:
     n, m, split, k = first.block_n, first.warpgroups_m, first.split_k, first.warpgroups_k
     if n <= MAX_WIDTH:
         near = [(n + more, m, 2, split, k) for more in (-16, -8, 8, 16)]
-        shared = [(n, *cut) for cut in ((1, 2, 1, 3), (1, 2, 1, 4), (1, 2, 1, 5), (2, 2, 1, 2))] if n <= 16 else []
-        cuts = [*_cuts(shape), *shared, *near, *((n, m, units, split, k) for units in (1, 3, 4))]
+        sharing = ((1, 2, 1, 3), (1, 2, 1, 4), (1, 2, 1, 5), (2, 2, 1, 2)) if n <= 16 and min(shape.units) > 1 else ()
+        cuts = [*_cuts(shape), *((n, *cut) for cut in sharing), *near]
+        cuts += [(n, m, units, split, k) for units in (1, 3, 4)]
         ways = [partial(_deepest, shape, cut) for cut in cuts]
         of_launches = [(False, False), (True, False), *([(True, True)] if first.keeps_rows else [])]
         for one_launch, keeps_rows in of_launches:

@@ -1,4 +1,4 @@
-"""What the warps do that fetch: weights and rows of one item after the other into the ring, a unit a stage."""
+"""What the warps do that fetch: weights and rows of one item after the other into the ring, stage by stage."""
 
 from collections.abc import Callable
 from typing import Any

@@ -30,8 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90 import fragments
 from jmx.pallas.mosaic_sm90.launch import launch
+from jmx.pallas.mosaic_sm90.sharing import Sums
 from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
 from jmx.pallas.mosaic_sm90_fp8.computing import compute
 from jmx.pallas.mosaic_sm90_fp8.config import Config
@@ -154,7 +154,6 @@ def grouped_products(
     copies = sum(one is not None for one in of_weights)  # into a stage
     if not kept:
         copies += units * sum(one is not None for one in of_rows)
-    added = (tiles, units - 1, 2, fragments.row_size(block_n))
     scratch = [
         of_rows[0],
         *of_weights,
@@ -162,9 +161,7 @@ def grouped_products(
         plgpu.SMEM((num_compute, WORDS), jnp.int32) if unrounded else None,
         plgpu.SMEM((config.scales_n,), jnp.float32) if kept and not by_block else None,
         plgpu.Barrier(num_barriers=KEPT_BARRIERS, num_arrivals=num_compute) if kept else None,
-        plgpu.SMEM(added, jnp.float32) if units > 1 else None,
-        plgpu.Barrier(num_barriers=tiles, num_arrivals=units - 1) if units > 1 else None,
-        plgpu.Barrier(num_barriers=tiles) if units > 1 else None,
+        *(Sums.scratch(tiles, units, block_n) if units > 1 else (None, None, None)),
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
         plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
         plgpu.Barrier(num_barriers=2, num_arrivals=1),

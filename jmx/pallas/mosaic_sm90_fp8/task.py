@@ -8,6 +8,7 @@ from jax import lax
 
 from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.layout import TILE
+from jmx.pallas.mosaic_sm90.sharing import Sums
 from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.jobs import Job, Operands
 from jmx.pallas.mosaic_sm90_fp8.one_launch import Rounding
@@ -25,13 +26,18 @@ class Shared(NamedTuple):
     of_warps: Any  # words of each warpgroup, for rounding
     row_scales: Any  # of rows that are kept
     of_kept: Any
-    sums: Any  # that warpgroups along the columns hand over, and then barriers: that they are there, and were read
+    sums_values: Any  # and so on: of `sums`
     sums_full: Any
     sums_empty: Any
     full: Any
     empty: Any
     turns: Any
     rounded: Any
+
+    @property
+    def sums(self) -> Sums:
+        """That warpgroups along the columns hand over."""
+        return Sums(self.sums_values, self.sums_full, self.sums_empty)
 
 
 class Place(NamedTuple):
