@@ -19,8 +19,43 @@ _OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
 COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
 
 
+class BaseConfig:
+    """What configurations of both kernels for Hopper have in common: how warpgroups share a block's work."""
+
+    block_n: int
+    warpgroups_m: int
+    warpgroups_k: int
+
+    def check_cut(self, *names: str) -> None:
+        """Raises ValueError unless blocks and warpgroups can be such, and what `names` name is 1 or more."""
+        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
+            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
+        for name in ("warpgroups_m", "warpgroups_k", *names):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
+        if self.num_warpgroups not in COMPUTE_REGISTERS:
+            raise ValueError(
+                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
+            )
+
+    @property
+    def num_warpgroups(self) -> int:
+        """Warpgroups that compute; one more fetches."""
+        return self.warpgroups_m * self.warpgroups_k
+
+    @property
+    def registers(self) -> int:
+        """Registers of a computing thread."""
+        return COMPUTE_REGISTERS[self.num_warpgroups]
+
+    @property
+    def partial_sums(self) -> int:
+        """Float32 sums that warpgroups along the columns hand over."""
+        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(BaseConfig):
     """How a layer is cut: tokens into blocks of rows of one expert, and both products into tiles.
 
     Args:
@@ -40,15 +75,7 @@ class Config:
     split_k: int = 1
 
     def __post_init__(self) -> None:
-        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
-            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
-        for name in ("warpgroups_m", "warpgroups_k", "k_tiles", "num_stages", "split_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
-        if self.num_warpgroups not in COMPUTE_REGISTERS:
-            raise ValueError(
-                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
-            )
+        self.check_cut("k_tiles", "num_stages", "split_k")
         if self.num_stages > MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be at most {MAX_STAGES}")
         if self.block_n > self.max_block_n:
@@ -56,11 +83,6 @@ class Config:
                 f"`block_n` (={self.block_n}) must be at most {self.max_block_n}, for which "
                 f"{self.num_warpgroups} warpgroups have registers"
             )
-
-    @property
-    def num_warpgroups(self) -> int:
-        """Warpgroups that compute; one more fetches."""
-        return self.warpgroups_m * self.warpgroups_k
 
     @property
     def stage_tiles(self) -> int:
@@ -71,11 +93,6 @@ class Config:
     def widths(self) -> tuple[int, ...]:
         """The numbers of rows that the kernel is compiled for."""
         return widths(self.block_n, 8 if self.block_n <= _BY_EIGHT else 16)
-
-    @property
-    def registers(self) -> int:
-        """Registers of a computing thread."""
-        return COMPUTE_REGISTERS[self.num_warpgroups]
 
     @property
     def max_block_n(self) -> int:
@@ -97,11 +114,6 @@ class Config:
     def stage_bytes(self, tile_bytes: int) -> int:
         """Bytes of one stage: weights, and `block_n` rows."""
         return self.stage_tiles * (self.warpgroups_m * tile_bytes + self.block_n * TILE * 2)
-
-    @property
-    def partial_sums(self) -> int:
-        """Float32 sums that warpgroups along the columns hand over."""
-        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
 
 
 def check_stages(config: Any, needed: int) -> None:

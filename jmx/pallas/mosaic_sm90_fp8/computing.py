@@ -88,7 +88,7 @@ def _look_up(task: Task, turn: Array) -> _Item:
 
 def _keep_rows(task: Task, item: _Item) -> None:
     assert task.rounding is not None
-    units = task.units
+    units = task.stages  # nobody shares columns of rows that are kept
     task.rounding.keep(item.x_row, item.count, item.part * units, units, units * task.job.split_k)
 
 

@@ -7,15 +7,13 @@ from functools import partial
 from math import sqrt
 from typing import NamedTuple
 
-from jmx.pallas.mosaic_sm90.config import COMPUTE_REGISTERS, FEW_TOKENS, SHARED_MEMORY, check_stages
-from jmx.pallas.mosaic_sm90.layout import TILE
+from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check_stages
 from jmx.pallas.mosaic_sm90.widths import widths
 
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
 MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
 MAX_OWN_UNITS = 32  # 4096 columns, for which they may be asked to
-MAX_BLOCK_N = 256
 _UNIT_REGISTERS = 16  # of a thread, for a unit that is decoded; a block's sums and totals take one a row
 _HELD = {3: 112, 4: 72, 5: 56}  # such registers that ptxas finds, by warpgroups, where a launch has less than 168
 MAX_WIDTH = 128  # of a product of e4m3 weights, for whose blocks registers hold two totals and one sum
@@ -41,7 +39,7 @@ _UNITS_TO_SHARE = 16  # of columns, at least
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(BaseConfig):
     """A configuration.
 
     Args:
@@ -69,15 +67,7 @@ class Config:
     keeps_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
-            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
-        for name in ("warpgroups_m", "warpgroups_k", "split_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
-        if self.num_warpgroups not in COMPUTE_REGISTERS:
-            raise ValueError(
-                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
-            )
+        self.check_cut("split_k")
         if self.warpgroups_k > 1 and self.block_n > MAX_WIDTH:
             raise ValueError(f"`warpgroups_k` (={self.warpgroups_k}) must be 1 above {MAX_WIDTH} rows of a block")
         if not 1 <= self.units <= MAX_UNITS:
@@ -96,16 +86,6 @@ class Config:
             raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False without `one_launch`")
         if self.keeps_rows and self.warpgroups_k > 1:
             raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False with `warpgroups_k` above 1")
-
-    @property
-    def num_warpgroups(self) -> int:
-        """Warpgroups that compute."""
-        return self.warpgroups_m * self.warpgroups_k
-
-    @property
-    def registers(self) -> int:
-        """Registers of a computing thread."""
-        return COMPUTE_REGISTERS[self.num_warpgroups]
 
     @property
     def _held(self) -> int:
@@ -129,11 +109,6 @@ class Config:
     def scales_n(self) -> int:
         """Scales of a stage's rows, with padding: stages must begin at multiples of 128 bytes."""
         return -(-self.block_n // 32) * 32
-
-    @property
-    def partial_sums(self) -> int:
-        """Float32 sums that warpgroups along the columns hand over."""
-        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
 
     def row_slots(self, row_units: int) -> int:
         """Units of a block's rows for which there is room, where rows have so many."""
@@ -250,6 +225,16 @@ class Shape(NamedTuple):
         return round(self.num_experts * (1 - idle))
 
 
+class _Cut(NamedTuple):
+    """What a configuration is chosen by; the rest follows."""
+
+    block_n: int
+    warpgroups_m: int
+    units: int = 2
+    split_k: int = 1
+    warpgroups_k: int = 1
+
+
 def deepest(
     shape: Shape,
     block_n: int,
@@ -281,25 +266,24 @@ def heuristic(shape: Shape) -> Config:
         own_sums = shape.decoded and shape.sums_may_be_own
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
-    cuts = [cut for cut in _cuts(shape) if cut[0] == shape.block_n or cut[0] >= _ROOM * shape.rows]
-    config = _deepest(shape, min(cuts, key=lambda cut: _cost(shape, *cut)))
+    cuts = [cut for cut in _cuts(shape) if cut.block_n == shape.block_n or cut.block_n >= _ROOM * shape.rows]
+    config = _deepest(shape, min(cuts, key=partial(_cost, shape)))
     if not config.one_launch or config.keeps_rows or not shape.columns_pay_to_share:
         return config
-    sharing = _deepest(shape, (shape.block_n, 1, 2, 1, _SHARING))
+    sharing = _deepest(shape, _Cut(shape.block_n, 1, warpgroups_k=_SHARING))
     return sharing if sharing.one_launch else config
 
 
-def _deepest(shape: Shape, cut: tuple[int, ...], *, own_sums: bool = False) -> Config:
+def _deepest(shape: Shape, cut: _Cut, *, own_sums: bool = False) -> Config:
     """`deepest` of a cut.
 
     In one launch where a warpgroup has few rows to round; with rows kept where that costs no more than half the stages.
     """
-    config = deepest(shape, *cut, own_sums=own_sums)
-    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * config.num_warpgroups * shape.num_cores
-    if not few or config.block_n > _MAX_OF_ONE_LAUNCH:
-        return config
-    config = deepest(shape, *cut, own_sums=own_sums, one_launch=True)
-    if shape.num_tokens <= config.warpgroups_m and not shape.weighted:
+    num_warpgroups = cut.warpgroups_m * cut.warpgroups_k
+    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * num_warpgroups * shape.num_cores
+    one_launch = few and cut.block_n <= _MAX_OF_ONE_LAUNCH
+    config = deepest(shape, *cut, own_sums=own_sums, one_launch=one_launch)
+    if one_launch and shape.num_tokens <= cut.warpgroups_m and not shape.weighted:
         with suppress(ValueError):
             keeping = deepest(shape, *cut, own_sums=own_sums, one_launch=True, keeps_rows=True)
             if max(keeping.units + 1, config.num_stages / 2) <= keeping.num_stages:
@@ -313,49 +297,50 @@ def _with_stages(shape: Shape, config: Config, num_stages: int) -> Config:
     return config
 
 
-def _cuts(shape: Shape) -> list[tuple[int, int, int, int]]:
-    """Blocks, warpgroups, units and parts to choose from."""
+def _cuts(shape: Shape) -> list[_Cut]:
+    """Those to choose from."""
     splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
     held = ((m, _HELD.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
-    return [(min(shape.block_n, most), m, 2, split) for m, most in held for split in splits]
+    return [_Cut(min(shape.block_n, most), m, split_k=split) for m, most in held for split in splits]
 
 
-def _cost(shape: Shape, block_n: int, warpgroups_m: int, units: int, split_k: int) -> int:
+def _cost(shape: Shape, cut: _Cut) -> int:
     """What the busiest multiprocessor has to do: units, of which an item's take as long as one warpgroup's more would.
 
     Of some ten configurations each at 1, 4 and 64 tokens it is least for the one that was the fastest on an H200.
     """
-    del block_n, units
-    cost = _COST_OF_A_PART * split_k
-    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, split_k), strict=True):
-        items = shape.experts_in_use * -(-tiles // warpgroups_m) * parts
-        cost += -(-items // shape.num_cores) * -(-columns // parts) * (warpgroups_m + 1)
+    cost = _COST_OF_A_PART * cut.split_k
+    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, cut.split_k), strict=True):
+        items = shape.experts_in_use * -(-tiles // cut.warpgroups_m) * parts
+        cost += -(-items // shape.num_cores) * -(-columns // parts) * (cut.warpgroups_m + 1)
     return cost
 
 
 def candidates(shape: Shape) -> list[Config]:
     """What is worth a try, the heuristic first: few, since each is compiled, which takes half a minute."""
     first = heuristic(shape)
-    n, m, split, k = first.block_n, first.warpgroups_m, first.split_k, first.warpgroups_k
+    n = first.block_n
     if n <= MAX_WIDTH:
-        near = [(n + more, m, 2, split, k) for more in (-16, -8, 8, 16)]
-        sharing = ((1, 2, 1, 3), (1, 2, 1, 4), (1, 2, 1, 5), (2, 2, 1, 2)) if n <= 16 and min(shape.units) > 1 else ()
-        cuts = [*_cuts(shape), *((n, *cut) for cut in sharing), *near]
-        cuts += [(n, m, units, split, k) for units in (1, 3, 4)]
+        its = _Cut(n, first.warpgroups_m, first.units, first.split_k, first.warpgroups_k)
+        cuts = _cuts(shape)
+        if n <= 16 and min(shape.units) > 1:
+            cuts += [_Cut(n, m, warpgroups_k=k) for m, k in ((1, 3), (1, 4), (1, 5), (2, 2))]
+        cuts += [its._replace(block_n=n + more) for more in (-16, -8, 8, 16)]
+        cuts += [its._replace(units=units) for units in (1, 3, 4)]
         ways = [partial(_deepest, shape, cut) for cut in cuts]
         of_launches = [(False, False), (True, False), *([(True, True)] if first.keeps_rows else [])]
         for one_launch, keeps_rows in of_launches:
-            how = {"one_launch": one_launch, "keeps_rows": keeps_rows}
-            ways.append(partial(deepest, shape, n, m, first.units, split, k, **how))
+            ways.append(partial(deepest, shape, *its, one_launch=one_launch, keeps_rows=keeps_rows))
         ways += [partial(_with_stages, shape, first, first.num_stages + more) for more in (-2, -1, 1, 2)]
     else:
         if shape.decoded:
             large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
         else:  # scaled beside products, sums of two parts do not fit registers
             large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
-        ways = [partial(_deepest, shape, cut) for cut in itertools.product((MAX_WIDTH, *large), (2,), units)]
+        cuts = itertools.starmap(_Cut, itertools.product((MAX_WIDTH, *large), (2,), units))
+        ways = [partial(_deepest, shape, cut) for cut in cuts]
         if shape.sums_may_be_own:
-            own = itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4))
+            own = itertools.starmap(_Cut, itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)))
             ways += [partial(_deepest, shape, cut, own_sums=True) for cut in own]
     found = [first]
     for way in ways:

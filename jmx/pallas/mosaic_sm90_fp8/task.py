@@ -123,11 +123,6 @@ class Task:
         return -(-units // self.config.warpgroups_k)
 
     @property
-    def units(self) -> int:
-        """Units of an item."""
-        return self.stages * self.config.warpgroups_k
-
-    @property
     def tokens_may_be_a(self) -> bool:
         """Whether tokens are the operand A of some blocks' products."""
         job, config = self.job, self.config
