@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_steps import decode_step, relative_error
 from flax import nnx
 from input_formats import worth
 
@@ -108,12 +109,6 @@ class _Source:
         return experts.with_arrays(experts.arrays() | drawn)
 
 
-@jax.jit
-def _step(model: Model, tokens: jax.Array, starts: jax.Array, caches: list[jax.Array]) -> tuple[jax.Array, list[Any]]:
-    x, caches = model(tokens[:, None], starts, caches)
-    return model.logits(x[:, 0]), caches
-
-
 def check_tokens(path: Path, family: Family, rng: np.random.Generator) -> None:
     """Four steps of two rows: the logits are those of the same experts in numpy, and near what they are unrounded."""
     source = _Source(path, family)
@@ -128,20 +123,15 @@ def check_tokens(path: Path, family: Family, rng: np.random.Generator) -> None:
     tokens, errors = jnp.asarray(rng.integers(source.config.vocab_size, size=2)), []
     if source.inputs is not None:
         plain.layers[0].moe = PlainMoE(moe, family.activation, rounds=False)
-        rounded, exact = (_step(its, tokens, jnp.zeros(2, jnp.int32), caches[0])[0] for its in (model, plain))
+        rounded, exact = (decode_step(its, tokens, jnp.zeros(2, jnp.int32), caches[0])[0] for its in (model, plain))
         assert np.isfinite(np.asarray(rounded)).all()
         assert 1e-3 < relative_error(rounded, exact) <= INPUT_ERRORS.get(source.inputs, math.inf)
     plain.layers[0].moe = PlainMoE(moe, family.activation, rounds=source.inputs is not None)
     for position in range(4):
         starts = jnp.full(2, position)
-        logits, caches[0] = _step(model, tokens, starts, caches[0])
-        expected, caches[1] = _step(plain, tokens, starts, caches[1])
+        logits, caches[0] = decode_step(model, tokens, starts, caches[0])
+        expected, caches[1] = decode_step(plain, tokens, starts, caches[1])
         errors.append(relative_error(logits, expected))
         tokens = Sampler()(logits, position)
     # In one of some thousand steps an h that stands between two elements is rounded to either.
     assert sorted(errors)[-2 if source.inputs else -1] <= 1e-5
-
-
-def relative_error(got: jax.typing.ArrayLike, expected: jax.typing.ArrayLike) -> float:
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))

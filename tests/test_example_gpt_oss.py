@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_steps import decode_step, relative_error
 from flax import nnx
 from float_checkpoints import float_gpt_oss
-from golden_experts import Family, check_tokens, relative_error
+from golden_experts import Family, check_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -155,12 +156,6 @@ FORMAT_ERRORS = {"nvfp4": 0.15, "mxfp4": 0, "int4": 0.3, "int8": 0.03, "fp8": 0.
 CHOSEN = ("nvfp4", "int4_g32_asym", "fp8_block")  # `-m slow` runs all the others
 
 
-@jax.jit
-def step(model: Model, tokens: jax.Array, starts: jax.Array, caches: list[jax.Array]) -> tuple[jax.Array, list[Any]]:
-    x, caches = model(tokens[:, None], starts, caches)
-    return model.logits(x[:, 0]), caches
-
-
 @pytest.fixture(scope="module")
 def one_layer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GptOss]:
     """A checkpoint in floats, and its model in MXFP4, which loses nothing."""
@@ -185,8 +180,8 @@ def test_tokens_come_from_experts_in_every_format(name: str, one_layer: tuple[Pa
     most = next(error for start, error in FORMAT_ERRORS.items() if name.startswith(start))
     for position in range(4):
         starts = jnp.full(2, position)
-        logits, caches[0] = step(model, tokens, starts, caches[0])
-        expected, caches[1] = step(floats, tokens, starts, caches[1])
+        logits, caches[0] = decode_step(model, tokens, starts, caches[0])
+        expected, caches[1] = decode_step(floats, tokens, starts, caches[1])
         assert 0.01 * most < relative_error(logits, np.asarray(expected)) <= most or most == 0
         tokens = Sampler()(logits, position)
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_steps import decode_step, relative_error
 from flax import nnx
-from golden_experts import EXPERTS, Family, check_tokens, relative_error
+from golden_experts import EXPERTS, Family, check_tokens
 from safetensors.numpy import load_file, save_file
 
 import jmx
@@ -60,12 +61,6 @@ def whole(model: Model, tokens: jax.Array, caches: list[jax.Array]) -> tuple[jax
     return model.logits(x), routes, caches
 
 
-@jax.jit
-def step(model: Model, tokens: jax.Array, starts: jax.Array, caches: list[jax.Array]) -> tuple[jax.Array, list[Any]]:
-    x, caches = model(tokens[:, None], starts, caches)
-    return model.logits(x[:, 0]), caches
-
-
 # Against the reference
 
 
@@ -87,7 +82,7 @@ def test_logits_routes_and_greedy_tokens_are_the_references(name: str) -> None:
     for number, expected in enumerate(golden["greedy"].T):
         tokens = Sampler()(logits, number)
         assert np.array_equal(np.asarray(tokens), expected)
-        logits, caches = step(model, tokens, jnp.full(rows, length + number), caches)
+        logits, caches = decode_step(model, tokens, jnp.full(rows, length + number), caches)
 
 
 def test_the_runner_generates_the_references_tokens_from_prompts_of_two_lengths() -> None:
@@ -212,7 +207,7 @@ def test_float_experts_are_the_plain_sum(rng: np.random.Generator) -> None:
         shares = np.exp(logits[at]) / np.exp(logits[at]).sum()
         for expert in np.argsort(-shares)[:2] if mask[at] else ():
             gate, up = np.split(gate_up[expert] @ x[at], 2)
-            expected[at] += shares[expert] * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+            expected[at] += shares[expert] * (down[expert] @ silu(gate, up))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
