@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import Target
+from jmx.checkpoint.compressed_tensors.targets import Target, targets_of
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError
 
 FILE = "config.json"

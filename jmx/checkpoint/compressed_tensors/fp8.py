@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, Group, Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import LONGEST, Target, parse_target
+from jmx.checkpoint.compressed_tensors.targets import LONGEST, Target, parse_target, targets_of
+from jmx.checkpoint.entries import Entries
 
 METHOD = "fp8"
 

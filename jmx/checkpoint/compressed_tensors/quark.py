@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, QUARK, Group, Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import PATTERN, Target, parse_glob, parse_target
+from jmx.checkpoint.compressed_tensors.targets import PATTERN, Target, parse_glob, parse_target, targets_of
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError
 
 METHOD = "quark"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.targets import Target, parse_target
 from jmx.checkpoint.shards import CheckpointError
 
 
@@ -60,16 +59,3 @@ class Entries:
         if self._left:
             key = min(self._left)
             raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
-
-
-def targets_of(
-    entries: Entries, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
-) -> tuple[Target, ...]:
-    """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
-    targets = []
-    for text in texts:
-        try:
-            targets.append(parse(text))
-        except ValueError as error:
-            raise CheckpointError(entries.file, f"`{entries.place}.{key}`: {error}") from error
-    return tuple(targets)
