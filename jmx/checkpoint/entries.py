@@ -35,9 +35,19 @@ class Entries:
         """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
 
         def fits(value: Any) -> bool:
-            return any(type(value) is type(wanted) and value == wanted for wanted in values)
+            return any(_same(value, wanted) for wanted in values)
 
         return self.check(key, fits, f"must be one of {list(values)}", *default)
+
+    def equal(self, wanted: Mapping[str, Any], why: str) -> None:
+        """Entries that must equal those of `wanted`, in type, too; objects have these entries and no others."""
+        for key, value in wanted.items():
+            if isinstance(value, Mapping):
+                inner = self.object(key)
+                inner.equal(value, why)
+                inner.close()
+            else:
+                self.check(key, lambda found, value=value: _same(found, value), f"must be {value!r}, {why}")
 
     def object_or_none(self, key: str) -> Mapping[str, Any] | None:
         """An entry of which only the kind is checked; None if it is missing."""
@@ -59,3 +69,7 @@ class Entries:
         if self._left:
             key = min(self._left)
             raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    return type(value) is type(wanted) and value == wanted

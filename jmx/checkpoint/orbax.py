@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.orbax_note import Layer, layouts_of, note_of
+from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
 from jmx.checkpoint.shards import new_path
 from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
@@ -47,20 +47,25 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
     Args:
         path: the checkpoint.
         module: of the same structure; its layouts may differ. Its values are not looked at, so
-            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held. Variables that say
-            no place go to the whole mesh on which others lie, else to the default device.
+            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held: under
+            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables that say no place go to the
+            whole mesh on which others lie, else to the default device. Experts that were saved in another layout are
+            read split as these, where their shapes can be, else along the axis of experts alone (whole, if that is not
+            split), and moved once they have their layout.
 
     Returns:
         A new module; expert weights have the bits that were saved, in the layouts of `module`.
 
     Raises:
-        CheckpointError: no checkpoint, or one whose arrays or experts are not those of `module`, naming the first one.
+        CheckpointError: no checkpoint, a damaged one, or one whose arrays or experts are not those of `module` but for
+            the layout, naming the file and the first array or key.
+        TypeError, ValueError: those of `save`, and a module that is split over a mesh without devices.
     """
     path = Path(path)
     arrays, layers = _flatten(module)
     graph, state = nnx.split(module)
     stored = orbax_arrays.describe(path)
-    layouts = layouts_of(path / orbax_arrays.CUSTOM_METADATA, stored.custom_metadata, layers)
+    layouts = layouts_of(orbax_arrays.note(path, stored, KEY), layers)
     places = _places(arrays)
     wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name]) for name, a in arrays.items()}
     as_saved = [_prepared(layer, layout) for layer, layout in zip(layers, layouts, strict=True)]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError, read_object
 
 # Orbax's own files in a checkpoint, both JSON objects.
@@ -50,6 +51,14 @@ def describe(path: Path) -> Stored:
     except Exception as error:
         raise CheckpointError(path, f"must be an Orbax checkpoint of arrays by name: {_text(error)}") from error
     return Stored(arrays, metadata.custom_metadata)
+
+
+def note(path: Path, stored: Stored, key: str) -> Entries:
+    """What jmx wrote as `key` of the custom metadata. CheckpointError, naming the file, if there is no such object."""
+    file = path / CUSTOM_METADATA
+    if not isinstance(stored.custom_metadata, dict) or key not in stored.custom_metadata:
+        raise CheckpointError(file, f"must be that of a checkpoint that jmx wrote: its custom metadata lack {key!r}")
+    return Entries(file, key, stored.custom_metadata[key])
 
 
 def check(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:

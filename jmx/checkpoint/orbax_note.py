@@ -23,15 +23,13 @@ where `arrays` are those of the canonical layout, whatever lies in the checkpoin
 arrays of two kinds of experts may have one shape.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jmx import layouts
 from jmx.checkpoint.entries import Entries
-from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
 
 KEY = "jmx_experts"
@@ -68,17 +66,14 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
     return {KEY: {"version": VERSION, "layers": entries}}
 
 
-def layouts_of(file: Path, custom_metadata: Any, layers: Sequence[Layer]) -> list[str]:
-    """The layouts in which these layers lie in a checkpoint, whose `file` holds the custom metadata.
+def layouts_of(note: Entries, layers: Sequence[Layer]) -> list[str]:
+    """The layouts in which these layers lie in a checkpoint that has this note.
 
     Raises:
-        CheckpointError: no note, one of another version, or one that differs from the layers in anything but the
-            layout, naming the first key.
+        CheckpointError: a note of another version, or one that differs from the layers in anything but the layout,
+            naming the file and the first key.
     """
-    if not isinstance(custom_metadata, dict) or KEY not in custom_metadata:
-        raise CheckpointError(file, f"must be that of a checkpoint that jmx saved: its custom metadata lack {KEY!r}")
-    note = Entries(file, KEY, custom_metadata[KEY])
-    _equal(note, "version", VERSION, "which is what this jmx reads and writes")
+    note.equal({"version": VERSION}, "which is what this jmx reads and writes")
     stored = note.object("layers")
     note.close()
     found = [_layout_of(stored.object(layer.path), layer.experts) for layer in layers]
@@ -103,23 +98,9 @@ def _facts(experts: Experts) -> dict[str, Any]:
 
 
 def _layout_of(entries: Entries, experts: Experts) -> str:
-    names = [name for name, layout in layouts.LAYOUTS.items() if layout.holds(experts.format)]
-    _check(entries, _facts(experts))
-    layout = entries.one_of("layout", tuple(sorted(names)))
+    entries.equal(_facts(experts), "as `module` has it")
+    layout = entries.one_of(
+        "layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(experts.format))
+    )
     entries.close()
     return layout
-
-
-def _check(entries: Entries, wanted: Mapping[str, Any]) -> None:
-    for key, value in wanted.items():
-        if isinstance(value, Mapping):
-            inner = entries.object(key)
-            _check(inner, value)
-            inner.close()
-        else:
-            _equal(entries, key, value, "as `module` has it")
-
-
-def _equal(entries: Entries, key: str, value: Any, why: str) -> None:
-    # In type, too: JSON tells 1 from true, and Python does not.
-    entries.check(key, lambda found: type(found) is type(value) and found == value, f"must be {value!r}, {why}")
