@@ -118,6 +118,7 @@ def nnx_moe(layout="packed", seed=0, **options):
 
 
 @pytest.mark.devices(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("source", ["packed", "mosaic_sm90", "cutlass_sm90"])
 @pytest.mark.parametrize(

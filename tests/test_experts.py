@@ -466,7 +466,7 @@ TRACED = {
 
 @pytest.mark.parametrize("how", TRACED)
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="`cpu` runs on CPUs")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="`cpu` is one; see `test_backends` for others")
 def test_an_index_beyond_the_stack_means_its_nearest_layer(rng, backend, how):
     stack = Experts.stack([draw(rng) for _ in range(LAST + 1)])
     x = jnp.asarray(rng.normal(size=(3, H)), jnp.float32)

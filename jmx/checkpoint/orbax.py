@@ -34,11 +34,12 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     for name, array in arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
             raise TypeError(f"variable {name!r} of `module` (a ShapeDtypeStruct) must have a value")
+    note = note_of(layers)
     # Orbax too writes beside and renames, but leaves its directory there on errors. Where several processes write one
     # checkpoint together, only Orbax can see to it.
     alone = jax.process_count() == 1
     with new_path(path) if alone else contextlib.nullcontext(Path(path)) as place:
-        orbax_arrays.write(place, arrays, note_of(layers))
+        orbax_arrays.write(place, arrays, note)
 
 
 def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
