@@ -29,6 +29,7 @@ from jmx.ffi.cpu import Cpu
 from jmx.formats import BlockScaled
 from jmx.selection import Computation
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 FOUND = ffi.library()
 KERNELS = FOUND.kernels
 built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))

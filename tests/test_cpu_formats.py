@@ -24,6 +24,7 @@ from jmx.ffi import cpu
 from jmx.ffi.cpu import Cpu
 from jmx.formats import FORMATS, WHOLE_ROW, BlockScaled, unpack
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 FOUND = ffi.library()
 KERNELS = FOUND.kernels
 built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))

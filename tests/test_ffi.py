@@ -14,6 +14,7 @@ from dequantized import dequantized
 from jmx import ffi
 from jmx.formats import FORMATS, BlockScaled, unpack
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 built = pytest.mark.skipif(ffi.library().fault is not None, reason=str(ffi.library().fault))
 
 # Every element type of jax; those that only newer versions have, where they are.
@@ -64,7 +65,7 @@ def in_blocks(f):
     return np.concatenate(made)
 
 
-def grouped_product(name, dtype=np.float32):
+def grouped_product(name, dtype: Any = np.float32):
     rng, format = np.random.default_rng(0), FORMATS[name]
     groups, integers = K // format.block_size, format.element_dtype == jnp.int4
     values = rng.integers(0, 256, (E, N, K // 2), np.uint8)
@@ -125,7 +126,7 @@ def round_rows():
     return Call(ffi.ROUND_ROWS, {"x": x}, results, {}, expected, {"x": [ml_dtypes.bfloat16]}, set(), {})
 
 
-def order_columns(dtype=np.float32):
+def order_columns(dtype: Any = np.float32):
     rng = np.random.default_rng(0)
     x = rng.integers(-100, 101, (ROWS, K)).astype(dtype)
     order = np.stack([rng.permutation(K) for _ in range(E)]).astype(np.int32)
@@ -168,9 +169,8 @@ def with_one(call, name, change):
 
 def assert_right(call, results):
     for result, expected in zip(results, call.expected, strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(result).astype(np.float64)[: len(expected)], expected.astype(np.float64)
-        )
+        found = np.asarray(result).astype(np.float64)
+        np.testing.assert_array_equal(found[: len(expected)], expected.astype(np.float64))
 
 
 @built
@@ -207,15 +207,13 @@ def test_columns_of_every_element_type(dtype):
 
 
 def other_shapes(array):
-    """An array of one axis more, of one less, and of each axis one longer and one shorter; which axis was made longer."""
+    """Arrays of an axis more or less, of each axis longer or shorter; before each, the axis that is longer, or None."""
     yield None, array[None]
     if array.ndim:
         yield None, array.reshape(array.shape[1:] if array.shape[0] == 1 else -1) if array.ndim > 1 else array.sum()
     for axis, size in enumerate(array.shape):
-        yield (
-            axis,
-            np.concatenate([array, np.ones((*array.shape[:axis], 1, *array.shape[axis + 1 :]), array.dtype)], axis),
-        )
+        more = np.ones((*array.shape[:axis], 1, *array.shape[axis + 1 :]), array.dtype)
+        yield axis, np.concatenate([array, more], axis)
         if size:
             yield None, array.take(range(size - 1), axis)
 
