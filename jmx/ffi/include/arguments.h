@@ -7,6 +7,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -22,11 +23,11 @@ class Arguments {
  public:
   using Array = xla::ffi::AnyBuffer;
   using Types = std::initializer_list<xla::ffi::DataType>;
-  using Shape = std::initializer_list<int64_t>;
+  using Shape = std::vector<int64_t>;
 
   explicit Arguments(const char* handler) : handler_(handler) {}
 
-  void Require(const char* name, Array array, Types types, Shape shape) {
+  void Require(const char* name, Array array, Types types, const Shape& shape) {
     RequireType(name, array, types);
     const auto sizes = array.dimensions();
     const auto fits = [](int64_t size, int64_t wanted) { return wanted == kAnySize || size == wanted; };
@@ -35,7 +36,7 @@ class Arguments {
   }
 
   // An array that a call may lack has no elements then, in any number of axes.
-  void RequireOrEmpty(const char* name, Array array, Types types, Shape shape) {
+  void RequireOrEmpty(const char* name, Array array, Types types, const Shape& shape) {
     if (array.element_count() != 0) Require(name, array, types, shape);
     else RequireType(name, array, types);
   }
