@@ -69,7 +69,10 @@ def test_version_and_help(jmx):
         (["explain", *SIZES, "--format", "mxfp5"], ["did you mean 'mxfp4'?"]),
         (["explain", *SIZES, "--format", "mxfp4:fp8_tokn"], ["`--format` (='fp8_tokn')", "did you mean 'fp8_token'?"]),
         (["explain", *SIZES, "--format", "mxfp4:"], ["`--format` (='') must be one of fp4, fp8, fp8_block"]),
-        (["explain", *SIZES, "--format", "mxfp4:fp8_block"], ["`hidden_size` (=64) must be a multiple of 128"]),
+        (
+            ["explain", *SIZES, "--hidden", "100", "--format", "fp8_channel:mxfp8"],
+            ["`hidden_size` (=100) must be a multiple of 32 for mxfp8 inputs"],
+        ),
         (["explain", *SIZES, "--activation", "swigul"], ["did you mean 'swiglu'?"]),
         (["explain", *SIZES, "--activation", "swiglu:alfa=1"], ["it takes alpha, beta, limit"]),
         (["explain", *SIZES, "--activation", "gelu"], ["it takes approximate"]),
@@ -112,8 +115,8 @@ def test_version_and_help(jmx):
         (["tune", "--shape", "8,9,64,64"], ["`--shape` (='8,9,64,64') has k (=9) outside 1..8"]),
         (["tune", "--shape", "8,2,65,64"], ["`hidden_size` (=65) must be a multiple of 32"]),
         (
-            ["tune", "--shape", "8,2,64,96", "--format", "mxfp4:fp8_block"],
-            ["`hidden_size` (=64) must be a multiple of"],
+            ["tune", "--shape", "8,2,64,100", "--format", "fp8_channel:nvfp4"],
+            ["`intermediate_size` (=100) must be a multiple of 16 for nvfp4 inputs"],
         ),
         (["tune", "--tokens", "4,0"], ["`--tokens` (=0) must be positive"]),
         (["tune", "--seconds", "nan"], ["`--seconds` (=nan) must be positive"]),
