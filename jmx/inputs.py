@@ -100,19 +100,21 @@ _F32, _E8M0 = np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu)
 FP8_STATIC = InputFormat("fp8_static", _E4M3, "tensor", _F32, static=True)
 FP8_TOKEN = InputFormat("fp8_token", _E4M3, "row", _F32)
 FP8_BLOCK = InputFormat("fp8_block", _E4M3, 128, _F32, short_block=True)
+FP8_BLOCK_UE8M0 = InputFormat("fp8_block_ue8m0", _E4M3, 128, _E8M0, short_block=True)
 MXFP8 = InputFormat("mxfp8", _E4M3, formats.MXFP8.block_size, _E8M0)
 MXFP4 = InputFormat("mxfp4", _E2M1, formats.MXFP4.block_size, _E8M0)
 NVFP4 = InputFormat("nvfp4", _E2M1, 16, _E4M3, static=True)
 INT8_TOKEN = InputFormat("int8_token", np.dtype(np.int8), "row", _F32)
 
 INPUT_FORMATS: dict[str, InputFormat] = {
-    format.name: format for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
+    format.name: format
+    for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, FP8_BLOCK_UE8M0, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
 }
 
 # What a user may ask for without naming the variant. Variants that are dynamic alone come first: they need nothing that
 # only calibration knows. Among these, those of finer scales come later, as fewer weights go with them.
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "fp8": ("fp8_token", "fp8_block", "fp8_static"),
+    "fp8": ("fp8_token", "fp8_block", "fp8_block_ue8m0", "fp8_static"),
     "fp4": ("mxfp4", "nvfp4"),
     "int8": ("int8_token",),
 }
@@ -132,10 +134,14 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
       (`dynamic_per_token_scaled_fp8_quant`; floor 1 / (448 * 512), which costs rows below 2^-9 precision).
     * `fp8_block`: amax / 448; the last block may be short. DeepGEMM (`per_token_cast_to_fp8`; amax at least 1e-4, and
       the reciprocal) and vLLM (`per_token_group_quant_8bit`; amax at least 1e-10, whole blocks).
+    * `fp8_block_ue8m0`: 2^ceil(log2(amax / 448)), at least 2^-127; the last block may be short. DeepSeek-V3.2
+      (`inference/kernel.py`, `act_quant` with a `scale_fmt`) and DeepGEMM (`per_token_cast_to_fp8` with `use_ue8m0`):
+      the exponent of float32's amax / 448, one more where its mantissa is not 0, which is the same number; amax at
+      least 1e-4 in both. No element saturates, and nothing but elements is rounded.
     * `int8_token`: amax / 127. vLLM (`dynamic_scaled_int8_quant`, which multiplies by 127 / amax; compressed-tensors
       divides amax by 127.5). No element reaches -128.
-    * `mxfp8`: see `jmx.mxfp8`. `mxfp4`: see `jmx.quantization.quantize`, scale rule "round_even", that of
-      compressed-tensors (`mxfp4_utils.py`).
+    * `mxfp8`: that of `fp8_block_ue8m0` in blocks of 32, see `jmx.mxfp8`.
+    * `mxfp4`: see `jmx.quantization.quantize`, scale rule "round_even", that of compressed-tensors (`mxfp4_utils.py`).
     * `nvfp4`: e4m3 of amax / (6 * static_scale), at most 448; elements are x / (scale * static_scale). ModelOpt
       (`NVFP4QTensor`; blocks whose scale would be 0 differ there). The global scale of compressed-tensors is the
       reciprocal of `static_scale`, which here always multiplies.
@@ -160,12 +166,11 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
         raise ValueError("`x` (a scalar) must have a last axis to round along")
     format.check_size("x.shape[-1]", x.shape[-1])
     _check_static_scale(format, static_scale)
-    if format == MXFP8:
-        q = mxfp8.quantize(x)
-        return Quantised(q.values, q.scales)
     if format == MXFP4:
         q = quantization.quantize(x, formats.MXFP4, scale_rule="round_even", nonfinite="nan_block")
         return Quantised(q.values, q.scales)
+    if format.scale_dtype == _E8M0:
+        return _quantize_by_powers_of_two(x, format)
     return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
 
 
@@ -232,6 +237,12 @@ def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat)
         elements = rounding.minifloat(quotient, format.element_dtype)
     elements = _out_of_blocks(jnp.where(is_nan, jnp.zeros_like(elements), elements), x.shape)
     return Quantised(_signed(elements, negative, format.element_dtype), scales[..., 0], static_scale)
+
+
+@partial(jax.jit, static_argnums=1)
+def _quantize_by_powers_of_two(x: Array, format: InputFormat) -> Quantised:
+    elements, scales = mxfp8.quantize_blocks(_in_blocks(codes.float32_bits(x), format))
+    return Quantised(_out_of_blocks(elements, x.shape), scales)
 
 
 def _in_blocks(x: Array, format: InputFormat) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.inputs import FP8_STATIC, MXFP4, MXFP8, NVFP4
+from jmx.inputs import FP8_BLOCK_UE8M0, FP8_STATIC, MXFP4, MXFP8, NVFP4
 
 TINY = np.finfo(np.float32).tiny
 SINGLE = np.float32
@@ -47,7 +47,7 @@ def reference(x, format, static=None):
             ratio = (amax / limit).astype(SINGLE)
         scales = np.clip(ratio, 2.0**-9, 448).astype(format.scale_dtype)  # the floor is the least e4m3
         divisor = (scales.astype(np.float64) * np.float64(static)).astype(SINGLE)
-    elif format == MXFP8:
+    elif format in (MXFP8, FP8_BLOCK_UE8M0):
         scales = power_of_two(-127 + np.searchsorted(448 * power_of_two(np.arange(-127, 128)), amax))
     elif format == MXFP4:
         fraction, exponent = np.frexp(amax)

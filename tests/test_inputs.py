@@ -15,6 +15,7 @@ from input_formats import SINGLE, TINY, as_element, reference, shared, worth
 
 from jmx.inputs import (
     FAMILIES,
+    FP8_BLOCK_UE8M0,
     FP8_STATIC,
     INPUT_FORMATS,
     INT8_TOKEN,
@@ -98,6 +99,30 @@ def test_every_scale_of_nvfp4(rng, static):
     np.testing.assert_array_equal(np.unique(bits(q.scales)), np.arange(1, 0x7F))
 
 
+def by_deepseeks_bits(x, divided):
+    """values and scales as DeepSeek and DeepGEMM find them, of x (..., 128): `divided` is amax / 448 in float32."""
+    word = divided(np.maximum(np.abs(x).max(-1), SINGLE(1e-4))).view(np.int32)
+    scale = np.clip((word >> 23) + (word & 0x7FFFFF != 0), 1, 254).astype(np.int32) << 23
+    scale = scale.view(SINGLE)[..., None]
+    return np.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn), scale[..., 0]
+
+
+@pytest.mark.parametrize(
+    "divided", [lambda amax: amax / SINGLE(448), lambda amax: amax * SINGLE(1 / 448)], ids=["DeepGEMM", "DeepSeek"]
+)
+def test_ue8m0_is_what_deepseek_computes(rng, divided):
+    """Where amax is 1e-4 or more, at and beside each power of two, too."""
+    steps = 448 * np.ldexp(1.0, np.arange(-21, 119)).astype(SINGLE)
+    beside = [np.nextafter(steps, SINGLE(0)), steps, np.nextafter(steps, SINGLE(np.inf))]
+    largest = np.concatenate([*beside, (2.0 ** rng.uniform(-13, 127, 400)).astype(SINGLE)])
+    x = (rng.uniform(-1, 1, (len(largest), 128)) * largest[:, None]).astype(SINGLE)
+    x[:, 7] = largest
+    values, scales = by_deepseeks_bits(x, divided)
+    q = quantize(x, FP8_BLOCK_UE8M0)
+    np.testing.assert_array_equal(bits(q.values), bits(values))
+    np.testing.assert_array_equal(np.asarray(q.scales)[..., 0].astype(SINGLE), scales)
+
+
 def test_a_static_scale_saturates_and_keeps_its_bits():
     static = SINGLE(0.37)
     edge = 448 * static
@@ -142,6 +167,7 @@ BOUNDS = {
     "fp8_static": (2.0**-4, 2.0**-10),
     "fp8_token": (2.0**-4, 2.0**-10),
     "fp8_block": (2.0**-4, 2.0**-10),
+    "fp8_block_ue8m0": (2.0**-4, 2.0**-10),
     "mxfp8": (2.0**-4, 2.0**-10),
     "mxfp4": (0.25, 0.25),
     "nvfp4": (0.25, 0.25),
@@ -174,7 +200,8 @@ def test_zeros_get_the_least_scale_and_keep_their_sign(format):
     x[1] = -0.0
     q = assert_as_reference(x, format)
     if format.dynamic:
-        least = {"nvfp4": 2.0**-9, "mxfp4": 1.0, "mxfp8": 2.0**-127}.get(format.name, TINY)
+        least = {"nvfp4": 2.0**-9, "mxfp4": 1.0, "mxfp8": 2.0**-127, "fp8_block_ue8m0": 2.0**-127}
+        least = least.get(format.name, TINY)
         assert (np.asarray(q.scales).astype(np.float64) == least).all()
     worth = np.asarray(dequantize(q, format))
     assert (worth == 0).all()
@@ -216,7 +243,12 @@ def test_subnormals(rng, format, dtype):
     assert (np.abs(x.astype(np.float64)) < TINY).all()
     assert_as_reference(x, format, SINGLE(TINY) if format.static else None)
     q = quantize(x, format, static_for(format, float(TINY)))
-    if format.name in ("fp8_token", "fp8_block", "mxfp8"):  # the floor costs rows this small no more than some bits
+    if format.name in (
+        "fp8_token",
+        "fp8_block",
+        "fp8_block_ue8m0",
+        "mxfp8",
+    ):  # the floor costs rows this small no more than some bits
         error = np.asarray(dequantize(q, format)).astype(np.float64) - x.astype(np.float64)
         assert np.abs(error).max() <= 2.0**-4 * np.abs(x.astype(np.float64)).max()
 
@@ -402,9 +434,11 @@ def test_static_scales_reach_as_far_as_they_may(format):
 
 
 def test_the_table_and_what_its_formats_say():
-    assert [*INPUT_FORMATS] == ["fp8_static", "fp8_token", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int8_token"]
+    assert [*INPUT_FORMATS] == [
+        *("fp8_static", "fp8_token", "fp8_block", "fp8_block_ue8m0", "mxfp8", "mxfp4", "nvfp4", "int8_token")
+    ]
     assert all(format.name == name for name, format in INPUT_FORMATS.items())
-    assert [format.largest for format in ALL] == [448, 448, 448, 448, 6, 2688, 127]
+    assert [format.largest for format in ALL] == [448, 448, 448, 448, 448, 6, 2688, 127]
     assert [format.name for format in ALL if format.static] == ["fp8_static", "nvfp4"]
     assert [format.name for format in ALL if not format.dynamic] == ["fp8_static"]
     assert len({*ALL}) == len(ALL)  # hashable, as jit's static arguments must be
@@ -457,6 +491,8 @@ def test_static_scales_that_cannot_be_are_refused(bad):
         ("fp8_static", "fp8", (None, "fp8_token", "fp8_static"), "fp8_static"),
         (None, "fp8", (None, "fp8_static", "fp8_block"), "fp8_block"),  # the family's order, not that of `supported`
         (None, "fp8", (None, "fp8_block", "fp8_token"), "fp8_token"),
+        (None, "fp8", (None, "fp8_static", "fp8_block_ue8m0"), "fp8_block_ue8m0"),
+        ("fp8_block_ue8m0", "fp8", (None, "fp8_block", "fp8_block_ue8m0"), "fp8_block_ue8m0"),
         (None, "fp4", ("nvfp4",), "nvfp4"),
     ],
 )
