@@ -52,10 +52,15 @@ _CHUNK = 1 << 24  # bytes read and written at a time
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation."""
+    """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation.
+
+    Attributes:
+        file, problem: what the message is made of.
+    """
 
     def __init__(self, file: str | os.PathLike[str], problem: str):
         super().__init__(f"{os.fspath(file)}: {problem}")
+        self.file, self.problem = file, problem
 
 
 @dataclass(frozen=True)

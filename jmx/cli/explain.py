@@ -152,13 +152,13 @@ def _checkpoint_fields(directory: str, gate_up_order: str | None) -> dict[str, A
 
 def _quantised_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
     """Whether experts are as a tool's own config says, and not gpt-oss's as they were published."""
-    from jmx.checkpoint.compressed_tensors.config import PLACES
     from jmx.checkpoint.compressed_tensors.modelopt import FILE
+    from jmx.checkpoint.compressed_tensors.places import find_quantization
 
-    given = [config[place] for place in PLACES if config.get(place) is not None]
-    if not given:
+    given = find_quantization(Path(directory) / "config.json", config)
+    if given is None:
         return (Path(directory) / FILE).exists()
-    published = isinstance(given[0], dict) and given[0].get("quant_method") in (None, "mxfp4")
+    published = isinstance(given[1], dict) and given[1].get("quant_method") in (None, "mxfp4")
     return not (config.get("model_type") == "gpt_oss" and published)
 
 
@@ -183,7 +183,8 @@ def _quantised_fields(directory: str, config: dict[str, Any], gate_up_order: str
         raise ValueError(f"`--checkpoint` (={directory!r}) holds no quantised experts")
     layer = next(iter(reader.layers.values()))
     found = {name: getattr(layer, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
-    found |= {"format": layer.format.name, "input_format": layer.scheme.inputs, "gate_up_order": layer.gate_up_order}
+    found |= {"format": layer.format.name, "gate_up_order": layer.gate_up_order}
+    found["input_format"] = reader.declared_inputs(layer.name)
     found["bias"] = any(name.endswith("_bias") for name in layer.arrays())
     if type(config.get("num_experts_per_tok")) is int:
         found["top_k"] = config["num_experts_per_tok"]
