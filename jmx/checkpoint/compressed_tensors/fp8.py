@@ -1,4 +1,4 @@
-"""What configs of block-quantised FP8 checkpoints say, as DeepSeek and Qwen publish them: `quant_method` "fp8".
+"""What configs of FP8 in blocks say, as DeepSeek, MiniMax and Qwen publish such checkpoints: `quant_method` "fp8".
 
 Weights are e4m3 with one scale to 128 x 128 of them, `weight_scale_inv`, which multiplies whatever its name says.
 Inputs are rounded at each token in groups of 128, under scales that `scale_fmt` "ue8m0" makes powers of two. See
