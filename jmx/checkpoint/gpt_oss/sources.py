@@ -5,6 +5,7 @@ of which plain Orbax reads: a flat dict by neutral names, experts in canonical d
 that it can be written with one layer in memory. Each says in its custom metadata which part of the model it is.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,7 +45,7 @@ class Source(Protocol):
 
 def open_source(directory: Path, config: Config) -> Source:
     """The source in `directory`. CheckpointError unless it holds every tensor that `config` calls for, and no other."""
-    return Orbax(directory, config) if (directory / TOP).exists() else Safetensors(directory, config)
+    return Orbax(directory, config) if os.path.lexists(directory / TOP) else Safetensors(directory, config)
 
 
 class Safetensors:
