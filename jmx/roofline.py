@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
+from jmx.tables import FoldingTable, decimal, numbers, words
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class Row:
         if self.us is not None:
             told.insert(
                 0,
-                f"{self.us:.1f} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, {self.over_floor:.2f} x floor, "
-                f"relative error {self.rel_err:.1e}",
+                f"{decimal(self.us)} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, "
+                f"{self.over_floor:.2f} x floor, relative error {self.rel_err:.1e}",
             )
         return f"{self.name}, {self.tokens} tokens: {'; '.join(told)}"
 
@@ -122,38 +121,34 @@ class Report:
         """Writes JSON: the whole file or none of it."""
         _write_whole(path, json.dumps(self.as_dict(), indent=1).encode() + b"\n")
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> FoldingTable:
         s, limits = self.settings, self.limits
         title = f"{s['model']}, {s['routing']} routing, one layer on {self.machine['device']}"
         rates = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s, measured"
         told = [f"{row.name}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
-        caption = escape("\n".join([rates, *told]))
-        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-        for name in ("system", "weights"):
-            table.add_column(name)
-        for name in ("tokens", "layers", "us", "+-", "TB/s", "TFLOP/s", "experts", "floor us", "x floor", "rel. error"):
-            table.add_column(name, justify="right")
-        table.add_column("temp. MB", justify="right")
+        columns = [*words("system"), *numbers("tokens"), *words("weights"), *numbers("us", "+-", "TB/s", "TFLOP/s")]
+        columns += numbers("experts", "floor us", "x floor", "rel. error", "layers", "temp. MB")
+        table = FoldingTable(columns, title, "\n".join([rates, *told]), keys=2)
         for row in self.rows:
             table.add_row(*_cells(row), style=None if row.error is None else "red")
         return table
 
 
 def _cells(row: Row) -> list[str]:
-    numbers = (
-        (row.tokens, "d"),
-        (row.layers, "d"),
-        (row.us, ".1f"),
+    shown = (
+        (row.us, decimal),
         (row.spread, ".0%"),
         (row.tb_s, ".3g"),
         (row.tflop_s, ".3g"),
-        (row.active, ".1f"),
-        (row.floor_us, ".1f"),
+        (row.active, lambda n: decimal(n).removesuffix(".0")),
+        (row.floor_us, decimal),
         (row.over_floor, ".2f"),
         (row.rel_err, ".1e"),
-        (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, ".1f"),
+        (row.layers, "d"),
+        (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, decimal),
     )
-    return [row.system, row.held, *("-" if n is None else format(n, spec) for n, spec in numbers)]
+    told = ("-" if n is None else format(n, how) if isinstance(how, str) else how(n) for n, how in shown)
+    return [row.system, str(row.tokens), row.held, *told]
 
 
 _COLOURS = 10  # that matplotlib has lines of

@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from jmx import bench, machine, tuning
 from jmx.backends import BACKENDS, resolve_layout
 from jmx.formats import FORMATS
 from jmx.selection import Environment, NoBackendError
 from jmx.shapes import Shape
+from jmx.tables import FoldingTable, decimal, numbers, words
 from jmx.tuning import Entry, Key, Tunable
 
 Array = Any
@@ -144,21 +143,18 @@ def run(
     return outcomes
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[Outcome]) -> FoldingTable:
     """The outcomes of `run`, a row each. What failed has been told by then."""
-    made = Table(title=", ".join(dict.fromkeys(outcome.key.shape for outcome in outcomes)), title_justify="left")
-    made.add_column("tokens", justify="right")
-    made.add_column("chosen", overflow="fold")
-    for name in ("us", "heuristic us", "ratio", "tried"):
-        made.add_column(name, justify="right")
+    columns = [*numbers("tokens"), *words("chosen"), *numbers("us", "heuristic us", "ratio", "tried")]
+    made = FoldingTable(columns, ", ".join(dict.fromkeys(outcome.key.shape for outcome in outcomes)))
     for outcome in outcomes:
         tokens, entry = str(outcome.key.tokens), outcome.entry
         if entry is None:
             made.add_row(tokens, "none", "-", "-", "-", str(outcome.tried), style="red")
             continue
         before = entry.heuristic_us
-        times = [f"{entry.us:.1f}", *(("-", "-") if before is None else (f"{before:.1f}", f"{entry.us / before:.3f}"))]
-        made.add_row(tokens, escape(repr(entry.config)), *times, str(outcome.tried or "before"))
+        ratio = ("-", "-") if before is None else (decimal(before), f"{entry.us / before:.3f}")
+        made.add_row(tokens, repr(entry.config), decimal(entry.us), *ratio, str(outcome.tried or "before"))
     return made
 
 
@@ -177,7 +173,7 @@ def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> O
         trials.sort(key=lambda trial: trial.us)
         # The others' programs are let go: each holds device memory.
         trials[_FINALISTS:] = [trial for trial in trials[_FINALISTS:] if trial.config == rig.heuristic]
-        best = f", {trials[0].us:.1f} us" if trials else ""
+        best = f", {decimal(trials[0].us)} us" if trials else ""
         progress.update(task, advance=1, description=f"{key.tokens} tokens{best}")
     if not trials:
         return Outcome(key, None, len(begun), tuple(failed))
