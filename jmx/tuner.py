@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jmx import bench, machine, tuning
 from jmx.backends import BACKENDS, resolve_layout
 from jmx.formats import FORMATS
-from jmx.selection import Environment, NoBackendError
+from jmx.selection import Environment, NoBackendError, Rejection
 from jmx.shapes import Shape
 from jmx.tables import FoldingTable, decimal, numbers, words
 from jmx.tuning import Entry, Key, Tunable
@@ -58,17 +58,14 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
     """The backend called `name`, else the first one of `BACKENDS` that can be tuned and runs `shape` here.
 
     Raises:
-        ValueError: it has nothing to tune; or there is none.
-        NoBackendError: it does not run here.
+        ValueError: it has nothing to tune.
+        NoBackendError: it does not run here; or there is none that does.
     """
     layout = resolve_layout("auto", environment, FORMATS[shape.format], shape.input_format)
     problem = shape.problem(num_tokens, layout)
-    reasons = []
+    trail: list[tuple[str, Rejection | None]] = []
     for backend in BACKENDS:
-        if name not in (None, backend.name):
-            continue
-        if not isinstance(backend, Tunable):
-            reasons.append(f"{backend.name!r} has nothing to tune")
+        if name not in (None, backend.name) or not isinstance(backend, Tunable):
             continue
         try:
             bench.usable_layout(problem, environment, backend.name)
@@ -76,8 +73,12 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
         except NoBackendError as e:
             if name is not None:
                 raise
-            reasons.append(f"{backend.name!r} does not run: {dict(e.trail)[backend.name]}")
-    raise ValueError(f"no backend can be tuned on {environment.device_kind}: {'; '.join(reasons)}")
+            trail.append((backend.name, dict(e.trail)[backend.name]))
+    tunable = [backend.name for backend in BACKENDS if isinstance(backend, Tunable)]
+    if name is not None:
+        raise ValueError(f"`backend` (={name!r}) has nothing to tune; what has: {', '.join(tunable)}")
+    told = "; ".join(f"{name!r} does not run: {no}" for name, no in trail)
+    raise NoBackendError(f"no backend can be tuned on {environment.device_kind}: {told}", tuple(trail))
 
 
 def run(

@@ -3,17 +3,33 @@
 import argparse
 import difflib
 import json
+import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+_WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, where neither a terminal nor COLUMNS says
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"jmx: error: {message} (see `{self.prog} --help`)\n")
+        self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse does, but that a help or a version which cannot be written is an error."""
+        if file is None or file is sys.stderr:
+            super()._print_message(message, file)
+        else:
+            file.write(message)
+
+
+def fail(error: Exception, code: int) -> int:
+    """Prints what is wrong, as one line on stderr, and gives `code` back."""
+    print(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return code
 
 
 def add_json(command: Parser) -> None:
@@ -27,20 +43,31 @@ def counts(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between them") from None
 
 
-def check_known(flag: str, value: str, known: Iterable[str]) -> None:
-    """Raises ValueError, naming what is known and what is nearest, unless `value` is known."""
+def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool = False) -> str:
+    """The name in `known` that `value` is, with `any_case` whatever its case. ValueError, naming all, if it is none."""
     names = sorted(known)
-    if value not in names:
-        near = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
+    lower = {name.lower(): name for name in names}
+    if value in names:
+        return value
+    if any_case and value.lower() in lower:
+        return lower[value.lower()]
+    near = difflib.get_close_matches(value.lower(), lower, n=1)
+    meant = f"; did you mean {lower[near[0]]!r}?" if near else ""
+    raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
 
 
 def check_directories(*paths: str | None) -> None:
     """Raises ValueError for a file that could not be written, before the work that it is to hold."""
-    for path in filter(None, paths):
-        if not pathlib.Path(path).absolute().parent.is_dir():
+    for path in (path for path in paths if path is not None):
+        directory = pathlib.Path(path).absolute().parent
+        if not path:
+            raise ValueError(f"a file whose name is {path!r} cannot be written")
+        if os.path.isdir(path):
+            raise ValueError(f"{path} cannot be written: it is a directory")
+        if not os.path.isdir(directory):
             raise ValueError(f"{path} cannot be written: its directory does not exist")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise ValueError(f"{path} cannot be written: its directory may not be written to")
 
 
 def check_pair(pair: str) -> tuple[str, str | None]:
@@ -68,7 +95,8 @@ def resolved_pair(pair: str) -> str:
 def show(*results: Any) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    width = shutil.get_terminal_size((_WIDTH_OF_FILES, 0)).columns
+    console = Console(width=max(width, _LEAST_WIDTH), highlight=False)
     for result in results:
         console.print(result)
 

@@ -65,11 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
     from jmx.explain import explain_problem
     from jmx.selection import Environment, known_devices
 
-    if arguments.device is not None:
-        check_known("--device", arguments.device, known_devices())
     if arguments.backend is not None:
         check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
-    environment = Environment.named(arguments.device) if arguments.device is not None else Environment.probe()
+    if arguments.device is None:
+        environment = Environment.probe()
+    else:
+        environment = Environment.named(check_known("--device", arguments.device, known_devices(), any_case=True))
     problems, floats = _problems(arguments, environment)
     declared = arguments.format is None  # then inputs are rounded only if a checkpoint says so
     explanations = [
