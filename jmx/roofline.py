@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,11 +111,19 @@ class Report:
         try:
             with open(path, encoding="utf-8") as file:
                 values = json.load(file)
+        except OSError as e:
+            raise ValueError(f"{path} cannot be read: {e.strerror or e}") from None
+        except (ValueError, RecursionError) as e:  # a name with a null in it; not UTF-8, not JSON
+            raise ValueError(f"{path} is not a saved report of the benchmark: {e!r}") from None
+        try:
             limits = Limits(values.pop("copy_TBs") * 1e12, values.pop("dense_TFLOPs") * 1e12)
             settings = values.pop("settings")
             rows = [{name: value for name, value in row.items() if name != "shape"} for row in values.pop("rows")]
-            return cls(values, limits, settings, tuple(Row(**row) for row in rows))
-        except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as e:
+            rows = tuple(_checked(Row(**row)) for row in rows)
+            if not all(isinstance(name, str) for name in (values["device"], settings["model"], settings["routing"])):
+                raise TypeError("device, model and routing must be names")
+            return cls(values, limits, settings, rows)
+        except (AttributeError, LookupError, TypeError, ArithmeticError) as e:
             raise ValueError(f"{path} is not a saved report of the benchmark: {e!r}") from None
 
     def save(self, path: str) -> None:
@@ -132,6 +141,15 @@ class Report:
         for row in self.rows:
             table.add_row(*_cells(row), style=None if row.error is None else "red")
         return table
+
+
+def _checked(row: Row) -> Row:
+    """TypeError for a row whose values are not of the types of their fields."""
+    for name, kind in typing.get_type_hints(Row).items():
+        value, kinds = getattr(row, name), typing.get_args(kind) or (kind,)
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            raise TypeError(f"{name} (={value!r}) must be {kind}")
+    return row
 
 
 def _cells(row: Row) -> list[str]:

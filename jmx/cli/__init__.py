@@ -134,11 +134,15 @@ def parser() -> Parser:
 
 
 def _use_compilation_cache(directory: str) -> None:
-    if not directory:
-        raise ValueError(f"`--compilation-cache` (={directory!r}) must name a directory")
+    try:
+        if not directory:
+            raise ValueError("it has no name")
+        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ValueError(f"`--compilation-cache` (={directory!r}) cannot be a directory: {why}") from e
     import jax
 
-    pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

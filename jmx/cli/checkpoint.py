@@ -24,6 +24,8 @@ def read_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | No
         ValueError: an activation that is not known.
     """
     directory, order = arguments.checkpoint, arguments.gate_up_order
+    if not directory:
+        raise ValueError(f"`--checkpoint` (={directory!r}) must name a directory")
     entries = _config_entries(directory)
     by_a_tool = _quantized_by_a_tool(directory, entries)
     model_type = entries.get("model_type")  # the original form of gpt-oss has none

@@ -5,11 +5,14 @@ import difflib
 import json
 import os
 import pathlib
+import reprlib
 import shutil
+import stat
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+_MOST = (1 << 31) - 1  # of sizes and counts: what 32-bit indices reach
 _WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, where neither a terminal nor COLUMNS says
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -36,11 +39,26 @@ def add_json(command: Parser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON on stdout instead of a table")
 
 
+def number(text: str) -> int:
+    """A whole number, for a parser. Whether it may be 0 or less, whoever takes it says."""
+    (value,) = _numbers([text], text, "must be a whole number")
+    return value
+
+
 def counts(text: str) -> list[int]:
+    """Whole numbers with commas between them, for a parser."""
+    return _numbers(text.split(","), text, "must be whole numbers with commas between them")
+
+
+def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
+    shown = reprlib.Repr(maxstring=50).repr(text)
     try:
-        return [int(part) for part in text.split(",")]
+        values = [int(part) for part in parts]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between them") from None
+        raise argparse.ArgumentTypeError(f"{shown} {rule}") from None
+    if any(abs(value) > _MOST for value in values):
+        raise argparse.ArgumentTypeError(f"{shown} must be at most {_MOST}")
+    return values
 
 
 def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool = False) -> str:
@@ -57,17 +75,32 @@ def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool =
 
 
 def check_directories(*paths: str | None) -> None:
-    """Raises ValueError for a file that could not be written, before the work that it is to hold."""
+    """Raises ValueError for a file that could not be written, before the work that it is to hold.
+
+    What is there may be replaced if it is a regular file; a device such as /dev/null is not one.
+    """
     for path in (path for path in paths if path is not None):
-        directory = pathlib.Path(path).absolute().parent
-        if not path:
-            raise ValueError(f"a file whose name is {path!r} cannot be written")
-        if os.path.isdir(path):
-            raise ValueError(f"{path} cannot be written: it is a directory")
-        if not os.path.isdir(directory):
-            raise ValueError(f"{path} cannot be written: its directory does not exist")
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise ValueError(f"{path} cannot be written: its directory may not be written to")
+        if (fault := _writing_fault(path)) is not None:
+            raise ValueError(f"{path or repr(path)} cannot be written: {fault}")
+
+
+def _writing_fault(path: str) -> str | None:
+    directory = pathlib.Path(path).absolute().parent
+    if not path:
+        return "it is no file's name"
+    if not os.path.isdir(directory):
+        return "its directory does not exist"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return "its directory may not be written to"
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null
+        return getattr(error, "strerror", None) or str(error)
+    if stat.S_ISREG(mode):
+        return None
+    return "it is a directory" if stat.S_ISDIR(mode) else "it is no regular file"
 
 
 def check_pair(pair: str) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ from jmx.cli.common import (
     check_known,
     check_pair,
     counts,
+    number,
     print_json,
     show,
 )
@@ -35,7 +36,7 @@ def add(command: Parser) -> None:
     )
     source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
     for name in ("hidden", "intermediate", "experts", "top-k"):
-        sizes.add_argument(f"--{name}", type=int, metavar="N")
+        sizes.add_argument(f"--{name}", type=number, metavar="N")
     call = command.add_argument_group("the call")
     call.add_argument("--tokens", type=counts, default=[1], metavar="N,...", help="token counts (default 1)")
     call.add_argument("--dtype", metavar="NAME", help="of the activations (default bfloat16)")
