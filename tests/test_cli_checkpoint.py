@@ -8,7 +8,7 @@ import pytest
 
 from jmx import cli
 from jmx.checkpoint import quantizing
-from tests.float_checkpoints import float_gpt_oss, write
+from tests.float_checkpoints import TINY, float_gpt_oss, write
 
 # Names and config keys of families, of 5 experts of sizes (64, 96), 3 a token.
 FAMILIES = {
@@ -114,6 +114,17 @@ def test_what_a_config_does_not_say_can_be_given(tmp_path, rng, explain):
 def test_the_activation_is_the_configs(name, activation, tmp_path, rng, explain):
     path = made(tmp_path / "in", "mixtral", rng, hidden_act=name)
     assert json.loads(explain(path, "--json")[1])[0]["problem"]["activation"] == activation
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_local_experts", "num_experts_per_tok"])
+def test_sizes_that_no_model_has_are_refused(key, tmp_path, explain):
+    config = json.loads((TINY / "config.json").read_text()) | {key: 32 * 10**400}
+    if key == "num_experts_per_tok":
+        config["num_local_experts"] = config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = explain(tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "must be at most 2147483647" in err
 
 
 def test_errors_name_what_is_wrong_and_not_another_model(tmp_path, rng, explain):

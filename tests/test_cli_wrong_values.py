@@ -105,6 +105,6 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, action, stopped, capsys
 
 
 def test_the_table_reaches_every_command():
-    reached = {(param.values[0], param.values[1].dest) for param in options()}
-    assert {name for name, _ in reached} == {*BASES}
+    reached = [str(param.id) for param in options()]
+    assert {name.split("-")[0] for name in reached} == {*BASES}
     assert len(reached) > 45

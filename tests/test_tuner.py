@@ -350,7 +350,7 @@ def test_a_terminal_shows_a_bar_that_counts_what_is_compiled_and_what_is_measure
     engine, screen = registered(Fake((FAST,))), Console(width=200, force_terminal=True)
     with screen.capture() as capture:
         tuner.run(engine, SHAPE, [2], tmp_path / "t.json", layers=1, console=screen)
-    assert re.search(r"2 tokens, \d+\.\d us .*4/4", capture.get())
+    assert re.search(r"2 tokens, \d+\.\d+ us .*4/4", capture.get())
 
 
 def test_the_engine_is_the_first_that_can_be_tuned_and_runs(registered):

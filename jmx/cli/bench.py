@@ -3,7 +3,6 @@
 import argparse
 import os
 import pathlib
-import sys
 from typing import Any
 
 from jmx.cli.common import (
@@ -17,6 +16,7 @@ from jmx.cli.common import (
     print_json,
     resolved_pair,
     show,
+    tell,
 )
 
 
@@ -96,6 +96,6 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
         layers=arguments.layers,
         repeats=arguments.repeats,
         seed=arguments.seed,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=tell,
         so_far=lambda report: None if part is None else report.save(str(part)),
     )

@@ -1,6 +1,7 @@
 """What commands share: their parser, the checks of their arguments, and how results are printed."""
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-_MOST = (1 << 31) - 1  # of sizes and counts: what 32-bit indices reach
+MOST = (1 << 31) - 1  # of sizes and counts: what 32-bit indices reach
 _WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, where neither a terminal nor COLUMNS says
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -31,8 +32,14 @@ class Parser(argparse.ArgumentParser):
 
 def fail(error: Exception, code: int) -> int:
     """Prints what is wrong, as one line on stderr, and gives `code` back."""
-    print(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    tell(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}")
     return code
+
+
+def tell(line: str) -> None:
+    """Prints a line on stderr, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def add_json(command: Parser) -> None:
@@ -56,8 +63,8 @@ def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
         values = [int(part) for part in parts]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{shown} {rule}") from None
-    if any(abs(value) > _MOST for value in values):
-        raise argparse.ArgumentTypeError(f"{shown} must be at most {_MOST}")
+    if any(abs(value) > MOST for value in values):
+        raise argparse.ArgumentTypeError(f"{shown} must be at most {MOST}")
     return values
 
 

@@ -8,6 +8,7 @@ from jmx.cli import checkpoint
 from jmx.cli.common import (
     EXIT_NO,
     EXIT_OK,
+    MOST,
     Parser,
     add_json,
     check_known,
@@ -140,6 +141,9 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> tupl
             f"`--gate-up-order` (={order or 'none'}) does not fit `--activation` (={fields['activation']}), "
             f"which has {'a' if gated else 'no'} gate"
         )
+    for name in _FIELD.values():
+        if fields[name] > MOST:
+            raise ValueError(f"`{name}` (={fields[name]}) must be at most {MOST}")
     sizes = (fields["num_experts"], fields["hidden_size"], fields["intermediate_size"])
     format, inputs = formats.FORMATS[fields["format"]], fields.get("input_format")
     experts.check_sizes(*sizes, format, inputs)
