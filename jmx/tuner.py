@@ -77,8 +77,8 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
     tunable = [backend.name for backend in BACKENDS if isinstance(backend, Tunable)]
     if name is not None:
         raise ValueError(f"`backend` (={name!r}) has nothing to tune; what has: {', '.join(tunable)}")
-    told = "; ".join(f"{name!r} does not run: {no}" for name, no in trail)
-    raise NoBackendError(f"no backend can be tuned on {environment.device_kind}: {told}", tuple(trail))
+    reasons = "; ".join(f"{name!r} does not run: {no}" for name, no in trail)
+    raise NoBackendError(f"no backend can be tuned on {environment.device_kind}: {reasons}", tuple(trail))
 
 
 def run(

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from jmx._version import __version__
 from jmx.cli import bench, build, convert, doctor, explain, tune
-from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, fail, tell
+from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, fail, to_stderr
 from jmx.cli.completion import PrintCompletion
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_USAGE", "main"]
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             _flush()
     except KeyboardInterrupt:
-        tell("jmx: interrupted")
+        to_stderr("jmx: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has gone: nobody is left to tell
         return EXIT_NO

@@ -16,7 +16,7 @@ from jmx.cli.common import (
     print_json,
     resolved_pair,
     show,
-    tell,
+    to_stderr,
 )
 
 
@@ -96,6 +96,6 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
         layers=arguments.layers,
         repeats=arguments.repeats,
         seed=arguments.seed,
-        progress=tell,
+        progress=to_stderr,
         so_far=lambda report: None if part is None else report.save(str(part)),
     )

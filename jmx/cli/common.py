@@ -32,11 +32,11 @@ class Parser(argparse.ArgumentParser):
 
 def fail(error: Exception, code: int) -> int:
     """Prints what is wrong, as one line on stderr, and gives `code` back."""
-    tell(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}")
+    to_stderr(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}")
     return code
 
 
-def tell(line: str) -> None:
+def to_stderr(line: str) -> None:
     """Prints a line on stderr, if anybody reads it."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
