@@ -28,13 +28,13 @@ def layouts_in(custom_metadata, layers):
     return layouts_of(orbax_arrays.note(pathlib.Path("saved"), stored, KEY), layers)
 
 
-def abstract(layout="packed", *, inputs=None, lead=None, scales=None, **options):
+def abstract(layout="packed", *, inputs=None, lead=(), scales=None, **options):
     """Experts without arrays: E = 2, H = 64, I = 96 unless `options` have others."""
-    sizes = {"num_experts": 2, "hidden_size": 64, "intermediate_size": 96}
-    order = {"gate_up_order": "interleaved", "bias": False}
+    defaults: dict = {"num_experts": 2, "hidden_size": 64, "intermediate_size": 96}
+    defaults |= {"gate_up_order": "interleaved", "bias": False}
 
     def make():
-        experts = Experts.random(jax.random.key(0), **(sizes | order | options))
+        experts = Experts.random(jax.random.key(0), **(defaults | options))
         if scales is not None:
             experts = experts.with_arrays(
                 {n: a.astype(scales) if n.endswith("_scales") else a for n, a in experts.arrays().items()}
@@ -42,8 +42,7 @@ def abstract(layout="packed", *, inputs=None, lead=None, scales=None, **options)
         if inputs is not None:
             static = [jnp.float32(1)] * 2 if inputs in ("fp8_static", "nvfp4") else []
             experts = experts.with_inputs(inputs, *static)
-        if lead is not None:
-            experts = jax.tree.map(lambda a: jnp.broadcast_to(a, (*lead, *a.shape)), experts)
+        experts = jax.tree.map(lambda a: jnp.broadcast_to(a, (*lead, *a.shape)), experts)
         return experts.prepare(layout)
 
     return jax.eval_shape(make)
