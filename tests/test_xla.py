@@ -95,10 +95,10 @@ def rounded(a, name, scale):
     return worth(np.asarray(a, np.float32), inputs.INPUT_FORMATS[name], scale)
 
 
-def nearly(rng, a):
+def nearly(rng, a, error):
     """`a`, and 16 of the ways that float32 sums may leave it, a row each."""
     signs = np.concatenate([np.zeros((1, a.size)), rng.choice([-1, 1], (16, a.size))])
-    return a + 3e-6 * np.abs(a).max() * signs
+    return a + max(3e-6 * np.abs(a).max(), error) * signs
 
 
 def static_scales(name):
@@ -117,8 +117,12 @@ def assert_inputs_are_rounded(rng, name, **sizes):
     expected, bound = np.zeros(x.shape), np.zeros(x.shape)
     for token, (ids, shares) in enumerate(zip(*routing, strict=True)):
         for expert, share in zip(ids, shares, strict=True):
-            a = activated(case, gate_up[expert] @ rounded(x[token], name, scales[0]))
-            h, *others = rounded(nearly(rng, a), name, scales[1])
+            given = rounded(x[token], name, scales[0])
+            both = gate_up[expert] @ given
+            a = activated(case, both)
+            # Of the activation, whose slope is at most that in gate and in up. It may be small beside its terms.
+            error = 2.0**-24 * (np.abs(gate_up[expert]) @ np.abs(given)).max() * (np.abs(both).max() + 2)
+            h, *others = rounded(nearly(rng, a, error), name, scales[1])
             expected[token] += share * (down[expert] @ h)
             # What lies between two neighbours may round to either.
             bound[token] += np.abs(share * down[expert]) @ (np.abs(others - h).max(axis=0) + 1e-5 * np.abs(h))
