@@ -1,7 +1,7 @@
 """Derivatives and batching of the layer: custom_vjp around it, custom_vmap inside.
 
 Whatever backend ran forward, the backward pass is the reference's, a few experts at a time out of any layout, so
-weights stay as they are. Reverse mode only. A vmapped call becomes one call on all tokens together.
+weights stay as they are. First-order reverse mode only. A vmapped call becomes one call on all tokens together.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmx import xla
 from jmx.experts import Experts
+from jmx.first_order import not_differentiable, reverse_mode_only
 from jmx.routing import Routing
 from jmx.selection import Computation
 
@@ -51,12 +52,14 @@ def differentiable(run: Run, computation: Computation) -> Run:
         x, routing, experts = jax.tree.map(
             lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
         )
+        x, routing, experts = not_differentiable((x, routing, experts))
         return _batchable(run)(x, routing, experts), (x, routing, experts, wanted)
 
     def call_bwd(residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
         x, routing, experts, wanted = residuals
         if isinstance(dy, SymbolicZero):
             return None, None, None
+        x, routing, experts, dy = not_differentiable((x, routing, experts, dy))
 
         def backward(x: Array, routing: Routing, experts: Experts, dy: Array) -> xla.Gradients:
             return xla.backward(computation, x, routing, experts, dy, biases=wanted.flags)
@@ -76,7 +79,7 @@ def differentiable(run: Run, computation: Computation) -> Run:
         return dx, Routing(None, dweights), dexperts  # None: no cotangent
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
-    return call
+    return lambda *arguments: call(*reverse_mode_only(arguments))
 
 
 def _refuse_weight_gradients(experts: Any) -> None:

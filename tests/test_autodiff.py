@@ -402,18 +402,75 @@ def test_a_gradient_of_a_quantised_weight_is_refused_by_name(role, bias, jit, rn
         gradient(getattr(experts, role).values)
 
 
-def test_forward_mode_is_refused(rng):
-    x, routing, experts = draw_x(rng, SMALL), draw_routing(rng, SMALL), draw_weights(rng, SMALL).experts(SMALL)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: moe(SMALL, x, routing, experts), (x,), (x,))
+FORWARD = {
+    "jvp": lambda f, a: jax.jvp(f, (a,), (a,)),
+    "jvp in jit": lambda f, a: jax.jit(lambda a: jax.jvp(f, (a,), (a,)))(a),
+    "jvp of jit": lambda f, a: jax.jvp(jax.jit(f), (a,), (a,)),
+    "jvp of vmap": lambda f, a: jax.jvp(jax.vmap(f), (a[None],), (a[None],)),
+    "jvp of scan": lambda f, a: jax.jvp(lambda a: jax.lax.map(lambda _: f(a), jnp.arange(2)), (a,), (a,)),
+    "jvp of checkpoint": lambda f, a: jax.jvp(jax.checkpoint(f), (a,), (a,)),
+    "jacfwd": lambda f, a: jax.jacfwd(f)(a),
+    "linearize": lambda f, a: jax.linearize(f, a)[1](a),
+}
+SECOND = {
+    "hessian": lambda f, a: jax.hessian(f)(a),
+    "grad of grad": lambda f, a: jax.grad(lambda a: (jax.grad(f)(a) ** 2).sum())(a),
+    "grad of grad in jit": lambda f, a: jax.jit(jax.grad(lambda a: (jax.grad(f)(a) ** 2).sum()))(a),
+    "grad of jit of grad": lambda f, a: jax.grad(lambda a: (jax.jit(jax.grad(f))(a) ** 2).sum())(a),
+    "grad of a value beside its grad": lambda f, a: jax.grad(lambda a: jax.value_and_grad(f)(a)[0])(a),
+    "jacrev of jacrev": lambda f, a: jax.jacrev(jax.jacrev(f))(a),
+    "jvp of grad": lambda f, a: jax.jvp(jax.grad(f), (a,), (a,)),
+    "grad of vmap of grad": lambda f, a: jax.grad(lambda a: (jax.vmap(jax.grad(f))(a[None]) ** 2).sum())(a),
+}
 
 
-def test_second_derivatives_are_exact_or_refused(rng):
-    """Nothing between: a second derivative that came out as silent zeros would be wrong."""
+def scalar_of(argument, rng):
+    """The layer as a function of one of its arguments, to a scalar, and that argument."""
     x, routing, experts = draw_x(rng, SMALL), draw_routing(rng, SMALL), draw_weights(rng, SMALL).experts(SMALL)
-    first = jax.grad(lambda x: (moe(SMALL, x, routing, experts) ** 2).sum())
-    with pytest.raises((TypeError, ValueError, NotImplementedError)):
-        jax.grad(lambda x: (first(x) ** 2).sum())(jnp.asarray(x))
+
+    def function(value):
+        if argument == "x":
+            return (moe(SMALL, value, routing, experts) ** 2).sum()
+        if argument == "weights":
+            return (moe(SMALL, x, routing._replace(weights=value), experts) ** 2).sum()
+        return (moe(SMALL, x, routing, experts.with_arrays({**experts.arrays(), argument: value})) ** 2).sum()
+
+    arrays = {"x": x, "weights": routing.weights} | experts.arrays()
+    return function, jnp.asarray(arrays[argument])
+
+
+@pytest.mark.parametrize("argument", ["x", "weights", "gate_up_bias", "down_bias"])
+@pytest.mark.parametrize("how", FORWARD)
+def test_forward_mode_is_refused(how, argument, rng):
+    with pytest.raises(TypeError, match="^forward-mode derivatives of `jmx.moe` .* use reverse mode"):
+        FORWARD[how](*scalar_of(argument, rng))
+
+
+@pytest.mark.parametrize("argument", ["x", "weights", "gate_up_bias", "down_bias"])
+@pytest.mark.parametrize("how", SECOND)
+def test_second_derivatives_are_refused(how, argument, rng):
+    """Also where jax could compute some, by differentiating the backward pass that jmx chose."""
+    with pytest.raises(TypeError, match="^second derivatives of `jmx.moe` .* `experts.dequantize"):
+        SECOND[how](*scalar_of(argument, rng))
+
+
+def test_a_gradient_at_a_constant_can_be_part_of_a_loss(rng):
+    function, x = scalar_of("x", rng)
+
+    def loss(x):
+        return function(x) + (jax.grad(function)(jax.lax.stop_gradient(x)) ** 2).sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(x), jax.grad(function)(x), rtol=1e-5)
+
+
+def test_integers_that_jax_is_asked_to_differentiate_have_no_gradient(rng):
+    x, routing, experts = draw_x(rng, SMALL), draw_routing(rng, SMALL), draw_weights(rng, SMALL).experts(SMALL)
+    packed = experts.prepare("packed")
+    with pytest.raises(TypeError, match="but got uint8"):  # jax's own, before jmx is called
+        jax.grad(lambda experts: moe(SMALL, x, routing, experts).sum())(packed)
+    found = jax.grad(lambda experts: moe(SMALL, x, routing, experts).sum(), allow_int=True)(packed)
+    assert found.gate_up.values.dtype == jax.dtypes.float0
+    assert np.abs(np.asarray(found.down_bias, np.float32)).max() > 0
 
 
 def test_the_reference_knows_what_it_clamps(rng):
