@@ -442,7 +442,7 @@ def scalar_of(argument, rng):
 @pytest.mark.parametrize("argument", ["x", "weights", "gate_up_bias", "down_bias"])
 @pytest.mark.parametrize("how", FORWARD)
 def test_forward_mode_is_refused(how, argument, rng):
-    with pytest.raises(TypeError, match="^forward-mode derivatives of `jmx.moe` .* use reverse mode"):
+    with pytest.raises(TypeError, match=r"^forward-mode derivatives of `jmx.moe` .* use reverse mode"):
         FORWARD[how](*scalar_of(argument, rng))
 
 
@@ -450,7 +450,7 @@ def test_forward_mode_is_refused(how, argument, rng):
 @pytest.mark.parametrize("how", SECOND)
 def test_second_derivatives_are_refused(how, argument, rng):
     """Also where jax could compute some, by differentiating the backward pass that jmx chose."""
-    with pytest.raises(TypeError, match="^second derivatives of `jmx.moe` .* `experts.dequantize"):
+    with pytest.raises(TypeError, match=r"^second derivatives of `jmx.moe` .* `experts.dequantize"):
         SECOND[how](*scalar_of(argument, rng))
 
 
