@@ -3,6 +3,7 @@
 from jmx import checkpoint as checkpoint
 from jmx._version import __version__
 from jmx.activations import (
+    ACTIVATIONS,
     GELU,
     Activation,
     GELUAndMul,
@@ -20,6 +21,7 @@ from jmx.layer import moe
 from jmx.quantization import dequantize, quantize
 from jmx.routing import (
     NOWHERE,
+    ROUTING_METHODS,
     Custom,
     GroupedTopK,
     Logits,
@@ -33,12 +35,14 @@ from jmx.routing import (
 from jmx.selection import Environment, NoBackendError, Problem, Reason, Rejection, Selection, select, use_backend
 
 __all__ = [
+    "ACTIVATIONS",
     "FORMATS",
     "GELU",
     "MXFP4",
     "MXINT4",
     "NOWHERE",
     "NVFP4",
+    "ROUTING_METHODS",
     "Activation",
     "BlockScaled",
     "Custom",

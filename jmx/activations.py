@@ -5,12 +5,13 @@ outputs. Kernels read the parameters; `__call__` is the definition that they are
 dtype of their arguments, NaN in gives NaN out, and gradients are those of jax: 0 beyond a clamp, half at the clamp.
 """
 
-from dataclasses import dataclass, fields
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+
+from jmx.checks import check_bool, check_finite, check_named
 
 GATE_UP_ORDERS = ("interleaved", "concatenated")
 
@@ -41,7 +42,7 @@ class SwiGLU(Activation):
         limit: positive and finite, or None for no clamp.
 
     Raises:
-        ValueError: a parameter outside its range.
+        ValueError, TypeError: a parameter outside its range, or no number.
     """
 
     alpha: float = 1.0
@@ -50,15 +51,12 @@ class SwiGLU(Activation):
     gated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isfinite(self.alpha):
-            raise ValueError(f"`alpha` (={self.alpha}) must be finite")
-        if not isfinite(self.beta):
-            raise ValueError(f"`beta` (={self.beta}) must be finite")
-        if self.limit is not None and not (isfinite(self.limit) and self.limit > 0):
-            raise ValueError(f"`limit` (={self.limit}) must be positive and finite, or None for no clamp")
-        for field in fields(self):  # a numpy scalar would promote bfloat16 to float32
-            value = getattr(self, field.name)
-            object.__setattr__(self, field.name, None if value is None else float(value))
+        for name in ("alpha", "beta", "limit"):
+            value = getattr(self, name)
+            if name != "limit" or value is not None:
+                object.__setattr__(self, name, check_finite(name, value))
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"`limit` (={self.limit}) must be positive, or None for no clamp")
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         if self.limit is not None:
@@ -84,6 +82,9 @@ class GELUAndMul(Activation):
     approximate: bool
     gated: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "approximate", check_bool("approximate", self.approximate))
+
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return jax.nn.gelu(gate, approximate=self.approximate) * up
 
@@ -104,6 +105,9 @@ class GELU(Activation):
 
     approximate: bool
     gated: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "approximate", check_bool("approximate", self.approximate))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x, approximate=self.approximate)
@@ -127,6 +131,25 @@ class ReLU2(Activation):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.square(jax.nn.relu(x))
+
+
+# By name, for arguments and command lines. Those with parameters of a model's own have none: `SwiGLU(alpha=...)`.
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": SwiGLU(),
+    "silu_and_mul": SiLUAndMul(),
+    "gelu_and_mul": GELUAndMul(approximate=False),
+    "gelu_tanh_and_mul": GELUAndMul(approximate=True),
+    "silu": SiLU(),
+    "gelu": GELU(approximate=False),
+    "gelu_tanh": GELU(approximate=True),
+    "relu": ReLU(),
+    "relu2": ReLU2(),
+}
+
+
+def get(activation: Activation | str) -> Activation:
+    """An activation, or the one that `ACTIVATIONS` has under that name. ValueError, naming those, for other names."""
+    return check_named("activation", activation, Activation, ACTIVATIONS)
 
 
 def split_gate_up(h: jax.Array, order: str | None) -> tuple[jax.Array, jax.Array]:

@@ -14,6 +14,16 @@ from jax.core import Tracer
 
 from jmx import formats, layouts, quantization
 from jmx.activations import GATE_UP_ORDERS, Activation, join_gate_up, split_gate_up
+from jmx.checks import (
+    check_array,
+    check_bool,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_key,
+    check_one_of,
+    shown,
+)
 from jmx.formats import MXFP4, BlockScaled, Format
 from jmx.inputs import INPUT_FORMATS, check_static_range
 from jmx.layouts import WeightSpec
@@ -21,6 +31,8 @@ from jmx.layouts import WeightSpec
 Array = Any
 
 ROLES = ("gate_up", "down")
+ORDERS = (*GATE_UP_ORDERS, None)
+BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 OTHER_ARRAYS = ("bias", "input_scale")  # of a role, beside those of its weight
 
 # Logical axes of the arrays of each role, for partitioning. Layouts keep the expert axis first.
@@ -79,17 +91,21 @@ class Experts:
         down_bias: Array | None = None,
         *,
         gate_up_order: str | None,
-        format: Format = MXFP4,
+        format: Format | str = MXFP4,
     ) -> "Experts":
         """Experts of canonical or packed arrays (see the class for shapes; leading layer axes are allowed).
 
         Raises:
             ValueError, TypeError: arrays whose shapes or dtypes do not fit each other, naming the one that does not.
         """
-        if gate_up_order not in (*GATE_UP_ORDERS, None):
-            raise ValueError(f"`gate_up_order` (={gate_up_order!r}) must be one of {(*GATE_UP_ORDERS, None)}")
-        *lead, rows, hidden = formats.logical_shape(gate_up, format)
-        *down_lead, down_rows, intermediate = formats.logical_shape(down, format)
+        check_one_of("gate_up_order", gate_up_order, ORDERS)
+        format = formats.get(format)
+        *lead, hidden = formats.logical_shape(gate_up, format, "gate_up")
+        *down_lead, intermediate = formats.logical_shape(down, format, "down")
+        for name, shape in (("gate_up", (*lead, hidden)), ("down", (*down_lead, intermediate))):
+            if len(shape) < 2:
+                raise ValueError(f"`{name}` (logical shape {shape}) must have axes of experts, rows and columns")
+        rows, down_rows = lead.pop(), down_lead.pop()
         if not lead:
             raise ValueError(f"`gate_up` (logical shape {(rows, hidden)}) must have an expert axis")
         if down_lead != lead or down_rows != hidden:
@@ -108,6 +124,7 @@ class Experts:
         for name, bias, size in (("gate_up_bias", gate_up_bias, rows), ("down_bias", down_bias, hidden)):
             if bias is None:
                 continue
+            check_array(name, bias)
             if tuple(bias.shape) != (*lead, size):
                 raise ValueError(f"`{name}` (shape {tuple(bias.shape)}) must be {(*lead, size)}")
             if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 2:
@@ -124,7 +141,7 @@ class Experts:
         down_bias: Array | None = None,
         *,
         gate_up_order: str | None,
-        format: Format = MXFP4,
+        format: Format | str = MXFP4,
         scale_rule: str = "ocp",
         nonfinite: str = "refuse",
     ) -> "Experts":
@@ -139,14 +156,19 @@ class Experts:
         Raises:
             ValueError, TypeError: those of `of` and of `quantization.quantize`, naming the weight and the expert.
         """
+        check_one_of("gate_up_order", gate_up_order, ORDERS)
+        format = formats.get(format)
         for name, weight in (("gate_up", gate_up), ("down", down)):
-            if weight.ndim != 3:
+            check_array(name, weight, jnp.floating)
+            if len(weight.shape) != 3:
                 raise ValueError(f"`{name}` (shape {tuple(weight.shape)}) must be (E, N, K), the contracted axis last")
             format.check_size(f"{name}.shape[-1]", weight.shape[-1])
 
         def experts(gate_up: BlockScaled, down: BlockScaled) -> "Experts":
             return cls.of(gate_up, down, gate_up_bias, down_bias, gate_up_order=gate_up_order, format=format)
 
+        check_one_of("scale_rule", scale_rule, quantization.SCALE_RULES)
+        check_one_of("nonfinite", nonfinite, quantization.NONFINITE)
         # Shapes are checked before any weight is rounded, which may take long.
         experts(format.abstract(gate_up.shape, packed=True), format.abstract(down.shape, packed=True))
         rounded = partial(quantization.quantize, format=format, scale_rule=scale_rule, nonfinite=nonfinite)
@@ -177,7 +199,7 @@ class Experts:
         intermediate_size: int,
         *,
         gate_up_order: str | None,
-        format: Format = MXFP4,
+        format: Format | str = MXFP4,
         bias: bool = True,
         bias_dtype: Any = jnp.bfloat16,
     ) -> "Experts":
@@ -186,15 +208,19 @@ class Experts:
         Weights have a standard deviation near K ** -0.5; biases are normal with 0.02.
 
         Raises:
-            ValueError: sizes that no experts can have.
+            ValueError, TypeError: sizes that no experts can have, and arguments of a wrong type.
         """
-        check_sizes(num_experts, hidden_size, intermediate_size, format)
+        check_key("key", key)
+        check_one_of("gate_up_order", gate_up_order, ORDERS)
+        format = formats.get(format)
+        bias_dtype = check_dtype("bias_dtype", bias_dtype, *BIAS_DTYPES)
+        num_experts, hidden_size, intermediate_size = check_sizes(num_experts, hidden_size, intermediate_size, format)
         rows = intermediate_size * (1 if gate_up_order is None else 2)
         keys = jax.random.split(key, 4)
         gate_up = quantization.random(keys[0], (num_experts, rows, hidden_size), format)
         down = quantization.random(keys[1], (num_experts, hidden_size, intermediate_size), format)
         biases = (None, None)
-        if bias:
+        if check_bool("bias", bias):
             sizes = (rows, hidden_size)
             biases = [
                 0.02 * jax.random.normal(k, (num_experts, n), bias_dtype) for k, n in zip(keys[2:], sizes, strict=True)
@@ -208,6 +234,10 @@ class Experts:
         Raises:
             ValueError: no experts, or some that differ in more than their weights.
         """
+        if not isinstance(experts, Sequence) or isinstance(experts, str):
+            raise TypeError(f"`experts` ({shown(experts)}) must be a sequence of jmx.Experts")
+        for i, other in enumerate(experts):
+            check_instance(f"experts[{i}]", other, Experts, "jmx.Experts")
         if not experts:
             raise ValueError("`experts` (=[]) must hold those of one layer at least")
         for i, other in enumerate(experts):
@@ -233,12 +263,14 @@ class Experts:
 
     def spec(self, role: str) -> WeightSpec:
         """Logical shape of one expert's "gate_up" or "down" weight, and what a layout needs to know of it."""
+        check_one_of("role", role, ROLES)
         rows = self.intermediate_size * (2 if self.gated else 1)
         shape = (rows, self.hidden_size) if role == "gate_up" else (self.hidden_size, self.intermediate_size)
         return WeightSpec(role, shape, self.gate_up_order, self.format)
 
     def check(self, *, bias: bool, **fields: Any) -> None:
         """Raises ValueError, naming the argument, unless these are of one layer and have such `fields`."""
+        check_bool("bias", bias)
         if self.index is not None or len(self.canonical_shape()) != 3:
             raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")
         for name, value in fields.items():
@@ -250,6 +282,7 @@ class Experts:
 
     def check_activation(self, activation: Activation) -> None:
         """Raises ValueError unless `activation` is gated exactly if these experts are."""
+        check_instance("activation", activation, Activation, "a jmx.Activation")
         if activation.gated != self.gated:
             raise ValueError(
                 f"`activation` (={activation}) is {'' if activation.gated else 'un-'}gated, but the experts have "
@@ -273,7 +306,12 @@ class Experts:
         return named | {name: array for name, array in others.items() if array is not None}
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> "Experts":
-        """These experts with other arrays, named as `arrays` names them; one that is not named becomes None."""
+        """These experts with other arrays, named as `arrays` names them; one that is not named becomes None.
+
+        Raises:
+            TypeError: no mapping. What arrays hold is not looked at, nor are other names.
+        """
+        check_instance("arrays", arrays, Mapping, "a mapping of names to arrays")
         quantised = {
             role: BlockScaled(*(arrays.get(f"{role}_{name}") for name in BlockScaled._fields)) for role in ROLES
         }
@@ -295,14 +333,15 @@ class Experts:
             ValueError, TypeError: an unknown format, one whose blocks do not divide the sizes, scales that are missing,
                 not wanted, of another shape or dtype, or out of `inputs.static_limits`.
         """
-        if format is not None and format not in INPUT_FORMATS:
-            raise ValueError(f"`format` (={format!r}) must be one of {[*INPUT_FORMATS]}, or None")
+        check_one_of("format", format, (*INPUT_FORMATS, None))
         static = format is not None and INPUT_FORMATS[format].static
         shape = self.canonical_shape()[:-3]
         for name, scale in (("gate_up_scale", gate_up_scale), ("down_scale", down_scale)):
             if (scale is not None) != static:
                 needed = f"float32 {shape}" if static else "None"
                 raise ValueError(f"`{name}` (={scale}) must be {needed} for {format} inputs")
+            if scale is not None:
+                check_array(name, scale)
             if scale is not None and (scale.dtype != jnp.float32 or tuple(scale.shape) != shape):
                 raise TypeError(f"`{name}` ({scale.dtype} {tuple(scale.shape)}) must be float32 {shape}")
             if scale is not None and format is not None:
@@ -315,6 +354,7 @@ class Experts:
 
     def input_scale(self, role: str) -> Array | None:
         """The static scale () of the inputs of "gate_up" or "down"; None where there is none."""
+        check_one_of("role", role, ROLES)
         scale = getattr(self, f"{role}_input_scale")
         return scale if scale is None or self.index is None else scale[self.index]
 
@@ -357,6 +397,8 @@ class Experts:
 
         `experts`: integer array of valid ids, any shape. Returns values (*experts.shape, N, K / 2) and scales.
         """
+        check_one_of("role", role, ROLES)
+        check_array("experts", experts, jnp.integer)
         index = experts if self.index is None else (self.index, experts)
         layout, spec, order = layouts.get(self.layout), self.spec(role), self.down.order
         if order is not None:
@@ -365,6 +407,8 @@ class Experts:
 
     def take_bias(self, role: str, experts: Array) -> Array | None:
         """The chosen experts' bias rows (*experts.shape, N), or None where there is none."""
+        check_one_of("role", role, ROLES)
+        check_array("experts", experts, jnp.integer)
         bias = getattr(self, f"{role}_bias")
         index = experts if self.index is None else (self.index, experts)
         return None if bias is None else bias.at[index].get(mode="promise_in_bounds")
@@ -384,6 +428,7 @@ class Experts:
             ValueError: no layout has that name, or it does not hold this format.
         """
         target = layouts.get(layout)
+        check_bool("donate", donate)
         if layout == self.layout:
             return self
         if not target.holds(self.format):
@@ -427,6 +472,7 @@ class Experts:
             ValueError: `new` differs in a size, a dtype, the format, the order of gate and up, or the presence of a
                 bias; or either is one layer of a stack.
         """
+        check_instance("new", new, Experts, "jmx.Experts")
         if self.index is not None or new.index is not None:
             raise ValueError("`update` must be called on and with whole experts, not with a `layer` of a stack")
         abstract = jax.eval_shape(lambda experts: experts.prepare(self.layout), new)
@@ -458,6 +504,7 @@ class Experts:
 
         `dtype` is bfloat16 or float32; see `quantization.dequantize`.
         """
+        dtype = check_dtype("dtype", dtype, jnp.bfloat16, jnp.float32)
         experts = self.prepare("packed")  # XLA's CPU compiler fails at float4 inside a loop
 
         def floats(q: BlockScaled) -> jax.Array:
@@ -469,22 +516,19 @@ class Experts:
 
 def check_sizes(
     num_experts: int, hidden_size: int, intermediate_size: int, format: Format, input_format: str | None = None
-) -> None:
-    """Raises ValueError, naming the argument, its value and the rule, for sizes that no experts can have.
+) -> tuple[int, int, int]:
+    """The sizes as Python's integers; ValueError or TypeError, naming the argument, for those that no experts can have.
 
     Or none whose inputs are in `input_format`, a key of `INPUT_FORMATS`.
     """
-    for name, size in (
-        ("num_experts", num_experts),
-        ("hidden_size", hidden_size),
-        ("intermediate_size", intermediate_size),
-    ):
-        if size < 1:
-            raise ValueError(f"`{name}` (={size}) must be at least 1")
+    num_experts = check_int("num_experts", num_experts, least=1)
+    hidden_size = check_int("hidden_size", hidden_size, least=1)
+    intermediate_size = check_int("intermediate_size", intermediate_size, least=1)
     format.check_size("hidden_size", hidden_size)
     format.check_size("intermediate_size", intermediate_size)
     if input_format is not None:
         INPUT_FORMATS[input_format].check_sizes(hidden_size, intermediate_size)
+    return num_experts, hidden_size, intermediate_size
 
 
 def _layer_index(index: Array | int, num_layers: int) -> jax.Array:
@@ -504,12 +548,16 @@ def _layer_index(index: Array | int, num_layers: int) -> jax.Array:
 
 
 def check_axes(axes: Mapping[str, str | None]) -> None:
-    """Raises ValueError for logical axes that experts do not have."""
+    """Raises ValueError for logical axes that experts do not have, TypeError for what names no mesh axes."""
+    check_instance("axes", axes, Mapping, "a mapping of logical axes to mesh axes")
     unknown = set(axes) - set(AXES["gate_up"])
     if unknown:
         raise ValueError(
             f"`axes` (={dict(axes)}) must name logical axes among {AXES['gate_up']}, not {sorted(unknown)}"
         )
+    for logical, names in axes.items():
+        for name in names if isinstance(names, tuple) else (names,):
+            check_instance(f"axes[{logical!r}]", name, str | None, "the name of a mesh axis, a tuple of those, or None")
 
 
 def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[str, tuple[str | None, ...]]:

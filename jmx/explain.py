@@ -9,14 +9,15 @@ import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
-from jmx import formats, tuning
+from jmx import activations, formats, tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
+from jmx.checks import is_array, shown
 from jmx.experts import Experts
 from jmx.inputs import INPUT_FORMATS
 from jmx.layer import check_arguments
 from jmx.routing import Logits, Routing
-from jmx.selection import Environment, NoBackendError, Problem, Rejection, select
+from jmx.selection import Environment, NoBackendError, Problem, Rejection, check_backend, select
 from jmx.tables import FoldingTable, decimal, words
 from jmx.tuning import Choice, Tunable
 
@@ -243,7 +244,15 @@ def explain_problem(
     return Explanation(problem, environment, chosen, configuration, trail, error, *costs, inputs_declared)
 
 
-def explain(subject: Any, *arguments: Any, device: str | None = None, **options: Any) -> Explanation:
+def explain(
+    subject: Any,
+    *arguments: Any,
+    device: str | None = None,
+    backend: str | None = None,
+    activation: Activation | str | None = None,
+    weights_on: str | None = None,
+    input_format: str | None = None,
+) -> Explanation:
     """What runs a layer, why nothing else does, and what the call costs at least.
 
     Forms:
@@ -256,19 +265,44 @@ def explain(subject: Any, *arguments: Any, device: str | None = None, **options:
         device: one that need not be here, such as "h200" (see `Environment.named`); the default is the one that the
             arguments, or else new arrays, lie on.
         backend: requested instead of the layer's own. Where it cannot run, the explanation's `error` says so.
+        activation, weights_on, input_format: of the second form alone, as `jmx.moe` has them.
 
     Raises:
         TypeError, ValueError: `device` or `backend` has no such name, a call would refuse these arguments, or the
             backend cannot run with the configuration of a `tuning.override` in scope.
     """
     environment = None if device is None else Environment.named(device)
-    if isinstance(subject, Problem):
-        return explain_problem(subject, *arguments, environment=environment, **options)
-    of = _explain_layer if hasattr(subject, "problem") else _explain_arrays
-    return of(subject, *arguments, environment=environment, **options)
+    check_backend(backend, BACKENDS)
+    of_moe = {"activation": activation, "weights_on": weights_on, "input_format": input_format}
+    of_moe = {name: value for name, value in of_moe.items() if value is not None}
+    if is_array(subject):
+        _check_form("x", arguments, ("routing", "experts"))
+        if activation is None:
+            raise TypeError(
+                "`activation` (=None) must be given with `x`, `routing` and `experts`, as `jmx.moe` takes it"
+            )
+        return _explain_arrays(subject, *arguments, environment=environment, backend=backend, **of_moe)
+    is_problem = isinstance(subject, Problem)
+    if not is_problem and not (hasattr(subject, "problem") and not isinstance(subject, type)):
+        raise TypeError(
+            f"`subject` ({shown(subject)}) must be a layer, a jmx.Problem, or the array `x` of a call of `jmx.moe`"
+        )
+    if of_moe:
+        name, value = next(iter(of_moe.items()))
+        raise TypeError(f"`{name}` (={value!r}) must be left out for a {type(subject).__name__}, which has its own")
+    _check_form(f"a {type(subject).__name__}", arguments, () if is_problem else ("x",))
+    if is_problem:
+        return explain_problem(subject, environment, backend)
+    return _explain_layer(subject, *arguments, environment=environment, backend=backend)
 
 
-def _explain_layer(layer: Any, x: Any, *, environment: Environment | None, backend: str | None = None) -> Explanation:
+def _check_form(subject: str, arguments: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    if len(arguments) != len(names):
+        wanted = " and ".join(f"`{name}`" for name in names) or "nothing"
+        raise TypeError(f"`arguments` ({len(arguments)} of them) must be {wanted} after {subject}")
+
+
+def _explain_layer(layer: Any, x: Any, *, environment: Environment | None, backend: str | None) -> Explanation:
     backend = backend if backend is not None else getattr(layer, "backend", None)
     problem = layer.problem(x)
     declared = problem.input_format is not None and getattr(layer, "input_format", "not known") is None
@@ -281,11 +315,12 @@ def _explain_arrays(
     experts: Experts,
     *,
     environment: Environment | None,
-    activation: Activation,
+    activation: Activation | str,
     weights_on: str = "output",
     input_format: str | None = None,
     backend: str | None = None,
 ) -> Explanation:
+    activation = activations.get(activation)
     check_arguments(x, routing, experts, activation, weights_on)
     top_k = routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
     problem = Problem.of(x, top_k, experts, activation, weights_on, input_format)

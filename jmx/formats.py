@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmx.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
+
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
 WHOLE_ROW = -1  # as a block's size; GPTQ's configs write it so
@@ -79,6 +81,7 @@ class Format:
 
     def check_size(self, name: str, size: int) -> None:
         """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks and of bytes."""
+        check_int(name, size, least=0)
         whole = 8 // self.element_bits if self.block_size == WHOLE_ROW or self.short_block else self.block_size
         if size % whole:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {whole} for {self.name.upper()}")
@@ -93,9 +96,11 @@ class Format:
 
         `scale_dtype`: one of `scale_dtypes`; None: the first.
         """
+        shape = check_shape("shape", shape)
+        check_bool("packed", packed)
         *rows, size = shape
         blocks = (*rows, self.num_blocks(size, "shape[-1]"))
-        scale = self.scale_dtype if scale_dtype is None else np.dtype(scale_dtype)
+        scale = self.scale_dtype if scale_dtype is None else check_dtype("scale_dtype", scale_dtype, *self.scale_dtypes)
         arrays = BlockScaled(
             values=jax.ShapeDtypeStruct(shape, self.element_dtype),
             scales=jax.ShapeDtypeStruct(blocks, scale),
@@ -152,7 +157,13 @@ FORMATS: dict[str, Format] = {
     format.name: format for format in (MXFP4, NVFP4, MXINT4, *_integers(), FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
 }
 
+_ELEMENTS = {format.element_dtype: None for format in FORMATS.values()}  # in that order, each once
 _SCALE_BYTES = {_E8M0: 127, _E4M3: 0x38}  # of 1.0
+
+
+def get(format: Format | str) -> Format:
+    """A format of weights, or the one that `FORMATS` has under that name. ValueError, naming those, for other names."""
+    return check_named("format", format, Format, FORMATS)
 
 
 def is_packed(q: BlockScaled) -> bool:
@@ -160,7 +171,18 @@ def is_packed(q: BlockScaled) -> bool:
     return q.values.dtype == jnp.uint8
 
 
-def logical_shape(q: BlockScaled, format: Format = MXFP4) -> tuple[int, ...]:
+def check_weight(q: BlockScaled, name: str = "q") -> None:
+    """Raises TypeError, naming what is wrong of the weight called `name`, unless it is one of arrays."""
+    check_instance(name, q, BlockScaled, "a jmx.BlockScaled")
+    for field, array in q._asdict().items():
+        if array is not None or field in ("values", "scales"):
+            check_array(f"{name}.{field}", array)
+    for field in ("values", "scales"):
+        if not getattr(q, field).shape:
+            raise ValueError(f"`{name}.{field}` (a scalar) must have a last axis, of blocks")
+
+
+def logical_shape(q: BlockScaled, format: Format | str = MXFP4, name: str = "q") -> tuple[int, ...]:
     """Shape (..., N, K) of the weight that `q` holds, canonical or packed.
 
     Raises:
@@ -168,11 +190,13 @@ def logical_shape(q: BlockScaled, format: Format = MXFP4) -> tuple[int, ...]:
             that the format lacks.
         ValueError: arrays that are missing, or do not fit the values.
     """
+    format = get(format)
+    check_weight(q, name)
     packed = is_packed(q)
     *lead, size = q.values.shape
     shape = (*lead, size * 8 // format.element_bits if packed else size)
     of = f"{'packed' if packed else 'canonical'} {format.name.upper()}"
-    scale_dtype = q.scales.dtype if q.scales is not None and q.scales.dtype in format.scale_dtypes else None
+    scale_dtype = q.scales.dtype if q.scales.dtype in format.scale_dtypes else None
     for name, array, expected in zip(
         BlockScaled._fields, q, format.abstract(shape, packed=packed, scale_dtype=scale_dtype), strict=True
     ):
@@ -195,12 +219,21 @@ def pack(q: BlockScaled) -> BlockScaled:
     """Canonical to packed: uint8 values (..., K * bits / 8), even elements in the low nibbles, and bytes as uint8.
 
     numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. A packed `q` is returned as it is.
+
+    Raises:
+        TypeError: values that are of no format.
+        ValueError: an odd number of 4-bit values.
     """
+    check_weight(q)
     if is_packed(q):
         return q
+    if q.values.dtype not in _ELEMENTS:
+        raise TypeError(f"`q.values` (dtype {q.values.dtype}) must be {' or '.join(d.name for d in _ELEMENTS)}")
     scales = _bytes(q.scales) if q.scales.dtype.itemsize == 1 else q.scales
     if q.values.dtype in (_E4M3, _INT8):
         return q._replace(values=_bytes(q.values), scales=scales)
+    if q.values.shape[-1] % 2:
+        raise ValueError(f"`q.values` (shape {q.values.shape}) must have an even last axis: two 4-bit values a byte")
     pairs = q.values.reshape(*q.values.shape[:-1], q.values.shape[-1] // 2, 2)
     if isinstance(q.values, np.ndarray):
         nibbles = pairs.view(np.uint8) & 15
@@ -208,7 +241,7 @@ def pack(q: BlockScaled) -> BlockScaled:
     return q._replace(values=lax.bitcast_convert_type(pairs, jnp.uint8), scales=scales)
 
 
-def from_offset_binary(q: BlockScaled, format: Format) -> BlockScaled:
+def from_offset_binary(q: BlockScaled, format: Format | str) -> BlockScaled:
     """Integers in two's complement, as jmx has them, of codes c that stand for c - 8, or for c - 128 where they have 8
     bits.
 
@@ -222,6 +255,8 @@ def from_offset_binary(q: BlockScaled, format: Format) -> BlockScaled:
         ValueError: another format.
         TypeError: other values.
     """
+    format = get(format)
+    check_weight(q)
     bits = format.element_bits
     if format.element_dtype not in (_INT4, _INT8) or "zero_points" in format.arrays:
         raise ValueError(f"`format` (={format.name}) must be one of integers without zero points")
@@ -236,8 +271,14 @@ def _bytes(array: Array) -> Array:
     return array.view(np.uint8) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, jnp.uint8)
 
 
-def unpack(q: BlockScaled, format: Format = MXFP4) -> BlockScaled:
-    """Packed to canonical, the inverse of `pack`. A canonical `q` is returned as it is."""
+def unpack(q: BlockScaled, format: Format | str = MXFP4) -> BlockScaled:
+    """Packed to canonical, the inverse of `pack`. A canonical `q` is returned as it is.
+
+    Raises:
+        ValueError, TypeError: packed arrays that do not fit each other or `format`.
+    """
+    format = get(format)
+    check_weight(q)
     if not is_packed(q):
         return q
     shape = logical_shape(q, format)
@@ -266,13 +307,15 @@ def one(format: Format, dtype: Any) -> float:
     return _SCALE_BYTES[format.scale_dtype] if dtype == jnp.uint8 else 1.0
 
 
-def pad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> BlockScaled:
+def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) -> BlockScaled:
     """Extends the last two axes (N, K) to `shape` with zero values and scales of 1.0, canonical or packed.
 
     Raises:
         ValueError: `shape` below the present one, or its K not a whole number of blocks.
     """
-    *lead, rows, columns = logical_shape(q, format)
+    format = get(format)
+    lead, rows, columns = _of_matrix(q, format)
+    check_shape("shape", shape, 2)
     if shape[0] < rows or shape[1] < columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at least {(rows, columns)}, the weight's own")
     target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))
@@ -290,6 +333,14 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> Block
     return padded
 
 
+def _of_matrix(q: BlockScaled, format: Format) -> tuple[tuple[int, ...], int, int]:
+    """Leading axes, N and K. ValueError where there is no N."""
+    shape = logical_shape(q, format)
+    if len(shape) < 2:
+        raise ValueError(f"`q.values` (shape {q.values.shape}) must be (..., N, K)")
+    return shape[:-2], shape[-2], shape[-1]
+
+
 def _scale_dtype(q: BlockScaled, format: Format) -> np.dtype:
     return format.scale_dtype if q.scales.dtype == jnp.uint8 else q.scales.dtype
 
@@ -299,13 +350,15 @@ def _extend(array: Array, target: jax.ShapeDtypeStruct, fill: float) -> jax.Arra
     return lax.pad(array, jnp.array(fill, target.dtype), widths)
 
 
-def unpad(q: BlockScaled, shape: tuple[int, int], format: Format = MXFP4) -> BlockScaled:
+def unpad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) -> BlockScaled:
     """Cuts the last two axes to `shape` (N, K), the inverse of `pad`.
 
     Raises:
         ValueError: `shape` above the present one, or its K not a whole number of blocks.
     """
-    *lead, rows, columns = logical_shape(q, format)
+    format = get(format)
+    lead, rows, columns = _of_matrix(q, format)
+    check_shape("shape", shape, 2)
     if shape[0] > rows or shape[1] > columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at most {(rows, columns)}, the weight's own")
     target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))

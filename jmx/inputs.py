@@ -29,6 +29,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jmx import codes, formats, mxfp8, quantization, rounding
+from jmx.checks import check_one_of
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
@@ -382,12 +383,11 @@ def resolve(checkpoint: str | None, user: str | None, supported: Sequence[str | 
     """
     if checkpoint is not None and checkpoint not in INPUT_FORMATS:
         raise ValueError(f"`checkpoint` (={checkpoint!r}) must be one of {[*INPUT_FORMATS]}")
-    if user is not None and user not in INPUT_FORMATS and user not in FAMILIES:
-        raise ValueError(f"`user` (={user!r}) must be one of {[*INPUT_FORMATS]}, or a family: {[*FAMILIES]}")
+    check_one_of("input_format", user, (*INPUT_FORMATS, *FAMILIES, None))
     variants = FAMILIES.get(user, (user,)) if user is not None else ()
     if checkpoint is not None and user is not None and checkpoint not in variants:
         raise ValueError(
-            f"the checkpoint declares {checkpoint!r} inputs and the user asks for {user!r}: leave that out, or align it"
+            f"`input_format` (={user!r}) must be {checkpoint!r}, which the checkpoint declares, or a family of it, or None"
         )
     if checkpoint is not None:
         wanted: Sequence[str | None] = (checkpoint,)

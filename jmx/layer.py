@@ -8,12 +8,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmx import autodiff
+from jmx import activations, autodiff
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
+from jmx.checks import check_array, check_instance, check_one_of
 from jmx.experts import Experts
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
-from jmx.selection import WEIGHTS_ON, Computation, Environment, Problem, resolve_input_format, select
+from jmx.selection import (
+    WEIGHTS_ON,
+    Computation,
+    Environment,
+    Problem,
+    check_backend,
+    check_x,
+    resolve_input_format,
+    select,
+)
 
 Array = Any
 
@@ -23,7 +33,7 @@ def moe(
     routing: Routing | Logits,
     experts: Experts,
     *,
-    activation: Activation,
+    activation: Activation | str,
     weights_on: str = "output",
     input_format: str | None = None,
     mask: Array | None = None,
@@ -38,7 +48,7 @@ def moe(
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
         experts: the weights.
-        activation: gated if and only if the experts are.
+        activation: gated if and only if the experts are; or its name in `jmx.ACTIVATIONS`.
         weights_on: "output": routing weights multiply what an expert returns; "input": what it is given.
         input_format: what both products' inputs are rounded to first: a key of `inputs.INPUT_FORMATS`, or a family of
             them; None: what the experts declare, else nothing. Gradients pass the rounding as if it were not there.
@@ -52,7 +62,9 @@ def moe(
         ValueError, TypeError: arguments that do not fit each other.
         NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
     """
+    activation = activations.get(activation)
     check_arguments(x, routing, experts, activation, weights_on)
+    check_backend(backend, BACKENDS)
     environment = Environment.probe(x, routing, experts)
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
@@ -89,11 +101,11 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
     """
     named = {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
     for name, array in named.items():
-        if array.ndim == 0 or tuple(array.shape[:-1]) != tuple(leading):
+        check_array(name, array)
+        if not array.shape or tuple(array.shape[:-1]) != tuple(leading):
             raise ValueError(f"`{name}` (shape {array.shape}) must be {tuple(leading)}, as x, and one more axis")
     if mask is not None:
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"`mask` (dtype {mask.dtype}) must be bool")
+        check_array("mask", mask, jnp.bool_)
         if tuple(mask.shape) != tuple(leading):
             raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of x")
         mask = mask.reshape(-1)
@@ -108,21 +120,13 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
 
 def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
     """Raises ValueError or TypeError, naming the argument, where `moe` refuses its arguments; these may be abstract."""
-    kinds = (
-        ("routing", routing, Routing | Logits),
-        ("experts", experts, Experts),
-        ("activation", activation, Activation),
-    )
-    for name, value, kind in kinds:
-        if not isinstance(value, kind):
-            raise TypeError(f"`{name}` (a {type(value).__name__}) must be a {getattr(kind, '__name__', kind)}")
-    if x.ndim < 1 or x.shape[-1] != experts.hidden_size:
-        raise ValueError(f"`x` (of shape {x.shape}) must be (..., {experts.hidden_size}), the experts' hidden size")
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-        raise TypeError(f"`x` (dtype {x.dtype}) must be floating, of a width that jax keeps as it is")
-    if isinstance(routing, Logits) and routing.values.shape[-1:] != (experts.num_experts,):
-        raise ValueError(f"`values` (shape {routing.values.shape}) must be (..., {experts.num_experts}), one an expert")
+    check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
+    check_instance("experts", experts, Experts, "jmx.Experts")
+    check_x(x, experts.hidden_size)
+    if isinstance(routing, Logits):
+        values = check_array("values", routing.values)
+        if values.shape[-1:] != (experts.num_experts,):
+            raise ValueError(f"`values` (shape {values.shape}) must be (..., {experts.num_experts}), one an expert")
     experts.check_activation(activation)
     experts.check_one_layer()
-    if weights_on not in WEIGHTS_ON:
-        raise ValueError(f"`weights_on` (={weights_on!r}) must be one of {WEIGHTS_ON}")
+    check_one_of("weights_on", weights_on, WEIGHTS_ON)

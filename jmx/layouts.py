@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx import formats
+from jmx.checks import check_one_of
 from jmx.formats import BlockScaled, Format
 
 Index = jax.Array | tuple[jax.Array, ...]
@@ -109,9 +110,7 @@ def register(layout: Layout) -> None:
 
 def get(name: str) -> Layout:
     """The layout called `name`. ValueError, naming those that exist, if there is none."""
-    if name not in LAYOUTS:
-        raise ValueError(f"`layout` (={name!r}) must be one of {sorted(LAYOUTS)}")
-    return LAYOUTS[name]
+    return LAYOUTS[check_one_of("layout", name, sorted(LAYOUTS))]
 
 
 register(CANONICAL)

@@ -1,6 +1,8 @@
 """The layer as a Flax Linen module, thin over `jmx.moe`."""
 
+import itertools
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -8,34 +10,63 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jmx.activations import Activation, SwiGLU
-from jmx.backends import resolve_layout
+from jmx.checks import check_array
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
-from jmx.layer import flat_routing, moe
-from jmx.modules import check_arguments, resolve_method, resolve_order
-from jmx.routing import Logits, Method, Routing
-from jmx.selection import Environment, Problem, resolve_input_format
+from jmx.layer import moe
+from jmx.modules import Arguments
+from jmx.routing import Logits, Method, Routing, route
+from jmx.selection import Problem, check_x
 
 Array = Any
 
+_numbers = itertools.count()
+
+
+class _Start:
+    """Given experts as an attribute of a module, equal to itself alone.
+
+    Flax hashes a module's attributes (`nn.jit`), and looks into dataclasses for that; arrays have no hash. The hash is
+    a number of its own: an object's place in memory may be another's later, whose weights `nn.jit` would mistake.
+    """
+
+    def __init__(self, experts: Experts):
+        self.experts = experts
+        self._number = next(_numbers)
+
+    def __hash__(self) -> int:
+        return hash((_Start, self._number))
+
+    def __repr__(self) -> str:
+        e = self.experts
+        return f"Experts({e.num_experts} of {e.format.name}, {e.hidden_size} x {e.intermediate_size})"
+
 
 class MoE(nn.Module):
-    """A mixture-of-experts layer whose expert weights stay quantised.
+    """A mixture-of-experts layer whose expert weights stay quantized.
 
-    Quantised weights live in the collection "quantized" (and the bias for selection in "correction"), which gradients
+    Quantized weights live in the collection "quantized" (and the bias for selection in "correction"), which gradients
     with respect to "params" pass by; biases and the router live in "params". Arguments are those of `jmx.nnx.MoE`.
     Weights from elsewhere are put into the variables under the names of `Experts.arrays`.
+
+    `axes`: where they are given, variables are boxed with their partitioning (`nn.Partitioned`), as
+    `nn.with_partitioning` does it: `nn.scan` and `nn.vmap` then want `metadata_params={nn.PARTITION_NAME: ...}`.
+    `experts`: weights that `init` starts from. `apply` reads the variables alone. In a jitted `init` they are constants
+    of the program, unless they are an argument of the jitted function that makes the module.
+
+    Raises:
+        ValueError, TypeError: when it is made: arguments that are wrong, or do not fit each other.
     """
 
     hidden_size: int
     intermediate_size: int
     num_experts: int
     top_k: int
-    format: Format = MXFP4
-    activation: Activation = SwiGLU()
+    format: Format | str = MXFP4
+    activation: Activation | str = SwiGLU()
     bias: bool = False
     gate_up_order: str | None = "auto"
-    routing: Method | None = None
+    routing: Method | str | None = None
     router: bool = True
     router_bias: bool | None = None
     correction_bias: bool = False
@@ -45,42 +76,59 @@ class MoE(nn.Module):
     layout: str = "auto"
     param_dtype: Any = jnp.bfloat16
     axes: Mapping[str, str | None] | None = None
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.experts, Experts):
+            object.__setattr__(self, "experts", _Start(self.experts))
+        self._arguments()
+        super().__post_init__()
+
+    def _arguments(self) -> Arguments:
+        given = {field.name: getattr(self, field.name) for field in fields(Arguments)}
+        if isinstance(self.experts, _Start):
+            given["experts"] = self.experts.experts
+        return Arguments.of(**given)
 
     def setup(self) -> None:
-        check_arguments(self.weights_on, self.axes)
-        self._method()
-        axes = self.axes or {}
-        abstract = jax.eval_shape(self._random, jax.random.key(0))
+        given = self._arguments()
+        self.resolved = given
+        axes = {} if given.axes is None else given.axes
+
+        def boxed(init: Any, names: tuple[Any, ...]) -> Any:
+            return init if given.axes is None else nn.with_partitioning(init, names)
+
+        abstract = jax.eval_shape(lambda key: given.start(lambda: key), jax.random.key(0))
         names = partition_names(abstract, axes)
-        drawn = self._random(self.make_rng("params")).arrays() if self.is_initializing() else {}
+        starting = self.is_initializing()
+        drawn = given.start(lambda: self.make_rng("params")).arrays() if starting else {}
         arrays: dict[str, Array] = {}
         for name, like in abstract.arrays().items():
             # Flax asks again when the layer is called, for shapes alone.
             value = drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
-            init = nn.with_partitioning(lambda *_, value=value: value, names[name])
+            init = boxed(lambda *_, value=value: value, names[name])
             is_param = name.endswith("bias")
             array = self.param(name, init) if is_param else self.variable("quantized", name, init).value
             arrays[name] = _checked(name, nn.meta.unbox(array), like, abstract.layout)
-        self.experts = abstract.with_arrays(arrays)
-        if self.router:
+        self.weights = abstract.with_arrays(arrays)
+        if given.router:
             self.router_dense = nn.Dense(
-                self.num_experts,
-                use_bias=self.bias if self.router_bias is None else self.router_bias,
+                given.num_experts,
+                use_bias=given.router_bias,
                 dtype=jnp.float32,
-                param_dtype=self.param_dtype,
+                param_dtype=given.param_dtype,
                 precision=jax.lax.Precision.HIGHEST,
-                kernel_init=nn.with_partitioning(
-                    nn.initializers.lecun_normal(), (axes.get("hidden"), axes.get("expert"))
-                ),
-                bias_init=nn.with_partitioning(nn.initializers.zeros_init(), (axes.get("expert"),)),
+                kernel_init=boxed(nn.initializers.lecun_normal(), (axes.get("hidden"), axes.get("expert"))),
+                bias_init=boxed(nn.initializers.zeros_init(), (axes.get("expert"),)),
             )
-        if self.correction_bias:
-            self.correction = self.variable("correction", "bias", jnp.zeros, (self.num_experts,), jnp.float32)
+        if given.correction_bias:
+            self.correction = self.variable("correction", "bias", jnp.zeros, (given.num_experts,), jnp.float32)
 
     def __call__(
         self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
     ) -> Array:
         """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
+        check_x(x, self.resolved.hidden_size)
         if self.router and self.is_initializing():
             self.router_dense(x)  # makes its weights, though routing be given
         if not isinstance(routing, Routing | Logits):
@@ -88,8 +136,8 @@ class MoE(nn.Module):
         return moe(
             x,
             routing,
-            self.experts,
-            activation=self.activation,
+            self.weights,
+            activation=self.resolved.activation,
             weights_on=self.weights_on,
             input_format=self.input_format,
             mask=mask,
@@ -97,37 +145,27 @@ class MoE(nn.Module):
         )
 
     def route(self, x: Array, mask: Array | None = None) -> Routing:
-        """Routing (T, k) of x (..., H) by the layer's own router, T all tokens: `layer.apply(..., method="route")`."""
-        return flat_routing(self._logits(x), x.shape[:-1], mask)
+        """Routing (..., k) of x (..., H) by the layer's own router: `layer.apply(variables, x, method="route")`.
+
+        `mask` (...) bool: False marks padding tokens, which route nowhere.
+        """
+        return route(self._logits(x), mask)
 
     def _logits(self, x: Array, values: Array | None = None) -> Logits:
+        check_x(x, self.resolved.hidden_size)
         if values is None:
             if not self.router:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
             values = self.router_dense(x)
-        return Logits(values, self._method(), self.correction.value if self.correction_bias else None)
+        check_array("routing", values)
+        bias = self.correction.value if self.correction_bias else None
+        return Logits(values, self.resolved.routing, bias)
 
     def problem(self, x: Array) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
-        experts = jax.eval_shape(self._random, jax.random.key(0))
-        return Problem.of(x, self.top_k, experts, self.activation, self.weights_on, self.input_format)
-
-    def _method(self) -> Method:
-        return resolve_method(self.routing, self.top_k, self.num_experts, correction_bias=self.correction_bias)
-
-    def _random(self, key: Array) -> Experts:
-        experts = Experts.random(
-            key,
-            self.num_experts,
-            self.hidden_size,
-            self.intermediate_size,
-            gate_up_order=resolve_order(self.gate_up_order, self.activation),
-            format=self.format,
-            bias=self.bias,
-            bias_dtype=self.param_dtype,
-        )
-        inputs = resolve_input_format(experts, self.input_format)
-        return experts.prepare(resolve_layout(self.layout, Environment.probe(), self.format, inputs))
+        given = self._arguments()
+        experts = jax.eval_shape(lambda key: given.start(lambda: key), jax.random.key(0))
+        return Problem.of(x, given.top_k, experts, given.activation, self.weights_on, self.input_format)
 
 
 def _checked(name: str, array: Array, like: jax.ShapeDtypeStruct, layout: str) -> Array:

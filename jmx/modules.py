@@ -1,11 +1,96 @@
-"""What both Flax modules settle before a weight is made: arguments that hang together, and those that follow."""
+"""What both Flax modules settle before a weight is made: arguments that hang together, and the weights at the start."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from jmx.activations import GATE_UP_ORDERS, Activation
-from jmx.experts import check_axes
+from jmx import activations, formats, routing
+from jmx.activations import Activation
+from jmx.backends import BACKENDS, resolve_layout
+from jmx.checks import check_bool, check_dtype, check_instance, check_int, check_one_of
+from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_axes
+from jmx.formats import Format
+from jmx.inputs import FAMILIES, INPUT_FORMATS
+from jmx.layouts import LAYOUTS
 from jmx.routing import Method, TopKSoftmax
-from jmx.selection import WEIGHTS_ON
+from jmx.selection import WEIGHTS_ON, Environment, check_backend, resolve_input_format
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a module (see `jmx.nnx.MoE`), checked, with names and defaults resolved where they are made.
+
+    Raises:
+        ValueError, TypeError: arguments that are wrong, or do not fit each other, naming the first one.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    format: Format
+    activation: Activation
+    bias: bool
+    gate_up_order: str | None
+    routing: Method
+    router: bool
+    router_bias: bool
+    correction_bias: bool
+    weights_on: str
+    input_format: str | None
+    backend: str | None
+    layout: str
+    param_dtype: Any
+    axes: Mapping[str, Any] | None
+    experts: Experts | None
+
+    @classmethod
+    def of(cls, **given: Any) -> "Arguments":
+        """Those of a module's call; names and None may stand for formats, activations and routing methods."""
+        sizes = {
+            name: check_int(name, given[name], least=1)
+            for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
+        }
+        flags = {name: check_bool(name, given[name]) for name in ("bias", "router", "correction_bias")}
+        router_bias = given["router_bias"]
+        flags["router_bias"] = flags["bias"] if router_bias is None else check_bool("router_bias", router_bias)
+        experts = check_instance("experts", given["experts"], Experts | None, "jmx.Experts, or None")
+        activation = activations.get(given["activation"])
+        order = given["gate_up_order"]
+        if order == "auto" and experts is not None:
+            order = experts.gate_up_order
+        check_one_of("weights_on", given["weights_on"], WEIGHTS_ON)
+        check_one_of("input_format", given["input_format"], (*INPUT_FORMATS, *FAMILIES, None))
+        check_backend(given["backend"], BACKENDS)
+        check_one_of("layout", given["layout"], ("auto", *sorted(LAYOUTS)))
+        check_dtype("param_dtype", given["param_dtype"], *BIAS_DTYPES)
+        if given["axes"] is not None:
+            check_axes(given["axes"])
+        resolved: dict[str, Any] = {
+            "format": formats.get(given["format"]),
+            "activation": activation,
+            "gate_up_order": resolve_order(order, activation),
+            "routing": resolve_method(given["routing"], sizes["top_k"], sizes["num_experts"], flags["correction_bias"]),
+        }
+        return cls(**{**given, **sizes, **flags, **resolved})
+
+    def start(self, key: Callable[[], Array]) -> Experts:
+        """The weights to start from, in the module's layout: `experts`, or random ones of the key that is drawn then.
+
+        Raises:
+            ValueError: sizes that no experts can have, or others than `experts` have.
+        """
+        experts = self.experts
+        sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
+        kind = {"gate_up_order": self.gate_up_order, "format": self.format, "bias": self.bias}
+        if experts is None:
+            experts = Experts.random(key(), **sizes, **kind, bias_dtype=self.param_dtype)
+        else:
+            experts.check(**sizes, **kind)
+        inputs = resolve_input_format(experts, self.input_format)
+        return experts.prepare(resolve_layout(self.layout, Environment.probe(experts), experts.format, inputs))
 
 
 def resolve_order(gate_up_order: str | None, activation: Activation) -> str | None:
@@ -14,10 +99,8 @@ def resolve_order(gate_up_order: str | None, activation: Activation) -> str | No
     Raises:
         ValueError: an order that is not known, or that does not fit `activation`.
     """
-    if gate_up_order == "auto":
+    if check_one_of("gate_up_order", gate_up_order, ("auto", *ORDERS)) == "auto":
         return "concatenated" if activation.gated else None
-    if gate_up_order not in (*GATE_UP_ORDERS, None):
-        raise ValueError(f"`gate_up_order` (={gate_up_order!r}) must be 'auto' or one of {(*GATE_UP_ORDERS, None)}")
     if activation.gated != (gate_up_order is not None):
         raise ValueError(
             f"`gate_up_order` (={gate_up_order!r}) must be {'given' if activation.gated else 'None'} for "
@@ -26,13 +109,13 @@ def resolve_order(gate_up_order: str | None, activation: Activation) -> str | No
     return gate_up_order
 
 
-def resolve_method(routing: Method | None, top_k: int, num_experts: int, *, correction_bias: bool) -> Method:
+def resolve_method(method: Method | str | None, top_k: int, num_experts: int, correction_bias: bool) -> Method:
     """The routing method: `TopKSoftmax(top_k)` where none is given.
 
     Raises:
         ValueError: a method that has another `top_k`, cannot serve `num_experts`, or has no place for a bias.
     """
-    method = TopKSoftmax(top_k) if routing is None else routing
+    method = TopKSoftmax(top_k) if method is None else routing.get(method, top_k)
     if method.top_k != top_k:
         raise ValueError(f"`top_k` (={top_k}) must be that of `routing` (={method})")
     method.check(num_experts)
@@ -41,10 +124,3 @@ def resolve_method(routing: Method | None, top_k: int, num_experts: int, *, corr
             f"`correction_bias` (=True) must be False for `routing` (={method}), which has no place for it"
         )
     return method
-
-
-def check_arguments(weights_on: str, axes: Mapping[str, str | None] | None) -> None:
-    """Raises ValueError, naming the argument, for a `weights_on` or logical axes that do not exist."""
-    if weights_on not in WEIGHTS_ON:
-        raise ValueError(f"`weights_on` (={weights_on!r}) must be one of {WEIGHTS_ON}")
-    check_axes(axes or {})

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.activations import Activation, SwiGLU
-from jmx.backends import resolve_layout
+from jmx.checks import check_array, check_instance
 from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
-from jmx.layer import flat_routing, moe
-from jmx.modules import check_arguments, resolve_method, resolve_order
-from jmx.routing import Logits, Method, Routing
-from jmx.selection import Environment, Problem, resolve_input_format
+from jmx.layer import moe
+from jmx.modules import Arguments
+from jmx.routing import Logits, Method, Routing, route
+from jmx.selection import Problem, check_x
 
 Array = Any
 
@@ -42,12 +42,12 @@ class MoE(nnx.Module):
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: sizes.
-        format: block format of the expert weights.
-        activation: gated or not; `gate_up_order` must agree.
+        format: block format of the expert weights, or its name in `jmx.FORMATS`.
+        activation: gated or not, `gate_up_order` must agree; or its name in `jmx.ACTIVATIONS`.
         bias: whether experts have biases.
         gate_up_order: "interleaved", "concatenated", or None for un-gated experts; "auto" is that of
             `experts`, else "concatenated" or None as `activation` has it.
-        routing: routing method; default `TopKSoftmax(top_k)`.
+        routing: routing method, or its name in `jmx.ROUTING_METHODS`; default `TopKSoftmax(top_k)`.
         router: whether the layer has a router of its own; else every call is given logits or a routing.
         router_bias: whether the router has a bias; default as `bias`.
         correction_bias: whether there is a bias (E,) for selection only (see `routing`).
@@ -61,7 +61,7 @@ class MoE(nnx.Module):
         rngs: `nnx.Rngs`, of which `params` is drawn.
 
     Raises:
-        ValueError: arguments that do not fit each other, or that `experts` do not fit.
+        ValueError, TypeError: arguments that are wrong, do not fit each other, or that `experts` do not fit.
     """
 
     gate_up_values: Quantized
@@ -80,11 +80,11 @@ class MoE(nnx.Module):
         num_experts: int,
         top_k: int,
         *,
-        format: Format = MXFP4,
-        activation: Activation = SwiGLU(),  # noqa: B008 (frozen)
+        format: Format | str = MXFP4,
+        activation: Activation | str = SwiGLU(),  # noqa: B008 (frozen)
         bias: bool = False,
         gate_up_order: str | None = "auto",
-        routing: Method | None = None,
+        routing: Method | str | None = None,
         router: bool = True,
         router_bias: bool | None = None,
         correction_bias: bool = False,
@@ -97,59 +97,57 @@ class MoE(nnx.Module):
         experts: Experts | None = None,
         rngs: nnx.Rngs,
     ):
-        check_arguments(weights_on, axes)
-        self.routing = resolve_method(routing, top_k, num_experts, correction_bias=correction_bias)
-        if gate_up_order == "auto" and experts is not None:
-            gate_up_order = experts.gate_up_order
-        gate_up_order = resolve_order(gate_up_order, activation)
-        if experts is None:
-            experts = Experts.random(
-                rngs.params(),
-                num_experts,
-                hidden_size,
-                intermediate_size,
-                gate_up_order=gate_up_order,
-                format=format,
-                bias=bias,
-                bias_dtype=param_dtype,
-            )
-        else:
-            experts.check(
-                num_experts=num_experts,
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-                format=format,
-                gate_up_order=gate_up_order,
-                bias=bias,
-            )
-        inputs = resolve_input_format(experts, input_format)
-        experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), experts.format, inputs))
-        self.activation = activation
-        self.weights_on = weights_on
-        self.input_format = input_format
-        self.backend = backend
-        self.top_k = top_k
-        names = partition_names(experts, axes or {})
+        given = Arguments.of(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            format=format,
+            activation=activation,
+            bias=bias,
+            gate_up_order=gate_up_order,
+            routing=routing,
+            router=router,
+            router_bias=router_bias,
+            correction_bias=correction_bias,
+            weights_on=weights_on,
+            input_format=input_format,
+            backend=backend,
+            layout=layout,
+            param_dtype=param_dtype,
+            axes=axes,
+            experts=experts,
+        )
+        if not hasattr(check_instance("rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs"), "params"):
+            raise ValueError(f"`rngs` (of {[*rngs]}) must have a stream `params`, or a default one")
+        experts = given.start(rngs.params)
+        self.routing = given.routing
+        self.activation = given.activation
+        self.weights_on = given.weights_on
+        self.input_format = given.input_format
+        self.backend = given.backend
+        self.top_k = given.top_k
+        axes = {} if given.axes is None else given.axes
+        names = partition_names(experts, axes)
         for name, array in experts.arrays().items():
             kind = nnx.Param if name.endswith("bias") else Quantized
             setattr(self, name, kind(array, **_metadata(*names[name])))
         self.skeleton = nnx.static(experts.with_arrays({}))  # all but the arrays
         self.router = nnx.data(None)
-        if router:
-            hidden, expert = (None if axes is None else axes.get(axis) for axis in ("hidden", "expert"))
+        if given.router:
             self.router = nnx.Linear(
-                hidden_size,
-                num_experts,
-                use_bias=bias if router_bias is None else router_bias,
+                given.hidden_size,
+                given.num_experts,
+                use_bias=given.router_bias,
                 dtype=jnp.float32,
-                param_dtype=param_dtype,
+                param_dtype=given.param_dtype,
                 precision=jax.lax.Precision.HIGHEST,
-                kernel_metadata=_metadata(hidden, expert),
-                bias_metadata=_metadata(expert),
+                kernel_metadata=_metadata(axes.get("hidden"), axes.get("expert")),
+                bias_metadata=_metadata(axes.get("expert")),
                 rngs=rngs,
             )
         self.correction_bias = nnx.data(
-            CorrectionBias(jnp.zeros(num_experts, jnp.float32)) if correction_bias else None
+            CorrectionBias(jnp.zeros(given.num_experts, jnp.float32)) if given.correction_bias else None
         )
 
     @property
@@ -174,14 +172,19 @@ class MoE(nnx.Module):
             getattr(self, name).set_value(array)
 
     def route(self, x: Array, mask: Array | None = None) -> Routing:
-        """Routing (T, k) of x (..., H) by the layer's own router, T all tokens. Counts: `jmx.token_counts`."""
-        return flat_routing(self._logits(x), x.shape[:-1], mask)
+        """Routing (..., k) of x (..., H) by the layer's own router, as the layer takes it: `layer(x, layer.route(x))`.
+
+        `mask` (...) bool: False marks padding tokens, which route nowhere. Counts: `jmx.token_counts`.
+        """
+        return route(self._logits(x), mask)
 
     def _logits(self, x: Array, values: Array | None = None) -> Logits:
+        check_x(x, self.skeleton.hidden_size)
         if values is None:
             if self.router is None:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
             values = self.router(x)
+        check_array("routing", values)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         return Logits(values, self.routing, bias)
 

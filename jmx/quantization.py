@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jmx import codes, rounding
+from jmx import codes, formats, rounding
+from jmx.checks import check_array, check_dtype, check_key, check_one_of
 from jmx.formats import FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format, logical_shape, pack, unpack
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
@@ -28,6 +29,8 @@ SCALE_RULES: dict[str, int] = {
     "round_up": (1 << 22) - 1,  # 2^ceil(log2(amax / 6)): carries above mantissa 1.5, so that nothing saturates
     "round_even": 1 << 21,  # carries from mantissa 1.75, where amax itself would round up; compressed-tensors, torchao
 }
+
+NONFINITE = ("refuse", "nan_block")
 
 _E2M1_MAX_EXPONENT = 2
 _SCALE_ONE = 127
@@ -41,7 +44,9 @@ def _midpoints() -> list[int]:
     return [int(b) + (code % 2 == 0) for code, b in enumerate(bits)]
 
 
-def quantize(x: Array, format: Format = MXFP4, *, scale_rule: str = "ocp", nonfinite: str = "refuse") -> BlockScaled:
+def quantize(
+    x: Array, format: Format | str = MXFP4, *, scale_rule: str = "ocp", nonfinite: str = "refuse"
+) -> BlockScaled:
     """Rounds floats to a block format.
 
     Elements round to nearest, ties to even, and saturate; zeros keep their sign where elements have one. A block of
@@ -70,6 +75,8 @@ def quantize(x: Array, format: Format = MXFP4, *, scale_rule: str = "ocp", nonfi
             traced values, which cannot be looked at.
         TypeError: another dtype.
     """
+    format = formats.get(format)
+    check_array("x", x)
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
     if x.ndim == 0:
@@ -77,14 +84,14 @@ def quantize(x: Array, format: Format = MXFP4, *, scale_rule: str = "ocp", nonfi
     if x.ndim == 1 and rows_share_scales(format):
         raise ValueError(f"`x` (shape {x.shape}) must be (..., N, K) for {format.name.upper()}")
     format.check_size("x.shape[-1]", x.shape[-1])
-    if scale_rule not in (SCALE_RULES if format == MXFP4 else ("ocp",)):
-        raise ValueError(f"`scale_rule` (={scale_rule!r}) must be one of {sorted(SCALE_RULES)}, for MXFP4 alone")
+    check_one_of("scale_rule", scale_rule, SCALE_RULES)
+    check_one_of("nonfinite", nonfinite, NONFINITE)
+    if scale_rule != "ocp" and format != MXFP4:
+        raise ValueError(f"`scale_rule` (={scale_rule!r}) must be 'ocp': others are of MXFP4 alone")
     if "order" in format.arrays:
         raise ValueError(f"`format` (={format.name!r}) must have no order of columns, which only calibration can find")
     if nonfinite == "refuse":
         _refuse_nonfinite(x)
-    elif nonfinite != "nan_block":
-        raise ValueError(f"`nonfinite` (={nonfinite!r}) must be 'refuse' or 'nan_block'")
     if format == MXFP4:
         return _quantize_mxfp4(x, format.block_size, SCALE_RULES[scale_rule])
     return _quantize(x, format)
@@ -244,7 +251,7 @@ def _elements_of(quotients: Array, format: Format) -> Array:
     return jnp.clip(jnp.round(quotients), *_integer_range(format)).astype(jnp.int8).astype(format.element_dtype)
 
 
-def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4) -> jax.Array:
+def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format | str = MXFP4) -> jax.Array:
     """Floats of a weight, in the order of inputs.
 
     MXFP4 is built by integer operations, the same bits on every platform: exact wherever `dtype` can represent the
@@ -263,10 +270,9 @@ def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format = MXFP4
         ValueError: arrays that do not fit each other.
         TypeError: arrays or a `dtype` of another type. (float16 is refused: most scales lie outside its range.)
     """
+    format = formats.get(format)
     logical_shape(q, format)
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(f"`dtype` (={jnp.dtype(dtype)}) must be bfloat16 or float32")
-    return _dequantize(q, jnp.dtype(dtype), format)
+    return _dequantize(q, check_dtype("dtype", dtype, jnp.bfloat16, jnp.float32), format)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -331,6 +337,7 @@ def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockS
     standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. Those of FP8_BLOCK
     are one for each 128 rows. Zero points are the three around zero, orders any.
     """
+    check_key("key", key)
     abstract = format.abstract(shape, packed=True)
     keys = jax.random.split(key, 4)
     values = jax.random.bits(keys[0], abstract.values.shape, jnp.uint8)

@@ -9,13 +9,23 @@ gradients. All is computed in float32.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jmx.checks import (
+    check_array,
+    check_bool,
+    check_callable,
+    check_finite,
+    check_instance,
+    check_int,
+    check_one_of,
+    shown,
+)
 
 Array = Any  # a jax.Array, a numpy array, or a tracer
 
@@ -51,10 +61,15 @@ class Method:
     takes_bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ValueError(f"`top_k` (={self.top_k}) must be at least 1")
+        self._set(top_k=check_int("top_k", self.top_k, least=1))
+
+    def _set(self, **fields: Any) -> None:
+        """Fields as they were checked: Python's own numbers, of which equal methods are equal."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def check(self, num_experts: int) -> None:
+        check_int("num_experts", num_experts, least=1)
         if self.top_k > num_experts:
             raise ValueError(f"`top_k` (={self.top_k}) must be at most the number of experts (={num_experts})")
 
@@ -81,6 +96,10 @@ class SoftmaxTopK(Method):
 
     renormalize: bool
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(renormalize=check_bool("renormalize", self.renormalize))
+
     def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return _assign(logits, None, self.top_k, "softmax", renormalize=self.renormalize)
 
@@ -101,7 +120,10 @@ class SigmoidTopK(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_factor(self.routed_scaling_factor)
+        self._set(
+            renormalize=check_bool("renormalize", self.renormalize),
+            routed_scaling_factor=check_finite("routed_scaling_factor", self.routed_scaling_factor),
+        )
 
     def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         ids, weights = _assign(logits, correction_bias, self.top_k, "sigmoid", renormalize=self.renormalize)
@@ -133,13 +155,15 @@ class GroupedTopK(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_groups < 1:
-            raise ValueError(f"`num_groups` (={self.num_groups}) must be at least 1")
+        self._set(
+            num_groups=check_int("num_groups", self.num_groups, least=1),
+            topk_groups=check_int("topk_groups", self.topk_groups),
+            scoring=check_one_of("scoring", self.scoring, SCORINGS),
+            renormalize=check_bool("renormalize", self.renormalize),
+            routed_scaling_factor=check_finite("routed_scaling_factor", self.routed_scaling_factor),
+        )
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ValueError(f"`topk_groups` (={self.topk_groups}) must be in 1..`num_groups` (={self.num_groups})")
-        if self.scoring not in SCORINGS:
-            raise ValueError(f"`scoring` (={self.scoring!r}) must be one of {SCORINGS}")
-        _check_factor(self.routed_scaling_factor)
 
     def check(self, num_experts: int) -> None:
         super().check(num_experts)
@@ -171,12 +195,35 @@ class Custom(Method):
     top_k: int
     function: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_callable("function", self.function)
+
     def __call__(self, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        ids, weights = self.function(logits)
+        result = self.function(logits)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"`function` (={self.function!r}) must return ids and weights, not {shown(result)}")
+        ids, weights = result
         validate(Routing(ids, weights), logits.shape[0])
         if ids.shape[1] != self.top_k:
             raise ValueError(f"`expert_ids` (shape {ids.shape}) must have `top_k` (={self.top_k}) slots a token")
         return as_int32(ids), weights.astype(jnp.float32)
+
+
+# By name, for arguments: what makes the method of a `top_k`. `GroupedTopK` and `Custom` need more than that.
+ROUTING_METHODS: dict[str, Callable[[int], Method]] = {
+    "top_k_softmax": TopKSoftmax,
+    "softmax_top_k": partial(SoftmaxTopK, renormalize=False),
+    "sigmoid_top_k": partial(SigmoidTopK, renormalize=False),
+    "sigmoid_top_k_renormalized": partial(SigmoidTopK, renormalize=True),
+}
+
+
+def get(routing: Method | str, top_k: int) -> Method:
+    """A method, or that of `ROUTING_METHODS` under that name. ValueError, naming those, for other names."""
+    if isinstance(routing, str):
+        return ROUTING_METHODS[check_one_of("routing", routing, ROUTING_METHODS)](top_k)
+    return check_instance("routing", routing, Method, f"a routing method, or one of {[*ROUTING_METHODS]}")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "correction_bias"], meta_fields=["method"])
@@ -210,24 +257,23 @@ def route(logits: Logits, mask: Array | None = None) -> Routing:
         TypeError: values or a correction bias that are not floating, a mask that is not bool.
         ValueError: shapes that do not fit each other, or a method that cannot serve E experts.
     """
+    check_instance("logits", logits, Logits, "jmx.Logits")
     values, bias, method = logits.values, logits.correction_bias, logits.method
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(f"`values` (dtype {values.dtype}) must be floating")
-    if values.ndim == 0:
+    check_array("values", values, jnp.floating)
+    check_instance("method", method, Method, "a routing method, such as jmx.TopKSoftmax(top_k=2)")
+    if len(values.shape) == 0:
         raise ValueError("`values` (a scalar) must have shape (..., num_experts)")
     *leading, num_experts = values.shape
     method.check(num_experts)
     if bias is not None:
         if not method.takes_bias:
             raise ValueError(f"`correction_bias` must be None for {type(method).__name__}, which has no place for it")
-        if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"`correction_bias` (dtype {bias.dtype}) must be floating")
+        check_array("correction_bias", bias, jnp.floating)
         if bias.shape != (num_experts,):
             raise ValueError(f"`correction_bias` (shape {bias.shape}) must be {(num_experts,)}")
         bias = jnp.asarray(bias, jnp.float32)
     if mask is not None:
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"`mask` (dtype {mask.dtype}) must be bool")
+        check_array("mask", mask, jnp.bool_)
         if mask.shape != tuple(leading):
             raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of `values`")
 
@@ -247,10 +293,8 @@ def validate(routing: Routing, num_tokens: int) -> None:
         ValueError: shapes that are not (T, k) with the same k.
     """
     ids, weights = routing
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"`expert_ids` (dtype {ids.dtype}) must be an integer (T, k)")
-    if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"`weights` (dtype {weights.dtype}) must be a floating (T, k)")
+    check_array("expert_ids", ids, jnp.integer)
+    check_array("weights", weights, jnp.floating)
     if ids.ndim != 2 or ids.shape[0] != num_tokens:
         raise ValueError(f"`expert_ids` (shape {ids.shape}) must be (T, k) with T = {num_tokens} tokens")
     if weights.shape != ids.shape:
@@ -259,6 +303,9 @@ def validate(routing: Routing, num_tokens: int) -> None:
 
 def token_counts(routing: Routing, num_experts: int) -> jax.Array:
     """How many slots of `routing` go to each expert: (E,) int32. Ids outside 0..E-1 count nowhere."""
+    check_instance("routing", routing, Routing, "a jmx.Routing")
+    check_array("expert_ids", routing.expert_ids, jnp.integer)
+    num_experts = check_int("num_experts", num_experts, least=1)
     ids = jnp.asarray(as_int32(routing.expert_ids)).reshape(-1)
     ids = jnp.where(ids < 0, num_experts, ids)  # a negative index would count from the end
     return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
@@ -271,11 +318,6 @@ def as_int32(ids: Array) -> Array:
     xp = np if isinstance(ids, np.ndarray) else jnp  # jnp narrows 64 bits before it compares
     inside = (ids >= 0) & (ids <= jnp.iinfo(jnp.int32).max)
     return xp.where(inside, ids.astype(jnp.int32), NOWHERE)
-
-
-def _check_factor(factor: float) -> None:
-    if not isfinite(factor):
-        raise ValueError(f"`routed_scaling_factor` (={factor}) must be finite")
 
 
 def _assign(

@@ -16,8 +16,21 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax.core import Tracer
 
+from jmx import activations, layouts
 from jmx.activations import Activation
-from jmx.experts import Experts
+from jmx.checks import (
+    check_array,
+    check_bool,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_one_of,
+    check_shape,
+    check_str,
+    shown,
+)
+from jmx.experts import ORDERS, Experts
+from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS, resolve
 from jmx.routing import Routing
 
@@ -42,6 +55,9 @@ class Problem:
         layout: name of the layout in which the weights lie.
         weights_on: whether routing weights multiply the experts' "output" or "input".
         mesh_axes: names of the manual mesh axes in scope.
+
+    Raises:
+        ValueError, TypeError: a field that is not as above.
     """
 
     num_tokens: int | None
@@ -59,13 +75,35 @@ class Problem:
     input_format: str | None = None
     mesh_axes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.num_tokens is not None:
+            self._set("num_tokens", check_int("num_tokens", self.num_tokens, least=0))
+        sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
+        for name, size in sizes.items():
+            self._set(name, check_int(name, size, least=1))
+        self._set("top_k", check_int("top_k", self.top_k, least=0))
+        check_str("dtype", self.dtype)
+        self._set("dtype", check_dtype("dtype", self.dtype, jnp.floating).name)
+        check_one_of("format", self.format, FORMATS)
+        check_one_of("input_format", self.input_format, (*INPUT_FORMATS, None))
+        self._set("activation", activations.get(self.activation))
+        check_one_of("gate_up_order", self.gate_up_order, ORDERS)
+        self._set("bias", check_bool("bias", self.bias))
+        layouts.get(self.layout)
+        check_one_of("weights_on", self.weights_on, WEIGHTS_ON)
+        for i, axis in enumerate(check_instance("mesh_axes", self.mesh_axes, tuple, "a tuple of names")):
+            check_str(f"mesh_axes[{i}]", axis)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
     @classmethod
     def of(
         cls,
         x: Array,
         top_k: int,
         experts: Experts,
-        activation: Activation,
+        activation: Activation | str,
         weights_on: str = "output",
         input_format: str | None = None,
     ) -> "Problem":
@@ -73,6 +111,7 @@ class Problem:
 
         `input_format`: a name or a family that the caller asks for; see `inputs.resolve`.
         """
+        check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
         tokens: int | None = 1
         for size in x.shape[:-1]:
             tokens = tokens * size if isinstance(size, int) and tokens is not None else None
@@ -84,7 +123,7 @@ class Problem:
             top_k=top_k,
             dtype=jnp.dtype(x.dtype).name,
             format=experts.format.name,
-            activation=activation,
+            activation=activations.get(activation),
             gate_up_order=experts.gate_up_order,
             bias=experts.gate_up_bias is not None or experts.down_bias is not None,
             layout=experts.layout,
@@ -99,6 +138,15 @@ class Problem:
             f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
             f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
         )
+
+
+def check_x(x: Array, hidden_size: int) -> None:
+    """Raises ValueError or TypeError, naming it, unless `x` is a floating (..., hidden_size), as jax keeps it."""
+    check_array("x", x)
+    if not x.shape or x.shape[-1] != hidden_size:
+        raise ValueError(f"`x` (of shape {x.shape}) must be (..., {hidden_size}), the experts' hidden size")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise TypeError(f"`x` (dtype {x.dtype}) must be floating, of a width that jax keeps as it is")
 
 
 def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
@@ -132,6 +180,9 @@ class Environment:
         compute_capability: (major, minor) of an NVIDIA GPU, else None.
         core_count: streaming multiprocessors of a GPU, else None.
         versions: (library, version) pairs.
+
+    Raises:
+        ValueError, TypeError: a field that is not as above.
     """
 
     platform: str
@@ -139,6 +190,18 @@ class Environment:
     compute_capability: tuple[int, int] | None = None
     core_count: int | None = None
     versions: tuple[tuple[str, str], ...] = (("jax", jax.__version__), ("jaxlib", jaxlib.version.__version__))
+
+    def __post_init__(self) -> None:
+        for name in ("platform", "device_kind"):
+            check_str(name, getattr(self, name))
+        if self.compute_capability is not None:
+            capability = check_shape("compute_capability", self.compute_capability, 2)
+            object.__setattr__(self, "compute_capability", capability)
+        if self.core_count is not None:
+            object.__setattr__(self, "core_count", check_int("core_count", self.core_count, least=1))
+        for i, pair in enumerate(check_instance("versions", self.versions, tuple, "a tuple of pairs")):
+            if not isinstance(pair, tuple) or [*map(type, pair)] != [str, str]:
+                raise TypeError(f"`versions[{i}]` ({shown(pair)}) must be the names of a library and a version")
 
     @classmethod
     def probe(cls, *arguments: Any) -> "Environment":
@@ -167,6 +230,9 @@ class Environment:
     @classmethod
     def of_device(cls, device: Device) -> "Environment":
         """The machine seen through one of its devices."""
+        for name in ("platform", "device_kind"):
+            if not isinstance(getattr(device, name, None), str):
+                raise TypeError(f"`device` ({shown(device)}) must be a jax.Device, such as one of jax.devices()")
         capability = getattr(device, "compute_capability", None)
         return cls(
             device.platform,
@@ -191,10 +257,7 @@ class Environment:
     @classmethod
     def named(cls, name: str) -> "Environment":
         """A well-known device that need not be here: "h200" or "H200". ValueError, naming those known, for others."""
-        found = known_devices().get(name.lower())
-        if found is None:
-            raise ValueError(f"`device` (={name!r}) must be one of {sorted(known_devices())}")
-        return found
+        return known_devices()[check_one_of("device", check_str("device", name).lower(), sorted(known_devices()))]
 
 
 def known_devices() -> dict[str, Environment]:
@@ -341,9 +404,16 @@ def use_backend(name: str | None) -> Any:
 
     Calls traced outside are traced again inside. Whether `name` exists and can run is told when a layer is traced.
     """
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"`name` (={name!r}) must be the name of a backend, or None")
-    return _requested(name)
+    return _requested(check_instance("name", name, str | None, "the name of a backend, or None"))
+
+
+def check_backend(backend: str | None, backends: Sequence[Backend]) -> None:
+    """Raises ValueError or TypeError, naming them, unless `backend` is the name of one of `backends`, or None."""
+    for i, engine in enumerate(check_instance("backends", backends, Sequence, "a sequence of backends")):
+        if not (hasattr(engine, "name") and hasattr(engine, "supports")):
+            raise TypeError(f"`backends[{i}]` ({shown(engine)}) must be a backend")
+    if backend is not None:
+        check_one_of("backend", backend, [engine.name for engine in backends])
 
 
 def select(problem: Problem, environment: Environment, request: str | None, backends: Sequence[Backend]) -> Selection:
@@ -359,10 +429,11 @@ def select(problem: Problem, environment: Environment, request: str | None, back
         NoBackendError: the requested backend cannot run, or none can; the text has the whole trail, that is each
             backend's reason and what would make it run.
     """
+    check_instance("problem", problem, Problem, "a jmx.Problem")
+    check_instance("environment", environment, Environment, "a jmx.Environment")
+    check_backend(request, backends)
     request = request if request is not None else _requested.value
-    names = [b.name for b in backends]
-    if request is not None and request not in names:
-        raise ValueError(f"`backend` (={request!r}) must be one of {names}")
+    check_backend(request, backends)
     trail = tuple((b.name, b.supports(problem, environment)) for b in backends)
     for backend, (name, rejection) in zip(backends, trail, strict=True):
         if rejection is None and request in (None, name):

@@ -201,7 +201,7 @@ def test_what_was_quantized_once_quantizes_to_the_same_values(rule, layout, orde
         (lambda g, d: (g[0], d), ValueError, "`gate_up` (shape (192, 64)) must be (E, N, K)"),
         (lambda g, d: (g.swapaxes(1, 2), d), ValueError, "`down` (logical shape (4, 64, 96)) must be (E, H, I)"),
         (lambda g, d: (g[..., :40], d), ValueError, "`gate_up.shape[-1]` (=40) must be a multiple of 32 for MXFP4"),
-        (lambda g, d: (g.astype(jnp.int32), d), TypeError, "`gate_up` of expert 0: `x` (dtype int32) must be"),
+        (lambda g, d: (g.astype(jnp.int32), d), TypeError, "`gate_up` (dtype int32) must be floating"),
     ],
 )
 def test_quantize_names_the_weight_at_fault(rng, change, error, message):

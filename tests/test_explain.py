@@ -207,7 +207,7 @@ def test_a_model_of_real_size_is_explained_without_an_array():
 
 def test_what_is_missing_or_not_known_is_an_error():
     layer, x = small(), jnp.ones((5, 64))
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+    with pytest.raises(TypeError, match=re.escape("`arguments` (0 of them) must be `x` after a MoE")):
         explain(layer)
     with pytest.raises(TypeError, match="unexpected keyword argument 'weights_no'"):
         explain(layer, x, weights_no="input")

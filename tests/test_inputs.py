@@ -503,12 +503,17 @@ def test_which_format_a_layer_takes(checkpoint, user, supported, expected):
 @pytest.mark.parametrize(
     ("checkpoint", "user", "supported", "message"),
     [
-        ("mxfp8", "fp8", (None, "mxfp8"), "checkpoint declares 'mxfp8' inputs and the user asks for 'fp8'"),
-        ("fp8_block", "fp8_token", ("fp8_block", "fp8_token"), "declares 'fp8_block' .* asks for 'fp8_token'"),
+        ("mxfp8", "fp8", (None, "mxfp8"), "`input_format` .='fp8'. must be 'mxfp8', which the checkpoint"),
+        (
+            "fp8_block",
+            "fp8_token",
+            ("fp8_block", "fp8_token"),
+            "`input_format` .='fp8_token'. must be 'fp8_block', which",
+        ),
         ("nvfp4", None, (None, "mxfp8"), r"'nvfp4' inputs are not supported; supported: \[None, 'mxfp8'\]"),
         (None, "fp8", (None, "mxfp8"), "'fp8' inputs are not supported"),
         (None, None, (), "any inputs are not supported"),
-        (None, "e5m2", (None,), r"`user` \(='e5m2'\) must be one of .*'fp8_static'.*family.*'fp8'"),
+        (None, "e5m2", (None,), r"`input_format` \(='e5m2'\) must be one of .*'fp8_static'.*'fp8'"),
         ("fp8", None, (None,), r"`checkpoint` \(='fp8'\) must be one of"),  # a file says exactly what it has
     ],
 )

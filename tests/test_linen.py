@@ -1,6 +1,7 @@
 """The Linen module: the same layer as the NNX one, its collections and partitioning, and linen's transformations."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def apply(layer, *arguments, **options) -> Any:
     return layer.apply(*arguments, **options)
 
 
-def init(layer, x, seed=0, *arguments):
+def init(layer, x, seed=0, *arguments) -> Any:
     return jax.jit(layer.init)(jax.random.key(seed), x, *arguments)
 
 
@@ -77,6 +78,8 @@ def test_the_same_arrays_give_the_same_bits_as_in_nnx(options, x, rng):
     logits = jnp.asarray(rng.normal(size=(3, 5, E)), jnp.float32)
     np.testing.assert_array_equal(apply(here, variables, x, logits), there(x, logits))
     routing = apply(here, variables, x, mask, method="route")
+    assert routing.expert_ids.shape == routing.weights.shape == (3, 5, K)
+    np.testing.assert_array_equal(apply(here, variables, x, routing), there(x, mask=mask))
     np.testing.assert_array_equal(routing.expert_ids, there.route(x, mask).expert_ids)
     assert int(jmx.token_counts(routing, E).sum()) == K * int(mask.sum())
     assert here.problem(x) == there.problem(x)
@@ -157,28 +160,129 @@ def test_on_a_mesh_weights_are_placed_split(x):
         close(jax.jit(layer.apply)(variables, x), plain)
 
 
-def test_scan_over_layers(x):
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + make(axes={"expert": "x"}, name="moe")(x), None
+class Block(nn.Module):
+    """A layer as a whole model has it: kept small beside what it is added to, and scanned over."""
 
-    stack = nn.scan(
-        Block,
-        variable_axes={"params": 0, "quantized": 0},
-        split_rngs={"params": True},
-        length=3,
-        metadata_params={nn.PARTITION_NAME: "layers"},
-    )()
-    variables = init(stack, x, 0, None)
-    assert nn.get_partition_spec(variables)["quantized"]["moe"]["gate_up_values"] == P("layers", "x", None, None)
+    options: Any
+    wrap: Any = lambda module: module
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + self.wrap(MoE)(H, I, E, K, activation=GPT_OSS, bias=True, name="moe", **self.options)(x) / 16, None
+
+
+def stacked(lift, layers, axes):
+    metadata = {"metadata_params": {nn.PARTITION_NAME: "layers"}} if axes else {}
+    return partial(lift, variable_axes={"params": 0, "quantized": 0}, split_rngs={"params": True}, **layers, **metadata)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["drawn", "given"])
+@pytest.mark.parametrize("axes", [None, {"expert": "x"}], ids=["plain", "axes"])
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.remat, nn.jit], ids=["itself", "remat", "jit"])
+def test_layers_that_are_scanned_over_are_stacked(wrap, axes, given, x, rng):
+    options = {"axes": axes, "experts": experts_like(rng) if given else None}
+    stack = stacked(nn.scan, {"length": 3}, axes)(Block)(options, wrap)
+    variables = jax.eval_shape(stack.init, jax.random.key(0), x, None)
+    spec = nn.get_partition_spec(variables)["quantized"]["moe"]["gate_up_values"]
+    assert spec == (P("layers", "x", None, None) if axes else P())
     variables = nn.meta.unbox(variables)
+    assert variables["quantized"]["moe"]["gate_up_values"].shape[:2] == (3, E)
+    assert jax.eval_shape(stack.apply, variables, x, None)[0].shape == x.shape
+
+
+@pytest.mark.parametrize(("axes", "given"), [(None, True), ({"expert": "x"}, False)])
+def test_scan_over_layers(axes, given, x, rng):
+    options = {"axes": axes, "experts": experts_like(rng) if given else None}
+    stack = stacked(nn.scan, {"length": 3}, axes)(Block)(options)
+    variables = nn.meta.unbox(init(stack, x, int(rng.integers(2**31)), None))
     y, _ = jax.jit(stack.apply)(variables, x, None)
     unrolled = x
     for i in range(3):
         one = jax.tree.map(lambda a, i=i: a[i], {k: v["moe"] for k, v in variables.items()})
-        unrolled = unrolled + apply(make(), one, unrolled)
+        unrolled = unrolled + apply(make(), one, unrolled) / 16
     close(y, unrolled)
+
+
+@pytest.mark.parametrize(("axes", "given"), [(None, False), ({"expert": "x"}, True)])
+def test_vmap_over_layers_and_over_inputs(axes, given, x, rng):
+    options = {"activation": GPT_OSS, "bias": True, "axes": axes, "experts": experts_like(rng) if given else None}
+    stack = stacked(nn.vmap, {"in_axes": 0}, axes)(MoE)(H, I, E, K, **options)
+    variables = nn.meta.unbox(init(stack, x))
+    for i, y in enumerate(apply(stack, variables, x)):
+        close(y, apply(make(), jax.tree.map(lambda a, i=i: a[i], variables), x[i]))
+    shared = nn.vmap(MoE, variable_axes={"params": None, "quantized": None}, split_rngs={"params": False})
+    one = init(make(**options), x)
+    close(apply(shared(H, I, E, K, **options), one, x), apply(make(**options), one, x))
+
+
+@pytest.mark.parametrize("wrap", [nn.remat, nn.jit], ids=["remat", "jit"])
+@pytest.mark.parametrize("axes", [None, {"expert": "x"}], ids=["plain", "axes"])
+def test_remat_and_jit_give_the_same_layer(axes, wrap, x, rng):
+    options = {"activation": GPT_OSS, "bias": True, "axes": axes, "experts": experts_like(rng)}
+    wrapped, plain = wrap(MoE)(H, I, E, K, **options), make(**options)
+    variables: Any = wrapped.init(jax.random.key(0), x)
+    assert jax.tree.structure(variables) == jax.tree.structure(plain.init(jax.random.key(0), x))
+    close(apply(wrapped, variables, x), apply(plain, variables, x))
+
+
+def test_variables_are_boxed_where_axes_are_given_alone(x):
+    for axes, boxed in ((None, False), ({"expert": "x"}, True), ({}, True)):
+        variables = jax.eval_shape(make(axes=axes).init, jax.random.key(0), x)
+        leaves = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+        assert {isinstance(leaf, nn.Partitioned) for leaf in leaves} == {boxed}
+
+
+# Given experts
+
+
+def experts_like(rng, **options: Any):
+    key = jax.random.key(int(rng.integers(2**31)))
+    return jmx.Experts.random(key, E, H, I, **{"gate_up_order": "concatenated", **options})
+
+
+@pytest.mark.parametrize("order", ["interleaved", "concatenated"])
+@pytest.mark.parametrize("layout", ["packed", "canonical"])
+def test_given_experts_are_the_weights_at_the_start(order, layout, x, rng):
+    experts = experts_like(rng, gate_up_order=order)
+    here = make(experts=experts, layout=layout)
+    there = jmx.nnx.MoE(
+        H, I, E, K, activation=GPT_OSS, bias=True, experts=experts, layout=layout, rngs=nnx.Rngs(params=0)
+    )
+    variables: Any = here.init(jax.random.key(0), x)
+    for name, array in experts.prepare(layout).arrays().items():
+        found = variables["params" if name.endswith("bias") else "quantized"][name]
+        np.testing.assert_array_equal(found, array)
+    np.testing.assert_array_equal(apply(here, variables_of(there), x), there(x))
+    assert here.problem(x) == there.problem(x)
+    assert here.problem(x).gate_up_order == order
+
+
+def test_apply_reads_the_variables_and_not_the_experts_given(x, rng):
+    a, b = (make(experts=experts_like(rng)) for _ in range(2))
+    variables: Any = a.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(apply(b, variables, x), apply(a, variables, x))
+    consts = jax.make_jaxpr(a.apply)(variables, x).consts
+    assert sum(np.size(array) for array in consts) < 100
+
+
+def test_modules_with_given_experts_have_a_hash(x, rng):
+    experts = experts_like(rng)
+    layer, same = make(experts=experts), make(experts=experts)
+    assert hash(layer) == hash(layer.clone())
+    assert layer == layer.clone()
+    assert layer != same
+    assert "Experts(8 of mxfp4, 64 x 96)" in repr(layer)
+    jitted = nn.jit(MoE)(H, I, E, K, activation=GPT_OSS, bias=True, experts=experts)
+    other = nn.jit(MoE)(H, I, E, K, activation=GPT_OSS, bias=True, experts=experts_like(rng))
+    first, second = (init(layer, x)["quantized"]["down_values"] for layer in (jitted, other))
+    np.testing.assert_array_equal(first, experts.down.values)
+    assert not np.array_equal(first, second)
+
+
+def test_given_experts_may_be_traced(x, rng):
+    experts = experts_like(rng)
+    variables = jax.jit(lambda experts, x: make(experts=experts).init(jax.random.key(0), x))(experts, x)
+    np.testing.assert_array_equal(variables["quantized"]["gate_up_values"], experts.gate_up.values)
 
 
 def test_a_120b_sized_module_in_eval_shape_allocates_nothing():
@@ -214,9 +318,17 @@ def test_a_router_is_made_though_logits_are_given(x):
         ({"weights_on": "both"}, "`weights_on` (='both') must be one of ('output', 'input')"),
         ({"axes": {"experts": "x"}}, "must name logical axes among ('expert', 'intermediate', 'hidden')"),
         ({"layout": "fast"}, "`layout` (='fast') must be one of"),
+        ({"experts": (4, H, I)}, "`num_experts` (=8) must be 4, as `experts` have it"),
+        ({"experts": (E, 32, I)}, "`hidden_size` (=64) must be 32, as `experts` have it"),
+        ({"experts": (E, H, I), "bias": False}, "`bias` (=False) must say whether `experts` have a `gate_up_bias`"),
+        ({"experts": (E, H, I), "format": jmx.NVFP4}, "`format` (=Format(name='nvfp4'"),
+        ({"experts": (E, H, I), "activation": jmx.ReLU()}, "`gate_up_order` (='concatenated') must be None for `activ"),
     ],
 )
 def test_arguments_that_contradict_are_named(options, message, x):
+    if isinstance(options.get("experts"), tuple):
+        given = jmx.Experts.random(jax.random.key(0), *options["experts"], gate_up_order="concatenated")
+        options = options | {"experts": given}
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options).init(jax.random.key(0), x)
 

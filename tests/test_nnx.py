@@ -91,8 +91,8 @@ def test_logits_and_routing_given(layer, x):
     np.testing.assert_array_equal(layer(x, logits), layer(x))
     np.testing.assert_array_equal(layer(x, jmx.Logits(logits, jmx.TopKSoftmax(K))), layer(x))
     routing = layer.route(x)
-    assert routing.expert_ids.shape == (15, K)
-    close(layer(x, jmx.Routing(*(a.reshape(3, 5, K) for a in routing))), layer(x))
+    assert routing.expert_ids.shape == routing.weights.shape == (3, 5, K)
+    close(layer(x, routing), layer(x))
     one = jmx.Routing(jnp.full((3, 5, 1), 6), jnp.full((3, 5, 1), 0.5))
     close(layer(x, one), expected(layer, x, (np.full((15, 1), 6), np.full((15, 1), 0.5))))
 
@@ -192,12 +192,11 @@ def test_grad_with_respect_to_x_by_finite_differences(packed, x, rng):
     direction = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
     cotangent = rng.normal(size=x.shape)
     routing = layer.route(x)
-    fixed = jmx.Routing(*(a.reshape(3, 5, K) for a in routing))
-    grad = jax.jit(jax.grad(lambda x: (layer(x, fixed) * cotangent).sum()))(x)
+    grad = jax.jit(jax.grad(lambda x: (layer(x, routing) * cotangent).sum()))(x)
 
     def at(step):
         moved = np.asarray(x, np.float64) + step * np.asarray(direction)
-        return (expected(layer, moved, routing) * cotangent).sum()
+        return (expected(layer, moved, [a.reshape(15, K) for a in routing]) * cotangent).sum()
 
     numeric = (at(1e-5) - at(-1e-5)) / 2e-5
     assert float((grad * direction).sum()) == pytest.approx(numeric, rel=1e-3, abs=1e-2)
@@ -418,7 +417,7 @@ def test_layout_auto_is_the_platforms_own():
         ({"experts": (E, H, I), "gate_up_order": "concatenated"}, "`gate_up_order` (='concatenated') must be 'interl"),
         ({"experts": (E, H, I), "activation": jmx.ReLU()}, "`gate_up_order` (='interleaved') must be None for `activ"),
         ({"gate_up_order": None}, "`gate_up_order` (=None) must be given for `activation` (=SwiGLU("),
-        ({"gate_up_order": "mixed"}, "`gate_up_order` (='mixed') must be 'auto' or one of"),
+        ({"gate_up_order": "mixed"}, "`gate_up_order` (='mixed') must be one of ('auto', "),
         ({"routing": jmx.TopKSoftmax(3)}, "`top_k` (=2) must be that of `routing` (=TopKSoftmax(top_k=3))"),
         ({"correction_bias": True}, "`correction_bias` (=True) must be False for `routing` (=TopKSoftmax(top_k=2))"),
         ({"weights_on": "both"}, "`weights_on` (='both') must be one of ('output', 'input')"),
@@ -445,10 +444,37 @@ def test_sizes_that_cannot_be_are_named():
         MoE(H, I, E, 9, rngs=nnx.Rngs(0))
 
 
-def test_a_backend_that_is_not_there_is_told_when_called(x):
-    layer = make(backend="fastest")
+def test_a_backend_that_is_not_there_is_refused_when_the_layer_is_made():
     with pytest.raises(ValueError, match=re.escape("`backend` (='fastest') must be one of")):
-        layer(x)
+        make(backend="fastest")
+
+
+@pytest.mark.parametrize(
+    ("named", "meant"),
+    [
+        ({"format": "nvfp4"}, {"format": jmx.NVFP4}),
+        ({"activation": "gelu_tanh_and_mul"}, {"activation": jmx.GELUAndMul(approximate=True)}),
+        ({"routing": "sigmoid_top_k_renormalized"}, {"routing": jmx.SigmoidTopK(K, renormalize=True)}),
+        ({"routing": "softmax_top_k", "top_k": np.int64(K)}, {"routing": jmx.SoftmaxTopK(K, renormalize=False)}),
+    ],
+    ids=lambda options: str(options),
+)
+def test_names_stand_for_what_their_tables_have(named, meant, x):
+    sizes = {"hidden_size": H, "intermediate_size": np.int64(I), "num_experts": E, "top_k": K}
+    layers = [MoE(**{**sizes, **options}, rngs=nnx.Rngs(0)) for options in (named, meant)]
+    assert layers[0].problem(x) == layers[1].problem(x)
+    assert layers[0].routing == layers[1].routing
+    np.testing.assert_array_equal(layers[0](x), layers[1](x))
+
+
+def test_route_gives_what_the_layer_takes(x, rng):
+    layer = make(layout="packed")
+    for shape in ((3, 5), (15,), (), (1, 3, 5), (0, 2)):
+        here = jnp.asarray(rng.normal(size=(*shape, H)), jnp.float32)
+        mask = jnp.asarray(rng.random(shape) < 0.6)
+        routing = layer.route(here, mask)
+        assert routing.expert_ids.shape == routing.weights.shape == (*shape, K)
+        close(layer(here, routing), layer(here, mask=mask))
 
 
 # Meshes

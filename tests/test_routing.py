@@ -273,7 +273,7 @@ def test_custom_method_runs_the_users_function():
     np.testing.assert_allclose(result.weights, np.where(mask[..., None], 1 / (1 + np.exp(-x[..., :2])), 0), rtol=1e-5)
     with pytest.raises(ValueError, match=r"`expert_ids` \(shape \(6, 2\)\) must have `top_k` \(=3\) slots"):
         route(Logits(x, Custom(3, first_two)))
-    with pytest.raises(TypeError, match=r"`expert_ids` \(dtype float32\) must be an integer"):
+    with pytest.raises(TypeError, match=r"`expert_ids` \(dtype float32\) must be integer"):
         route(Logits(x, Custom(2, lambda logits: (logits[:, :2], logits[:, :2]))))
 
 
@@ -344,7 +344,7 @@ def test_route_refuses_what_does_not_fit(logits, mask, error, message):
             np.ones((3, 2), np.float32),
             X[:, :2],
             TypeError,
-            r"`expert_ids` \(dtype float32\) must be an integer \(T, k\)",
+            r"`expert_ids` \(dtype float32\) must be integer",
         ),
         (np.ones((3, 2), np.int32), np.ones((3, 2), np.int32), TypeError, "`weights` .dtype int32. must be a floating"),
         (

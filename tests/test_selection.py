@@ -112,7 +112,7 @@ def test_a_request_must_name_a_backend():
         select(problem(), H200, "fats", FAKES)
     with use_backend("fats"), pytest.raises(ValueError, match=re.escape("`backend` (='fats') must be one of")):
         select(problem(), H200, None, FAKES)
-    with pytest.raises(TypeError, match=re.escape("`name` (=3) must be the name of a backend")):
+    with pytest.raises(TypeError, match=re.escape("`name` (=3, an int) must be the name of a backend")):
         use_backend(3)  # pyright: ignore[reportArgumentType]
 
 
@@ -369,6 +369,8 @@ def test_a_layer_on_a_mesh_of_a_gpu_gets_that_gpus_layout():
 
 def test_selection_needs_nothing_above_it():
     tree = ast.parse(inspect.getsource(selection))
-    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    below = {"jmx.activations", "jmx.experts", "jmx.inputs", "jmx.routing"}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {node.module or "" for node in nodes if node.module != "jmx"}
+    imported |= {f"jmx.{alias.name}" for node in nodes if node.module == "jmx" for alias in node.names}
+    below = {f"jmx.{name}" for name in ("activations", "checks", "experts", "formats", "inputs", "layouts", "routing")}
     assert {name for name in imported if name.startswith("jmx")} <= below
