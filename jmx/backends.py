@@ -1,6 +1,7 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
 from jmx import layouts
+from jmx.checks import check_one_of
 from jmx.ffi import blackwell, blackwell_layouts
 from jmx.ffi.cpu import Cpu
 from jmx.ffi.cutlass.backend import Cutlass
@@ -37,7 +38,7 @@ def resolve_layout(
     Raises:
         ValueError: no layout has that name.
     """
-    if layout == "auto":
+    if check_one_of("layout", layout, ("auto", *sorted(layouts.LAYOUTS))) == "auto":
         if environment.compute_capability == (9, 0):
             if input_format is None and MOSAIC_SM90.holds(format):
                 return MOSAIC_SM90.name
@@ -46,4 +47,4 @@ def resolve_layout(
         # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
         # a gather of bytes, but not of float4, into what follows.
         return "packed"
-    return layouts.get(layout).name
+    return layout

@@ -387,7 +387,7 @@ def resolve(checkpoint: str | None, user: str | None, supported: Sequence[str | 
     variants = FAMILIES.get(user, (user,)) if user is not None else ()
     if checkpoint is not None and user is not None and checkpoint not in variants:
         raise ValueError(
-            f"`input_format` (={user!r}) must be {checkpoint!r}, which the checkpoint declares, or a family of it, or None"
+            f"`input_format` (={user!r}) must be {checkpoint!r}, which the checkpoint declares, its family, or None"
         )
     if checkpoint is not None:
         wanted: Sequence[str | None] = (checkpoint,)

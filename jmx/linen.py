@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jmx.activations import Activation, SwiGLU
-from jmx.checks import check_array
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments
+from jmx.modules import Arguments, check_logits
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -157,7 +156,7 @@ class MoE(nn.Module):
             if not self.router:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
             values = self.router_dense(x)
-        check_array("routing", values)
+        check_logits(values, self.resolved.num_experts)
         bias = self.correction.value if self.correction_bias else None
         return Logits(values, self.resolved.routing, bias)
 

@@ -7,7 +7,7 @@ from typing import Any
 from jmx import activations, formats, routing
 from jmx.activations import Activation
 from jmx.backends import BACKENDS, resolve_layout
-from jmx.checks import check_bool, check_dtype, check_instance, check_int, check_one_of
+from jmx.checks import check_bool, check_dtype, check_instance, check_int, check_one_of, is_array, shown
 from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_axes
 from jmx.formats import Format
 from jmx.inputs import FAMILIES, INPUT_FORMATS
@@ -58,7 +58,7 @@ class Arguments:
         flags["router_bias"] = flags["bias"] if router_bias is None else check_bool("router_bias", router_bias)
         experts = check_instance("experts", given["experts"], Experts | None, "jmx.Experts, or None")
         activation = activations.get(given["activation"])
-        order = given["gate_up_order"]
+        order = check_one_of("gate_up_order", given["gate_up_order"], ("auto", *ORDERS))
         if order == "auto" and experts is not None:
             order = experts.gate_up_order
         check_one_of("weights_on", given["weights_on"], WEIGHTS_ON)
@@ -93,13 +93,22 @@ class Arguments:
         return experts.prepare(resolve_layout(self.layout, Environment.probe(experts), experts.format, inputs))
 
 
+def check_logits(values: Array, num_experts: int) -> Array:
+    """Router logits, which a call is given as `routing`; ValueError or TypeError unless (..., num_experts)."""
+    if not is_array(values):
+        raise TypeError(f"`routing` ({shown(values)}) must be a jmx.Routing, jmx.Logits, router logits, or None")
+    if values.shape[-1:] != (num_experts,):
+        raise ValueError(f"`routing` (shape {values.shape}) must be router logits (..., {num_experts}), one an expert")
+    return values
+
+
 def resolve_order(gate_up_order: str | None, activation: Activation) -> str | None:
     """The order of gate and up rows: "auto" is "concatenated" where `activation` has a gate, else None.
 
     Raises:
-        ValueError: an order that is not known, or that does not fit `activation`.
+        ValueError: an order that does not fit `activation`.
     """
-    if check_one_of("gate_up_order", gate_up_order, ("auto", *ORDERS)) == "auto":
+    if gate_up_order == "auto":
         return "concatenated" if activation.gated else None
     if activation.gated != (gate_up_order is not None):
         raise ValueError(

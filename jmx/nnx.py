@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.activations import Activation, SwiGLU
-from jmx.checks import check_array, check_instance
+from jmx.checks import check_instance
 from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments
+from jmx.modules import Arguments, check_logits
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -127,6 +127,7 @@ class MoE(nnx.Module):
         self.input_format = given.input_format
         self.backend = given.backend
         self.top_k = given.top_k
+        self.num_experts = given.num_experts
         axes = {} if given.axes is None else given.axes
         names = partition_names(experts, axes)
         for name, array in experts.arrays().items():
@@ -158,9 +159,9 @@ class MoE(nnx.Module):
             {name: getattr(self, name).get_value() for name in names if hasattr(self, name)}
         )
 
-    def update(self, experts: Experts) -> None:
+    def update(self, new: Experts) -> None:
         """Puts new weights into this layer, in its layout and on its devices; see `Experts.update`."""
-        self._set(self.experts.update(experts))
+        self._set(self.experts.update(new))
 
     def prepare(self, layout: str) -> None:
         """Moves the weights into another layout, giving up the old arrays, whoever else holds them."""
@@ -184,7 +185,7 @@ class MoE(nnx.Module):
             if self.router is None:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
             values = self.router(x)
-        check_array("routing", values)
+        check_logits(values, self.num_experts)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         return Logits(values, self.routing, bias)
 

@@ -264,6 +264,7 @@ def test_a_backend_that_has_nothing_to_tune_has_no_configuration():
 
 def test_a_request_that_cannot_be_met_is_told_not_raised(monkeypatch):
     monkeypatch.setattr(MODULE, "BACKENDS", (Never(), *BACKENDS))
+    monkeypatch.setattr("jmx.modules.BACKENDS", (Never(), *BACKENDS))
     x = jnp.ones((5, 64))
     for found in (
         explain(small(), x, backend="never"),

@@ -241,7 +241,7 @@ def test_which_inputs_a_layer_takes(rng):
     assert resolve_input_format(experts, None) is None
     assert resolve_input_format(experts, "fp8") == "fp8_token"
     assert resolve_input_format(declared, None) == resolve_input_format(declared, "fp4") == "nvfp4"
-    with pytest.raises(ValueError, match="the checkpoint declares 'nvfp4' inputs and the user asks for 'fp8'"):
+    with pytest.raises(ValueError, match=r"`input_format` .='fp8'. must be 'nvfp4', which the checkpoint declares"):
         resolve_input_format(declared, "fp8")
     assert resolve_input_format(experts, "fp8_block") == "fp8_block"
     with pytest.raises(ValueError, match=r"`input_format` \(='nvfp4'\) is static: give `experts` its scales"):

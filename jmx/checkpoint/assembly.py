@@ -32,8 +32,7 @@ def experts_of(
     Raises:
         ValueError: an unknown `layout`, or one that does not hold `format`.
     """
-    if layout != "auto":
-        resolve_layout(layout, Environment.probe(), format)  # an unknown one, before anything is read
+    resolve_layout(layout, Environment.probe(), format)  # an unknown one is refused before anything is read
     arrays = dict(read())
     gate_up, down = (BlockScaled(**{n: arrays[f"{role}_{n}"] for n in format.arrays}) for role in ROLES)
     experts = Experts.of(

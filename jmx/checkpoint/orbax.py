@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
 from jmx.checkpoint.shards import new_path
+from jmx.checks import check_instance, check_path
 from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
 
@@ -30,6 +31,8 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
         TypeError, ValueError: a module that is none, variables without values, two of one name, and a MoE layer that
             shares weights with another.
     """
+    path = check_path("path", path)
+    check_instance("module", module, nnx.Module, "a flax.nnx.Module")
     arrays, layers = _flatten(module)
     for name, array in arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):
@@ -62,7 +65,8 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
             the layout, naming the file and the first array or key.
         TypeError, ValueError: those of `save`, and a module that is split over a mesh without devices.
     """
-    path = Path(path)
+    path = check_path("path", path)
+    check_instance("module", module, nnx.Module, "a flax.nnx.Module")
     arrays, layers = _flatten(module)
     graph, state = nnx.split(module)
     stored = orbax_arrays.describe(path)
@@ -93,8 +97,6 @@ def _name(key: tuple[Any, ...]) -> str:
 
 def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[Layer]]:
     """All arrays (or their shapes) by name, and the MoE layers. TypeError, ValueError for what has no place there."""
-    if not isinstance(module, nnx.Module):
-        raise TypeError(f"`module` (a {type(module).__name__}) must be a flax.nnx.Module")
     arrays: dict[str, Any] = {}
     for key, variable in nnx.to_flat_state(nnx.state(module)):
         name, array = _name(key), variable.get_value()

@@ -25,6 +25,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jmx.checks import check_int
+
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -358,8 +360,7 @@ class Output:
 
 def check_shard_size(max_shard_bytes: int) -> None:
     """Raises ValueError for what `write` could not keep to: before anything is read for it."""
-    if max_shard_bytes < 1:
-        raise ValueError(f"`max_shard_bytes` (={max_shard_bytes}) must be at least 1")
+    check_int("max_shard_bytes", max_shard_bytes, least=1)
 
 
 def write(

@@ -9,6 +9,7 @@ from jmx.checkpoint.compressed_tensors import config, fp8, modelopt, quark
 from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.compressed_tensors.places import PLACES, find_quantization
 from jmx.checkpoint.shards import CheckpointError, read_json, read_object
+from jmx.checks import check_path
 
 
 def read_quantization(path: str | os.PathLike[str]) -> Quantization:
@@ -18,7 +19,7 @@ def read_quantization(path: str | os.PathLike[str]) -> Quantization:
         CheckpointError: there is no config, it says nothing of quantization, differs in two places, names another tool,
             or what that tool's parser raises.
     """
-    file = Path(path) / FILE
+    file = check_path("path", path) / FILE
     return quantization_of(file, read_object(file))
 
 

@@ -2,13 +2,11 @@
 
 import os
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.activations import GATE_UP_ORDERS
 from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.compressed_tensors import layers
@@ -19,7 +17,8 @@ from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
 from jmx.checkpoint.model_sizes import check_model_sizes
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
-from jmx.experts import ROLES, Experts
+from jmx.checks import check_bool, check_one_of, check_path, check_str
+from jmx.experts import ORDERS, ROLES, Experts
 from jmx.inputs import INPUT_FORMATS, reduce_static_scales
 
 _WAY_OUT = "; with `inputs=False` experts load without, and inputs stay as they are"
@@ -48,9 +47,8 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str], gate_up_order: str | None = None):
-        if gate_up_order not in (*GATE_UP_ORDERS, None):
-            raise ValueError(f"`gate_up_order` (={gate_up_order!r}) must be one of {(*GATE_UP_ORDERS, None)}")
-        self.path = Path(path)
+        check_one_of("gate_up_order", gate_up_order, ORDERS)
+        self.path = check_path("path", path)
         config = shards.read_object(self.path / FILE)
         self.quantization: Quantization = quantization_of(self.path / FILE, config)
         self.tensors = shards.read_headers(self.path)
@@ -67,9 +65,7 @@ class Reader:
 
     def layer(self, name: str) -> Layer:
         """The layer of that name. ValueError if there is none of quantised experts."""
-        if name not in self.layers:
-            raise ValueError(f"`name` (={name!r}) must be one of {[*self.layers]}")
-        return self.layers[name]
+        return self.layers[check_one_of("name", name, self.layers)]
 
     def experts(
         self, name: str, layout: str = "auto", sharding: ShardingLike = None, *, inputs: bool = True
@@ -86,6 +82,7 @@ class Reader:
             CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format; with
                 `inputs`, those of `declared_inputs`, and static scales that no inputs have.
         """
+        check_bool("inputs", inputs)
         layer = self.layer(name)
         declared = self.declared_inputs(name) if inputs else None
         scales = [] if declared is None else _static_scales(layer)
@@ -121,6 +118,7 @@ class Reader:
             CheckpointError: its tensors are not those that its scheme calls for.
             ValueError: there is none of that name, or it is not quantised.
         """
+        check_str("name", name)
         scheme, pieces = self.quantization.scheme(name), self._modules.get(name)
         if scheme is None or pieces is None:
             raise ValueError(f"`name` (={name!r}) must be that of a quantised module")
@@ -128,7 +126,7 @@ class Reader:
 
     def view(self, name: str) -> np.ndarray:
         """A tensor as it lies in its file, which is mapped. CheckpointError if there is none of that name."""
-        if name not in self.tensors:
+        if check_str("name", name) not in self.tensors:
             raise CheckpointError(self.path, f"tensor {name!r} is missing")
         return self.tensors[name].view()
 

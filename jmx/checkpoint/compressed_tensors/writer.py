@@ -12,6 +12,7 @@ from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.reader import Reader
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
 from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
+from jmx.checks import check_bool, check_instance, check_path
 from jmx.experts import ROLES
 
 
@@ -34,6 +35,9 @@ def convert(
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
         ValueError: a `max_shard_bytes` below 1.
     """
+    check_instance("reader", reader, Reader)
+    check_path("dst", dst)
+    check_bool("progress", progress)
     shards.check_shard_size(max_shard_bytes)
     outputs = [*_outputs(reader)]
     with shards.new_path(dst) as directory:

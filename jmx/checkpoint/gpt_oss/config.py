@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.shards import CheckpointError, read_json
+from jmx.checks import check_instance, check_path, check_str
 from jmx.formats import MXFP4
 
 FILE = "config.json"
@@ -169,7 +170,10 @@ def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | 
         CheckpointError: a file that is missing or is not JSON; a key that is missing, has a value of another kind or
             out of range, or disagrees with another one; another `quant_method`.
     """
-    directory = Path(path)
+    directory = check_path("path", path)
+    if quant_methods is not None:
+        for i, method in enumerate(check_instance("quant_methods", quant_methods, list | tuple)):
+            check_str(f"quant_methods[{i}]", method)
     file = directory / FILE
     if not os.path.lexists(file) and os.path.exists(directory / "original" / FILE):
         raise CheckpointError(file, f"the file is missing; the original form is in {directory / 'original'}")

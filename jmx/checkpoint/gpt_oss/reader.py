@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_name
 from jmx.checkpoint.gpt_oss.sources import open_source
 from jmx.checkpoint.placement import Index, ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
+from jmx.checks import check_bool, check_int, check_path
 from jmx.experts import Experts
 from jmx.formats import MXFP4
 
@@ -52,7 +52,7 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = check_path("path", path)
         self.config = read_config(path)
         self.source = open_source(self.path, self.config)
         self.form = self.source.form
@@ -92,12 +92,17 @@ class Reader:
 
     def nbytes(self, layer: int | None = None) -> int:
         """Bytes of the whole checkpoint's tensors, or of one layer's experts."""
+        if layer is not None:
+            self._check_layer(layer)
         names = self._shapes if layer is None else [layer_name(layer, name) for name in EXPERT_NAMES]
         return sum(self._nbytes(name) for name in names)
 
     @contextlib.contextmanager
     def progress(self, enabled: bool = True, total: int | None = None) -> Iterator[None]:
         """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read, to `total`: all."""
+        check_bool("enabled", enabled)
+        if total is not None:
+            check_int("total", total, least=0)
         with shards.progress_bar("reading", self.nbytes() if total is None else total, enabled) as self._advance:
             try:
                 yield
@@ -117,7 +122,7 @@ class Reader:
         return math.prod(self._shapes[name]) * shards.DTYPES[self.source.dtype(name)].itemsize
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.config.num_hidden_layers:
+        if not 0 <= check_int("layer", layer) < self.config.num_hidden_layers:
             raise ValueError(f"`layer` (={layer}) must be 0 to {self.config.num_hidden_layers - 1}")
 
     def _read(self, name: str, short_name: str, sharding: ShardingLike) -> jax.Array:
@@ -145,6 +150,7 @@ def load(
         CheckpointError: files that are wrong or broken, of any layer, naming the file, the tensor and the expectation.
         ValueError: as `Reader.experts`.
     """
+    check_bool("progress", progress)
     reader = Reader(path)
     with reader.progress(progress, reader.nbytes(layer) if progress else 0):
         return reader.experts(layer, layout, sharding)

@@ -15,6 +15,7 @@ from jmx.checkpoint.gpt_oss.forms import FileTensor
 from jmx.checkpoint.gpt_oss.reader import Reader
 from jmx.checkpoint.gpt_oss.sources import ORBAX, write_orbax
 from jmx.checkpoint.shards import CheckpointError, Output
+from jmx.checks import check_bool, check_one_of, check_path
 
 FORMS = (*forms.FORMS, ORBAX)
 
@@ -61,8 +62,10 @@ def convert(
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
         ValueError: an unknown `form`.
     """
-    if form not in FORMS:
-        raise ValueError(f"`form` (={form!r}) must be one of {list(FORMS)}")
+    check_path("src", src)
+    check_path("dst", dst)
+    check_one_of("form", form, FORMS)
+    check_bool("progress", progress)
     shards.check_shard_size(max_shard_bytes)
     with shards.new_path(dst) as directory:
         reader = Reader(src)

@@ -18,14 +18,16 @@ from jmx.checkpoint.quantizing.experts import Layer, Matrix
 from jmx.checkpoint.quantizing.forms import Form, check_writable, form_of
 from jmx.checkpoint.quantizing.report import Report, measure
 from jmx.checkpoint.shards import INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
+from jmx.checks import check_bool, check_path
 from jmx.formats import BlockScaled, Format
+from jmx.formats import get as get_format
 from jmx.quantization import quantize
 
 
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    format: Format,
+    format: Format | str,
     *,
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
@@ -40,7 +42,7 @@ def convert(
     Args:
         src: a directory of safetensors files: experts apart (Mixtral, Qwen-MoE, DeepSeek ...), or gpt-oss in floats.
         dst: does not exist yet, unless `overwrite`. It appears when it is complete, and a failure leaves nothing.
-        format: a format in `WRITABLE`.
+        format: a format in `WRITABLE`, or its name.
         overwrite: whether a directory at `dst` may be replaced, which happens when the new one is complete.
         max_shard_bytes: tensors' bytes in one file, unless a single tensor has more.
         progress: whether to show a progress bar on stderr, where that is a terminal.
@@ -54,6 +56,11 @@ def convert(
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
         ValueError: a `format` that no file holds, a `dst` that is or holds `src`, a `max_shard_bytes` below 1.
     """
+    check_path("src", src)
+    check_path("dst", dst)
+    check_bool("overwrite", overwrite)
+    check_bool("progress", progress)
+    format = get_format(format)
     check_writable(format)
     shards.check_shard_size(max_shard_bytes)
     directory = Path(src)

@@ -1,0 +1,571 @@
+"""Every argument of every public function, wrong in every way: an error of jmx's own that names it and its value."""
+
+import functools
+import inspect
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmx
+import jmx.linen
+import jmx.nnx
+from jmx import checkpoint
+from jmx.backends import BACKENDS
+
+ROOT = pathlib.Path(jmx.__file__).parent
+TINY = ROOT.parent / "examples" / "gpt_oss" / "tiny"
+E, H, I, K, T = 4, 32, 32, 2, 3  # noqa: E741
+
+
+class Opaque:
+    """No argument of anything."""
+
+
+# What is wrong for an argument of each kind. None is among them where it is not allowed.
+_NO_NUMBER: list[Any] = [None, "3", [3], {}, Opaque(), np.ones(2), jnp.ones((2, 2), jnp.int32)]
+_NO_ARRAY: list[Any] = [None, "x", [[1.0]], {}, Opaque(), 3, 2.5, math.nan]
+KINDS: dict[str, list[Any]] = {
+    "size": [*_NO_NUMBER, 2.5, math.nan, True, np.float32(2), -1, 0, np.int64(-3)],
+    "count": [*_NO_NUMBER, 2.5, math.nan, True, -1],
+    "number": [*_NO_NUMBER, math.nan, math.inf, -math.inf, True, 1j],
+    "flag": [*_NO_NUMBER, 1, 0.0, math.nan],
+    "flag or None": [*_NO_NUMBER[1:], 1, 0.0, math.nan],
+    "name": [None, "no such", 3, 2.5, ["packed"], {}, Opaque(), np.ones(2)],
+    "name or None": ["no such", 3, 2.5, ["packed"], {}, Opaque(), np.ones(2)],
+    "text": [None, 3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
+    "text or None": [3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
+    "dtype": [None, "no such", 3, 2.5, ["x"], Opaque(), jnp.int8, jnp.float8_e5m2],
+    "floats": [*_NO_ARRAY, np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
+    "integers": [*_NO_ARRAY, np.ones((3, 2), np.float32), np.ones((2, 3), bool)],
+    "mask": ["x", [True], {}, Opaque(), True, np.ones(T), np.ones(T + 1, bool)],
+    "key": [*_NO_ARRAY, np.ones(2, np.float32), np.ones(2, np.int32), jnp.uint32(1)],
+    "shape": [None, 3, "64", (64,), (1, 2, 3), (64, -1), (64, 2.5), (True, 64), {}, Opaque()],
+    "any shape": [None, 3, "64", (), (64, -1), (64, 2.5), (64, "x"), {}, Opaque()],
+    "path": [None, 3, 2.5, ["x"], {}, Opaque(), b"bytes", np.ones(2)],
+    "object": [None, "x", 3, 2.5, [], [1], {}, Opaque(), np.ones(3), jnp.ones((2, 2), jnp.int32)],
+    "object or None": ["x", 3, 2.5, [], [1], {}, Opaque(), np.ones(3)],
+    "named": [None, "no such", 3, 2.5, [], {}, Opaque(), np.ones(3), jax.nn.silu, jmx.Routing],
+    "named or None": ["no such", 3, 2.5, [], {}, Opaque(), np.ones(3), jax.nn.silu, jmx.Routing],
+    "axes": ["x", 3, [("expert", "x")], Opaque(), {"experts": "x"}, {"expert": 3}, {"expert": ["x"]}],
+    "sharding": ["x", 3, 2.5, [None], Opaque(), np.ones(2)],
+    "sequence": [None, "x", 3, 2.5, {}, Opaque(), [None], ["x"], [Opaque()]],
+    "function": [None, "x", 3, [], {}, Opaque(), np.ones(2)],
+    "weight": [None, "x", 3, [], {}, Opaque(), np.ones((2, 32)), (np.ones(2), np.ones(2))],
+    "array": _NO_ARRAY,
+    "bias": ["x", [1.0], {}, Opaque(), 3, np.ones((E, 2 * I), np.int32), np.ones((E, 7), np.float32)],
+}
+UNCHECKED = "anything does"  # only printed, or handed to a function of the caller's own
+
+
+@dataclass
+class Row:
+    """A public callable: `kinds` of its arguments, right ones by `given`, names that messages use for them instead."""
+
+    kinds: dict[str, str]
+    given: Callable[[], dict[str, Any]] = dict
+    call: Callable[..., Any] | None = None
+    names: dict[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def experts(order: str | None = "interleaved") -> jmx.Experts:
+    return jmx.Experts.random(jax.random.key(0), E, H, I, gate_up_order=order)
+
+
+@functools.cache
+def layer() -> jmx.nnx.MoE:
+    return jmx.nnx.MoE(H, I, E, K, layout="packed", rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def linen() -> tuple[jmx.linen.MoE, Any]:
+    module = jmx.linen.MoE(H, I, E, K, layout="packed")
+    return module, module.init(jax.random.key(0), X)
+
+
+@functools.cache
+def reader() -> Any:
+    return checkpoint.gpt_oss.Reader(TINY)
+
+
+def weight() -> jmx.BlockScaled:
+    return jmx.quantize(np.ones((2, 32), np.float32))
+
+
+X = np.ones((T, H), np.float32)
+ROUTING = jmx.Routing(np.ones((T, K), np.int32), np.ones((T, K), np.float32))
+LOGITS = jmx.Logits(np.ones((T, E), np.float32), jmx.TopKSoftmax(K))
+MODULE = {
+    "hidden_size": "size",
+    "intermediate_size": "size",
+    "num_experts": "size",
+    "top_k": "size",
+    "format": "named",
+    "activation": "named",
+    "bias": "flag",
+    "gate_up_order": "name or None",
+    "routing": "named or None",
+    "router": "flag",
+    "router_bias": "flag or None",
+    "correction_bias": "flag",
+    "weights_on": "name",
+    "input_format": "name or None",
+    "backend": "name or None",
+    "layout": "name",
+    "param_dtype": "dtype",
+    "axes": "axes",
+    "experts": "object or None",
+}
+SIZES = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
+CALL = {"x": "floats", "routing": "object or None", "mask": "mask"}
+QUANTIZING = {"gate_up_order": "name or None", "format": "named"}
+
+
+def method(name: str, kinds: dict[str, str], given: Callable[[], dict[str, Any]] = dict, **names: str) -> Row:
+    """Of `Experts`."""
+    return Row(kinds, given, lambda **arguments: getattr(experts(), name)(**arguments), names)
+
+
+def of_linen(name: str | None) -> Callable[..., Any]:
+    return lambda **arguments: linen()[0].apply(linen()[1], **arguments, method=name)
+
+
+def problem(**changed: Any) -> jmx.Problem:
+    fields = {"num_tokens": 1, **SIZES, "dtype": "bfloat16", "format": "mxfp4", "activation": jmx.SwiGLU()}
+    return jmx.Problem(**fields | {"gate_up_order": "interleaved", "bias": True, "layout": "packed"} | changed)
+
+
+def entered(manager: Any) -> None:
+    with manager:
+        pass
+
+
+ROWS: dict[str, Row] = {
+    # Activations and routing methods
+    "jmx.GELU": Row({"approximate": "flag"}),
+    "jmx.GELUAndMul": Row({"approximate": "flag"}),
+    "jmx.SwiGLU": Row({"alpha": "number", "beta": "number", "limit": "number or None"}),
+    "jmx.TopKSoftmax": Row({"top_k": "size"}),
+    "jmx.SoftmaxTopK": Row({"top_k": "size", "renormalize": "flag"}, lambda: {"top_k": 2, "renormalize": True}),
+    "jmx.SigmoidTopK": Row(
+        {"top_k": "size", "renormalize": "flag", "routed_scaling_factor": "number"},
+        lambda: {"top_k": 2, "renormalize": True},
+    ),
+    "jmx.GroupedTopK": Row(
+        {
+            "top_k": "size",
+            "num_groups": "size",
+            "topk_groups": "size",
+            "scoring": "name",
+            "renormalize": "flag",
+            "routed_scaling_factor": "number",
+        },
+        lambda: {"top_k": 2, "num_groups": 2, "topk_groups": 1, "scoring": "sigmoid", "renormalize": True},
+    ),
+    "jmx.Custom": Row({"top_k": "size", "function": "function"}, lambda: {"top_k": 2, "function": print}),
+    **{
+        f"jmx.{name}.check": Row(
+            {"num_experts": "size"}, call=lambda num_experts: jmx.TopKSoftmax(2).check(num_experts)
+        )
+        for name in ("TopKSoftmax", "SoftmaxTopK", "SigmoidTopK", "GroupedTopK", "Custom")
+    },
+    # Weights
+    "jmx.Format.check_size": Row(
+        {"name": UNCHECKED, "size": "count"}, lambda: {"name": "size"}, lambda **a: jmx.MXFP4.check_size(**a)
+    ),
+    "jmx.Format.num_blocks": Row(
+        {"size": "count", "what": UNCHECKED}, lambda: {"what": "size"}, lambda **a: jmx.MXFP4.num_blocks(**a)
+    ),
+    "jmx.Format.abstract": Row(
+        {"shape": "any shape", "packed": "flag", "scale_dtype": "dtype or None"},
+        lambda: {"shape": (2, 32)},
+        lambda **a: jmx.MXFP4.abstract(**a),
+    ),
+    "jmx.Format.bytes": Row({"shape": "any shape"}, call=lambda shape: jmx.MXFP4.bytes(shape)),
+    "jmx.quantize": Row(
+        {"x": "floats", "format": "named", "scale_rule": "name", "nonfinite": "name"},
+        lambda: {"x": np.ones((2, 32), np.float32)},
+    ),
+    "jmx.dequantize": Row({"q": "weight", "dtype": "dtype", "format": "named"}, lambda: {"q": weight()}),
+    "jmx.pack": Row({"q": "weight"}),
+    "jmx.unpack": Row({"q": "weight", "format": "named"}, lambda: {"q": jmx.pack(weight())}),
+    "jmx.pad": Row({"q": "weight", "shape": "shape", "format": "named"}, lambda: {"q": weight(), "shape": (4, 64)}),
+    "jmx.unpad": Row({"q": "weight", "shape": "shape", "format": "named"}, lambda: {"q": weight(), "shape": (1, 32)}),
+    "jmx.from_offset_binary": Row({"q": "weight", "format": "named"}, lambda: {"q": weight(), "format": jmx.MXINT4}),
+    # Experts
+    "jmx.Experts.of": Row(
+        {"gate_up": "weight", "down": "weight", "gate_up_bias": "bias", "down_bias": "bias", **QUANTIZING},
+        lambda: {"gate_up": experts().gate_up, "down": experts().down, "gate_up_order": "interleaved"},
+    ),
+    "jmx.Experts.quantize": Row(
+        {
+            "gate_up": "floats",
+            "down": "floats",
+            "gate_up_bias": "bias",
+            "down_bias": "bias",
+            **QUANTIZING,
+            "scale_rule": "name",
+            "nonfinite": "name",
+        },
+        lambda: {
+            "gate_up": np.ones((E, 2 * I, H), np.float32),
+            "down": np.ones((E, H, I), np.float32),
+            "gate_up_order": "interleaved",
+        },
+    ),
+    "jmx.Experts.random": Row(
+        {
+            "key": "key",
+            "num_experts": "size",
+            "hidden_size": "size",
+            "intermediate_size": "size",
+            **QUANTIZING,
+            "bias": "flag",
+            "bias_dtype": "dtype",
+        },
+        lambda: {
+            "key": jax.random.key(0),
+            "num_experts": E,
+            "hidden_size": H,
+            "intermediate_size": I,
+            "gate_up_order": None,
+        },
+    ),
+    "jmx.Experts.stack": Row({"experts": "sequence"}),
+    "jmx.Experts.spec": method("spec", {"role": "name"}),
+    "jmx.Experts.input_scale": method("input_scale", {"role": "name"}),
+    "jmx.Experts.take": method(
+        "take", {"role": "name", "experts": "integers"}, lambda: {"role": "down", "experts": np.arange(2)}
+    ),
+    "jmx.Experts.take_bias": method(
+        "take_bias", {"role": "name", "experts": "integers"}, lambda: {"role": "down", "experts": np.arange(2)}
+    ),
+    "jmx.Experts.check": method("check", {"bias": "flag", "fields": UNCHECKED}),
+    "jmx.Experts.check_activation": method("check_activation", {"activation": "object"}),
+    "jmx.Experts.with_arrays": method("with_arrays", {"arrays": "mapping"}),
+    "jmx.Experts.with_inputs": Row(
+        {"format": "name or None", "gate_up_scale": "array", "down_scale": "array"},
+        lambda: {"format": "fp8_static", "gate_up_scale": jnp.float32(1), "down_scale": jnp.float32(1)},
+        lambda **a: experts().with_inputs(**a),
+    ),
+    "jmx.Experts.prepare": method("prepare", {"layout": "name", "donate": "flag"}, lambda: {"layout": "packed"}),
+    "jmx.Experts.canonical": method("canonical", {"donate": "flag"}),
+    "jmx.Experts.update": method("update", {"new": "object"}),
+    "jmx.Experts.dequantize": method("dequantize", {"dtype": "dtype"}),
+    # Routing
+    "jmx.route": Row({"logits": "object", "mask": "mask"}, lambda: {"logits": LOGITS}),
+    "jmx.group": Row(
+        {"expert_ids": "integers", "num_experts": "size"}, lambda: {"expert_ids": ROUTING.expert_ids, "num_experts": E}
+    ),
+    "jmx.token_counts": Row(
+        {"routing": "object", "num_experts": "size"}, lambda: {"routing": ROUTING, "num_experts": E}
+    ),
+    # Selection
+    "jmx.Problem": Row(
+        {
+            "num_tokens": "count or None",
+            **dict.fromkeys(("hidden_size", "intermediate_size", "num_experts"), "size"),
+            "top_k": "count",
+            "dtype": "name",
+            "format": "name",
+            "activation": "named",
+            "gate_up_order": "name or None",
+            "bias": "flag",
+            "layout": "name",
+            "weights_on": "name",
+            "input_format": "name or None",
+            "mesh_axes": "names",
+        },
+        call=problem,
+    ),
+    "jmx.Problem.of": Row(
+        {
+            "x": "floats",
+            "top_k": "count",
+            "experts": "object",
+            "activation": "named",
+            "weights_on": "name",
+            "input_format": "name or None",
+        },
+        lambda: {"x": X, "top_k": K, "experts": experts(), "activation": jmx.SwiGLU()},
+    ),
+    "jmx.Environment": Row(
+        {
+            "platform": "text",
+            "device_kind": "text",
+            "compute_capability": "shape or None",
+            "core_count": "size or None",
+            "versions": "names",
+        },
+        lambda: {"platform": "gpu", "device_kind": "card"},
+    ),
+    "jmx.Environment.probe": Row({"arguments": UNCHECKED}),
+    "jmx.Environment.of_device": Row({"device": "object"}),
+    "jmx.Environment.named": Row({"name": "name"}, names={"name": "device"}),
+    "jmx.select": Row(
+        {"problem": "object", "environment": "object", "request": "name or None", "backends": "sequence"},
+        lambda: {"problem": problem(), "environment": jmx.Environment.probe(), "request": None, "backends": BACKENDS},
+        names={"request": "backend"},
+    ),
+    "jmx.use_backend": Row({"name": "text or None"}),
+    "jmx.explain": Row(
+        {
+            "subject": "subject",
+            "arguments": UNCHECKED,  # as `jmx.moe` has them
+            "device": "name or None",
+            "backend": "name or None",
+            "activation": "named",
+            "weights_on": "name or None",
+            "input_format": "name or None",
+        },
+        lambda: {"subject": X, "activation": jmx.SwiGLU()},
+        lambda subject, **a: jmx.explain(subject, *([ROUTING, experts()] if subject is X else []), **a),
+    ),
+    # The layer
+    "jmx.moe": Row(
+        {
+            "x": "floats",
+            "routing": "object",
+            "experts": "object",
+            "activation": "named",
+            "weights_on": "name",
+            "input_format": "name or None",
+            "mask": "mask",
+            "backend": "name or None",
+        },
+        lambda: {"x": X, "routing": ROUTING, "experts": experts(), "activation": jmx.SwiGLU()},
+    ),
+    "jmx.nnx.MoE": Row(MODULE | {"rngs": "object"}, lambda: SIZES | {"rngs": nnx.Rngs(0)}),
+    "jmx.nnx.MoE.__call__": Row(CALL, lambda: {"x": X}, lambda **a: layer()(**a)),
+    "jmx.nnx.MoE.route": Row({"x": "floats", "mask": "mask"}, lambda: {"x": X}, lambda **a: layer().route(**a)),
+    "jmx.nnx.MoE.problem": Row({"x": "floats"}, call=lambda x: layer().problem(x)),
+    "jmx.nnx.MoE.update": Row({"new": "object"}, call=lambda new: layer().update(new)),
+    "jmx.nnx.MoE.prepare": Row({"layout": "name"}, call=lambda layout: layer().prepare(layout)),
+    "jmx.linen.MoE": Row(MODULE, lambda: SIZES),
+    "jmx.linen.MoE.__call__": Row(CALL, lambda: {"x": X}, of_linen(None)),
+    "jmx.linen.MoE.route": Row({"x": "floats", "mask": "mask"}, lambda: {"x": X}, of_linen("route")),
+    "jmx.linen.MoE.problem": Row({"x": "floats"}, call=of_linen("problem")),
+    # Checkpoints
+    "jmx.checkpoint.gpt_oss.read_config": Row(
+        {"path": "path", "quant_methods": "sequence or None"}, lambda: {"path": TINY}
+    ),
+    "jmx.checkpoint.gpt_oss.load": Row(
+        {"path": "path", "layer": "index", "layout": "name", "sharding": "sharding", "progress": "flag"},
+        lambda: {"path": TINY},
+    ),
+    "jmx.checkpoint.gpt_oss.Reader": Row({"path": "path"}),
+    "jmx.checkpoint.gpt_oss.Reader.top": Row({"sharding": "sharding"}, call=lambda **a: reader().top(**a)),
+    "jmx.checkpoint.gpt_oss.Reader.layer": Row(
+        {"layer": "index", "sharding": "sharding"}, lambda: {"layer": 0}, lambda **a: reader().layer(**a)
+    ),
+    "jmx.checkpoint.gpt_oss.Reader.experts": Row(
+        {"layer": "index", "layout": "name", "sharding": "sharding"},
+        lambda: {"layer": 0},
+        lambda **a: reader().experts(**a),
+    ),
+    "jmx.checkpoint.gpt_oss.Reader.nbytes": Row({"layer": "index or None"}, call=lambda **a: reader().nbytes(**a)),
+    "jmx.checkpoint.gpt_oss.Reader.progress": Row(
+        {"enabled": "flag", "total": "count or None"}, call=lambda **a: entered(reader().progress(**a))
+    ),
+    "jmx.checkpoint.gpt_oss.convert": Row(
+        {"src": "path", "dst": "path", "form": "name", "max_shard_bytes": "size", "progress": "flag"},
+        lambda: {"src": TINY, "dst": "/nowhere/at/all"},
+    ),
+    "jmx.checkpoint.compressed_tensors.Reader": Row(
+        {"path": "path", "gate_up_order": "name or None"}, lambda: {"path": TINY}
+    ),
+    "jmx.checkpoint.compressed_tensors.read_quantization": Row({"path": "path"}),
+    "jmx.checkpoint.compressed_tensors.convert": Row(
+        {"reader": "object", "dst": "path", "max_shard_bytes": "size", "progress": "flag"},
+        lambda: {"reader": object.__new__(checkpoint.compressed_tensors.Reader), "dst": "/nowhere/at/all"},
+    ),
+    "jmx.checkpoint.quantizing.convert": Row(
+        {
+            "src": "path",
+            "dst": "path",
+            "format": "named",
+            "overwrite": "flag",
+            "max_shard_bytes": "size",
+            "progress": "flag",
+        },
+        lambda: {"src": TINY, "dst": "/nowhere/at/all", "format": "mxfp4"},
+    ),
+    "jmx.checkpoint.orbax.save": Row(
+        {"path": "path", "module": "object"}, lambda: {"path": "/nowhere/at/all", "module": layer()}
+    ),
+    "jmx.checkpoint.orbax.restore": Row(
+        {"path": "path", "module": "object"}, lambda: {"path": "/nowhere", "module": layer()}
+    ),
+}
+KINDS |= {
+    "number or None": KINDS["number"][1:],
+    "dtype or None": KINDS["dtype"][1:],
+    "size or None": KINDS["size"][1:],
+    "mapping": [value for value in KINDS["object"] if not isinstance(value, dict)],
+    "count or None": KINDS["count"][1:],
+    "shape or None": KINDS["shape"][1:],
+    "index": [*KINDS["count"], 10**6],
+    "index or None": [*KINDS["count"][1:], 10**6],
+    "names": [None, "x", 3, ["x"], (3,), ("x", None), {}, Opaque()],
+    "sequence or None": ["x", 3, {}, Opaque(), [3], [None]],
+    "subject": [None, "x", 3, [], {}, Opaque(), jmx.nnx.MoE],
+    UNCHECKED: [],
+}
+CONTAINER = "a pytree, which jax makes of anything: its contents are checked where it is used"
+MADE = "jmx makes it, and nobody else"
+EXEMPT = {
+    "jmx.Activation": "a base class, without arguments",
+    "jmx.BlockScaled": CONTAINER,
+    "jmx.Experts": CONTAINER,
+    "jmx.Groups": CONTAINER,
+    "jmx.Logits": CONTAINER,
+    "jmx.Routing": CONTAINER,
+    "jmx.Explanation": MADE,
+    "jmx.Format": MADE,
+    "jmx.NoBackendError": MADE,
+    "jmx.Reason": "an enum, whose own error names it",
+    "jmx.Rejection": "printed",
+    "jmx.Selection": MADE,
+    "jmx.Experts.layer": "tests/test_experts.py has it",
+    "jmx.checkpoint.CheckpointError": "printed",
+    "jmx.checkpoint.compressed_tensors.Layer": MADE,
+    "jmx.checkpoint.compressed_tensors.Module": MADE,
+    "jmx.checkpoint.compressed_tensors.Quantization": MADE,
+    "jmx.checkpoint.compressed_tensors.Scheme": MADE,
+    "jmx.checkpoint.gpt_oss.Config": MADE,
+    "jmx.checkpoint.quantizing.Errors": MADE,
+    "jmx.checkpoint.quantizing.Report": MADE,
+    "jmx.checkpoint.gpt_oss.Reader.check_scales": "of numpy arrays that it reads itself",
+    "jmx.checkpoint.compressed_tensors.Reader.arrays": "tests/test_checkpoint_compressed_tensors.py has a checkpoint",
+    "jmx.checkpoint.compressed_tensors.Reader.experts": "as its `arrays`",
+    "jmx.checkpoint.compressed_tensors.Reader.layer": "as its `arrays`",
+    "jmx.checkpoint.compressed_tensors.Reader.module": "as its `arrays`",
+    "jmx.checkpoint.compressed_tensors.Reader.view": "as its `arrays`",
+}
+FLAX = {"parent", "name"}  # which every Linen module has
+
+
+def public() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public callable that takes an argument, by its full name."""
+    places = {"jmx": (jmx, jmx.__all__), "jmx.nnx": (jmx.nnx, ["MoE"]), "jmx.linen": (jmx.linen, ["MoE"])}
+    for module in ("gpt_oss", "compressed_tensors", "quantizing", "orbax"):
+        found = getattr(checkpoint, module)
+        names = getattr(found, "__all__", ["save", "restore"])
+        places[f"jmx.checkpoint.{module}"] = (found, [n for n in names if n != "CheckpointError"])
+    places["jmx.checkpoint"] = (checkpoint, ["CheckpointError"])
+    for place, (module, names) in places.items():
+        for name in names:
+            value = getattr(module, name)
+            if inspect.isclass(value):
+                yield from of_class(f"{place}.{name}", value)
+            elif callable(value) and not isinstance(value, jmx.Activation | jmx.Format):
+                yield f"{place}.{name}", value
+
+
+def of_class(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield name, value
+    if EXEMPT.get(name) == MADE and value is not jmx.Format:
+        return
+    for attribute in dir(value):
+        found = inspect.getattr_static(value, attribute)
+        is_call = attribute == "__call__" and value in (jmx.nnx.MoE, jmx.linen.MoE)
+        if attribute.startswith("_") and not is_call:
+            continue
+        is_method = isinstance(found, classmethod | staticmethod) or inspect.isfunction(found)
+        if is_method and (inspect.unwrap(getattr(value, attribute)).__module__ or "").startswith("jmx"):
+            yield f"{name}.{attribute}", getattr(value, attribute)
+
+
+def parameters(name: str, function: Callable[..., Any]) -> set[str]:
+    ignored = {"self"} | (FLAX if name == "jmx.linen.MoE" else set())
+    # Flax's metaclass takes anything for `nnx.MoE`, and hands it on.
+    signature = inspect.signature(jmx.nnx.MoE.__init__ if function is jmx.nnx.MoE else function)
+    return {*signature.parameters} - ignored
+
+
+def missing() -> dict[str, set[str]]:
+    """Parameters of public callables that no row has, by the callable."""
+    found = {}
+    for name, function in public():
+        if name in EXEMPT:
+            continue
+        lacking = parameters(name, function) - {*(ROWS[name].kinds if name in ROWS else ())}
+        if lacking:
+            found[name] = lacking
+    return found
+
+
+def test_every_argument_of_every_public_callable_has_a_row():
+    assert missing() == {}
+    known = dict(public())
+    assert {*ROWS, *EXEMPT} <= {*known}
+    assert {
+        n: {*row.kinds} - parameters(n, known[n]) for n, row in ROWS.items() if {*row.kinds} - parameters(n, known[n])
+    } == {}
+
+
+def test_a_new_public_callable_needs_a_row(monkeypatch):
+    def novel(x, y=1):
+        return x, y
+
+    monkeypatch.setattr(jmx, "novel", novel, raising=False)
+    monkeypatch.setattr(jmx, "__all__", [*jmx.__all__, "novel"])
+    monkeypatch.setattr(jmx.Experts, "novel", novel, raising=False)
+    monkeypatch.setattr(novel, "__module__", "jmx.experts")
+    assert missing() == {"jmx.novel": {"x", "y"}, "jmx.Experts.novel": {"x", "y"}}
+
+
+def says(message: str, value: Any) -> bool:
+    """Whether a message shows a value, or what is wrong of it: its type, dtype or shape, or that of what it holds."""
+    parts = [repr(value), str(value), type(value).__name__]
+    if isinstance(value, np.ndarray | jax.Array):
+        parts += [str(value.dtype), str(tuple(value.shape))]
+    if isinstance(value, list | tuple):
+        parts += [part for item in value for part in (repr(item), type(item).__name__)]
+    if isinstance(value, dict):
+        parts += [part for item in value.values() for part in (repr(item), type(item).__name__)]
+    if callable(value):
+        parts.append(getattr(value, "__name__", "no name"))
+    return any(part in message for part in parts)
+
+
+def fault_of(row: Row, function: Callable[..., Any], argument: str, value: Any) -> str | None:
+    """What is wrong of how a wrong value is answered; None where nothing is."""
+    call = function if row.call is None else row.call
+    try:
+        call(**row.given() | {argument: value})
+    except (TypeError, ValueError) as error:
+        message, named = str(error), row.names.get(argument, argument)
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        assert place is not None
+        if ROOT not in pathlib.Path(place.tb_frame.f_code.co_filename).parents:
+            return f"not jmx's own: {type(error).__name__}: {message[:150]}"
+        if not re.search(rf"`{re.escape(named)}[`.\[]", message):
+            return f"does not name it: {message[:150]}"
+        return None if says(message, value) else f"does not show it: {message[:150]}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:150]}"
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_wrong_arguments_are_named(name):
+    row, function = ROWS[name], dict(public())[name]
+    faults = [
+        f"{argument} = {value!r:.60}: {fault}"
+        for argument, kind in row.kinds.items()
+        for value in KINDS[kind]
+        if (fault := fault_of(row, function, argument, value))
+    ]
+    assert not faults, "\n".join(faults)
