@@ -123,7 +123,7 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for count in dict.fromkeys(tokens):
-            key = Key(tuning.shape_class(shape.problem(count, "")), count)
+            key = Key(tuning.shape_class(shape.problem(count, "packed")), count)
             if key in known and not again:
                 outcomes.append(Outcome(key, known[key]))
                 continue

@@ -64,7 +64,7 @@ def convert(
     """
     check_path("src", src)
     check_path("dst", dst)
-    check_one_of("form", form, FORMS)
+    check_one_of("form", form, [*FORMS])
     check_bool("progress", progress)
     shards.check_shard_size(max_shard_bytes)
     with shards.new_path(dst) as directory:
