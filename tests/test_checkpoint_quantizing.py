@@ -11,8 +11,8 @@ import pytest
 from float_checkpoints import TINY, float_gpt_oss, write
 
 import jmx
-from jmx import formats
-from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing, shards
+from jmx import atomic_files, formats
+from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing
 from jmx.checkpoint.quantizing import writer
 from jmx.formats import FORMATS, Format
 
@@ -267,7 +267,7 @@ def test_a_replacement_that_fails_puts_back_what_was_there(tmp_path: Path, monke
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no"), shards.new_path(tmp_path / "it", replace=True) as place:
+    with pytest.raises(OSError, match="no"), atomic_files.new_path(tmp_path / "it", replace=True) as place:
         place.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["it"]
     assert (tmp_path / "it").read_text() == "old"

@@ -10,8 +10,9 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jmx.atomic_files import new_path
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.shards import CheckpointError, new_path
+from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
 from jmx.nnx import MoE
 

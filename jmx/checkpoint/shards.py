@@ -1,4 +1,4 @@
-"""Safetensors files, read tensor by tensor with every error named, and written beside their place and renamed.
+"""Safetensors files, read tensor by tensor with every error named, and written.
 
 A file is an 8 byte little-endian length, a JSON header of that length, and the tensors' bytes; see the safetensors
 format, https://github.com/huggingface/safetensors#format. The headers are read here, and not by the safetensors
@@ -11,9 +11,7 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from jmx.atomic_files import write_json
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -329,43 +329,6 @@ def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], 
                 raise CheckpointError(file, f"tensor {output.name!r} must have {output.nbytes} bytes")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def write_json(file: Path, contents: Any) -> None:
-    """Writes JSON as people read it."""
-    file.write_text(json.dumps(contents, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def new_path(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Something that appears at `path` whole, or not at all: make it at the path given, which is moved there.
-
-    What is given lies in a new directory beside `path`, so that moving is renaming; that goes whatever happens. With
-    `replace`, what is at `path` stays until then.
-
-    Raises:
-        FileExistsError: there is something at `path`, and not `replace`.
-        FileNotFoundError: the directory that should hold it does not exist.
-    """
-    path = Path(path).absolute()
-    if os.path.lexists(path) and not replace:
-        raise FileExistsError(f"{path} must not exist yet: nothing is overwritten")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} must be in a directory that exists")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
-    try:
-        yield temporary / path.name
-        old = temporary / f"{path.name}.old"
-        if replace and os.path.lexists(path):
-            path.rename(old)
-        try:
-            (temporary / path.name).rename(path)
-        except BaseException:
-            if os.path.lexists(old):
-                old.rename(path)
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_quantized(arguments: argparse.Namespace) -> int:
-    from jmx import formats
-    from jmx.checkpoint import quantizing, shards
+    from jmx import atomic_files, formats
+    from jmx.checkpoint import quantizing
 
     check_known("--quantize", arguments.quantize, formats.FORMATS)
     check_directories(arguments.report)
@@ -65,8 +65,8 @@ def _convert_quantized(arguments: argparse.Namespace) -> int:
         arguments.source, arguments.target, format, overwrite=arguments.overwrite, progress=not arguments.json
     )
     if arguments.report is not None:
-        with shards.new_path(arguments.report, replace=True) as file:
-            shards.write_json(file, report.as_dict())
+        with atomic_files.new_path(arguments.report, replace=True) as file:
+            atomic_files.write_json(file, report.as_dict())
     if arguments.json:
         print_json({"source": arguments.source, "target": arguments.target, **report.as_dict()})
     else:

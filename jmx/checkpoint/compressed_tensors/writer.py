@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from jmx import atomic_files
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.reader import Reader
@@ -36,7 +37,7 @@ def convert(
     """
     shards.check_shard_size(max_shard_bytes)
     outputs = [*_outputs(reader)]
-    with shards.new_path(dst) as directory:
+    with atomic_files.new_path(dst) as directory:
         directory.mkdir()
         for file in sorted(reader.path.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_FILES and file.name != INDEX:

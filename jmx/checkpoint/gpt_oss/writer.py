@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jmx import atomic_files
 from jmx.checkpoint import shards
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import FILE, GENERATION_FILE, entries, read_config, token_entries
@@ -64,7 +65,7 @@ def convert(
     if form not in FORMS:
         raise ValueError(f"`form` (={form!r}) must be one of {list(FORMS)}")
     shards.check_shard_size(max_shard_bytes)
-    with shards.new_path(dst) as directory:
+    with atomic_files.new_path(dst) as directory:
         reader = Reader(src)
         directory.mkdir()
         _write_config(reader, directory, form)
@@ -80,10 +81,10 @@ def _write_config(reader: Reader, directory: Path, form: str) -> None:
     if (form == "original") == (reader.form == "original"):
         shutil.copyfile(reader.path / FILE, directory / FILE)
         return
-    shards.write_json(directory / FILE, entries(reader.config, "original" if form == "original" else "hf"))
+    atomic_files.write_json(directory / FILE, entries(reader.config, "original" if form == "original" else "hf"))
     generation = directory / GENERATION_FILE
     if form == "original" and (ids := token_entries(reader.config)):  # its config.json has no place for them
-        shards.write_json(generation, (shards.read_json(generation) if generation.exists() else {}) | ids)
+        atomic_files.write_json(generation, (shards.read_json(generation) if generation.exists() else {}) | ids)
     ours, written = dataclasses.asdict(reader.config), dataclasses.asdict(read_config(directory))
     for name, value in ours.items():
         if written[name] != value:
@@ -115,4 +116,4 @@ def _write_weights(
     if form == "original":
         kinds = {".blocks": "FP4", ".scales": "UE8"}
         meanings = {output.name: kinds.get(Path(output.name).suffix, output.dtype) for output in outputs}
-        shards.write_json(directory / DTYPES_FILE, meanings)
+        atomic_files.write_json(directory / DTYPES_FILE, meanings)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmx import formats
+from jmx import atomic_files, formats
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.config import FILE, PLACES
 from jmx.checkpoint.quantizing import experts
@@ -68,12 +68,12 @@ def convert(
     report = Report(format.name, form.name)
     outputs = [*_outputs(found, layers, form, partial(_quantize, format, report))]
     config["quantization_config"] = form.config(_linear(found, layers))
-    with shards.new_path(dst, replace=overwrite) as made:
+    with atomic_files.new_path(dst, replace=overwrite) as made:
         made.mkdir()
         for file in sorted(directory.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in (INDEX, FILE):
                 shutil.copyfile(file, made / file.name)
-        shards.write_json(made / FILE, config)
+        atomic_files.write_json(made / FILE, config)
         total = sum(output.nbytes for output in outputs)
         with shards.progress_bar("quantising", total, progress) as advance:
             shards.write(made, outputs, max_shard_bytes, advance)
