@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jmx import bench, formats, machine, roofline, shapes
 from jmx.activations import SwiGLU
+from jmx.atomic_files import renaming
 from jmx.bench import RAGGED_DOT
 from jmx.layouts import LAYOUTS
 from jmx.routing import Logits, TopKSoftmax, route
@@ -346,7 +347,7 @@ def test_a_report_is_saved_and_loaded_whole(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     before = file.read_bytes()
-    monkeypatch.setattr(roofline.os, "replace", interrupted)
+    monkeypatch.setattr(renaming, "exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dataclasses.replace(_report(), rows=()).save(str(file))
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]

@@ -378,7 +378,8 @@ def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
     monkeypatch.setitem(shapes.MODELS, "tiny", dataclasses.replace(shapes.MODELS["small"], num_experts=2))
     file, part = tmp_path / "r.json", tmp_path / "r.json.part"
-    file.write_text("before")
+    before = roofline.Report({"device": "a device"}, roofline.Limits(1.0, 1.0), {"model": "tiny", "routing": "r"}, ())
+    before.save(str(file))
     measured = bench._measure_row
 
     def cut(name, shape, case, *others):
@@ -390,7 +391,7 @@ def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
     flags += ["--json", str(file)]
     monkeypatch.setattr(bench, "_measure_row", cut)
     code, _, _ = jmx(*flags, "--tokens", "1,2")
-    assert (code, file.read_text()) == (130, "before")
+    assert (code, roofline.Report.load(str(file))) == (130, before)
     monkeypatch.setattr(bench, "_measure_row", measured)
     code, out, _ = jmx("bench", "--from", str(part), "--json")
     (row,) = json.loads(out)["rows"]

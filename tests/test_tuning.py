@@ -14,6 +14,7 @@ import pytest
 
 from jmx import backends, tuning
 from jmx.activations import ReLU, SiLU, SwiGLU
+from jmx.atomic_files import renaming
 from jmx.selection import Environment, Problem, known_devices
 from jmx.tuning import REACH, Entry, Key, Tunable
 
@@ -280,7 +281,7 @@ def test_writing_is_all_or_nothing(files, monkeypatch):
     def interrupted(*paths):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pathlib.Path, "replace", interrupted)
+    monkeypatch.setattr(renaming, "exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(file, entries(2))
     assert [path.read_text() for path in file.parent.iterdir()] == [before]
@@ -332,9 +333,10 @@ def test_a_broken_file_is_ignored_with_one_warning_that_names_it(content, files)
     assert str(warning.message).startswith(f"{user} is not a table of tuned configurations: ")
     with pytest.raises(ValueError, match="is not a table of tuned configurations"):
         tuning.load(user, ENGINE, H200.device_kind)
-    with pytest.warns(UserWarning, match="is not a table"):
+    with pytest.warns(UserWarning, match=rf"is not a table.*; it is kept as {user}\.old"):
         save(user, entries(4))
     assert tuning.load(user, ENGINE, H200.device_kind) == entries(4)
+    assert user.with_name(f"{user.name}.old").read_bytes() == content
 
 
 def test_a_file_that_cannot_be_read_is_ignored_with_a_warning(files):

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jmx.atomic_files import new_path
+from jmx.atomic_files import check_new, new_path
 from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
@@ -43,6 +43,7 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     Raises:
         FileExistsError, FileNotFoundError: `path` exists, or the directory that should hold it does not.
     """
+    check_new(path)
     arrays, layers = _flatten(module)
     # Orbax too writes beside and renames, but leaves its directory there on errors. Where several processes write one
     # checkpoint together, only Orbax can see to it.

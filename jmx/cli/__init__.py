@@ -5,6 +5,7 @@ jax stand inside the functions, so that `--help` and usage errors are quick. Res
 """
 
 import argparse
+import contextlib
 import os
 import pathlib
 import sys
@@ -12,16 +13,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from jmx._version import __version__
-from jmx.cli import bench, build, convert, doctor, explain, tune
-from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_USAGE, Parser
+from jmx.cli import bench, build, convert, doctor, explain, signals, tune
+from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_USAGE", "main"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_SIGNAL", "EXIT_USAGE", "main"]
 
 _EPILOG = """exit codes:
   0    done
   1    the answer is no: no backend runs, a check failed, or this machine cannot do it
   2    usage, or bad input
   130  interrupted; nothing is left half written
+  143  ended by SIGTERM (129: by SIGHUP), likewise
 """
 
 
@@ -29,9 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the program's arguments) asks for, and returns its exit code."""
     arguments = parser().parse_args(argv)
     try:
-        if hasattr(arguments, "compilation_cache"):
-            _use_compilation_cache(arguments.compilation_cache)
-        return arguments.command(arguments)
+        with signals.as_exceptions():
+            if hasattr(arguments, "compilation_cache"):
+                _use_compilation_cache(arguments.compilation_cache)
+            return arguments.command(arguments)
+    except signals.Terminated as e:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"jmx: ended by {e}", file=sys.stderr)
+        return EXIT_SIGNAL + e.number
     except KeyboardInterrupt:
         print("jmx: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

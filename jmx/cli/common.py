@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_SIGNAL = 128  # and the number of the signal that ended the command
 
 
 class Parser(argparse.ArgumentParser):

@@ -33,9 +33,10 @@ def convert(
     Raises:
         CheckpointError: the checkpoint is wrong or broken.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: a `max_shard_bytes` below 1.
+        ValueError: a `dst` that is, holds or lies in the directory of `reader`; a `max_shard_bytes` below 1.
     """
     shards.check_shard_size(max_shard_bytes)
+    atomic_files.check_apart(dst=dst, reader=reader.path)
     outputs = [*_outputs(reader)]
     with atomic_files.new_path(dst) as directory:
         directory.mkdir()

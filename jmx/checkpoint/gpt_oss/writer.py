@@ -60,11 +60,12 @@ def convert(
     Raises:
         CheckpointError: `src` is wrong or broken, or its config says what `form` cannot.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: an unknown `form`.
+        ValueError: an unknown `form`; a `dst` that is, holds or lies in `src`; a `max_shard_bytes` below 1.
     """
     if form not in FORMS:
         raise ValueError(f"`form` (={form!r}) must be one of {list(FORMS)}")
     shards.check_shard_size(max_shard_bytes)
+    atomic_files.check_apart(dst=dst, src=src)
     with atomic_files.new_path(dst) as directory:
         reader = Reader(src)
         directory.mkdir()

@@ -14,6 +14,7 @@ from jmx.ffi.cutlass.config import TILES
 FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: another one may have others
 FOLDER = pathlib.Path(__file__).parent / "src"
 LIBRARY = "libjmx_cutlass"
+KEY_FUNCTION = "jmx_cutlass_key"  # of the library: the key of its sources
 ARCHITECTURE = "sm_90a"
 
 # What FlashInfer compiles its SM90 module with. Without ENABLE_FP8 its headers lack a type; without NDEBUG its host
