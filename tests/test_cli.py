@@ -401,6 +401,36 @@ def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
     assert len(json.loads(file.read_text())["rows"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "mine", "part"),
+    [
+        (["--json", "it"], "it", "it must be a saved report of the benchmark, to be replaced, but "),
+        (["--json", "it"], "it.part", "it.part must be a saved report of the benchmark, to be replaced, but "),
+        (["--png", "it"], "it", "it must be a picture that `jmx bench` drew, to be replaced, but it is another file"),
+        (["--json", "new", "--png", "new"], "it", "`json` (='new') must not be, hold or lie in `png` (='new')"),
+        (["--json", "new", "--png", "new.part"], "it", "must not be, hold or lie in `png`"),
+        (["--json", "it/new"], "it", "it/new cannot be written: its directory does not exist"),
+    ],
+)
+def test_bench_refuses_what_it_would_not_replace_before_it_measures(flags, mine, part, jmx, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run", lambda *arguments, **options: pytest.fail("measured"))
+    pathlib.Path(mine).write_text("mine")
+    code, out, err = jmx("bench", *flags)
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, part)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {mine: "mine"}
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain"])
+def test_a_compilation_cache_at_a_file_is_one_line(command, jmx, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    code, out, err = jmx(command, "--compilation-cache", str(tmp_path / "mine"))
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, "mine")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_path):
     machine, settings = {"device": "a device"}, {"model": "tiny", "routing": "uniform"}
     right = roofline.Row("xla", 1, "packed", 1, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-3, 0)

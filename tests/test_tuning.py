@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import os
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -285,6 +286,26 @@ def test_writing_is_all_or_nothing(files, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save(file, entries(2))
     assert [path.read_text() for path in file.parent.iterdir()] == [before]
+
+
+@pytest.mark.parametrize("state", ["link", "dangling link", "directory", "fifo"])
+def test_a_link_is_followed_and_what_is_no_file_is_kept_under_another_name(state, files):
+    file, target = files[0], files[0].with_name("target.json")
+    file.parent.mkdir(parents=True)
+    if "link" in state:
+        if state == "link":
+            save(target, entries(1))
+        file.symlink_to(target)
+        save(file, entries(4))
+        assert file.is_symlink()
+        assert tuning.load(target, ENGINE, H200.device_kind) == ((entries(1) if state == "link" else {}) | entries(4))
+        return
+    file.mkdir() if state == "directory" else os.mkfifo(file)
+    before = file.lstat()
+    with pytest.warns(UserWarning, match=rf"cannot be read: it is not a regular file; it is kept as {file}\.old"):
+        save(file, entries(4))
+    assert os.path.samestat(file.with_name(f"{file.name}.old").lstat(), before)
+    assert tuning.load(file, ENGINE, H200.device_kind) == entries(4)
 
 
 def add(path, shape):

@@ -42,7 +42,7 @@ def new_path(path: str | os.PathLike[str], kind: Kind | None = None, *, overwrit
 
 def write(path: str | os.PathLike[str], content: bytes, kind: Kind | None = None) -> None:
     """Writes a file: all of it or nothing. One of the same `kind` is replaced. Raises what `new_path` raises."""
-    with new_path(path, kind, overwrite=kind is not None) as new, new.open("wb") as file:
+    with new_path(path, kind, overwrite=kind is not None) as new, named_errors(new), new.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -50,7 +50,19 @@ def write(path: str | os.PathLike[str], content: bytes, kind: Kind | None = None
 
 def write_json(file: Path, contents: Any) -> None:
     """Writes JSON as people read it, into a directory that is being made."""
-    file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    with named_errors(file):
+        file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def named_errors(file: Path) -> Iterator[None]:
+    """Errors of the system, such as a full disk, with the name of the file, which those of an open file lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(file)) from error
 
 
 def set_aside(path: Path) -> Path:

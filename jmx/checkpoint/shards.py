@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmx.atomic_files import write_json
+from jmx.atomic_files import named_errors, write_json
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -309,17 +309,6 @@ def write(
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-@contextlib.contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Errors of the system, such as a full disk, with the name of the file, which those of an open file lack."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(file)) from error
-
-
 def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], object]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers of the Hugging Face form ask for it
     end = 0
@@ -328,7 +317,7 @@ def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], 
         header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors' bytes aligned to 8
-    with _named(file), file.open("wb") as stream:
+    with named_errors(file), file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for output in outputs:
             begin = stream.tell()

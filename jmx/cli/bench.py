@@ -10,6 +10,7 @@ from jmx.cli.common import (
     EXIT_NO,
     EXIT_OK,
     Parser,
+    check_directories,
     check_known,
     counts,
     print_json,
@@ -56,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     kept = None if arguments.json == "-" else arguments.json
     part = None if kept is None or arguments.saved is not None else pathlib.Path(f"{kept}.part")
+    check_directories(kept, arguments.png)
     roofline.check_outputs(kept, arguments.png)
     if part is not None:
         roofline.check_outputs(str(part), arguments.png)
