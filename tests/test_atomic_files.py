@@ -189,6 +189,33 @@ def test_what_is_no_longer_ours_when_it_is_out_of_the_way_comes_back(
     assert os.path.samestat(path.lstat(), before)
 
 
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_what_cannot_come_back_is_kept_under_another_name(way: str, is_directory: bool, tmp_path: Path) -> None:
+    """As above, and its name is taken by somebody else, or what was put there is gone."""
+    path = tmp_path / "it"
+    make(path, is_directory, "ours")
+    before = path.lstat()
+
+    def fault(place: Path) -> str | None:
+        if place == path:
+            return None
+        if way == "claim":
+            path.write_text("theirs")
+        else:
+            path.rename(tmp_path / "theirs")
+        return "somebody was quicker"
+
+    kind = Kind("one of ours", fault, is_directory)
+    with (
+        pytest.raises(FileExistsError, match="somebody was quicker"),
+        atomic_files.new_path(path, kind, overwrite=True) as new,
+    ):
+        make(new, is_directory, "new")
+    kept = path.with_name("it.old") if way == "claim" else path
+    assert os.path.samestat(kept.lstat(), before)
+    assert sorted(os.listdir(tmp_path)) == (["it", "it.old"] if way == "claim" else ["it", "theirs"])
+
+
 def test_a_file_system_without_the_system_call_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(number: int) -> Callable[..., int]:
         def function(*arguments: object) -> int:

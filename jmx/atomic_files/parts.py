@@ -149,7 +149,8 @@ def _remove_leftover(part: Path, path: Path, machine: Mapping[str, str]) -> None
             return
         _warn(f"{path} is back, which a process that was killed had not yet replaced")
     _remove(part)
-    _warn(f"removed {part}, which a process left that was killed while it wrote {path}")
+    if not part.exists():
+        _warn(f"removed {part}, which a process left that was killed while it wrote {path}")
 
 
 def _warn(message: str) -> None:

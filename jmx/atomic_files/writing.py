@@ -65,11 +65,12 @@ def named_errors(file: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(file)) from error
 
 
-def set_aside(path: Path) -> Path:
-    """Gives what is at `path` a name of its own, which it returns: NAME.old, or NAME.2.old ..."""
+def set_aside(path: Path, beside: Path | None = None) -> Path:
+    """Gives what is at `path` a name that is free, which it returns: NAME.old, NAME.2.old ..., beside another path."""
+    beside = beside or path
     number = 1
     while True:
-        aside = path.with_name(f"{path.name}.old" if number == 1 else f"{path.name}.{number}.old")
+        aside = beside.with_name(f"{beside.name}.old" if number == 1 else f"{beside.name}.{number}.old")
         try:
             renaming.rename_new(path, aside)
             return aside
@@ -104,7 +105,10 @@ def _replace(part: Path, path: Path, kind: Kind, earlier: os.stat_result) -> Non
         try:
             check(new)
         except BaseException:
-            renaming.exchange(new, path)
+            try:
+                renaming.exchange(new, path)
+            except OSError:  # what was put there is gone
+                _put_back(new, path)
             raise
         return
     old.parent.mkdir()
@@ -113,5 +117,13 @@ def _replace(part: Path, path: Path, kind: Kind, earlier: os.stat_result) -> Non
         check(old)
         _rename_new(new, path)
     except BaseException:
-        renaming.rename_new(old, path)
+        _put_back(old, path)
         raise
+
+
+def _put_back(old: Path, path: Path) -> None:
+    """Gives back its name, or one that is free where that has been taken."""
+    try:
+        renaming.rename_new(old, path)
+    except FileExistsError:
+        set_aside(old, path)
