@@ -52,7 +52,7 @@ test-sanitized: $(VENV)/installed-test$(extra)
 	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
 	    > $(sanitized)/tree/sitecustomize.py  # or else the installed jmx is found first
 	cd $(sanitized)/tree && PYTHONPATH=. LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(abspath $(bin)/python) -m pytest tests/test_cpu.py tests/test_cpu_formats.py tests/test_backends.py -k cpu $(ARGS)
+	    $(abspath $(bin)/python) -m pytest tests/test_ffi.py tests/test_cpu.py tests/test_cpu_formats.py tests/test_backends.py -k 'cpu or ffi' $(ARGS)
 
 lint: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check .
@@ -72,7 +72,7 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
 
 # jmx is built and installed once: that compiles what is in C++, in an environment of its own, for a minute.
-$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/src/*) | $(bin)/python
+$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/src/* jmx/ffi/include/*) | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
 	@echo "installing jmx into $(VENV)"
 	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable .

@@ -59,7 +59,7 @@ def measure(distribution: str, arguments: argparse.Namespace) -> dict[str, float
 
 def _rounded(x: np.ndarray, calibration: np.ndarray, format: InputFormat) -> np.ndarray:
     static = np.float32(np.abs(calibration).max() / format.largest) if format.static else None
-    return np.asarray(dequantize(quantize(x, format, static))).astype(np.float64)
+    return np.asarray(dequantize(quantize(x, format, static), format)).astype(np.float64)
 
 
 def _error(product: np.ndarray, expected: np.ndarray) -> float:

@@ -5,13 +5,16 @@ import pathlib
 import platform
 from typing import Any
 
-from rich.table import Table
-
 from jmx._version import __version__
+from jmx.tables import FoldingTable, words
 
 # Distributions that jmx needs, and those that some of its parts need: what for, and the extra that brings them.
 _NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
-_OPTIONAL = {"tokenizers": ("text in and out of the example model", "hf"), "matplotlib": ("pictures", "bench")}
+_OPTIONAL = {
+    "tokenizers": ("text in and out of the example model", "hf"),
+    "matplotlib": ("pictures", "bench"),
+    "shtab": ("completion in a shell", "completion"),
+}
 
 
 def examine() -> dict[str, Any]:
@@ -110,24 +113,18 @@ def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
     return [f"for `jmx build cutlass`, {missing}" for missing in found] if isinstance(found, list) else []
 
 
-def tables(findings: dict[str, Any]) -> list[Table]:
+def tables(findings: dict[str, Any]) -> list[FoldingTable]:
     """What `examine` gives, to print; without the advice."""
-
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left")
-        for column in columns:
-            made.add_column(column)
-        return made
-
-    versions = table("versions", "package", "version")
+    versions = FoldingTable(words("package", "version"), title="versions")
     for name, version in findings["versions"].items():
         versions.add_row(name, version or "missing")
-    devices = table("devices", "id", "platform", "kind", "capability", "memory")
+    devices = FoldingTable(words("id", "platform", "kind", "capability", "memory"), title="devices")
     for device in findings["devices"]:
         memory = "unknown" if device["memory_bytes"] is None else f"{device['memory_bytes'] / 1e9:.1f} GB"
         capability = str(device["compute_capability"] or "-")
         devices.add_row(str(device["id"]), device["platform"], device["kind"], capability, memory)
-    backends = table(f"backends (new weights lie in layout {findings['layout']!r} here)", "backend", "runs", "why")
+    title = f"backends (new weights lie in layout {findings['layout']!r} here)"
+    backends = FoldingTable(words("backend", "runs", "why"), title=title)
     for found in findings["backends"]:
         if found["runs"]:
             layout = "" if found["layout"] == findings["layout"] else f" (in layout {found['layout']!r})"

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jmx import formats, layouts, quantization
@@ -323,13 +324,20 @@ class Experts:
         """One layer of a stack (see `stack`): a view, which copies nothing, also inside a scan over `index`.
 
         (A stack scanned over as `xs` works too, but then XLA copies each layer's weights out of the stack.)
+
+        Args:
+            index: () of any integer type, in 0..L-1; negative ones do not count from the end. A traced one, whose value
+                nobody knows yet, is clamped into that range, as `jax.lax.dynamic_slice` clamps where a slice starts: to
+                0 below it, to L-1 above it, on every backend and in gradients.
+
+        Raises:
+            ValueError: these are not a stack, or `index` is known and not in 0..L-1.
+            TypeError: `index` is no integer, or an array of more than one.
         """
         lead = self.canonical_shape()[:-2]
         if self.index is not None or len(lead) != 2:
             raise ValueError("`layer` must be called on a stack, which `Experts.stack` makes, not on one layer")
-        if isinstance(index, int) and not 0 <= index < lead[0]:
-            raise ValueError(f"`index` (={index}) must be in 0..{lead[0] - 1}, the layers of this stack")
-        return dataclasses.replace(self, index=jnp.asarray(index, jnp.int32))
+        return dataclasses.replace(self, index=_layer_index(index, lead[0]))
 
     def merged(self) -> "Experts":
         """All layers' experts in one axis, so that no layer is cut out of a stack; see `first_expert`."""
@@ -450,7 +458,7 @@ class Experts:
 
         `dtype` is bfloat16 or float32; see `quantization.dequantize`.
         """
-        experts = self.canonical()
+        experts = self.prepare("packed")  # XLA's CPU compiler fails at float4 inside a loop
 
         def floats(q: BlockScaled) -> jax.Array:
             chosen = q if self.index is None else jax.tree.map(lambda array: array[self.index], q)
@@ -477,6 +485,22 @@ def check_sizes(
     format.check_size("intermediate_size", intermediate_size)
     if input_format is not None:
         INPUT_FORMATS[input_format].check_sizes(hidden_size, intermediate_size)
+
+
+def _layer_index(index: Array | int, num_layers: int) -> jax.Array:
+    """`index`, checked if it is known and clamped if it is traced, as int32 (); see `Experts.layer`."""
+    rule = f"must be an integer in 0..{num_layers - 1}, the layers of this stack"
+    if isinstance(index, np.ndarray | np.generic | jax.Array):
+        if index.shape or not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(f"`index` ({index.dtype}{list(index.shape)}) {rule}")
+    elif not isinstance(index, int) or isinstance(index, bool):
+        raise TypeError(f"`index` (={index!r}) {rule}")
+    if isinstance(index, Tracer):
+        last = min(num_layers - 1, int(jnp.iinfo(index.dtype).max))
+        return jnp.clip(index, 0, last).astype(jnp.int32)  # in that order: int32 cannot hold what 64 bits can
+    if not 0 <= int(index) < num_layers:
+        raise ValueError(f"`index` (={int(index)}) {rule}")
+    return jnp.asarray(int(index), jnp.int32)
 
 
 def check_axes(axes: Mapping[str, str | None]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from jmx import formats, tuning
@@ -18,6 +17,7 @@ from jmx.inputs import INPUT_FORMATS
 from jmx.layer import check_arguments
 from jmx.routing import Logits, Routing
 from jmx.selection import Environment, NoBackendError, Problem, Rejection, select
+from jmx.tables import FoldingTable, decimal, words
 from jmx.tuning import Choice, Tunable
 
 
@@ -94,6 +94,9 @@ def flops(problem: Problem) -> float:
     return 2 * problem.num_tokens * problem.top_k * sum(rows * columns for rows, columns in weight_shapes(problem))
 
 
+_SURELY = 1e-3  # experts that are expected to be unused, below which all are said to be used
+
+
 @dataclass(frozen=True)
 class Floor:
     """The least time a problem can take on a device: `us` microseconds, `bound` by "memory" or by "compute"."""
@@ -110,7 +113,7 @@ class Floor:
 
     def __str__(self) -> str:
         limits = {"memory": _scaled(self.peak.bandwidth, "B/s"), "compute": _scaled(self.peak.flops, "FLOP/s")}
-        return f"floor {self.us:.1f} us ({self.bound}, {limits[self.bound]} by data sheet)"
+        return f"floor {decimal(self.us)} us ({self.bound}, {limits[self.bound]} by data sheet)"
 
 
 @dataclass(frozen=True)
@@ -163,17 +166,15 @@ class Explanation:
         return head | {"configuration": configuration} | rest | floor
 
     def __rich__(self) -> Group:
-        table = Table()
-        for column in ("backend", "", "why"):
-            table.add_column(column)
+        table = FoldingTable(words("backend", "", "why"))
         for name, summary, no in self.trail:
             if no is not None:
-                table.add_row(name, Text("no", "red"), Text(str(no)))
+                table.add_row(name, Text("no", "red"), str(no))
             elif name == self.chosen:
                 how = summary if self.configuration is None else f"{summary}\n{tuning.describe(*self.configuration)}"
-                table.add_row(Text(name, "bold"), Text("chosen", "bold green"), Text(how))
+                table.add_row(Text(name, "bold"), Text("chosen", "bold green"), how)
             else:
-                table.add_row(name, "can", Text(summary))
+                table.add_row(name, "can", summary)
         lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table]
         if self.problem.input_format is not None:  # else the first line says their dtype
             by = "declared by the experts" if self.inputs_declared else "asked for"
@@ -187,7 +188,9 @@ class Explanation:
         if self.bytes is None or self.flops is None or self.active_experts is None:
             return "bytes, flops and floor depend on the token count"
         p = self.problem
-        used = f"{self.active_experts:.0f}" if p.num_tokens in (0, 1) else f"about {self.active_experts:.1f}"
+        used = f"{self.active_experts:.1f}".removesuffix(".0")
+        if p.num_tokens not in (0, 1) and p.num_experts - self.active_experts > _SURELY:
+            used = f"about {used}"
         floor = f"floor not known for {self.environment.device_kind}" if self.floor is None else str(self.floor)
         return (
             f"{used} of {p.num_experts} experts used, {_scaled(self.bytes, 'B')} moved, "

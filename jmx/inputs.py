@@ -43,6 +43,7 @@ class InputFormat:
         block_size: how many elements of the last axis share a scale; "row": all of them; "tensor": all there are.
         scale_dtype: dtype of the scales.
         static: whether a static scale takes part: float32, one a tensor, a factor of every element's worth.
+        short_block: whether the last block of the last axis may be cut short.
     """
 
     name: str
@@ -50,6 +51,7 @@ class InputFormat:
     block_size: int | Literal["row", "tensor"]
     scale_dtype: np.dtype
     static: bool = False
+    short_block: bool = False
 
     @property
     def dynamic(self) -> bool:
@@ -63,8 +65,8 @@ class InputFormat:
         return element * float(ml_dtypes.finfo(self.scale_dtype).max) if self.static and self.dynamic else element
 
     def check_size(self, name: str, size: int) -> None:
-        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks."""
-        if isinstance(self.block_size, int) and size % self.block_size:
+        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks, or need not be."""
+        if isinstance(self.block_size, int) and not self.short_block and size % self.block_size:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {self.block_size} for {self.name} inputs")
 
     def check_sizes(self, hidden_size: int, intermediate_size: int) -> None:
@@ -73,10 +75,11 @@ class InputFormat:
         self.check_size("intermediate_size", intermediate_size)
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of x of `shape` (..., K): (..., K / block_size), (..., 1) of rows, () of a tensor."""
+        """Shape of the scales of x of `shape` (..., K): (..., K / block_size rounded up), (..., 1) of rows, () of a
+        tensor."""
         if self.block_size == "tensor":
             return ()
-        return (*shape[:-1], 1 if self.block_size == "row" else shape[-1] // self.block_size)
+        return (*shape[:-1], 1 if self.block_size == "row" else -(-shape[-1] // self.block_size))
 
 
 class Quantised(NamedTuple):
@@ -96,20 +99,22 @@ _F32, _E8M0 = np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu)
 
 FP8_STATIC = InputFormat("fp8_static", _E4M3, "tensor", _F32, static=True)
 FP8_TOKEN = InputFormat("fp8_token", _E4M3, "row", _F32)
-FP8_BLOCK = InputFormat("fp8_block", _E4M3, 128, _F32)
+FP8_BLOCK = InputFormat("fp8_block", _E4M3, 128, _F32, short_block=True)
+FP8_BLOCK_UE8M0 = InputFormat("fp8_block_ue8m0", _E4M3, 128, _E8M0, short_block=True)
 MXFP8 = InputFormat("mxfp8", _E4M3, formats.MXFP8.block_size, _E8M0)
 MXFP4 = InputFormat("mxfp4", _E2M1, formats.MXFP4.block_size, _E8M0)
 NVFP4 = InputFormat("nvfp4", _E2M1, 16, _E4M3, static=True)
 INT8_TOKEN = InputFormat("int8_token", np.dtype(np.int8), "row", _F32)
 
 INPUT_FORMATS: dict[str, InputFormat] = {
-    format.name: format for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
+    format.name: format
+    for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, FP8_BLOCK_UE8M0, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
 }
 
 # What a user may ask for without naming the variant. Variants that are dynamic alone come first: they need nothing that
 # only calibration knows. Among these, those of finer scales come later, as fewer weights go with them.
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "fp8": ("fp8_token", "fp8_block", "fp8_static"),
+    "fp8": ("fp8_token", "fp8_block", "fp8_block_ue8m0", "fp8_static"),
     "fp4": ("mxfp4", "nvfp4"),
     "int8": ("int8_token",),
 }
@@ -127,12 +132,16 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
       (`static_scaled_fp8_quant`, which multiplies by the reciprocal).
     * `fp8_token`: amax / 448. compressed-tensors (strategy "token"; floor 2^-23) and vLLM
       (`dynamic_per_token_scaled_fp8_quant`; floor 1 / (448 * 512), which costs rows below 2^-9 precision).
-    * `fp8_block`: amax / 448. DeepGEMM (`per_token_cast_to_fp8`; amax at least 1e-4, and the reciprocal) and vLLM
-      (`per_token_group_quant_8bit`; amax at least 1e-10).
+    * `fp8_block`: amax / 448; the last block may be short. DeepGEMM (`per_token_cast_to_fp8`; amax at least 1e-4, and
+      the reciprocal) and vLLM (`per_token_group_quant_8bit`; amax at least 1e-10, whole blocks).
+    * `fp8_block_ue8m0`: 2^ceil(log2(amax / 448)), at least 2^-127; the last block may be short. DeepSeek-V3.2
+      (`inference/kernel.py`, `act_quant` with a `scale_fmt`) and DeepGEMM (`per_token_cast_to_fp8` with `use_ue8m0`):
+      the exponent of float32's amax / 448, one more where its mantissa is not 0, which is the same number; amax at
+      least 1e-4 in both. No element saturates, and nothing but elements is rounded.
     * `int8_token`: amax / 127. vLLM (`dynamic_scaled_int8_quant`, which multiplies by 127 / amax; compressed-tensors
       divides amax by 127.5). No element reaches -128.
-    * `mxfp8`: see `jmx.mxfp8`. `mxfp4`: see `jmx.quantization.quantize`, scale rule "round_even", that of
-      compressed-tensors (`mxfp4_utils.py`).
+    * `mxfp8`: that of `fp8_block_ue8m0` in blocks of 32, see `jmx.mxfp8`.
+    * `mxfp4`: see `jmx.quantization.quantize`, scale rule "round_even", that of compressed-tensors (`mxfp4_utils.py`).
     * `nvfp4`: e4m3 of amax / (6 * static_scale), at most 448; elements are x / (scale * static_scale). ModelOpt
       (`NVFP4QTensor`; blocks whose scale would be 0 differ there). The global scale of compressed-tensors is the
       reciprocal of `static_scale`, which here always multiplies.
@@ -157,12 +166,11 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
         raise ValueError("`x` (a scalar) must have a last axis to round along")
     format.check_size("x.shape[-1]", x.shape[-1])
     _check_static_scale(format, static_scale)
-    if format == MXFP8:
-        q = mxfp8.quantize(x)
-        return Quantised(q.values, q.scales)
     if format == MXFP4:
         q = quantization.quantize(x, formats.MXFP4, scale_rule="round_even", nonfinite="nan_block")
         return Quantised(q.values, q.scales)
+    if format.scale_dtype == _E8M0:
+        return _quantize_by_powers_of_two(x, format)
     return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
 
 
@@ -210,8 +218,7 @@ def _quantize_static(x: Array, static_scale: Array, format: InputFormat) -> Quan
 @partial(jax.jit, static_argnums=2)
 def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat) -> Quantised:
     magnitude, negative = _magnitude_and_sign(x)
-    shared = x.shape[-1] if format.block_size == "row" else int(format.block_size)
-    blocks = magnitude.reshape(*format.scales_shape(x.shape), shared)
+    blocks = _in_blocks(magnitude, format)
     amax = blocks.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     is_nan = amax >= codes.F32_INF
     if static_scale is not None:
@@ -228,8 +235,29 @@ def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat)
         elements = rounding.integer(quotient).astype(jnp.int8)
     else:
         elements = rounding.minifloat(quotient, format.element_dtype)
-    elements = jnp.where(is_nan, jnp.zeros_like(elements), elements).reshape(x.shape)
+    elements = _out_of_blocks(jnp.where(is_nan, jnp.zeros_like(elements), elements), x.shape)
     return Quantised(_signed(elements, negative, format.element_dtype), scales[..., 0], static_scale)
+
+
+@partial(jax.jit, static_argnums=1)
+def _quantize_by_powers_of_two(x: Array, format: InputFormat) -> Quantised:
+    elements, scales = mxfp8.quantize_blocks(_in_blocks(codes.float32_bits(x), format))
+    return Quantised(_out_of_blocks(elements, x.shape), scales)
+
+
+def _in_blocks(x: Array, format: InputFormat) -> jax.Array:
+    """(..., K) as (..., blocks, elements of one); behind a last block that is short stand zeros, which change no
+    scale."""
+    *lead, size = x.shape
+    shared = format.block_size if isinstance(format.block_size, int) else size
+    count = format.scales_shape(x.shape)[-1]
+    whole = jnp.pad(x, [(0, 0)] * len(lead) + [(0, count * shared - size)])
+    return whole.reshape(*lead, count, shared)
+
+
+def _out_of_blocks(blocks: Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `_in_blocks`: (..., blocks, elements of one) to `shape`, (..., K)."""
+    return blocks.reshape(*shape[:-1], blocks.shape[-2] * blocks.shape[-1])[..., : shape[-1]]
 
 
 def _magnitude_and_sign(x: Array) -> tuple[jax.Array, jax.Array]:
@@ -263,8 +291,9 @@ def _signed(elements: jax.Array, negative: jax.Array, dtype: np.dtype) -> jax.Ar
     return lax.bitcast_convert_type(packed, dtype).reshape(elements.shape)
 
 
-def dequantize(q: Quantised) -> jax.Array:
-    """What `q` is worth: float32 (..., K), the exact product of value and scales, rounded to nearest, ties to even.
+def dequantize(q: Quantised, format: InputFormat) -> jax.Array:
+    """What `q`, in `format`, is worth: float32 (..., K), the exact product of value and scales, rounded to nearest,
+    ties to even.
 
     The same bits on every platform, subnormals included; products too large are infinite. Where the value or a scale is
     NaN, so is the result; a scale of infinity counts as NaN. Traceable.
@@ -272,25 +301,24 @@ def dequantize(q: Quantised) -> jax.Array:
     Raises:
         ValueError: scales that do not fit the values.
     """
-    return _dequantize(q)
+    expected = format.scales_shape(q.values.shape)
+    if q.scales.shape != expected:
+        raise ValueError(
+            f"`q.scales` (shape {q.scales.shape}) must be {expected} for {format.name} inputs of shape {q.values.shape}"
+        )
+    return _dequantize(q, format)
 
 
-@jax.jit
-def _dequantize(q: Quantised) -> jax.Array:
-    bits = _float32_bits(q.values)
-    shape = q.values.shape
-    scale = _float32_bits(q.scales)
-    if scale.ndim:
-        if shape[:-1] != scale.shape[:-1] or (scale.shape[-1] and shape[-1] % scale.shape[-1]):
-            raise ValueError(f"`q.scales` (shape {scale.shape}) must divide the last axis of values of shape {shape}")
-        bits = bits.reshape(*scale.shape, shape[-1] // max(scale.shape[-1], 1))
-        scale = scale[..., None]
-    magnitude = bits & 0x7FFFFFFF
-    worth = rounding.times(magnitude, scale)
+@partial(jax.jit, static_argnums=1)
+def _dequantize(q: Quantised, format: InputFormat) -> jax.Array:
+    bits, scale = _float32_bits(q.values), _float32_bits(q.scales)
+    if format.dynamic:
+        bits, scale = _in_blocks(bits, format), scale[..., None]
+    worth = rounding.times(bits & 0x7FFFFFFF, scale)
     if q.global_scale is not None:  # value times scale is exact: six significant bits at most
         worth = rounding.times(worth, _float32_bits(q.global_scale))
-    signed = jnp.where(bits < 0, worth | -0x80000000, worth)
-    return lax.bitcast_convert_type(signed, jnp.float32).reshape(shape)
+    signed = lax.bitcast_convert_type(jnp.where(bits < 0, worth | -0x80000000, worth), jnp.float32)
+    return _out_of_blocks(signed, q.values.shape) if format.dynamic else signed
 
 
 def _float32_bits(x: Array) -> jax.Array:

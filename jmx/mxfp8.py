@@ -49,14 +49,27 @@ def quantize(x: Array) -> BlockScaled:
 @jax.jit
 def _quantize(x: Array) -> BlockScaled:
     bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // MXFP8.block_size, MXFP8.block_size)
+    elements, scales = quantize_blocks(bits)
+    return BlockScaled(elements.reshape(x.shape), scales)
+
+
+def quantize_blocks(bits: Array) -> tuple[Array, Array]:
+    """Blocks of any size by the rule of this file.
+
+    Args:
+        bits: uint32 (..., blocks, elements), those of float32.
+
+    Returns:
+        Elements float8_e4m3fn of the same shape, and scales float8_e8m0fnu (..., blocks).
+    """
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     scale = jnp.maximum(((amax + _CARRY) >> 23) - _E4M3_MAX_EXPONENT, 0)
     scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
     elements = rounding.minifloat(codes.over_power_of_two(magnitude, scale), MXFP8.element_dtype)
     elements |= (bits >> 24).astype(jnp.uint8) & 0x80
-    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
-    return BlockScaled(
+    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements)
+    return (
         lax.bitcast_convert_type(elements, MXFP8.element_dtype),
         lax.bitcast_convert_type(scale[..., 0].astype(jnp.uint8), MXFP8.scale_dtype),
     )

@@ -4,16 +4,15 @@ import dataclasses
 import importlib.util
 import io
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from jmx import atomic_files
 from jmx.atomic_files import Kind
+from jmx.tables import FoldingTable, decimal, numbers, words
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class Row:
         if self.us is not None:
             told.insert(
                 0,
-                f"{self.us:.1f} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, {self.over_floor:.2f} x floor, "
-                f"relative error {self.rel_err:.1e}",
+                f"{decimal(self.us)} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, "
+                f"{self.over_floor:.2f} x floor, relative error {self.rel_err:.1e}",
             )
         return f"{self.name}, {self.tokens} tokens: {'; '.join(told)}"
 
@@ -114,11 +113,19 @@ class Report:
         try:
             with open(path, encoding="utf-8") as file:
                 values = json.load(file)
+        except OSError as e:
+            raise ValueError(f"{path} cannot be read: {e.strerror or e}") from None
+        except (ValueError, RecursionError) as e:  # a name with a null in it; not UTF-8, not JSON
+            raise ValueError(f"{path} is not a saved report of the benchmark: {e!r}") from None
+        try:
             limits = Limits(values.pop("copy_TBs") * 1e12, values.pop("dense_TFLOPs") * 1e12)
             settings = values.pop("settings")
             rows = [{name: value for name, value in row.items() if name != "shape"} for row in values.pop("rows")]
-            return cls(values, limits, settings, tuple(Row(**row) for row in rows))
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
+            rows = tuple(_checked(Row(**row)) for row in rows)
+            if not all(isinstance(name, str) for name in (values["device"], settings["model"], settings["routing"])):
+                raise TypeError("device, model and routing must be names")
+            return cls(values, limits, settings, rows)
+        except (AttributeError, LookupError, TypeError, ArithmeticError) as e:
             raise ValueError(f"{path} is not a saved report of the benchmark: {e!r}") from None
 
     def save(self, path: str) -> None:
@@ -129,38 +136,43 @@ class Report:
         """
         atomic_files.write(path, json.dumps(self.as_dict(), indent=1).encode() + b"\n", SAVED)
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> FoldingTable:
         s, limits = self.settings, self.limits
         title = f"{s['model']}, {s['routing']} routing, one layer on {self.machine['device']}"
         rates = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s, measured"
         told = [f"{row.name}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
-        caption = escape("\n".join([rates, *told]))
-        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-        for name in ("system", "weights"):
-            table.add_column(name)
-        for name in ("tokens", "layers", "us", "+-", "TB/s", "TFLOP/s", "experts", "floor us", "x floor", "rel. error"):
-            table.add_column(name, justify="right")
-        table.add_column("temp. MB", justify="right")
+        columns = [*words("system"), *numbers("tokens"), *words("weights"), *numbers("us", "+-", "TB/s", "TFLOP/s")]
+        columns += numbers("experts", "floor us", "x floor", "rel. error", "layers", "temp. MB")
+        table = FoldingTable(columns, title, "\n".join([rates, *told]), keys=2)
         for row in self.rows:
             table.add_row(*_cells(row), style=None if row.error is None else "red")
         return table
 
 
+def _checked(row: Row) -> Row:
+    """TypeError for a row whose values are not of the types of their fields."""
+    for name, kind in typing.get_type_hints(Row).items():
+        value, kinds = getattr(row, name), typing.get_args(kind) or (kind,)
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            raise TypeError(f"{name} (={value!r}) must be {kind}")
+    return row
+
+
 def _cells(row: Row) -> list[str]:
-    numbers = (
-        (row.tokens, "d"),
-        (row.layers, "d"),
-        (row.us, ".1f"),
+    shown = (
+        (row.us, decimal),
         (row.spread, ".0%"),
         (row.tb_s, ".3g"),
         (row.tflop_s, ".3g"),
-        (row.active, ".1f"),
-        (row.floor_us, ".1f"),
+        (row.active, lambda n: decimal(n).removesuffix(".0")),
+        (row.floor_us, decimal),
         (row.over_floor, ".2f"),
         (row.rel_err, ".1e"),
-        (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, ".1f"),
+        (row.layers, "d"),
+        (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, decimal),
     )
-    return [row.system, row.held, *("-" if n is None else format(n, spec) for n, spec in numbers)]
+    told = ("-" if n is None else format(n, how) if isinstance(how, str) else how(n) for n, how in shown)
+    return [row.system, str(row.tokens), row.held, *told]
 
 
 _COLOURS = 10  # that matplotlib has lines of

@@ -190,10 +190,11 @@ class Environment:
 
     @classmethod
     def named(cls, name: str) -> "Environment":
-        """A well-known device that need not be here, such as "h200". ValueError, naming those known, for others."""
-        if name not in known_devices():
+        """A well-known device that need not be here: "h200" or "H200". ValueError, naming those known, for others."""
+        found = known_devices().get(name.lower())
+        if found is None:
             raise ValueError(f"`device` (={name!r}) must be one of {sorted(known_devices())}")
-        return known_devices()[name]
+        return found
 
 
 def known_devices() -> dict[str, Environment]:

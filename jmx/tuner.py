@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from jmx import bench, machine, tuning
 from jmx.backends import BACKENDS, resolve_layout
 from jmx.formats import FORMATS
-from jmx.selection import Environment, NoBackendError
+from jmx.selection import Environment, NoBackendError, Rejection
 from jmx.shapes import Shape
+from jmx.tables import FoldingTable, decimal, numbers, words
 from jmx.tuning import Entry, Key, Tunable
 
 Array = Any
@@ -59,17 +58,14 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
     """The backend called `name`, else the first one of `BACKENDS` that can be tuned and runs `shape` here.
 
     Raises:
-        ValueError: it has nothing to tune; or there is none.
-        NoBackendError: it does not run here.
+        ValueError: it has nothing to tune.
+        NoBackendError: it does not run here; or there is none that does.
     """
     layout = resolve_layout("auto", environment, FORMATS[shape.format], shape.input_format)
     problem = shape.problem(num_tokens, layout)
-    reasons = []
+    trail: list[tuple[str, Rejection | None]] = []
     for backend in BACKENDS:
-        if name not in (None, backend.name):
-            continue
-        if not isinstance(backend, Tunable):
-            reasons.append(f"{backend.name!r} has nothing to tune")
+        if name not in (None, backend.name) or not isinstance(backend, Tunable):
             continue
         try:
             bench.usable_layout(problem, environment, backend.name)
@@ -77,8 +73,12 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
         except NoBackendError as e:
             if name is not None:
                 raise
-            reasons.append(f"{backend.name!r} does not run: {dict(e.trail)[backend.name]}")
-    raise ValueError(f"no backend can be tuned on {environment.device_kind}: {'; '.join(reasons)}")
+            trail.append((backend.name, dict(e.trail)[backend.name]))
+    tunable = [backend.name for backend in BACKENDS if isinstance(backend, Tunable)]
+    if name is not None:
+        raise ValueError(f"`backend` (={name!r}) has nothing to tune; what has: {', '.join(tunable)}")
+    reasons = "; ".join(f"{name!r} does not run: {no}" for name, no in trail)
+    raise NoBackendError(f"no backend can be tuned on {environment.device_kind}: {reasons}", tuple(trail))
 
 
 def run(
@@ -144,21 +144,18 @@ def run(
     return outcomes
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[Outcome]) -> FoldingTable:
     """The outcomes of `run`, a row each. What failed has been told by then."""
-    made = Table(title=", ".join(dict.fromkeys(outcome.key.shape for outcome in outcomes)), title_justify="left")
-    made.add_column("tokens", justify="right")
-    made.add_column("chosen", overflow="fold")
-    for name in ("us", "heuristic us", "ratio", "tried"):
-        made.add_column(name, justify="right")
+    columns = [*numbers("tokens"), *words("chosen"), *numbers("us", "heuristic us", "ratio", "tried")]
+    made = FoldingTable(columns, ", ".join(dict.fromkeys(outcome.key.shape for outcome in outcomes)))
     for outcome in outcomes:
         tokens, entry = str(outcome.key.tokens), outcome.entry
         if entry is None:
             made.add_row(tokens, "none", "-", "-", "-", str(outcome.tried), style="red")
             continue
         before = entry.heuristic_us
-        times = [f"{entry.us:.1f}", *(("-", "-") if before is None else (f"{before:.1f}", f"{entry.us / before:.3f}"))]
-        made.add_row(tokens, escape(repr(entry.config)), *times, str(outcome.tried or "before"))
+        ratio = ("-", "-") if before is None else (decimal(before), f"{entry.us / before:.3f}")
+        made.add_row(tokens, repr(entry.config), decimal(entry.us), *ratio, str(outcome.tried or "before"))
     return made
 
 
@@ -177,7 +174,7 @@ def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> O
         trials.sort(key=lambda trial: trial.us)
         # The others' programs are let go: each holds device memory.
         trials[_FINALISTS:] = [trial for trial in trials[_FINALISTS:] if trial.config == rig.heuristic]
-        best = f", {trials[0].us:.1f} us" if trials else ""
+        best = f", {decimal(trials[0].us)} us" if trials else ""
         progress.update(task, advance=1, description=f"{key.tokens} tokens{best}")
     if not trials:
         return Outcome(key, None, len(begun), tuple(failed))

@@ -325,7 +325,7 @@ def save(path: pathlib.Path, engine: Tunable[Any], device_kind: str, entries: Ma
     What other processes have added meanwhile stays. What is there and is no such table is given another name, with a
     warning. Links are followed. The text is sorted, and has an entry a line: made to be read, compared and shipped.
     """
-    path = path.resolve()
+    path = pathlib.Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def fault(file: pathlib.Path) -> str | None:

@@ -131,7 +131,7 @@ def _rounded(computation: Computation, experts: Experts, role: str, a: Array) ->
     if computation.input_format is None:
         return a
     format = inputs.INPUT_FORMATS[computation.input_format]
-    return inputs.dequantize(inputs.quantize(a, format, experts.input_scale(role)))
+    return inputs.dequantize(inputs.quantize(a, format, experts.input_scale(role)), format)
 
 
 class _Chosen:

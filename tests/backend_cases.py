@@ -267,7 +267,7 @@ def rounded_inputs(case: Case, rows: np.ndarray, dtype: Any, product: int) -> np
     format = INPUT_FORMATS[case.input_format]
     given = jnp.asarray(rows.astype(np.float32)).astype(dtype or jnp.float32)
     q = quantize(given, format, STATIC_SCALES[product] if format.static else None)
-    return np.asarray(dequantize(q)).astype(np.float64)
+    return np.asarray(dequantize(q, format)).astype(np.float64)
 
 
 def activated(case: Case, h: np.ndarray) -> np.ndarray:

@@ -74,6 +74,13 @@ def _programs_of_one_file() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[None]:
+    """Computes on a CPU, which a machine with a GPU has, too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """This test's random numbers: new in every run, had again by setting the JMX_TEST_SEED that a failure prints."""

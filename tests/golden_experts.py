@@ -94,13 +94,12 @@ class _Source:
     def __init__(self, path: Path, family: Family):
         reader = compressed_tensors.Reader(path)
         layer = reader.layer(EXPERTS)
-        fits = layer.scheme.inputs != "fp8_block" or layer.hidden_size % 128 == layer.intermediate_size % 128 == 0
-        self.inputs = layer.scheme.inputs if fits else None
+        self.inputs = layer.scheme.inputs
         self._reader, self._layer, self._random, self._biases = reader, layer, family.random(layer), family.biases
         self.config, self.top, self.layer = self._random.config, self._random.top, self._random.layer
 
     def experts(self, layer: int) -> jmx.Experts:
-        experts, sizes = self._reader.experts(EXPERTS, "packed", inputs=self.inputs is not None), self._layer
+        experts, sizes = self._reader.experts(EXPERTS, "packed"), self._layer
         if not self._biases:
             return experts
         shapes = {"gate_up_bias": 2 * sizes.intermediate_size, "down_bias": sizes.hidden_size}

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.inputs import FP8_STATIC, MXFP4, MXFP8, NVFP4
+from jmx.inputs import FP8_BLOCK_UE8M0, FP8_STATIC, MXFP4, MXFP8, NVFP4
 
 TINY = np.finfo(np.float32).tiny
 SINGLE = np.float32
@@ -26,11 +26,18 @@ def power_of_two(exponents):
     return np.ldexp(1.0, np.clip(exponents, -127, 127))
 
 
+def blocks_of(x, size):
+    """x (..., K) as (..., blocks, size), NaN behind a last block that is short."""
+    whole = np.full((*x.shape[:-1], -(-x.shape[-1] // size) * size), np.nan)
+    whole[..., : x.shape[-1]] = x
+    return whole.reshape(*x.shape[:-1], -1, size)
+
+
 def reference(x, format, static=None):
     """values and scales of finite `x`. Quotients rounded to float64 and then to float32 are as if rounded once."""
     x = np.asarray(x).astype(np.float64)
-    blocks = x.reshape(*x.shape[:-1], -1, shared(format, x.shape[-1]))
-    amax = np.abs(blocks).max(axis=-1)
+    blocks = blocks_of(x, shared(format, x.shape[-1]))
+    amax = np.nanmax(np.abs(blocks), axis=-1)
     divisor = None
     if format == FP8_STATIC:
         scales = divisor = np.broadcast_to(np.float64(static), amax.shape)
@@ -40,7 +47,7 @@ def reference(x, format, static=None):
             ratio = (amax / limit).astype(SINGLE)
         scales = np.clip(ratio, 2.0**-9, 448).astype(format.scale_dtype)  # the floor is the least e4m3
         divisor = (scales.astype(np.float64) * np.float64(static)).astype(SINGLE)
-    elif format == MXFP8:
+    elif format in (MXFP8, FP8_BLOCK_UE8M0):
         scales = power_of_two(-127 + np.searchsorted(448 * power_of_two(np.arange(-127, 128)), amax))
     elif format == MXFP4:
         fraction, exponent = np.frexp(amax)
@@ -50,7 +57,8 @@ def reference(x, format, static=None):
     divisor = scales if divisor is None else divisor
     with np.errstate(under="ignore", over="ignore"):
         quotient = (blocks / divisor[..., None].astype(np.float64)).astype(SINGLE)
-    values = as_element(quotient, format.element_dtype).reshape(x.shape)
+    quotient = quotient.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    values = as_element(quotient, format.element_dtype)
     return values, np.asarray(static) if format == FP8_STATIC else scales.astype(format.scale_dtype)
 
 
@@ -58,4 +66,6 @@ def worth(x, format, static=None):
     """What finite `x` is worth once it is rounded, float64."""
     values, scales = (array.astype(np.float64) for array in reference(x, format, static))
     scales = scales * np.float64(static) if format == NVFP4 else scales
-    return (values.reshape(*scales.shape, -1) * scales[..., None]).reshape(x.shape) if scales.ndim else values * scales
+    return values * (
+        np.repeat(scales, shared(format, x.shape[-1]), axis=-1)[..., : x.shape[-1]] if scales.ndim else scales
+    )

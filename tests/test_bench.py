@@ -214,10 +214,6 @@ def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(ti
             {"model": "gpt-oss-20b", "formats": ["mxfp4", "int4_g128"]},
             "`formats` (='int4_g128') must go with `model` (='gpt-oss-20b'): `hidden_size` (=2880) must be a",
         ),
-        (
-            {"model": "gpt-oss-20b", "formats": ["mxfp4:fp8_block"]},
-            "`formats` (='mxfp4:fp8_block') must go with `model` (='gpt-oss-20b'): `hidden_size` (=2880) must be a",
-        ),
         ({"backends": ["xla", "cutlas"]}, "`backends` (='cutlas') must be one of"),
         ({"tokens": [1, 0]}, "`tokens` (=0) must be at least 1"),
         ({"tokens": []}, "`tokens` must name"),

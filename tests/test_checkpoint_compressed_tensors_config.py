@@ -11,7 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
-from jmx.checkpoint.compressed_tensors.config import INPUTS, parse_quantization
+from jmx.checkpoint.compressed_tensors.config import INPUTS
+from jmx.checkpoint.compressed_tensors.methods import quantization_of
 from jmx.checkpoint.compressed_tensors.spelling import entries
 from jmx.checkpoint.compressed_tensors.targets import parse_target
 from jmx.checkpoint.shards import CheckpointError
@@ -91,7 +92,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def scheme(contents: dict[str, Any], name: str = EXPERT, module_class: str = "Linear") -> Scheme | None:
-    return parse_quantization(FILE, contents).scheme(name, module_class)
+    return quantization_of(FILE, contents).scheme(name, module_class)
 
 
 def weights(**changes: Any) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def test_schemes_name_formats_that_there_are():
     for scheme in (SCHEMES | OTHERS).values():
         assert scheme.weights in FORMATS
         assert scheme.inputs is None or (scheme.static_scale is not None) == INPUT_FORMATS[scheme.inputs].static
-    assert {*INPUTS.values()} == {*INPUT_FORMATS}
+    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which DeepSeek's own config alone says
 
 
 def test_static_inputs_name_the_tensor_of_their_scale():
@@ -285,18 +286,89 @@ def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
     assert time.perf_counter() - start < 1
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_bits": 4, "strategy": "token", "dynamic": True}, "int4 by token, dynamic"),
+        ({"num_bits": 6, "type": "float", "group_size": 32, "dynamic": True}, "float6 by group of 32, dynamic"),
+        ({"strategy": "token", "dynamic": True, "symmetric": False}, "asymmetric int8 by token, dynamic"),
+        ({"strategy": "token", "dynamic": False}, "int8 by token, static"),
+        ({"type": "float", "dynamic": True}, "float8 by tensor, dynamic"),
+        ({"type": "float", "dynamic": "local"}, "float8 by tensor, dynamic='local'"),
+        (
+            {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": True},
+            "float4 by tensor_group of 16, dynamic",
+        ),
+    ],
+)
+def test_inputs_of_no_format_that_is_known_are_put_in_words(given, words):
+    assert scheme(inputs(**given)) == Scheme("int4_g128", words, "pack-quantized")
+
+
+# Where it is said
+
+
+def nested(contents: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "kimi_k25", "text_config": contents}
+
+
+@pytest.mark.parametrize("place", ["quantization_config", "compression_config"])
+def test_the_config_of_the_text_model_may_say_it(place):
+    contents = {place: config()["quantization_config"]}
+    expected = Scheme("int4_g128", None, "pack-quantized")
+    assert scheme(nested(contents)) == scheme(contents) == scheme(contents | nested(contents)) == expected
+    with pytest.raises(CheckpointError, match=rf"`text_config.{place}.bits` \(=4\) is not a known key"):
+        scheme(nested({place: contents[place] | {"bits": 4}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"ignore": ["lm_head", "vision"]}, "differs in 'ignore'"),
+        ({"ignore": ...}, "differs in 'ignore'"),
+        ({"version": "0.20.0"}, "differs in 'version'"),
+        (3, "differs"),
+    ],
+)
+def test_two_places_that_differ_are_refused_by_name(change, difference):
+    said = config()["quantization_config"]
+    other = change if isinstance(change, int) else {k: v for k, v in (said | change).items() if v is not ...}
+    message = rf"`text_config.quantization_config` must say the same as `quantization_config`, but {difference}$"
+    with pytest.raises(CheckpointError, match=message):
+        scheme({"quantization_config": said} | nested({"quantization_config": other}))
+    message = rf"`compression_config` must say the same as `quantization_config`, but {difference}$"
+    with pytest.raises(CheckpointError, match=message):
+        scheme({"quantization_config": said, "compression_config": other})
+
+
+def test_weights_that_are_not_quantized_are_called_so(tmp_path):
+    for contents in ({}, {"model_type": "qwen3_moe", "quantization_config": None}, {"text_config": {}}, nested({})):
+        message = "config.json: has no `quantization_config`, so weights are not quantized; `jmx convert IN OUT --quan"
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            read_quantization(placed(tmp_path, contents))
+
+
+def test_a_place_that_is_not_known_is_named():
+    said = config()["quantization_config"]
+    for contents, place in (
+        ({"vision_config": {"quantization_config": said}}, "vision_config.quantization_config"),
+        ({"thinker_config": {"text_config": {"quantization_config": said}}}, "thinker_config.text_config.quan"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"`{place}.* must be in a place that is known: one of \['quant"):
+            scheme(contents)
+        assert scheme(contents | config()) is not None
+
+
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        ([], "must be a JSON object, not list"),
-        ({}, "must have one of ['quantization_config', 'compression_config'], but has []"),
-        ({"quantization_config": {}, "compression_config": {}}, "must have one of"),
+        ({"quantization_config": {}, "compression_config": {}}, "`quantization_config.quant_method` is missing"),
         ({"quantization_config": 3}, "`quantization_config` (=3) must be an object"),
         (config(quant_method=...), "`quantization_config.quant_method` is missing"),
-        (config(quant_method="modelopt"), "`quantization_config.quant_method` (='modelopt') must be one of"),
+        (config(quant_method="gptq"), "`quantization_config.quant_method` (='gptq') must be one of"),
         (config(quantization_status="calibration"), "quantization_status` (='calibration') must be one of"),
         (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config` (={'format'"),
         (config(transform_config={"config_groups": {}}), "must be empty: it would change the model"),
@@ -323,7 +395,7 @@ def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
         (config(config_groups__group_0__format="mixed-precision"), "group_0.format` (='mixed-precision') must be one"),
         (config(format="float-quantized"), "is int4_g128, which must not be stored as 'float-quantized'"),
         (weights(num_bits=3), "group_0.weights.num_bits` (=3) must be one of [4, 8]"),
-        (weights(num_bits=4.0), "group_0.weights.num_bits` (=4.0) must be one of"),
+        (weights(num_bits=4.0), "group_0.weights.num_bits` (=4.0) must be a positive whole number"),
         (weights(type="bfloat"), "group_0.weights.type` (='bfloat') must be one of"),
         (weights(group_size=48), "group_0.weights.group_size` (=48) must be one of [32, 64, 128]"),
         (weights(group_size=0), "group_0.weights.group_size` (=0) must be positive, or -1"),
@@ -347,15 +419,7 @@ def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
         (weights(type="float", group_size=32, symmetric=False), "(asymmetric float4 by group of 32, static) must be"),
         (weights(type="float", num_bits=8, group_size=32, scale_dtype="torch.uint8"), "(float8 by group of 32, static"),
         (weights(type="float", group_size=32, scale_dtype="torch.int8"), "torch.int8 scales) must be weights"),
-        (
-            inputs(num_bits=4, strategy="token", dynamic=True),
-            "input_activations` (int4 by token, dynamic) must be inputs",
-        ),
-        (inputs(strategy="token", dynamic=True, symmetric=False), "(asymmetric int8 by token, dynamic) must be inputs"),
-        (inputs(strategy="token", dynamic=False), "(int8 by token, static) must be inputs"),
-        (inputs(type="float", dynamic=True), "(float8 by tensor, dynamic) must be inputs"),
-        (inputs(type="float", dynamic="local"), "(float8 by tensor, dynamic='local') must be inputs"),
-        (inputs(type="float", num_bits=4, strategy="tensor_group", group_size=16, dynamic=True), "must be inputs"),
+        (inputs(num_bits=0), "input_activations.num_bits` (=0) must be a positive whole number"),
         (inputs(strategy="token", dynamic=True, actorder="group"), "input_activations.actorder` (='group') must be"),
     ],
 )
@@ -371,7 +435,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_a_cache_that_is_quantised_can_be_asked_for():
-    assert parse_quantization(FILE, config(kv_cache_scheme={"num_bits": 8, "type": "float"})).kv_cache
+    assert quantization_of(FILE, config(kv_cache_scheme={"num_bits": 8, "type": "float"})).kv_cache
 
 
 # Writing
@@ -380,7 +444,7 @@ def test_a_cache_that_is_quantised_can_be_asked_for():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_written_says_the_same(name):
     written = entries({"experts": (["re:.*experts.*"], SCHEMES[name])}, ["lm_head"])
-    quantization = parse_quantization(FILE, {"quantization_config": json.loads(json.dumps(written))})
+    quantization = quantization_of(FILE, {"quantization_config": json.loads(json.dumps(written))})
     assert quantization.scheme(EXPERT) == SCHEMES[name]
     assert quantization.scheme("lm_head") is None
     theirs = json.loads((GOLDEN / name / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
@@ -393,11 +457,13 @@ def test_what_is_written_says_the_same(name):
 def test_groups_that_are_written_may_differ():
     gate, other = SCHEMES["w4a16_g32"], SCHEMES["fp8_block_dynamic"]
     written = entries({"a": (["re:.*gate_proj"], gate), "b": (["Linear"], other)})
-    quantization = parse_quantization(FILE, {"quantization_config": written})
+    quantization = quantization_of(FILE, {"quantization_config": written})
     assert quantization.scheme(EXPERT) == gate
     assert quantization.scheme("model.layers.0.mlp.experts.1.up_proj") == other
     with pytest.raises(ValueError, match="`groups` must hold a group"):
         entries({})
+    with pytest.raises(ValueError, match=r"inputs of group 'a' \(='fp8_block_ue8m0'\) must be one of"):
+        entries({"a": (["Linear"], Scheme("fp8_block", "fp8_block_ue8m0", "float-quantized"))})
     with pytest.raises(ValueError, match=r"storage of group 'a' \(='modelopt'\) must be one of"):
         entries({"a": (["Linear"], OTHERS["modelopt_nvfp4"])})
 
@@ -503,6 +569,40 @@ def test_fp8_in_blocks_as_models_are_published(tmp_path):
     assert read_quantization(placed(tmp_path, {"quantization_config": without})).scheme("lm_head") is not None
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn", None, ...])
+@pytest.mark.parametrize(
+    ("scale_fmt", "inputs", "storage"),
+    [
+        (..., "fp8_block", "fp8"),
+        (None, "fp8_block", "fp8"),
+        ("float", "fp8_block", "fp8"),
+        ("ue8m0", "fp8_block_ue8m0", "fp8_ue8m0"),
+    ],
+)
+def test_fp8_in_blocks_says_the_same_in_several_ways(fmt, scale_fmt, inputs, storage):
+    said = FP8 | {"fmt": fmt, "scale_fmt": scale_fmt}
+    said = {key: value for key, value in said.items() if value is not ...}
+    expected = Scheme("fp8_block", inputs, storage)
+    assert scheme({"quantization_config": said}) == scheme(nested({"quantization_config": said})) == expected
+    more = {"expert_dtype": "fp8", "modules_to_convert": None, "dequantize": False}  # as transformers writes it
+    assert scheme({"quantization_config": said | more}) == expected
+    static = said | {"activation_scheme": "static"}
+    assert scheme({"quantization_config": static}) == Scheme("fp8_block", "static e4m3", storage)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [PER_CHANNEL | {"is_dynamic": True}, MX, MX | {"group_size": 64, "is_dynamic": True}, MX | {"dtype": "fp6_e2m3"}],
+)
+def test_quarks_inputs_of_no_format_that_is_known_are_put_in_words(inputs):
+    contents = QUARK | {"global_quant_config": QUARK["global_quant_config"] | {"input_tensors": inputs}}
+    found = scheme({"quantization_config": contents})
+    assert found is not None
+    assert found.weights == "mxfp4"
+    assert str(inputs["dtype"]) in str(found.inputs)
+    assert found.inputs not in INPUT_FORMATS
+
+
 def test_other_tools_configs_are_refused_by_name(tmp_path):
     weight = {"weight": MX | {"group_size": 64}}
     for contents, message in (
@@ -524,14 +624,6 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
             QUARK | {"global_quant_config": {"weight": PER_CHANNEL | {"ch_axis": 1}}},
             "global_quant_config.weight` (=('fp8_e4m3', 'per_channel', None, None, False, 1)) must be one of",
         ),
-        (
-            QUARK | {"global_quant_config": {"weight": MX, "input_tensors": PER_CHANNEL | {"is_dynamic": True}}},
-            "global_quant_config.input_tensors` (=('fp8_e4m3', 'per_channel', None, None, True, 0)) must be one of",
-        ),
-        (
-            QUARK | {"global_quant_config": {"weight": MX, "input_tensors": MX}},
-            "global_quant_config.input_tensors` (=('fp4', 'per_group', 32, 'e8m0', False, None)) must be one of",
-        ),
         (QUARK | {"layer_quant_config": {"*gate*": {}}}, "`quantization_config.layer_quant_config` (={"),
         (QUARK | {"algo_config": [{"name": "rotation"}]}, "must be of algorithms that are done"),
         (QUARK | {"quant_mode": "later"}, "`quantization_config.quant_mode` (='later') must be one of"),
@@ -542,9 +634,11 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
             "`quantization_config.global_quant_config.weight.symmetric` (=False) must be one of",
         ),
         (QUARK | {"scheme": 1}, "`quantization_config.scheme` (=1) is not a known key"),
-        (FP8 | {"activation_scheme": "static"}, "`quantization_config.activation_scheme` (='static') must be one of"),
+        (FP8 | {"activation_scheme": "none"}, "`quantization_config.activation_scheme` (='none') must be one of"),
+        (FP8 | {"fmt": "e5m2"}, "`quantization_config.fmt` (='e5m2') must be one of"),
+        (FP8 | {"expert_dtype": "fp4"}, "`quantization_config.expert_dtype` (='fp4') must be one of"),
         (FP8 | {"weight_block_size": [64, 64]}, "`quantization_config.weight_block_size` (=[64, 64]) must be one of"),
-        (FP8 | {"scale_fmt": "ue8m0"}, "`quantization_config.scale_fmt` (='ue8m0') must be one of"),
+        (FP8 | {"scale_fmt": "e5m3"}, "`quantization_config.scale_fmt` (='e5m3') must be one of"),
         (FP8 | {"modules_to_not_convert": [""]}, "a target must have 1 to 1000 characters, not 0"),
         (FP8 | {"rotate": 1}, "`quantization_config.rotate` (=1) is not a known key"),
         (
@@ -557,8 +651,6 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=re.escape("must be a JSON object, not list")):
         read_quantization(placed(tmp_path, []))
     placed(tmp_path, {})
-    with pytest.raises(CheckpointError, match=re.escape("must have one of")):
-        read_quantization(tmp_path)
     placed(tmp_path, [], "hf_quant_config.json")
     with pytest.raises(CheckpointError, match=re.escape("config.json: `quantization` (=None) must be an object")):
         read_quantization(tmp_path)

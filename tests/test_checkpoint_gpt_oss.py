@@ -382,6 +382,62 @@ def test_plain_orbax_reads_the_orbax_form(tmp_path, hf):
     assert same(found["q_weight"], hf["model.layers.1.self_attn.q_proj.weight"])
 
 
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def edited(old, new):
+    def edit(file):
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return edit
+
+
+TREE, NOTE = "top/_METADATA", "top/_CHECKPOINT_METADATA"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (TREE, Path.unlink, "top: must be an Orbax checkpoint, a directory that holds _METADATA"),
+        (TREE, cut, "top/_METADATA: the file must be JSON"),
+        (TREE, lambda file: file.write_text("[1]"), "top/_METADATA: must be a JSON object, not list"),
+        (TREE, lambda file: file.write_text("{}"), "top: must be an Orbax checkpoint: KeyError"),
+        (NOTE, Path.unlink, "top/_CHECKPOINT_METADATA: .* its custom metadata lack 'jmx_gpt_oss'"),
+        (NOTE, cut, "top/_CHECKPOINT_METADATA: the file must be JSON"),
+        (NOTE, edited('"version": 1', '"version": 2'), r"`jmx_gpt_oss\.version` \(=2\) must be 1, which is"),
+        (NOTE, edited('"version": 1', '"x": 1'), r"`jmx_gpt_oss\.version` is missing"),
+        (NOTE, edited('"version": 1', '"version": 1, "x": 0'), r"`jmx_gpt_oss\.x` \(=0\) is not a known key"),
+        (NOTE, edited('"top"', "[]"), r"`jmx_gpt_oss\.part` \(=\[\]\) must be 'top', which is"),
+    ],
+)
+def test_a_damaged_orbax_form_is_named(tmp_path, orbax_form, file, change, message):
+    path = tmp_path / "orbax"
+    shutil.copytree(orbax_form, path)
+    change(path / file)
+    with pytest.raises(CheckpointError, match=message):
+        gpt_oss.Reader(path)
+
+
+def test_layers_of_the_orbax_form_that_changed_places_are_refused(tmp_path, orbax_form):
+    shutil.copytree(orbax_form, tmp_path / "orbax")
+    layers = tmp_path / "orbax" / "layers"
+    for old, new in (("1", "aside"), ("2", "1"), ("aside", "2")):
+        (layers / old).rename(layers / new)
+    message = r"layers/1/_CHECKPOINT_METADATA: `jmx_gpt_oss\.part` \(='layers/2'\) must be 'layers/1', which is"
+    with pytest.raises(CheckpointError, match=message):
+        gpt_oss.Reader(tmp_path / "orbax")
+
+
+@pytest.fixture(scope="module")
+def orbax_form(tmp_path_factory):
+    path = tmp_path_factory.mktemp("forms") / "orbax"
+    gpt_oss.convert(TINY, path, "orbax")
+    return path
+
+
 def test_a_broken_orbax_form_is_named(tmp_path):
     gpt_oss.convert(TINY, tmp_path / "orbax", "orbax")
     config = json.loads((tmp_path / "orbax" / "config.json").read_text())

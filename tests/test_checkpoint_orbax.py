@@ -1,5 +1,5 @@
+import itertools
 import shutil
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,8 @@ def same(a: jmx.Experts, b: jmx.Experts) -> bool:
     )
 
 
-@pytest.mark.parametrize(("source", "target"), [*pairwise([*sorted(LAYOUTS), min(LAYOUTS)]), ("packed", "packed")])
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
 def test_a_module_is_restored_from_any_layout_into_any(tmp_path, source, target):
     saved = Model(source, 0)
     orbax.save(tmp_path / "saved", saved)
@@ -98,29 +99,184 @@ def test_restored_arrays_are_sharded_as_the_module(tmp_path):
     assert same(restored.moe.experts.prepare("packed"), Model("packed", 0).moe.experts)
 
 
+AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+
+
+@pytest.fixture(scope="module")
+def saved_layers(tmp_path_factory):
+    """A layer, and where it is saved in each of three layouts."""
+    folder = tmp_path_factory.mktemp("layers")
+    layer = nnx_moe()
+    for layout in ("packed", "mosaic_sm90", "cutlass_sm90"):
+        layer.prepare(layout)
+        orbax.save(folder / layout, layer)
+    return layer, folder
+
+
+def nnx_moe(layout="packed", seed=0, **options):
+    return jmx.nnx.MoE(256, 128, 4, 2, bias=True, layout=layout, rngs=nnx.Rngs(seed), **options)
+
+
+@pytest.mark.devices(4)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("kind", AXIS_TYPES)
+@pytest.mark.parametrize("source", ["packed", "mosaic_sm90", "cutlass_sm90"])
+@pytest.mark.parametrize(
+    ("target", "axes"),
+    [
+        ("packed", {"expert": "a", "intermediate": "b"}),
+        ("packed", {"hidden": ("a", "b")}),
+        ("mosaic_sm90", {"expert": ("a", "b")}),
+        ("cutlass_sm90", {"expert": "b", "hidden": "a"}),
+    ],
+)
+def test_restored_arrays_are_where_the_module_says_whatever_layout_was_saved(saved_layers, source, target, axes, kind):
+    layer, folder = saved_layers
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        module = nnx.eval_shape(lambda: nnx_moe(target, 1, axes=axes))
+        restored = orbax.restore(folder / source, module)
+    places = {key: v.get_value().sharding.spec for key, v in nnx.to_flat_state(nnx.state(module))}
+    assert any(any(spec) for spec in places.values())
+    for key, variable in nnx.to_flat_state(nnx.state(restored)):
+        array = variable.get_value()
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, places[key]), array.ndim)
+    host = jax.tree.map(np.asarray, (restored.experts, layer.experts.prepare(target)))
+    assert same(*host)
+    with pytest.raises(ValueError, match=r"`module` has '\w+' split over a mesh of .* and no devices: restore inside"):
+        orbax.restore(folder / source, module)
+
+
+@pytest.mark.devices(4)
+def test_a_module_on_a_mesh_needs_none_in_scope(saved_layers):
+    layer, folder = saved_layers
+    mesh = jax.make_mesh((4,), ("a",), axis_types=AXIS_TYPES[1:])
+    with jax.set_mesh(mesh):
+        module = nnx_moe("packed", 1, axes={"expert": "a"})
+    restored = orbax.restore(folder / "mosaic_sm90", module)
+    assert restored.gate_up_values.get_value().sharding == module.gate_up_values.get_value().sharding
+    assert same(*jax.tree.map(np.asarray, (restored.experts, layer.experts.prepare("packed"))))
+
+
+def test_layers_of_a_vmapped_module_are_restored(tmp_path):
+    def stacked(layout, seed=0, size=3, intermediate=96):
+        def make(rngs):
+            return jmx.nnx.MoE(64, intermediate, 4, 2, layout=layout, router=False, rngs=rngs)
+
+        return nnx.vmap(make)(nnx.Rngs(seed).split(size))
+
+    saved = stacked("cutlass_sm90")
+    orbax.save(tmp_path / "saved", saved)
+    restored = orbax.restore(tmp_path / "saved", nnx.eval_shape(lambda: stacked("packed", 1)))
+    assert restored.experts.gate_up.values.shape[:2] == (3, 4)
+    assert same(restored.experts, saved.experts.prepare("packed"))
+    for options, message in (
+        ({"size": 2}, r"leading_axes` \(=\[3\]\) must be \[2\]"),
+        ({"intermediate": 128}, "intermediate_size` "),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            orbax.restore(tmp_path / "saved", nnx.eval_shape(lambda options=options: stacked("packed", **options)))
+
+
+class Holder(nnx.Module):
+    """A MoE layer and another variable."""
+
+    def __init__(self, value):
+        self.moe = jmx.nnx.MoE(64, 96, 4, 2, layout="packed", rngs=nnx.Rngs(0))
+        self.value = nnx.data(value if isinstance(value, nnx.Module) else nnx.Variable(value))
+
+
+def tied():
+    holder = Holder(jmx.nnx.MoE(64, 96, 4, 2, layout="packed", rngs=nnx.Rngs(1)))
+    holder.value.down_values = holder.moe.down_values
+    return holder
+
+
+def of_one_name():
+    return Holder(nnx.Dict({"a.b": nnx.Param(jnp.ones(1)), "a": nnx.Dict(b=nnx.Param(jnp.zeros(1)))}))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: {"a": 1}, TypeError, r"`module` \(a dict\) must be a flax\.nnx\.Module"),
+        (lambda: Holder(3), TypeError, r"variable 'value' of `module` \(a int\) must be an array"),
+        (lambda: Holder("x"), TypeError, r"variable 'value' of `module` \(a str\) must be an array"),
+        (lambda: Holder(None), TypeError, r"variable 'value' of `module` \(a NoneType\) must be an array"),
+        (lambda: Holder({"a": jnp.ones(2)}), TypeError, r"variable 'value' of `module` \(a dict\) must be an array"),
+        (of_one_name, ValueError, "`module` must not have two variables that are called 'value.a.b'"),
+        (tied, ValueError, r"`module` must have 'value\.down_values' in no other place, but shares it"),
+    ],
+)
+def test_modules_that_cannot_be_restored_are_not_saved(tmp_path, make, error, message):
+    module = make()
+    with pytest.raises(error, match=message):
+        orbax.save(tmp_path / "saved", module)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(error, match=message):
+        orbax.restore(tmp_path / "saved", module)
+
+
+def test_shapes_cannot_be_saved(tmp_path):
+    with pytest.raises(TypeError, match=r"variable '[\w.]+' of `module` \(a ShapeDtypeStruct\) must have a value"):
+        orbax.save(tmp_path / "saved", nnx.eval_shape(lambda: Holder(jnp.ones(2))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_of_numpy_and_shared_layers_come_back(tmp_path, rng):
+    value = rng.normal(size=(2, 3)).astype(np.float32)
+    for number, other in enumerate((value, value[0, 0])):
+        orbax.save(tmp_path / str(number), Holder(other))
+        restored = orbax.restore(tmp_path / str(number), Holder(np.zeros_like(other)))
+        np.testing.assert_array_equal(restored.value[...], other)
+    saved = Holder(1)
+    saved.value = nnx.data(saved.moe)  # whole layers may be
+    orbax.save(tmp_path / "shared", saved)
+    restored = orbax.restore(tmp_path / "shared", saved)
+    assert restored.value is restored.moe
+    assert same(restored.moe.experts, saved.moe.experts)
+
+
 def test_names_and_note_can_be_read_with_plain_orbax(tmp_path):
     saved = Model("packed", 0)
     orbax.save(tmp_path / "saved", saved)
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(tmp_path / "saved")
     assert metadata.item_metadata.tree["inner.0.gate_up_values"].shape == (8, 192, 32)
-    layers = metadata.custom_metadata["jmx_experts"]
-    note = {"layout": "packed", "gate_up_order": "interleaved", "format": "mxfp4"}
-    assert layers == {"moe.": note, "inner.0.": note}
+    note = metadata.custom_metadata["jmx_experts"]
+    assert (note["version"], sorted(note["layers"])) == (1, ["inner.0", "moe"])
+    assert note["layers"]["inner.0"] == {
+        "layout": "packed",
+        "leading_axes": [],
+        "num_experts": 8,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "format": "mxfp4",
+        "gate_up_order": "interleaved",
+        "input_format": None,
+        "arrays": {
+            "gate_up_values": "float4_e2m1fn[8, 192, 64]",
+            "gate_up_scales": "float8_e8m0fnu[8, 192, 2]",
+            "gate_up_bias": "bfloat16[8, 192]",
+            "down_values": "float4_e2m1fn[8, 64, 96]",
+            "down_scales": "float8_e8m0fnu[8, 64, 3]",
+            "down_bias": "bfloat16[8, 64]",
+        },
+    }
 
 
 @pytest.mark.parametrize(
     ("saved", "module", "message"),
     [
-        ({}, {"extra": True}, r"array 'extra' is missing; it must be float32 \(3,\)"),
-        ({"extra": True}, {}, "array 'extra' is not one that is called for"),
-        ({}, {"width": 96}, r"array 'inner\.0\.down_bias' is bfloat16 \(8, 64\), but must be bfloat16 \(8, 96\)"),
-        ({}, {"order": "concatenated"}, "`gate_up_order` of 'inner.0.' is 'interleaved', but must be 'concatenated'"),
+        ({}, {"extra": True}, r": array 'extra' is missing; it must be float32 \(3,\)"),
+        ({"extra": True}, {}, ": array 'extra' is not one that is called for"),
+        ({}, {"width": 96}, r"/_CHECKPOINT_METADATA: `jmx_experts\.layers\.inner\.0\.hidden_size` \(=64\) must be 96"),
+        ({}, {"order": "concatenated"}, r".*\.gate_up_order` \(='interleaved'\) must be 'concatenated', as `module`"),
     ],
 )
 def test_other_modules_are_refused_by_name(tmp_path, saved, module, message):
     orbax.save(tmp_path / "saved", Model("packed", 0, **saved))
-    with pytest.raises(CheckpointError, match="saved: " + message):
+    with pytest.raises(CheckpointError, match="saved" + message):
         orbax.restore(tmp_path / "saved", nnx.eval_shape(lambda: Model("canonical", 1, **module)))
 
 
@@ -133,23 +289,50 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         orbax.restore(tmp_path / "empty", module)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "other", {"x": np.ones(3)})
-    with pytest.raises(CheckpointError, match="other: must be a checkpoint that jmx saved"):
+    with pytest.raises(CheckpointError, match=r"other/_CHECKPOINT_METADATA: .* lack 'jmx_experts'"):
         orbax.restore(tmp_path / "other", module)
 
 
-def test_damaged_data_are_an_error(tmp_path, rng):
+DAMAGE = {
+    "missing": lambda raw: None,
+    "empty": lambda raw: b"",
+    "cut short": lambda raw: raw[: len(raw) // 2],
+    "garbage": lambda raw: b"\xff" + raw[::-1],
+    "null": lambda raw: b"null",
+    "list": lambda raw: b"[1]",
+    "object": lambda raw: b"{}",
+    "too deep": lambda raw: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_an_error_or_is_not_read(tmp_path, rng, damage):
     # One array: Orbax drops the reads beside one that fails, and asyncio complains of them in whatever runs next.
     array = rng.integers(0, 256, (100, 100), np.uint8)
-    path = tmp_path / "saved"
-    orbax_arrays.write(path, {"x": array}, {})
-    assert np.array_equal(orbax_arrays.read_one(path, "x"), array)
-    data = sorted(path.rglob("d/*"), key=lambda file: file.stat().st_size)
-    data[-1].write_bytes(b"")
-    with pytest.raises(CheckpointError, match="saved: array 'x' cannot be read"):
-        orbax_arrays.read_one(path, "x")
+    orbax_arrays.write(tmp_path / "whole", {"x": array}, {"note": 1})
+    assert np.array_equal(orbax_arrays.read_one(tmp_path / "whole", "x"), array)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(CheckpointError, match="saved: the arrays cannot be read"):
-        orbax_arrays.read(path, {"x": jax.ShapeDtypeStruct((100, 100), np.uint8, sharding=place)})
+    wanted = {"x": jax.ShapeDtypeStruct((100, 100), np.uint8, sharding=place)}
+    refused = set()
+    for file in [file for file in (tmp_path / "whole").rglob("*") if file.is_file()]:
+        path, name = tmp_path / "saved", file.relative_to(tmp_path / "whole")
+        shutil.copytree(tmp_path / "whole", path)
+        (path / name).unlink()
+        if (damaged := DAMAGE[damage](file.read_bytes())) is not None:
+            (path / name).write_bytes(damaged)
+        for call in (
+            lambda path=path: orbax_arrays.describe(path).custom_metadata == {"note": 1},
+            lambda path=path: np.array_equal(orbax_arrays.read(path, wanted)["x"], array),
+            lambda path=path: np.array_equal(orbax_arrays.read_one(path, "x"), array),
+        ):
+            try:
+                right = call()
+            except CheckpointError as error:
+                refused.add(name.parts[0])
+                right = str(error).startswith(str(path))
+            assert right or name.name == orbax_arrays.CUSTOM_METADATA  # which is nobody's who gets no note
+        shutil.rmtree(path)
+    assert refused >= {"_METADATA", "manifest.ocdbt", "d", "ocdbt.process_0"}
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_version_and_help(jmx):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        ([], ["COMMAND"]),
+        (["--compilation-cache", "x"], ["a COMMAND is required"]),
         (["explan"], ["'explan'", "'explain'"]),
         (["explain", *SIZES, "--hiden", "3"], ["--hiden"]),
         (["explain", *SIZES, "--tokens", "1,x"], ["'1,x' must be whole numbers"]),
@@ -69,7 +69,10 @@ def test_version_and_help(jmx):
         (["explain", *SIZES, "--format", "mxfp5"], ["did you mean 'mxfp4'?"]),
         (["explain", *SIZES, "--format", "mxfp4:fp8_tokn"], ["`--format` (='fp8_tokn')", "did you mean 'fp8_token'?"]),
         (["explain", *SIZES, "--format", "mxfp4:"], ["`--format` (='') must be one of fp4, fp8, fp8_block"]),
-        (["explain", *SIZES, "--format", "mxfp4:fp8_block"], ["`hidden_size` (=64) must be a multiple of 128"]),
+        (
+            ["explain", *SIZES, "--hidden", "100", "--format", "fp8_channel:mxfp8"],
+            ["`hidden_size` (=100) must be a multiple of 32 for mxfp8 inputs"],
+        ),
         (["explain", *SIZES, "--activation", "swigul"], ["did you mean 'swiglu'?"]),
         (["explain", *SIZES, "--activation", "swiglu:alfa=1"], ["it takes alpha, beta, limit"]),
         (["explain", *SIZES, "--activation", "gelu"], ["it takes approximate"]),
@@ -105,15 +108,15 @@ def test_version_and_help(jmx):
         (["bench", "--seed", "99999999999999999999"], ["`seed` (=99999999999999999999) must be in 0..4294967295"]),
         (["bench", "--png", "/nowhere/at/all.png"], ["/nowhere/at/all.png cannot be written"]),
         (["bench", "--from", "/nowhere/at/all.json"], ["/nowhere/at/all.json"]),
-        (["tune", "--backend", "xla"], ["no backend can be tuned on", "'xla' has nothing to tune"]),
+        (["tune", "--backend", "xla"], ["`backend` (='xla') has nothing to tune; what has: mosaic"]),
         (["tune", "--backend", "xlaa"], ["`--backend` (='xlaa')", "did you mean 'xla'?"]),
         (["tune", "--shape", "gpt-oss-12b"], ["`--shape` (='gpt-oss-12b')", "did you mean 'gpt-oss-120b'?"]),
         (["tune", "--shape", "8,2,64"], ["`--shape` (='8,2,64') must be a name, or four whole numbers E,k,H,I"]),
         (["tune", "--shape", "8,9,64,64"], ["`--shape` (='8,9,64,64') has k (=9) outside 1..8"]),
         (["tune", "--shape", "8,2,65,64"], ["`hidden_size` (=65) must be a multiple of 32"]),
         (
-            ["tune", "--shape", "8,2,64,96", "--format", "mxfp4:fp8_block"],
-            ["`hidden_size` (=64) must be a multiple of"],
+            ["tune", "--shape", "8,2,64,100", "--format", "fp8_channel:nvfp4"],
+            ["`intermediate_size` (=100) must be a multiple of 16 for nvfp4 inputs"],
         ),
         (["tune", "--tokens", "4,0"], ["`--tokens` (=0) must be positive"]),
         (["tune", "--seconds", "nan"], ["`--seconds` (=nan) must be positive"]),
@@ -124,6 +127,47 @@ def test_usage_errors_are_one_line_and_exit_with_2(argv, parts, jmx):
     code, out, err = jmx(*argv)
     assert (code, out) == (2, "")
     assert_one_line_error(err, *parts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["explain", *SIZES, "--device", "cuda"], None),
+        (["explain", *SIZES, "--device", "H20"], "h200"),
+        (["explain", *SIZES, "--device", "mi300x"], None),
+        (["explain", *SIZES, "--format", "NVFP4"], "nvfp4"),
+        (["explain", *SIZES, "--format", "gguf"], None),
+        (["explain", *SIZES, "--backend", "vllm"], None),
+        (["explain", *SIZES, "--layout", "rowmajor"], None),
+        (["bench", "--model", "llama"], None),
+        (["bench", "--model", "GPT-OSS-20B"], "gpt-oss-20b"),
+        (["bench", "--routing", "random"], None),
+        (["tune", "--shape", "tiny"], None),
+    ],
+)
+def test_only_names_that_are_near_are_suggested(argv, near, jmx):
+    code, out, err = jmx(*argv)
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, f"(={argv[-1]!r}) must be one of ")
+    assert ("did you mean" in err) == (near is not None)
+    assert near is None or err.endswith(f"; did you mean {near!r}?\n")
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "GB200", "Gb200", "L40s", "CPU"])
+def test_devices_are_named_in_any_case(name, jmx):
+    code, out, _ = jmx("explain", *SIZES, "--device", name, "--json")
+    expected = selection.Environment.named(name.lower())
+    assert (code, json.loads(out)[0]["device"]) == (0, expected.device_kind)
+    assert selection.Environment.named(name) == expected
+
+
+@pytest.mark.parametrize("argv", [["tune"], ["tune", "--backend", "mosaic"], ["tune", "--shape", "8,2,64,64"]])
+def test_tune_exits_with_1_where_nothing_can_be_tuned_here(argv, jmx, monkeypatch):
+    environment = selection.Environment.named("cpu")
+    monkeypatch.setattr(selection.Environment, "probe", classmethod(lambda cls, *arguments: environment))
+    code, out, err = jmx(*argv)
+    assert (code, out) == (1, "")
+    assert_one_line_error(err, "platform is 'cpu', not 'gpu'")
 
 
 def test_explain_of_flags(jmx):
@@ -446,6 +490,7 @@ def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_pa
         (KeyboardInterrupt(), 130, "jmx: interrupted\n"),
         (RuntimeError("out of\nmemory"), 1, "jmx: error: out of memory\n"),
         (ModuleNotFoundError("no matplotlib"), 1, "jmx: error: no matplotlib\n"),
+        (OSError(28, "No space left on device"), 1, "jmx: error: [Errno 28] No space left on device\n"),
         (PermissionError(13, "Permission denied", "x"), 2, "jmx: error: [Errno 13] Permission denied: 'x'\n"),
     ],
 )

@@ -125,6 +125,12 @@ def _dangling_link(folder: Path, source: Path) -> Path:
     return folder / "dangling"
 
 
+def _loop(folder: Path, source: Path) -> Path:
+    (source / "loop").symlink_to("loop")
+    (folder / "loop").symlink_to("loop")
+    return folder / "loop"
+
+
 def _fifo(folder: Path, source: Path) -> Path:
     os.mkfifo(folder / "fifo")
     return folder / "fifo"
@@ -170,6 +176,8 @@ STATES: dict[str, Callable[[Path, Path], Path]] = {
     "link to result": _link_to_result,
     "link to report": _link_to_report,
     "dangling link": _dangling_link,
+    "loop of a link": _loop,
+    "below a loop": lambda folder, source: _loop(folder, source) / "new",
     "fifo": _fifo,
     "earlier result": _result,
     "earlier report": _report,
@@ -230,7 +238,7 @@ def test_only_an_earlier_result_of_the_same_kind_is_replaced(
         assert told.startswith("jmx: error: ")
         assert told.count("\n") == 1
         assert str(path) in told or path.name in told
-        if state in ("earlier result", "earlier report") and not overwrite:
+        if state in REPLACED[which]:  # but for the flag
             assert "--overwrite" in told
         return
     assert (code, told) == (0, "")

@@ -24,6 +24,7 @@ from jmx.ffi import cpu
 from jmx.ffi.cpu import Cpu
 from jmx.formats import FORMATS, WHOLE_ROW, BlockScaled, unpack
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 FOUND = ffi.library()
 KERNELS = FOUND.kernels
 built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))
@@ -297,7 +298,7 @@ def test_columns_come_in_the_order_of_their_expert(dtype, rng):
 def test_blocks_outside_of_the_arrays_and_orders_outside_of_a_row_are_errors(argument, value):
     blocks = {"experts": 1, "x_rows": 1, "out_rows": 0, "counts": 2}
     x, order = jnp.ones((4, 3)), np.tile(np.arange(3), (2, 1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="block 0 lies outside of the arrays"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) lies outside of the arrays"):
         ordered(x, order, [[n] for n in (blocks | {argument: value}).values()], 4)
     for bad in (-1, 3):
         order[1, 2] = bad
@@ -309,13 +310,13 @@ def test_blocks_outside_of_the_arrays_and_orders_outside_of_a_row_are_errors(arg
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "int8"}, "are of no format here"),
-        ({"group": 48}, "are of no format here"),
-        ({"group": 16}, "are of no format here"),
-        ({"format": "nvfp4", "group": 16}, "are of no format here"),  # scales of 32 bits
-        ({"group": 32}, "`scales`, `x` and `out` must fit `values`"),
-        ({"zero_points": 7}, "`zero_points` and `global_scales` must fit"),
-        ({"x": 4}, "`x_scales` must be one a row"),
+        ({"format": "int8"}, r"`format` \(=int8\) must be mxfp4, nvfp4 or int4"),
+        ({"group": 48}, r"`group` \(=48\) must be how many weights of int4 share a scale"),
+        ({"group": 16}, r"`group` \(=16\) must be how many weights of int4 share a scale"),
+        ({"format": "nvfp4", "group": 16}, r"`scales` \(F32 \(2, 8, 1\)\) must be of type U8"),
+        ({"group": 32}, r"`scales` \(F32 \(2, 8, 1\)\) must have the shape \(2, 8, 2\)"),
+        ({"zero_points": 7}, r"`zero_points` \(S8 \(7\)\) must have the shape \(2, 8, 1\)"),
+        ({"x": 4}, r"`x_scales` \(F32 \(0\)\) must have the shape \(4, 1\)"),
     ],
 )
 def test_calls_that_do_not_fit_are_errors(changed, message):

@@ -190,7 +190,7 @@ def test_the_handler_binds_what_that_contract_names():
     """In C++ the call's arguments go by their place, its attributes by name: what differs shows on a GPU alone."""
     source = (cutlass_source.FOLDER / "handler.cu").read_text()
     binding = source[source.index("XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe") :]
-    signature = source[source.index("ffi::Error Moe(") : source.index("const auto x_shape")]
+    signature = source[source.index("ffi::Error Moe(") : source.index("const Arrays arrays")]
     parameters = inspect.signature(moe).parameters.values()
     arrays = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

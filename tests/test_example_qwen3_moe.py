@@ -133,12 +133,11 @@ def test_fp8_as_qwen_publishes_it(tmp_path: Path) -> None:
         assert all(np.array_equal(array, arrays[key]) for key, array in theirs.arrays(name).items())
     module = "model.layers.1.self_attn.o_proj"
     assert np.array_equal(theirs.module(module).weight().scales, ours.module(module).weight().scales)
-    with pytest.raises(CheckpointError, match=r"`intermediate_size` \(=32\) must be a multiple of 128 for fp8_block"):
-        quietly(published)
     ids = jnp.asarray(golden["input_ids"])
-    model = quietly(published, declared_inputs=False)
-    logits, _, _ = whole(model, ids, empty(model, ids))
-    assert relative_error(logits, golden["logits"]) <= 1e-5
+    for declared, least, most in ((False, 0, 1e-5), (True, 1e-3, golden_experts.INPUT_ERRORS["fp8_block"])):
+        model = quietly(published, declared_inputs=declared)
+        logits, _, _ = whole(model, ids, empty(model, ids))
+        assert least <= relative_error(logits, golden["logits"]) <= most
     compressed_tensors.convert(theirs, tmp_path / "again")
     again = compressed_tensors.Reader(tmp_path / "again")
     assert all(np.array_equal(again.view(name), theirs.view(name)) for name in theirs.tensors)

@@ -1,5 +1,6 @@
 """Experts: construction and its refusals, layouts and their memory, updates, views of stacks, and life as a pytree."""
 
+import dataclasses
 import pickle
 import re
 
@@ -373,9 +374,109 @@ def test_stack_and_layer_name_their_faults(rng):
     for experts in (a, stack.layer(1)):
         with pytest.raises(ValueError, match="`layer` must be called on a stack"):
             experts.layer(0)
-    for index in (2, -1):
-        with pytest.raises(ValueError, match=re.escape(f"`index` (={index}) must be in 0..1")):
+
+
+LAST = 2  # of a stack of three layers
+INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+BEYOND = (LAST + 1, 127, 255, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1, 2**63 + 1)
+INDICES = (*range(LAST + 1), *BEYOND, -1, -3, -4, -(2**31), -(2**32))
+CONCRETE = {
+    "int": lambda value, dtype: value,
+    "numpy scalar": lambda value, dtype: np.dtype(dtype).type(value),
+    "numpy array": lambda value, dtype: np.array(value, dtype),
+    "jax array": lambda value, dtype: jnp.array(value, dtype),
+}
+
+
+def abstract_stack():
+    return jax.eval_shape(lambda experts: Experts.stack([experts] * (LAST + 1)), shapes())
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("kind", CONCRETE)
+def test_a_known_index_is_a_layer_or_refused(kind, dtype):
+    stack = abstract_stack()
+    with jax.enable_x64(dtype.endswith("64")):
+        for value in (v for v in INDICES if np.iinfo(dtype).min <= v <= np.iinfo(dtype).max):
+            index = CONCRETE[kind](value, dtype)
+            if 0 <= value <= LAST:
+                layer = stack.layer(index)
+                assert (layer.index.dtype, int(layer.index)) == (jnp.int32, value)
+                continue
+            with pytest.raises(ValueError, match=re.escape(f"`index` (={value}) must be an integer in 0..{LAST}")):
+                stack.layer(index)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_traced_index_is_clamped_before_it_is_narrowed(dtype):
+    stack = abstract_stack()
+    with jax.enable_x64(dtype.endswith("64")):
+        clamped = jax.jit(lambda index: stack.layer(index).index)
+        for value in (v for v in INDICES if np.iinfo(dtype).min <= v <= np.iinfo(dtype).max):
+            found = clamped(np.array(value, dtype))
+            assert (found.dtype, int(found)) == (jnp.int32, min(max(value, 0), LAST))
+
+
+def test_a_traced_index_of_few_bits_is_a_layer_of_many():
+    stack = jax.eval_shape(lambda experts: Experts.stack([experts] * 300), shapes())
+    for dtype in (jnp.int4, jnp.uint4, jnp.int8, jnp.uint8):
+        last = int(jnp.iinfo(dtype).max)
+        assert int(jax.jit(lambda index: stack.layer(index).index)(jnp.array(last, dtype))) == last
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(True, np.True_, np.array(True), jnp.array(False)),
+        *(0.0, 1.5, np.float32(1), np.array(1.0), jnp.float32(1), jnp.bfloat16(0), float("nan"), 1j, jax.random.key(0)),
+        *([0], (1,), [], np.array([0]), jnp.array([1]), jnp.zeros((1, 1), jnp.int32)),
+        *("0", np.str_("0"), None, slice(0, 1), ..., jax.ShapeDtypeStruct((), jnp.int32)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_integer_is_no_index(index, traced):
+    stack, rule = abstract_stack(), f"must be an integer in 0..{LAST}, the layers of this stack"
+    if not traced:
+        with pytest.raises(TypeError, match=r"`index` \(.*\) " + re.escape(rule)):
             stack.layer(index)
+    elif isinstance(index, bool | float | complex | np.ndarray | np.bool_ | np.floating | jax.Array):
+        with pytest.raises(TypeError, match=r"`index` \(.*\[.*\]\) " + re.escape(rule)):
+            jax.eval_shape(stack.layer, index)
+
+
+def gradient(stack, i, x):
+    """Of x and of a bias, with respect to the whole stack."""
+
+    def loss(x, bias):
+        return (call(dataclasses.replace(stack, down_bias=bias).layer(i), x) ** 2).sum()
+
+    return jax.grad(loss, argnums=(0, 1))(x, stack.down_bias)
+
+
+TRACED = {
+    "jit": lambda stack, indices, x: jnp.stack([jax.jit(lambda i: call(stack.layer(i), x))(i) for i in indices]),
+    "scan": lambda stack, indices, x: jax.lax.scan(lambda _, i: (None, call(stack.layer(i), x)), None, indices)[1],
+    "vmap": lambda stack, indices, x: jax.vmap(lambda i: call(stack.layer(i), x))(indices),
+    "gradient": lambda stack, indices, x: jax.lax.map(lambda i: gradient(stack, i, x), indices),
+    "take": lambda stack, indices, x: jax.lax.map(lambda i: stack.layer(i).take("down", jnp.int32(1)), indices),
+    "floats": lambda stack, indices, x: jax.lax.map(lambda i: stack.layer(i).dequantize(), indices),
+}
+
+
+@pytest.mark.parametrize("how", TRACED)
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="`cpu` is one; see `test_backends` for others")
+def test_an_index_beyond_the_stack_means_its_nearest_layer(rng, backend, how):
+    stack = Experts.stack([draw(rng) for _ in range(LAST + 1)])
+    x = jnp.asarray(rng.normal(size=(3, H)), jnp.float32)
+    beyond = jnp.array([0, 1, LAST, LAST + 1, 2**31 - 1, -1, -LAST - 1, -(2**31)], jnp.int32)
+    with jmx.use_backend(backend):
+        found, expected = (TRACED[how](stack, i, x) for i in (beyond, jnp.clip(beyond, 0, LAST)))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for leaf in jax.tree.leaves(expected):
+        assert not np.array_equal(leaf[0], leaf[1])
+        assert not np.array_equal(leaf[1], leaf[2])
 
 
 def test_dequantize_gives_exact_floats_of_either_dtype(rng):

@@ -1,5 +1,6 @@
 """Explanations: of layers, arrays and plain shapes, the numbers by hand, and text that people read."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -325,6 +326,28 @@ def test_the_table_tells_what_where_who_and_how_fast_at_best():
     assert "\x1b" not in text
     many = str(explain(gpt_oss_120b(8192), device="h200"))
     assert "1.79 GB moved, 1.63 TFLOP: floor 1648.9 us (compute, 989 TFLOP/s by data sheet)" in many
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "used"),
+    [
+        (0, 4, "0 of 128"),
+        (1, 4, "4 of 128"),
+        (2, 4, "about 7.9 of 128"),
+        (3, 128, "128 of 128"),
+        (256, 4, "about 128 of 128"),  # 0.04 of them are expected to be unused
+        (8192, 4, "128 of 128"),
+    ],
+)
+def test_experts_that_are_used_are_an_estimate_where_chance_decides(tokens, top_k, used):
+    problem = dataclasses.replace(gpt_oss_120b(tokens), top_k=top_k)
+    assert str(explain(problem, device="h200")).splitlines()[-1].startswith(f"{used} experts used, ")
+
+
+def test_a_short_floor_has_its_digits():
+    told = str(explain(dataclasses.replace(gpt_oss_120b(1), hidden_size=64, intermediate_size=96), device="H200"))
+    assert "floor 0.00821 us (memory" in told
+    assert "floor 0 us" in str(explain(gpt_oss_120b(0), device="h200"))
 
 
 def test_arguments_that_a_call_refuses_are_refused():

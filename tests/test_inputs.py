@@ -11,10 +11,11 @@ from bits import assert_same_bits, bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from input_formats import SINGLE, TINY, as_element, reference, shared
+from input_formats import SINGLE, TINY, as_element, reference, shared, worth
 
 from jmx.inputs import (
     FAMILIES,
+    FP8_BLOCK_UE8M0,
     FP8_STATIC,
     INPUT_FORMATS,
     INT8_TOKEN,
@@ -98,6 +99,30 @@ def test_every_scale_of_nvfp4(rng, static):
     np.testing.assert_array_equal(np.unique(bits(q.scales)), np.arange(1, 0x7F))
 
 
+def by_deepseeks_bits(x, divided):
+    """values and scales as DeepSeek and DeepGEMM find them, of x (..., 128): `divided` is amax / 448 in float32."""
+    word = divided(np.maximum(np.abs(x).max(-1), SINGLE(1e-4))).view(np.int32)
+    scale = np.clip((word >> 23) + (word & 0x7FFFFF != 0), 1, 254).astype(np.int32) << 23
+    scale = scale.view(SINGLE)[..., None]
+    return np.clip(x / scale, -448, 448).astype(jnp.float8_e4m3fn), scale[..., 0]
+
+
+@pytest.mark.parametrize(
+    "divided", [lambda amax: amax / SINGLE(448), lambda amax: amax * SINGLE(1 / 448)], ids=["DeepGEMM", "DeepSeek"]
+)
+def test_ue8m0_is_what_deepseek_computes(rng, divided):
+    """Where amax is 1e-4 or more, at and beside each power of two, too."""
+    steps = 448 * np.ldexp(1.0, np.arange(-21, 119)).astype(SINGLE)
+    beside = [np.nextafter(steps, SINGLE(0)), steps, np.nextafter(steps, SINGLE(np.inf))]
+    largest = np.concatenate([*beside, (2.0 ** rng.uniform(-13, 127, 400)).astype(SINGLE)])
+    x = (rng.uniform(-1, 1, (len(largest), 128)) * largest[:, None]).astype(SINGLE)
+    x[:, 7] = largest
+    values, scales = by_deepseeks_bits(x, divided)
+    q = quantize(x, FP8_BLOCK_UE8M0)
+    np.testing.assert_array_equal(bits(q.values), bits(values))
+    np.testing.assert_array_equal(np.asarray(q.scales)[..., 0].astype(SINGLE), scales)
+
+
 def test_a_static_scale_saturates_and_keeps_its_bits():
     static = SINGLE(0.37)
     edge = 448 * static
@@ -118,7 +143,7 @@ def test_any_floats(format, x, static):
 def test_what_is_quantised_stays_under_the_same_scale(format, x, static):
     """A value divided by its own scale once more is the same element."""
     q = quantize(x, format, static if format.static else None)
-    worth = np.asarray(dequantize(q)).astype(np.float64).reshape(*SHAPE[:-1], -1, shared(format, K))
+    worth = np.asarray(dequantize(q, format)).astype(np.float64).reshape(*SHAPE[:-1], -1, shared(format, K))
     scale = np.broadcast_to(np.asarray(q.scales).astype(np.float64), worth.shape[:-1] if format.dynamic else ())
     if q.global_scale is not None:
         scale = scale * np.float64(q.global_scale)
@@ -132,7 +157,7 @@ def test_what_is_quantised_stays_under_the_same_scale(format, x, static):
 @given(x=any_floats, static=static_scales)
 def test_order_is_preserved(format, x, static):
     x = np.sort(x, axis=-1)  # within each block, too
-    worth = np.asarray(dequantize(quantize(x, format, static if format.static else None)))
+    worth = np.asarray(dequantize(quantize(x, format, static if format.static else None), format))
     blocks = worth.reshape(*SHAPE[:-1], -1, shared(format, K))
     assert (blocks[..., :-1] <= blocks[..., 1:]).all()
 
@@ -142,6 +167,7 @@ BOUNDS = {
     "fp8_static": (2.0**-4, 2.0**-10),
     "fp8_token": (2.0**-4, 2.0**-10),
     "fp8_block": (2.0**-4, 2.0**-10),
+    "fp8_block_ue8m0": (2.0**-4, 2.0**-10),
     "mxfp8": (2.0**-4, 2.0**-10),
     "mxfp4": (0.25, 0.25),
     "nvfp4": (0.25, 0.25),
@@ -157,7 +183,7 @@ def test_the_error_is_at_most_half_a_step(rng, format):
     scale = np.asarray(q.scales).astype(np.float64) * (1 if q.global_scale is None else np.float64(q.global_scale))
     scale = np.repeat(scale, 8 * K // scale.shape[-1], axis=-1) if scale.ndim else scale
     relative, least = BOUNDS[format.name]
-    error = np.abs(np.asarray(dequantize(q)).astype(np.float64) - x)
+    error = np.abs(np.asarray(dequantize(q, format)).astype(np.float64) - x)
     allowed = np.maximum(relative * np.abs(x), least * scale) * (1 + 2.0**-20)
     element = 127 if format == INT8_TOKEN else float(jnp.finfo(format.element_dtype).max)
     inside = np.abs(x) <= element * scale
@@ -174,9 +200,10 @@ def test_zeros_get_the_least_scale_and_keep_their_sign(format):
     x[1] = -0.0
     q = assert_as_reference(x, format)
     if format.dynamic:
-        least = {"nvfp4": 2.0**-9, "mxfp4": 1.0, "mxfp8": 2.0**-127}.get(format.name, TINY)
+        least = {"nvfp4": 2.0**-9, "mxfp4": 1.0, "mxfp8": 2.0**-127, "fp8_block_ue8m0": 2.0**-127}
+        least = least.get(format.name, TINY)
         assert (np.asarray(q.scales).astype(np.float64) == least).all()
-    worth = np.asarray(dequantize(q))
+    worth = np.asarray(dequantize(q, format))
     assert (worth == 0).all()
     assert not np.signbit(worth)[[0, 2]].any()
     assert np.signbit(worth)[1].all() == (format != INT8_TOKEN)
@@ -186,24 +213,24 @@ def test_zeros_get_the_least_scale_and_keep_their_sign(format):
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows_and_its_neighbours_stay(rng, format, bad):
     x = rng.standard_normal((3, 2 * K)).astype(SINGLE)
-    expected = np.asarray(dequantize(quantize(x, format, static_for(format)))).copy()
+    expected = np.asarray(dequantize(quantize(x, format, static_for(format)), format)).copy()
     size = shared(format, 2 * K) if format.dynamic else 1
     first = 37 // size * size
     x[1, 37] = bad
     q = quantize(x, format, static_for(format))
-    assert np.isnan(dequantize(q))[1, first : first + size].all()
+    assert np.isnan(dequantize(q, format))[1, first : first + size].all()
     if format.dynamic:
         assert np.isnan(np.asarray(q.scales).astype(SINGLE)).sum() == 1
         assert (np.asarray(q.values)[1, first : first + size].astype(SINGLE) == 0).all()
     expected[1, first : first + size] = np.nan
-    np.testing.assert_array_equal(dequantize(q), expected)
+    np.testing.assert_array_equal(dequantize(q, format), expected)
 
 
 @formats
 def test_a_tensor_with_nothing_finite(format):
     for bad in (np.nan, np.inf):
         x = np.full(SHAPE, bad, SINGLE)
-        assert np.isnan(dequantize(quantize(x, format, static_for(format)))).all()
+        assert np.isnan(dequantize(quantize(x, format, static_for(format)), format)).all()
 
 
 @formats
@@ -216,8 +243,13 @@ def test_subnormals(rng, format, dtype):
     assert (np.abs(x.astype(np.float64)) < TINY).all()
     assert_as_reference(x, format, SINGLE(TINY) if format.static else None)
     q = quantize(x, format, static_for(format, float(TINY)))
-    if format.name in ("fp8_token", "fp8_block", "mxfp8"):  # the floor costs rows this small no more than some bits
-        error = np.asarray(dequantize(q)).astype(np.float64) - x.astype(np.float64)
+    if format.name in (
+        "fp8_token",
+        "fp8_block",
+        "fp8_block_ue8m0",
+        "mxfp8",
+    ):  # the floor costs rows this small no more than some bits
+        error = np.asarray(dequantize(q, format)).astype(np.float64) - x.astype(np.float64)
         assert np.abs(error).max() <= 2.0**-4 * np.abs(x.astype(np.float64)).max()
 
 
@@ -233,11 +265,13 @@ def test_the_same_bits_under_jit_vmap_and_in_any_shape(rng, format):
     flat = quantize(x.reshape(-1, K), format, static)
     np.testing.assert_array_equal(bits(flat.values).ravel(), bits(q.values).ravel())
     np.testing.assert_array_equal(bits(flat.scales).ravel(), bits(q.scales).ravel())
-    worth = np.asarray(dequantize(q))
-    np.testing.assert_array_equal(bits(jax.jit(dequantize)(q)), bits(worth))
-    np.testing.assert_array_equal(bits(jax.jit(lambda x: dequantize(quantize(x, format, static)))(x)), bits(worth))
+    worth = np.asarray(dequantize(q, format))
+    np.testing.assert_array_equal(bits(jax.jit(dequantize, static_argnums=1)(q, format)), bits(worth))
+    np.testing.assert_array_equal(
+        bits(jax.jit(lambda x: dequantize(quantize(x, format, static), format))(x)), bits(worth)
+    )
     # A sum next to the product would be fused with it, if the product were one of floats.
-    added = jax.jit(lambda x: dequantize(quantize(x, format, static)) + SINGLE(0.1))(x)
+    added = jax.jit(lambda x: dequantize(quantize(x, format, static), format) + SINGLE(0.1))(x)
     np.testing.assert_array_equal(bits(added), bits(worth + SINGLE(0.1)))
 
 
@@ -259,7 +293,7 @@ def test_odd_sizes_and_empty_arrays(rng, format):
     for shape in [(0, 2 * size), (3, 0), (0,), (2, 0, size)]:
         q = quantize(np.zeros(shape, SINGLE), format, static_for(format))
         assert (q.values.shape, q.scales.shape) == (shape, format.scales_shape(shape))
-        assert dequantize(q).shape == shape
+        assert dequantize(q, format).shape == shape
 
 
 @formats
@@ -291,19 +325,55 @@ def test_every_element_under_scales_of_every_size(rng, format):
         exact = exact if global_scale is None else exact * np.float64(global_scale)
         with np.errstate(over="ignore", under="ignore"):
             expected = exact.astype(SINGLE)
-        got = np.asarray(dequantize(Quantised(*(None if array is None else jnp.asarray(array) for array in q))))
+        got = np.asarray(dequantize(Quantised(*(None if a is None else jnp.asarray(a) for a in q)), format))
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
         np.testing.assert_array_equal(bits(got)[~np.isnan(got)], bits(expected)[~np.isnan(got)])
 
 
-def test_scales_that_do_not_fit_are_refused():
-    q = quantize(np.ones(SHAPE, SINGLE), INPUT_FORMATS["fp8_block"])
-    for scales in (q.scales[:2], jnp.ones((3, 7)), jnp.ones(3)):
-        with pytest.raises(ValueError, match=r"`q.scales` \(shape .* must divide the last axis of values of shape"):
-            dequantize(q._replace(scales=scales))
+SHORT = [format for format in ALL if format.short_block]
 
 
-@pytest.mark.parametrize("format", [f for f in ALL if isinstance(f.block_size, int)], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", SHORT, ids=lambda format: format.name)
+@pytest.mark.parametrize("size", [1, 2, 5, 32, 100, 127, 128, 129, 160, 192, 255, 257, 300, 416])
+def test_the_last_block_may_be_short(rng, format, size):
+    """It has a scale of its own, and neither it nor the others depend on what is beside them."""
+    x = (rng.standard_normal((2, 3, size)) * np.exp(rng.normal(0, 3, (2, 3, size)))).astype(SINGLE)
+    q = assert_as_reference(x, format)
+    assert q.scales.shape == (2, 3, -(-size // format.block_size))
+    values = np.asarray(q.values).astype(np.float64)
+    scales = np.asarray(q.scales).astype(np.float64)
+    for block in range(scales.shape[-1]):
+        columns = slice(block * format.block_size, (block + 1) * format.block_size)
+        alone = quantize(x[..., columns], format)
+        np.testing.assert_array_equal(bits(alone.values), bits(q.values)[..., columns])
+        np.testing.assert_array_equal(bits(alone.scales)[..., 0], bits(q.scales)[..., block])
+        exact = (values[..., columns] * scales[..., block, None]).astype(SINGLE)
+        np.testing.assert_array_equal(bits(dequantize(q, format))[..., columns], bits(exact))
+    np.testing.assert_array_equal(bits(dequantize(q, format)), bits(worth(x, format).astype(SINGLE)))
+
+
+@pytest.mark.parametrize("format", SHORT, ids=lambda format: format.name)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_short_block(rng, format, bad):
+    x = rng.standard_normal((3, 160)).astype(SINGLE)
+    expected = np.asarray(dequantize(quantize(x, format), format)).copy()
+    x[1, 159], expected[1, 128:] = bad, np.nan
+    np.testing.assert_array_equal(dequantize(quantize(x, format), format), expected)
+
+
+@formats
+def test_scales_that_do_not_fit_are_refused(format):
+    q = quantize(np.ones((3, 2 * K), SINGLE), format, static_for(format))
+    assert dequantize(q, format).shape == (3, 2 * K)
+    for scales in (jnp.ones((2, *q.scales.shape[1:])), jnp.ones((3, 7)), jnp.ones((3, 1, 1)), jnp.ones(3)):
+        with pytest.raises(ValueError, match=rf"`q.scales` \(shape .* must be .* for {format.name} inputs of shape"):
+            dequantize(q._replace(scales=scales.astype(q.scales.dtype)), format)
+
+
+WHOLE = [format for format in ALL if isinstance(format.block_size, int) and not format.short_block]
+
+
+@pytest.mark.parametrize("format", WHOLE, ids=lambda format: format.name)
 def test_part_of_a_block_is_refused(format):
     message = rf"`x.shape\[-1\]` \(=33\) must be a multiple of {format.block_size}"
     with pytest.raises(ValueError, match=message):
@@ -349,7 +419,7 @@ def test_a_static_scale_out_of_range_is_refused_or_nan(format, bad):
         with pytest.raises(ValueError, match=r"`static_scale` \(=.*\) must lie between 1.17.*e-38 and .*e\+35"):
             quantize(x, format, scale)
     q = jax.jit(quantize, static_argnums=1)(x, format, bad)
-    assert np.isnan(dequantize(q)).all()
+    assert np.isnan(dequantize(q, format)).all()
 
 
 @pytest.mark.parametrize("format", [f for f in ALL if f.static], ids=lambda format: format.name)
@@ -357,16 +427,18 @@ def test_static_scales_reach_as_far_as_they_may(format):
     x = np.full(SHAPE, LARGEST, SINGLE)
     most = SINGLE(np.nextafter(LARGEST / SINGLE(format.largest), SINGLE(0)))
     q = quantize(x, format, most)
-    assert np.isfinite(dequantize(q)).all()
+    assert np.isfinite(dequantize(q, format)).all()
     with pytest.raises(ValueError, match="must lie between"):
         quantize(x, format, SINGLE(most * 1.001))
-    assert np.isfinite(dequantize(quantize(x, format, TINY))).all()
+    assert np.isfinite(dequantize(quantize(x, format, TINY), format)).all()
 
 
 def test_the_table_and_what_its_formats_say():
-    assert [*INPUT_FORMATS] == ["fp8_static", "fp8_token", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int8_token"]
+    assert [*INPUT_FORMATS] == [
+        *("fp8_static", "fp8_token", "fp8_block", "fp8_block_ue8m0", "mxfp8", "mxfp4", "nvfp4", "int8_token")
+    ]
     assert all(format.name == name for name, format in INPUT_FORMATS.items())
-    assert [format.largest for format in ALL] == [448, 448, 448, 448, 6, 2688, 127]
+    assert [format.largest for format in ALL] == [448, 448, 448, 448, 448, 6, 2688, 127]
     assert [format.name for format in ALL if format.static] == ["fp8_static", "nvfp4"]
     assert [format.name for format in ALL if not format.dynamic] == ["fp8_static"]
     assert len({*ALL}) == len(ALL)  # hashable, as jit's static arguments must be
@@ -419,6 +491,8 @@ def test_static_scales_that_cannot_be_are_refused(bad):
         ("fp8_static", "fp8", (None, "fp8_token", "fp8_static"), "fp8_static"),
         (None, "fp8", (None, "fp8_static", "fp8_block"), "fp8_block"),  # the family's order, not that of `supported`
         (None, "fp8", (None, "fp8_block", "fp8_token"), "fp8_token"),
+        (None, "fp8", (None, "fp8_static", "fp8_block_ue8m0"), "fp8_block_ue8m0"),
+        ("fp8_block_ue8m0", "fp8", (None, "fp8_block", "fp8_block_ue8m0"), "fp8_block_ue8m0"),
         (None, "fp4", ("nvfp4",), "nvfp4"),
     ],
 )

@@ -184,7 +184,7 @@ def test_scan_over_layers(x):
 def test_a_120b_sized_module_in_eval_shape_allocates_nothing():
     key = jax.random.key(0)
     before = {id(a) for a in jax.live_arrays()}
-    layer = MoE(2880, 2880, 128, 4, activation=GPT_OSS, bias=True)
+    layer = MoE(2880, 2880, 128, 4, activation=GPT_OSS, bias=True, layout="packed")
     shapes = jax.eval_shape(layer.init, key, jax.ShapeDtypeStruct((7, 2880), jnp.bfloat16))
     assert nn.meta.unbox(shapes)["quantized"]["gate_up_scales"].shape == (128, 5760, 90)
     assert {id(a) for a in jax.live_arrays()} <= before

@@ -29,7 +29,7 @@ from test_backends import check
 
 import jmx
 from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul, formats, inputs, tuning
-from jmx.backends import resolve_layout
+from jmx.backends import BACKENDS, resolve_layout
 from jmx.formats import FORMATS, MXFP4, BlockScaled
 from jmx.inputs import INPUT_FORMATS
 from jmx.layouts import WeightSpec
@@ -67,7 +67,7 @@ PAIRS = [
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"hidden_size": 100}, Reason.SHAPE, "hidden_size 100"),
-        ({"input_format": "fp8_block"}, Reason.SHAPE, "multiple of 128"),
+        ({"input_format": "fp8_block"}, Reason.SHAPE, "hidden_size 64 must be a multiple of 128 for fp8_block inputs"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
@@ -76,6 +76,26 @@ def test_what_it_refuses_of_a_problem(change, reason, told):
     assert rejection is not None
     assert rejection.reason is reason
     assert told in rejection.detail
+
+
+@pytest.mark.parametrize("sizes", [(160, 256), (256, 136), (100, 1)])
+def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
+    """Which reads the kernel's layout, too."""
+    problem = dataclasses.replace(PROBLEM, format="fp8_block", input_format="fp8_block")
+    problem = dataclasses.replace(problem, hidden_size=sizes[0], intermediate_size=sizes[1])
+    selection = jmx.select(problem, HOPPER, None, BACKENDS)
+    assert selection.backend.name == "xla"
+    told = next(str(no) for name, no in selection.trail if name == "mosaic_fp8")
+    assert "must be a multiple of 128 for fp8_block inputs" in told
+    assert "backend='xla', or leave inputs as they are" in told
+    case = Case(hidden=sizes[0], intermediate=sizes[1], num_experts=2, format="fp8_block", input_format="fp8_block")
+    experts = draw_weights(rng, case).experts(case)
+    x, routing = draw_x(rng, case), draw_routing(rng, case)
+    packed, laid = (
+        jmx.moe(x, routing, experts.prepare(layout), activation=case.activation, backend="xla")
+        for layout in ("packed", LAYOUT.name)
+    )
+    np.testing.assert_array_equal(packed, laid)
 
 
 @pytest.mark.parametrize(("device", "reason"), [("cpu", Reason.PLATFORM), ("b200", Reason.COMPUTE_CAPABILITY)])

@@ -13,8 +13,9 @@ import numpy as np
 from examples.common.float_moe import FloatExperts
 from jmx import quantization
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
-from jmx.checkpoint.compressed_tensors.config import FILE, PLACES
+from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.compressed_tensors.modelopt import FILE as MODELOPT_FILE
+from jmx.checkpoint.compressed_tensors.places import find_quantization
 from jmx.checkpoint.placement import place
 from jmx.checkpoint.quantizing import experts as float_experts
 from jmx.experts import Experts
@@ -53,7 +54,8 @@ class Checkpoint:
         self._declared_inputs = declared_inputs
         self._advance: Callable[[int], object] = lambda _: None
         contents = shards.read_object(self.path / FILE)
-        quantised = any(contents.get(key) is not None for key in PLACES) or (self.path / MODELOPT_FILE).exists()
+        found = find_quantization(self.path / FILE, contents)
+        quantised = found is not None or (self.path / MODELOPT_FILE).exists()
         if quantised and format is not None:
             raise CheckpointError(self.path / FILE, f"experts are quantised already, and not to {format.name}")
         self.reader = compressed_tensors.Reader(path, gate_up_order) if quantised else None
@@ -130,12 +132,7 @@ class Checkpoint:
         """The experts of the module of that name, on the device."""
         self._advance(sum(t.nbytes for its, t in self.tensors.items() if its.startswith(f"{name}.")))
         if self.reader is not None:
-            try:
-                return self.reader.experts(name, inputs=self._declared_inputs)
-            except CheckpointError:
-                raise
-            except ValueError as error:  # inputs' blocks that do not divide the sizes
-                raise CheckpointError(self.path, f"experts {name!r}: {error}") from error
+            return self.reader.experts(name, inputs=self._declared_inputs)
         layer = self._floats[name]
 
         def stacked(*parts: str) -> jax.Array:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.entries import Entries
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError, read_json
 
 FILE = "config.json"

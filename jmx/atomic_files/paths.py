@@ -66,7 +66,7 @@ def check_apart(**paths: str | os.PathLike[str] | None) -> None:
     """
     given = {name: path for name, path in paths.items() if path is not None}
     for (name, path), (other, its) in itertools.permutations(given.items(), 2):
-        if any(_holds(place(path).resolve(), found) for found in _places(Path(its))):
+        if any(_holds(_real(place(path)), found) for found in _places(Path(its))):
             raise ValueError(
                 f"`{name}` (={os.fspath(path)!r}) must not be, hold or lie in `{other}` (={os.fspath(its)!r})"
             )
@@ -74,9 +74,14 @@ def check_apart(**paths: str | os.PathLike[str] | None) -> None:
 
 def _places(path: Path) -> Iterator[Path]:
     """Where `path` is, and where the links in it point to."""
-    yield path.resolve()
+    yield _real(path)
     with contextlib.suppress(OSError):
-        yield from (entry.resolve() for entry in path.iterdir() if entry.is_symlink())
+        yield from (_real(entry) for entry in path.iterdir() if entry.is_symlink())
+
+
+def _real(path: Path) -> Path:
+    """As `Path.resolve`, but no error for a link to itself."""
+    return Path(os.path.realpath(path))
 
 
 def _holds(directory: Path, path: Path) -> bool:
@@ -97,4 +102,4 @@ def _holds(directory: Path, path: Path) -> bool:
 def place(path: str | os.PathLike[str]) -> Path:
     """The absolute path of the name that `path` ends with, which may be that of a link."""
     path = Path(path).absolute()
-    return path.resolve() if path.name in ("", "..") else path
+    return _real(path) if path.name in ("", "..") else path

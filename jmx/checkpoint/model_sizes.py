@@ -8,6 +8,8 @@ from jmx.checkpoint.shards import CheckpointError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _HIDDEN_SIZE = ("hidden_size",)
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_HIDDEN_ACT = ("hidden_act", "hidden_activation")
 _INNER = "text_config"  # of models that take more than text
 
 
@@ -16,10 +18,29 @@ def check_model_sizes(file: Path, config: Mapping[str, Any], layer: str, *, num_
 
     Else the last of the experts could be missing unseen. What the config does not say is not checked.
     """
-    inner = config.get(_INNER)
-    for entries in (config, inner if isinstance(inner, dict) else {}):
+    for entries in _places(config):
         for keys, found, what in ((_NUM_EXPERTS, num_experts, "experts"), (_HIDDEN_SIZE, hidden_size, "inputs")):
             for key in keys:
                 said = entries.get(key)
                 if type(said) is int and said != found:
                     raise CheckpointError(file, f"`{key}` (={said}) must be {found}, the {what} that {layer!r} has")
+
+
+def top_k(config: Mapping[str, Any]) -> int | None:
+    """Experts of a token, or None where the config does not say."""
+    return _said(config, _TOP_K, int)
+
+
+def hidden_act(config: Mapping[str, Any]) -> str | None:
+    """The name of the activation's function, or None where the config does not say."""
+    return _said(config, _HIDDEN_ACT, str)
+
+
+def _said(config: Mapping[str, Any], keys: tuple[str, ...], kind: type) -> Any:
+    given = (entries.get(key) for entries in _places(config) for key in keys)
+    return next((value for value in given if type(value) is kind), None)
+
+
+def _places(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    inner = config.get(_INNER)
+    return (config, inner) if isinstance(inner, dict) else (config,)

@@ -4,52 +4,43 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jmx.atomic_files import check_new, new_path
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.shards import CheckpointError
-from jmx.experts import Experts
+from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
+from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
-
-_NOTE = "jmx_experts"
-
-
-class _Layer(NamedTuple):
-    """A MoE layer of a module: where its arrays stand in the flat state, and its experts."""
-
-    prefix: str
-    experts: Experts
-
-    def named(self) -> dict[str, Any]:
-        return {self.prefix + name: array for name, array in self.experts.arrays().items()}
-
-    def note(self) -> dict[str, Any]:
-        """What must be known of the experts, beside their arrays, to read them."""
-        experts = self.experts
-        return {"layout": experts.layout, "gate_up_order": experts.gate_up_order, "format": experts.format.name}
 
 
 def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     """Saves all variables of `module` as an Orbax checkpoint, experts in the layout in which they lie.
 
-    Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values"; the checkpoint's custom
-    metadata say each MoE layer's layout, order of gate and up, and format. `path` appears when it is complete.
+    Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values"; what else must be known of each
+    MoE layer is in the checkpoint's custom metadata, see `jmx.checkpoint.orbax_note`. `path` appears when it is
+    complete.
 
     Raises:
         FileExistsError, FileNotFoundError: `path` exists, or the directory that should hold it does not.
+        TypeError, ValueError: a module that is none, variables without values, two of one name, and a MoE layer that
+            shares weights with another.
     """
     check_new(path)
     arrays, layers = _flatten(module)
+    for name, array in arrays.items():
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise TypeError(f"variable {name!r} of `module` (a ShapeDtypeStruct) must have a value")
+    note = note_of(layers)
     # Orbax too writes beside and renames, but leaves its directory there on errors. Where several processes write one
     # checkpoint together, only Orbax can see to it.
     alone = jax.process_count() == 1
     with new_path(path) if alone else contextlib.nullcontext(Path(path)) as place:
-        orbax_arrays.write(place, arrays, {_NOTE: {layer.prefix: layer.note() for layer in layers}})
+        orbax_arrays.write(place, arrays, note)
 
 
 def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
@@ -58,43 +49,41 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
     Args:
         path: the checkpoint.
         module: of the same structure; its layouts may differ. Its values are not looked at, so
-            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held. Variables that say
-            no place go to the whole mesh on which others lie, else to the default device.
+            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held: under
+            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables that say no place go to the
+            whole mesh on which others lie, else to the default device. Experts that were saved in another layout are
+            read split as these, where their shapes can be, else along the axis of experts alone (whole, if that is not
+            split), and moved once they have their layout.
 
     Returns:
         A new module; expert weights have the bits that were saved, in the layouts of `module`.
 
     Raises:
-        CheckpointError: no checkpoint, or one whose arrays or experts are not those of `module`, naming the first one.
+        CheckpointError: no checkpoint, a damaged one, or one whose arrays or experts are not those of `module` but for
+            the layout, naming the file and the first array or key.
+        TypeError, ValueError: those of `save`, and a module that is split over a mesh without devices.
     """
     path = Path(path)
-    graph, state = nnx.split(module)
     arrays, layers = _flatten(module)
+    graph, state = nnx.split(module)
     stored = orbax_arrays.describe(path)
-    notes = (stored.note or {}).get(_NOTE)
-    if notes is None:
-        raise CheckpointError(path, f"must be a checkpoint that jmx saved: its custom metadata lack {_NOTE!r}")
+    layouts = layouts_of(orbax_arrays.note(path, stored, KEY), layers)
     places = _places(arrays)
     wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name]) for name, a in arrays.items()}
-    as_saved = []
-    for layer in layers:
-        note = notes.get(layer.prefix, {})
-        for key, value in layer.note().items():
-            if key != "layout" and note.get(key) != value:
-                raise CheckpointError(path, f"`{key}` of {layer.prefix!r} is {note.get(key)!r}, but must be {value!r}")
-        layout = note["layout"]
-        saved = _Layer(
-            layer.prefix, jax.eval_shape(lambda experts, layout=layout: experts.prepare(layout), layer.experts)
-        )
-        as_saved.append(saved)
-        wanted |= {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[n]) for n, a in saved.named().items()}
+    as_saved = [_prepared(layer, layout) for layer, layout in zip(layers, layouts, strict=True)]
+    for layer, saved in zip(layers, as_saved, strict=True):
+        if saved.experts.layout != layer.experts.layout:
+            kept = len(layer.experts.canonical_shape()) - 2
+            wanted |= {
+                name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_reading_place(places[name], a.shape, kept))
+                for name, a in saved.named().items()
+            }
     orbax_arrays.check(path, stored.arrays, wanted)
     read = orbax_arrays.read(path, wanted)
     for layer, saved in zip(layers, as_saved, strict=True):
-        experts = saved.experts.with_arrays(
-            {name.removeprefix(layer.prefix): read.pop(name) for name in layer.named()}
-        ).prepare(layer.experts.layout, donate=True)
-        read |= _Layer(layer.prefix, experts).named()
+        experts = saved.experts.with_arrays({n.removeprefix(layer.prefix): read.pop(n) for n in saved.named()})
+        moved = Layer(layer.path, _moved(experts, layer.experts.layout)).named()
+        read |= {name: jax.device_put(array, places[name]) for name, array in moved.items()}
     flat = [(key, variable.replace(read[_name(key)])) for key, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -103,21 +92,84 @@ def _name(key: tuple[Any, ...]) -> str:
     return ".".join(map(str, key))
 
 
-def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[_Layer]]:
-    """All arrays (or their shapes) by name, and the MoE layers."""
-    arrays = {_name(key): variable.get_value() for key, variable in nnx.to_flat_state(nnx.state(module))}
-    layers = []
-    for key, node in nnx.iter_graph(module):
-        if isinstance(node, MoE):
-            prefix = "".join(f"{part}." for part in key)
-            its_arrays = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
-            layers.append(_Layer(prefix, node.skeleton.with_arrays(its_arrays)))
-    return arrays, layers
+def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[Layer]]:
+    """All arrays (or their shapes) by name, and the MoE layers. TypeError, ValueError for what has no place there."""
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"`module` (a {type(module).__name__}) must be a flax.nnx.Module")
+    arrays: dict[str, Any] = {}
+    for key, variable in nnx.to_flat_state(nnx.state(module)):
+        name, array = _name(key), variable.get_value()
+        if not isinstance(array, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+            raise TypeError(f"variable {name!r} of `module` (a {type(array).__name__}) must be an array")
+        if name in arrays:
+            raise ValueError(f"`module` must not have two variables that are called {name!r}")
+        arrays[name] = array
+    return arrays, [_layer(_name(key), node, arrays) for key, node in nnx.iter_graph(module) if isinstance(node, MoE)]
+
+
+def _layer(path: str, moe: MoE, arrays: Mapping[str, Any]) -> Layer:
+    """The layer at `path`, with shapes for arrays: of these alone, how they are split over devices is no part."""
+    prefix = Layer(path, moe.skeleton).prefix
+    shapes = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+    for name in (f"{role}_{name}" for role in ROLES for name in moe.skeleton.format.arrays):
+        if name not in shapes:
+            raise ValueError(f"`module` must have {prefix + name!r} in no other place, but shares it with one")
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in shapes.items()}
+    return Layer(path, moe.skeleton.with_arrays(shapes))
+
+
+def _prepared(layer: Layer, layout: str) -> Layer:
+    """The shapes of a layer in a layout."""
+    return Layer(layer.path, jax.eval_shape(lambda experts: experts.prepare(layout), layer.experts))
 
 
 def _places(arrays: Mapping[str, Any]) -> dict[str, Sharding]:
     """Where each array (or shape) belongs: where it was put, else beside those that were put on a mesh."""
-    put = {name: a.sharding for name, a in arrays.items() if a.sharding is not None and getattr(a, "committed", True)}
+    put = {
+        name: _of_devices(name, a.sharding)
+        for name, a in arrays.items()
+        if getattr(a, "sharding", None) is not None and getattr(a, "committed", True)
+    }
     meshes = [sharding.mesh for sharding in put.values() if isinstance(sharding, NamedSharding)]
     elsewhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else SingleDeviceSharding(jax.devices()[0])
     return {name: put.get(name, elsewhere) for name in arrays}
+
+
+def _of_devices(name: str, sharding: Sharding) -> Sharding:
+    """`sharding` itself, or over the mesh in scope if it has a mesh without devices, as under `nnx.eval_shape`."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, AbstractMesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.shape_tuple != sharding.mesh.shape_tuple:
+        raise ValueError(
+            f"`module` has {name!r} split over a mesh of {dict(sharding.mesh.shape)} and no devices: "
+            "restore inside `jax.set_mesh` of one that has them"
+        )
+    return NamedSharding(mesh, sharding.spec)
+
+
+def _reading_place(place: Sharding, shape: tuple[int, ...], kept: int) -> Sharding:
+    """Where an array of `shape` is read that will move to `place` once it is in another layout.
+
+    It is split likewise if it can be, else along its first `kept` axes alone, which every layout has. Axes of the mesh
+    are no explicit ones, under which jax refuses most of what a layout does.
+    """
+    if not isinstance(place, NamedSharding):
+        return place
+    mesh = Mesh(np.asarray(place.mesh.devices), place.mesh.axis_names)
+    spec = [*place.spec]
+    while spec and spec[-1] is None:
+        spec.pop()
+    with contextlib.suppress(ValueError):
+        if len(spec) <= len(shape):
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            sharding.shard_shape(shape)
+            return sharding
+    return NamedSharding(mesh, PartitionSpec(*spec[:kept]))
+
+
+def _moved(experts: Experts, layout: str) -> Experts:
+    """`experts` in another layout, on the mesh where they are, whichever is in scope. Gives up the old ones."""
+    mesh = getattr(experts.gate_up.values.sharding, "mesh", None)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return experts.prepare(layout, donate=True)

@@ -9,33 +9,56 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jmx.checkpoint.shards import CheckpointError
+from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.shards import CheckpointError, read_object
+
+# Orbax's own files in a checkpoint, both JSON objects.
+CUSTOM_METADATA = "_CHECKPOINT_METADATA"
+_TREE = "_METADATA"
 
 
 class Stored(NamedTuple):
-    """What a checkpoint holds: shape and dtype of each array by name, and the note."""
+    """What a checkpoint holds: shape and dtype of each array by name, and its custom metadata."""
 
     arrays: dict[str, jax.ShapeDtypeStruct]
-    note: Any
+    custom_metadata: Any
 
 
-def write(path: Path, arrays: Mapping[str, Any], note: dict[str, Any]) -> None:
-    """Writes arrays (jax or numpy) and a JSON-able note to a new checkpoint, which Orbax makes appear whole."""
+def write(path: Path, arrays: Mapping[str, Any], custom_metadata: dict[str, Any]) -> None:
+    """Writes arrays (jax or numpy) and a JSON object to a new checkpoint, which Orbax makes appear whole."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), dict(arrays), custom_metadata=note)
+        checkpointer.save(path.absolute(), dict(arrays), custom_metadata=custom_metadata)
         checkpointer.wait_until_finished()  # in here: leaving waits again if this is interrupted
 
 
 def describe(path: Path) -> Stored:
     """What the checkpoint at `path` holds, its arrays not read. CheckpointError if it is none of flat arrays."""
+    if not (path / _TREE).exists():
+        raise CheckpointError(path, f"must be an Orbax checkpoint, a directory that holds {_TREE}")
+    for name in (_TREE, CUSTOM_METADATA):  # Orbax passes over files that are no JSON, or names none of them
+        if (path / name).exists():
+            read_object(path / name)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(path.absolute())
+    except Exception as error:  # Orbax raises errors of many kinds, of which some are plain Exceptions
+        raise CheckpointError(path, f"must be an Orbax checkpoint: {_text(error)}") from error
+    if metadata.item_metadata is None:  # where there is no telling what failed
+        raise CheckpointError(path, "the arrays' shapes cannot be read: manifest.ocdbt or a file of `d` is damaged")
+    try:
         tree = metadata.item_metadata.tree
         arrays = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tree.items()}
-    except Exception as error:  # Orbax raises errors of many kinds, of which some are plain Exceptions
-        raise CheckpointError(path, f"must be an Orbax checkpoint of arrays by name: {error}") from error
+    except Exception as error:
+        raise CheckpointError(path, f"must be an Orbax checkpoint of arrays by name: {_text(error)}") from error
     return Stored(arrays, metadata.custom_metadata)
+
+
+def note(path: Path, stored: Stored, key: str) -> Entries:
+    """What jmx wrote as `key` of the custom metadata. CheckpointError, naming the file, if there is no such object."""
+    file = path / CUSTOM_METADATA
+    if not isinstance(stored.custom_metadata, dict) or key not in stored.custom_metadata:
+        raise CheckpointError(file, f"must be that of a checkpoint that jmx wrote: its custom metadata lack {key!r}")
+    return Entries(file, key, stored.custom_metadata[key])
 
 
 def check(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -61,7 +84,7 @@ def read(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
         with ocp.StandardCheckpointer() as checkpointer:
             return checkpointer.restore(path.absolute(), dict(wanted))
     except Exception as error:  # as in `describe`
-        raise CheckpointError(path, f"the arrays cannot be read: {error}") from error
+        raise CheckpointError(path, f"the arrays cannot be read: {_text(error)}") from error
 
 
 def read_one(path: Path, name: str) -> np.ndarray:
@@ -73,4 +96,8 @@ def read_one(path: Path, name: str) -> np.ndarray:
         with ocp.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(path.absolute(), args=restore)[name]
     except Exception as error:  # as in `describe`
-        raise CheckpointError(path, f"array {name!r} cannot be read: {error}") from error
+        raise CheckpointError(path, f"array {name!r} cannot be read: {_text(error)}") from error
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

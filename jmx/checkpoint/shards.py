@@ -11,7 +11,10 @@ import json
 import math
 import os
 import re
+import reprlib
+import stat
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +51,28 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # what a converted checkpoint has anew, or not at all
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it, and of a checkpoint's other JSON
+MAX_NESTING = 100  # of JSON: deeper than any config, and what Python's own reader and writer both take
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 _CHUNK = 1 << 24  # bytes read and written at a time
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation."""
+    """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation.
+
+    Attributes:
+        file, problem: what the message is made of.
+    """
 
     def __init__(self, file: str | os.PathLike[str], problem: str):
         super().__init__(f"{os.fspath(file)}: {problem}")
+        self.file, self.problem = file, problem
 
 
 @dataclass(frozen=True)
@@ -96,8 +113,9 @@ class Tensor:
 
 
 def read_json(file: Path) -> Any:
-    """The contents of a JSON file. CheckpointError if it is missing or is not JSON."""
-    return parse_json(file, _read_bytes(file), "the file")
+    """The contents of a JSON file. CheckpointError if it is missing, is not JSON or has more than `MAX_JSON_BYTES`."""
+    size = _size(file)
+    return parse_json(file, _read_json_bytes(file, 0, size, "the file"), "the file")
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -109,30 +127,77 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def parse_json(file: Path, raw: bytes, what: str) -> Any:
-    """JSON out of bytes of `file`. CheckpointError, naming `what`, if they are not JSON or name a key twice."""
+    """JSON out of bytes of `file`.
+
+    Raises:
+        CheckpointError: they are not JSON, name a key twice, or nest deeper than `MAX_NESTING`. It names `what`.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        repeated = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
-        if repeated:
-            raise CheckpointError(file, f"{what} must name each key once, but names {sorted(repeated)} again")
-        return dict(pairs)
+        contents = dict(pairs)
+        if len(contents) < len(pairs):
+            count = Counter(key for key, _ in pairs)
+            again = sorted(key for key in count if count[key] > 1)
+            more = f" and {len(again) - 3} others" if len(again) > 3 else ""
+            raise CheckpointError(file, f"{what} must name each key once, but names {again[:3]}{more} again")
+        return contents
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        contents = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        if _nests_deeper(contents, MAX_NESTING):
+            raise RecursionError
     except CheckpointError:
         raise
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of more digits than int() reads
+    except RecursionError as error:
+        raise CheckpointError(file, f"{what} must nest arrays and objects at most {MAX_NESTING} deep") from error
+    except ValueError as error:  # not UTF-8, not JSON, or a number of more digits than int() reads
         raise CheckpointError(file, f"{what} must be JSON: {error}") from error
+    return contents
 
 
-def _read_bytes(file: Path, size: int = -1) -> bytes:
+def _nests_deeper(contents: Any, limit: int) -> bool:
+    level = [contents]
+    for _ in range(limit + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+def _size(file: Path) -> int:
+    """Of a regular file. CheckpointError for all else: a pipe waits for its writer, and a device may have no end."""
+    with _errors_named(file):
+        status = os.stat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(file, f"must be a regular file, but is {_KINDS.get(stat.S_IFMT(status.st_mode), 'none')}")
+    return status.st_size
+
+
+def _read_json_bytes(file: Path, start: int, size: int, what: str) -> bytes:
+    if size > MAX_JSON_BYTES:
+        raise CheckpointError(file, f"{what} has {size} bytes, but must have at most {MAX_JSON_BYTES}")
+    return _read_bytes(file, start, size)
+
+
+def _read_bytes(file: Path, start: int, size: int) -> bytes:
+    with _errors_named(file), file.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(size)
+
+
+@contextlib.contextmanager
+def _errors_named(file: Path) -> Iterator[None]:
+    """Makes errors of the system into CheckpointErrors of `file`."""
     try:
-        with file.open("rb") as stream:
-            return stream.read(size)
+        yield
     except FileNotFoundError as error:
+        if file.is_symlink():
+            raise CheckpointError(file, f"the file is missing: a link to {os.readlink(file)!r}") from error
         raise CheckpointError(file, "the file is missing") from error
     except OSError as error:
+        raise CheckpointError(file, f"the file cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a name that holds a null, or a surrogate
         raise CheckpointError(file, f"the file cannot be read: {error}") from error
 
 
@@ -140,17 +205,18 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file, by name, in the order in which they lie.
 
     Raises:
-        CheckpointError: a header that is not sane (its length, its JSON, an entry), tensors that overlap or leave gaps,
-            or a file that is shorter or longer than its header says.
+        CheckpointError: no regular file; a header that is not sane (its length, which is at most `MAX_JSON_BYTES`, its
+            JSON, an entry), tensors that overlap or leave gaps, or a file that is shorter or longer than its header
+            says.
     """
-    length = int.from_bytes(_read_bytes(file, 8), "little")
-    size = file.stat().st_size
+    size = _size(file)
     if size < 8:
         raise CheckpointError(file, f"the file has {size} bytes, but must begin with 8 that give the header's length")
+    length = int.from_bytes(_read_bytes(file, 0, 8), "little")
     start = 8 + length
     if start > size:
         raise CheckpointError(file, f"the header must end within the file, at byte {start} of {size}")
-    header = parse_json(file, _read_bytes(file, start)[8:], "the header")
+    header = parse_json(file, _read_json_bytes(file, 8, length, "the header"), "the header")
     if not isinstance(header, dict):
         raise CheckpointError(file, f"the header must be a JSON object, not {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
@@ -205,11 +271,13 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         CheckpointError: no directory, no file, a missing shard, an index that disagrees with the shards, a tensor in
             two files, or what `read_header` raises.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(directory, "must be a directory that holds a checkpoint")
-    if (directory / INDEX).exists():
+    with _errors_named(directory):
+        names = os.listdir(directory)
+    if INDEX in names:
         return _read_index(directory)
-    files = sorted(directory.glob("*.safetensors"))
+    files = [directory / name for name in sorted(names) if name.endswith(".safetensors")]
     if not files:
         raise CheckpointError(directory, "must hold *.safetensors files, but holds none")
     _check_numbers(directory, files)
@@ -228,35 +296,47 @@ def _read_index(directory: Path) -> dict[str, Tensor]:
     places = contents.get("weight_map") if isinstance(contents, dict) else None
     if not isinstance(places, dict) or not places:
         raise CheckpointError(index, "must have `weight_map`, an object that gives each tensor's file")
+    expected: dict[str, set[str]] = {}
     for name, place in places.items():
-        if not isinstance(place, str) or Path(place).name != place:
+        if not isinstance(place, str) or place in ("", "..") or Path(place).name != place:
             raise CheckpointError(index, f"tensor {name!r} must be in a file of the same directory, not {place!r}")
+        expected.setdefault(place, set()).add(name)
+    for place, names in expected.items():
+        _check_shard(index, min(names), place)
     tensors: dict[str, Tensor] = {}
-    for place in sorted(set(places.values())):
+    for place in sorted(expected):
         file = directory / place
-        if not file.exists():
-            raise CheckpointError(file, f"the shard is missing, which {INDEX} names")
         found = read_header(file)
-        expected = {name for name, its_place in places.items() if its_place == place}
-        for name in sorted(expected - found.keys()):
+        for name in sorted(expected[place] - found.keys()):
             raise CheckpointError(file, f"tensor {name!r} is missing, which {INDEX} places here")
-        for name in sorted(found.keys() - expected):
+        for name in sorted(found.keys() - expected[place]):
             raise CheckpointError(file, f"tensor {name!r} is here, but {INDEX} does not say so")
         tensors |= found
     return tensors
 
 
+def _check_shard(index: Path, tensor: str, place: str) -> None:
+    """CheckpointError if there is no file of the name that the index gives, or none can have it."""
+    try:
+        os.lstat(index.parent / place)
+    except FileNotFoundError as error:
+        raise CheckpointError(index.parent / place, f"the shard is missing, which {INDEX} names") from error
+    except (OSError, ValueError) as error:  # too long; a null, or a surrogate
+        why = getattr(error, "strerror", None) or error
+        shown = reprlib.Repr(maxstring=100).repr(place)
+        raise CheckpointError(index, f"tensor {tensor!r} must be in a file, not in {shown}: {why}") from error
+
+
 def _check_numbers(directory: Path, files: Sequence[Path]) -> None:
     """Without an index, only the names of numbered shards tell whether one is missing."""
-    for file in files:
-        match = _NUMBERED.fullmatch(file.name)
-        if match is None:
-            continue
-        width, count = len(match["number"]), match["count"]
+    matches = (_NUMBERED.fullmatch(file.name) for file in files)
+    names = {file.name for file in files}
+    for stem, width, count in dict.fromkeys((m["stem"], len(m["number"]), m["count"]) for m in matches if m):
         for number in range(1, int(count) + 1):
-            shard = directory / f"{match['stem']}-{number:0{width}}-of-{count}.safetensors"
-            if not shard.exists():
-                raise CheckpointError(shard, f"the shard is missing, which belongs to {file.name}")
+            name = f"{stem}-{number:0{width}}-of-{count}.safetensors"
+            if name not in names:
+                others = f"others of which are {stem}-*-of-{count}.safetensors"
+                raise CheckpointError(directory / name, f"the shard is missing, {others}")
 
 
 # Writing

@@ -5,7 +5,8 @@ jax stand inside the functions, so that `--help` and usage errors are quick. Res
 """
 
 import argparse
-import contextlib
+import errno
+import io
 import os
 import pathlib
 import sys
@@ -14,7 +15,8 @@ from types import ModuleType
 
 from jmx._version import __version__
 from jmx.cli import bench, build, convert, doctor, explain, signals, tune
-from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser
+from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser, fail, to_stderr
+from jmx.cli.completion import PrintCompletion
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_SIGNAL", "EXIT_USAGE", "main"]
 
@@ -29,31 +31,66 @@ _EPILOG = """exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the program's arguments) asks for, and returns its exit code."""
-    arguments = parser().parse_args(argv)
+    _open_streams()
     try:
         with signals.as_exceptions():
-            if hasattr(arguments, "compilation_cache"):
-                _use_compilation_cache(arguments.compilation_cache)
-            return arguments.command(arguments)
+            try:
+                return _run(sys.argv[1:] if argv is None else argv)
+            finally:
+                _flush()
     except signals.Terminated as e:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"jmx: ended by {e}", file=sys.stderr)
+        to_stderr(f"jmx: ended by {e}")
         return EXIT_SIGNAL + e.number
     except KeyboardInterrupt:
-        print("jmx: interrupted", file=sys.stderr)
+        to_stderr("jmx: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe has gone: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_NO
     except (ValueError, TypeError, OSError) as e:
-        return _fail(e, EXIT_USAGE)
+        return fail(e, EXIT_NO if getattr(e, "errno", None) in _MACHINE else EXIT_USAGE)
     except (RuntimeError, ImportError, MemoryError) as e:
-        return _fail(e, EXIT_NO)
+        return fail(e, EXIT_NO)
 
 
-def _fail(error: Exception, code: int) -> int:
-    print(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-    return code
+# What no other argument helps against: a full disk, one that is broken, a process out of memory or of open files.
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+def _run(argv: Sequence[str]) -> int:
+    whole = parser()
+    if not argv:
+        whole.print_help()
+        return EXIT_OK
+    arguments = whole.parse_args(argv)
+    if not hasattr(arguments, "command"):
+        whole.error("a COMMAND is required")
+    if hasattr(arguments, "compilation_cache"):
+        _use_compilation_cache(arguments.compilation_cache)
+    return arguments.command(arguments)
+
+
+def _open_streams() -> None:
+    """Makes stdout and stderr such that nothing printed to them fails for its characters, or goes elsewhere.
+
+    Files that are opened take the numbers of streams that were closed: warnings of libraries would go into them.
+    """
+    if sys.stdout is None or sys.stderr is None:
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name need not be text
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
+        raise
 
 
 def parser() -> Parser:
@@ -74,7 +111,10 @@ def parser() -> Parser:
         parents=[shared],
     )
     whole.add_argument("--version", action="version", version=f"jmx {__version__}")
-    commands = whole.add_subparsers(metavar="COMMAND", required=True)
+    whole.add_argument(
+        "--print-completion", action=PrintCompletion, help="print a script for this shell that completes `jmx` in it"
+    )
+    commands = whole.add_subparsers(metavar="COMMAND")
 
     def add(name: str, module: ModuleType, summary: str) -> None:
         command = commands.add_parser(
@@ -99,9 +139,15 @@ def parser() -> Parser:
 
 
 def _use_compilation_cache(directory: str) -> None:
+    try:
+        if not directory:
+            raise ValueError("it has no name")
+        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ValueError(f"`--compilation-cache` (={directory!r}) cannot be a directory: {why}") from e
     import jax
 
-    pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

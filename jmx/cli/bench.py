@@ -3,7 +3,6 @@
 import argparse
 import os
 import pathlib
-import sys
 from typing import Any
 
 from jmx.cli.common import (
@@ -13,9 +12,11 @@ from jmx.cli.common import (
     check_directories,
     check_known,
     counts,
+    number,
     print_json,
     resolved_pair,
     show,
+    to_stderr,
 )
 
 
@@ -32,9 +33,9 @@ def add(command: Parser) -> None:
     )
     command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
     command.add_argument(
-        "--layers", type=int, metavar="N", help="different layers in one call (default 16 up to 16 tokens, 4 beyond)"
+        "--layers", type=number, metavar="N", help="different layers in one call (default 16 up to 16 tokens, 4 beyond)"
     )
-    command.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each median (default 5)")
+    command.add_argument("--repeats", type=number, default=5, metavar="N", help="samples of each median (default 5)")
     command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
     command.add_argument("--from", dest="saved", metavar="FILE", help="measure nothing: show a saved JSON file")
     command.add_argument(
@@ -86,7 +87,7 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
     from jmx import bench, shapes
 
     on_cpu = jax.default_backend() == "cpu"
-    model = arguments.model or ("small" if on_cpu else "gpt-oss-120b")
+    model = arguments.model if arguments.model is not None else "small" if on_cpu else "gpt-oss-120b"
     backends = None if arguments.backends is None else arguments.backends.split(",")
     check_known("--model", model, shapes.MODELS)
     check_known("--routing", arguments.routing, shapes.ROUTINGS)
@@ -102,6 +103,6 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
         layers=arguments.layers,
         repeats=arguments.repeats,
         seed=arguments.seed,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=to_stderr,
         so_far=lambda report: None if part is None else report.save(str(part)),
     )

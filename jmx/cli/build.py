@@ -3,13 +3,13 @@
 import argparse
 import pathlib
 
-from jmx.cli.common import EXIT_OK, Parser, check_directories, check_known
+from jmx.cli.common import EXIT_OK, Parser, check_directories, check_known, number
 
 
 def add(command: Parser) -> None:
     command.add_argument("engine", metavar="BACKEND", help="cutlass: FlashInfer's kernels for Hopper, 5 to 20 minutes")
     command.add_argument("--arch", default="sm_90a", metavar="NAME", help="of the GPU (default and only one: sm_90a)")
-    command.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: as many as fit here)")
+    command.add_argument("--jobs", type=number, metavar="N", help="compilers at a time (default: as many as fit here)")
     command.add_argument("--output", metavar="FILE", help="the library to write (default: in this user's own cache)")
     command.add_argument("--again", action="store_true", help="compile although it is there")
 

@@ -1,47 +1,114 @@
 """What commands share: their parser, the checks of their arguments, and how results are printed."""
 
 import argparse
+import contextlib
 import difflib
 import json
+import os
 import pathlib
+import reprlib
+import shutil
+import stat
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+MOST = (1 << 31) - 1  # of sizes and counts: what 32-bit indices reach
+_WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, where neither a terminal nor COLUMNS says
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_SIGNAL = 128  # and the number of the signal that ended the command
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"jmx: error: {message} (see `{self.prog} --help`)\n")
+        self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse does, but that a help or a version which cannot be written is an error."""
+        if file is None or file is sys.stderr:
+            super()._print_message(message, file)
+        else:
+            file.write(message)
+
+
+def fail(error: Exception, code: int) -> int:
+    """Prints what is wrong, as one line on stderr, and gives `code` back."""
+    to_stderr(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}")
+    return code
+
+
+def to_stderr(line: str) -> None:
+    """Prints a line on stderr, if anybody reads it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def add_json(command: Parser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON on stdout instead of a table")
 
 
+def number(text: str) -> int:
+    """A whole number, for a parser. Whether it may be 0 or less, whoever takes it says."""
+    (value,) = _numbers([text], text, "must be a whole number")
+    return value
+
+
 def counts(text: str) -> list[int]:
+    """Whole numbers with commas between them, for a parser."""
+    return _numbers(text.split(","), text, "must be whole numbers with commas between them")
+
+
+def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
+    shown = reprlib.Repr(maxstring=50).repr(text)
     try:
-        return [int(part) for part in text.split(",")]
+        values = [int(part) for part in parts]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between them") from None
+        raise argparse.ArgumentTypeError(f"{shown} {rule}") from None
+    if any(abs(value) > MOST for value in values):
+        raise argparse.ArgumentTypeError(f"{shown} must be at most {MOST}")
+    return values
 
 
-def check_known(flag: str, value: str, known: Iterable[str]) -> None:
-    """Raises ValueError, naming what is known and what is nearest, unless `value` is known."""
+def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool = False) -> str:
+    """The name in `known` that `value` is, with `any_case` whatever its case. ValueError, naming all, if it is none."""
     names = sorted(known)
-    if value not in names:
-        near = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
+    lower = {name.lower(): name for name in names}
+    if value in names:
+        return value
+    if any_case and value.lower() in lower:
+        return lower[value.lower()]
+    near = difflib.get_close_matches(value.lower(), lower, n=1)
+    meant = f"; did you mean {lower[near[0]]!r}?" if near else ""
+    raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
 
 
 def check_directories(*paths: str | None) -> None:
-    """Raises ValueError for a file that could not be written, before the work that it is to hold."""
-    for path in filter(None, paths):
-        if not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: its directory does not exist")
+    """Raises ValueError for a file that could not be written, before the work that it is to hold.
+
+    What is there may be replaced if it is a regular file; a device such as /dev/null is not one.
+    """
+    for path in (path for path in paths if path is not None):
+        if (fault := _writing_fault(path)) is not None:
+            raise ValueError(f"{path or repr(path)} cannot be written: {fault}")
+
+
+def _writing_fault(path: str) -> str | None:
+    directory = pathlib.Path(path).absolute().parent
+    if not path:
+        return "it is no file's name"
+    if not os.path.isdir(directory):
+        return "its directory does not exist"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return "its directory may not be written to"
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null
+        return getattr(error, "strerror", None) or str(error)
+    if stat.S_ISREG(mode):
+        return None
+    return "it is a directory" if stat.S_ISDIR(mode) else "it is no regular file"
 
 
 def check_pair(pair: str) -> tuple[str, str | None]:
@@ -69,7 +136,8 @@ def resolved_pair(pair: str) -> str:
 def show(*results: Any) -> None:
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    width = shutil.get_terminal_size((_WIDTH_OF_FILES, 0)).columns
+    console = Console(width=max(width, _LEAST_WIDTH), highlight=False)
     for result in results:
         console.print(result)
 

@@ -5,6 +5,7 @@ import argparse
 from jmx.cli.common import (
     EXIT_OK,
     Parser,
+    check_directories,
     check_known,
     print_json,
     show,
@@ -71,6 +72,7 @@ def _convert_quantized(arguments: argparse.Namespace) -> int:
     from jmx.checkpoint import quantizing
 
     check_known("--quantize", arguments.quantize, formats.FORMATS)
+    check_directories(arguments.report)
     report = quantizing.convert(
         arguments.source,
         arguments.target,

@@ -2,17 +2,19 @@
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jmx.cli import checkpoint
 from jmx.cli.common import (
     EXIT_NO,
     EXIT_OK,
+    MOST,
     Parser,
     add_json,
     check_known,
     check_pair,
     counts,
+    number,
     print_json,
     show,
 )
@@ -27,10 +29,15 @@ def add(command: Parser) -> None:
         "sizes", "from a checkpoint or a named model; what is given one by one goes before those"
     )
     source = sizes.add_mutually_exclusive_group()
-    source.add_argument("--checkpoint", metavar="DIR", help="of gpt-oss, or with quantised experts")
+    source.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="of gpt-oss, or of any model whose experts are quantized, or floats that `jmx convert --quantize` takes: "
+        "these are explained as rounded to --format",
+    )
     source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
     for name in ("hidden", "intermediate", "experts", "top-k"):
-        sizes.add_argument(f"--{name}", type=int, metavar="N")
+        sizes.add_argument(f"--{name}", type=number, metavar="N")
     call = command.add_argument_group("the call")
     call.add_argument("--tokens", type=counts, default=[1], metavar="N,...", help="token counts (default 1)")
     call.add_argument("--dtype", metavar="NAME", help="of the activations (default bfloat16)")
@@ -60,12 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     from jmx.explain import explain_problem
     from jmx.selection import Environment, known_devices
 
-    if arguments.device is not None:
-        check_known("--device", arguments.device, known_devices())
     if arguments.backend is not None:
         check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
-    environment = Environment.named(arguments.device) if arguments.device is not None else Environment.probe()
-    problems = _problems(arguments, environment)
+    if arguments.device is None:
+        environment = Environment.probe()
+    else:
+        environment = Environment.named(check_known("--device", arguments.device, known_devices(), any_case=True))
+    problems, floats = _problems(arguments, environment)
     declared = arguments.format is None  # then inputs are rounded only if a checkpoint says so
     explanations = [
         explain_problem(
@@ -74,22 +82,36 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in problems
     ]
     if arguments.json:
-        print_json([explanation.as_dict() for explanation in explanations])
+        print_json([explanation.as_dict() | {"rounded_from": floats} for explanation in explanations])
     else:
+        if floats is not None:
+            print(_rounded(floats, problems[0].format))
         show(*explanations)
     return EXIT_OK if all(explanation.chosen is not None for explanation in explanations) else EXIT_NO
 
 
-def _problems(arguments: argparse.Namespace, environment: "Environment") -> list["Problem"]:
-    """The problem that the flags of `jmx explain` name, at each token count. ValueError for one that cannot be."""
+def _rounded(floats: str, format: str) -> str:
+    from jmx.checkpoint.quantizing import WRITABLE
+
+    how = f", as `jmx convert --quantize {format}` does" if format in WRITABLE else ""
+    return f"the checkpoint's experts are {floats}: explained as rounded to {format}{how} (another: --format)"
+
+
+def _problems(arguments: argparse.Namespace, environment: "Environment") -> tuple[list["Problem"], str | None]:
+    """The problem that the flags of `jmx explain` name, at each token count, and the dtype of a checkpoint's floats.
+
+    ValueError for one that cannot be.
+    """
     from jmx import experts, formats, layouts
     from jmx.activations import SwiGLU
     from jmx.backends import resolve_layout
     from jmx.selection import Problem
 
     fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
+    floats = None
     if arguments.checkpoint is not None:
-        fields |= _checkpoint_fields(arguments.checkpoint, arguments.gate_up_order)
+        found, floats = checkpoint.read_fields(arguments)
+        fields |= found
     elif arguments.model is not None:
         fields |= _model_fields(arguments.model)
     flags = {
@@ -119,6 +141,9 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
             f"`--gate-up-order` (={order or 'none'}) does not fit `--activation` (={fields['activation']}), "
             f"which has {'a' if gated else 'no'} gate"
         )
+    for name in _FIELD.values():
+        if fields[name] > MOST:
+            raise ValueError(f"`{name}` (={fields[name]}) must be at most {MOST}")
     sizes = (fields["num_experts"], fields["hidden_size"], fields["intermediate_size"])
     format, inputs = formats.FORMATS[fields["format"]], fields.get("input_format")
     experts.check_sizes(*sizes, format, inputs)
@@ -129,67 +154,10 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> list
             raise ValueError(f"`--tokens` (={count}) must be at least 1")
     layout = resolve_layout(arguments.layout, environment, format, inputs)
     fields |= {"layout": layout, "weights_on": arguments.weights_on}
-    return [Problem(num_tokens=count, **fields) for count in arguments.tokens]
+    return [Problem(num_tokens=count, **fields) for count in arguments.tokens], floats
 
 
 _FIELD = {"hidden": "hidden_size", "intermediate": "intermediate_size", "experts": "num_experts", "top-k": "top_k"}
-
-
-def _checkpoint_fields(directory: str, gate_up_order: str | None) -> dict[str, Any]:
-    from jmx.activations import SwiGLU
-    from jmx.checkpoint import gpt_oss
-
-    entries = _config_entries(directory)
-    by_a_tool = _quantised_by_a_tool(directory, entries)
-    if entries.get("model_type") != "gpt_oss" and by_a_tool:
-        return _quantised_fields(directory, entries, gate_up_order)
-    config = gpt_oss.read_config(directory, **({"quant_methods": None} if by_a_tool else {}))
-    sizes = {name: getattr(config, name) for name in _FIELD.values()}
-    activation = SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
-    fields = sizes | {"activation": activation, "gate_up_order": "interleaved", "bias": True}
-    return fields | _quantised_fields(directory, {}, "interleaved") if by_a_tool else fields
-
-
-def _quantised_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
-    """Whether experts are as a tool's own config says, and not gpt-oss's as they were published."""
-    from jmx.checkpoint.compressed_tensors.config import PLACES
-    from jmx.checkpoint.compressed_tensors.modelopt import FILE
-
-    given = [config[place] for place in PLACES if config.get(place) is not None]
-    if not given:
-        return (Path(directory) / FILE).exists()
-    published = isinstance(given[0], dict) and given[0].get("quant_method") in (None, "mxfp4")
-    return not (config.get("model_type") == "gpt_oss" and published)
-
-
-def _config_entries(directory: str) -> dict[str, Any]:
-    """What config.json holds; nothing where it cannot be read, which whoever reads it next says better."""
-    from jmx.checkpoint import CheckpointError, shards
-
-    try:
-        found = shards.read_json(Path(directory) / "config.json")
-    except CheckpointError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _quantised_fields(directory: str, config: dict[str, Any], gate_up_order: str | None) -> dict[str, Any]:
-    """Of a checkpoint's first layer of quantised experts, and what names that are common say of the model."""
-    from jmx.activations import SiLUAndMul
-    from jmx.checkpoint import compressed_tensors
-
-    reader = compressed_tensors.Reader(directory, None if gate_up_order == "none" else gate_up_order)
-    if not reader.layers:
-        raise ValueError(f"`--checkpoint` (={directory!r}) holds no quantised experts")
-    layer = next(iter(reader.layers.values()))
-    found = {name: getattr(layer, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
-    found |= {"format": layer.format.name, "input_format": layer.scheme.inputs, "gate_up_order": layer.gate_up_order}
-    found["bias"] = any(name.endswith("_bias") for name in layer.arrays())
-    if type(config.get("num_experts_per_tok")) is int:
-        found["top_k"] = config["num_experts_per_tok"]
-    if config.get("hidden_act") == "silu":
-        found["activation"] = SiLUAndMul()
-    return found
 
 
 def _model_fields(name: str) -> dict[str, Any]:

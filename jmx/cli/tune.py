@@ -12,6 +12,7 @@ from jmx.cli.common import (
     check_directories,
     check_known,
     counts,
+    fail,
     resolved_pair,
     show,
 )
@@ -44,7 +45,7 @@ def add(command: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from jmx import tuner, tuning
     from jmx.backends import BACKENDS
-    from jmx.selection import Environment
+    from jmx.selection import Environment, NoBackendError
 
     shape = _shape(arguments.shape, resolved_pair(arguments.format))
     tokens = arguments.tokens or tuner.TOKENS
@@ -58,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
     check_directories(arguments.output)
     environment = Environment.probe()
-    engine = tuner.choose_engine(arguments.backend, shape, tokens[0], environment)
+    try:
+        engine = tuner.choose_engine(arguments.backend, shape, tokens[0], environment)
+    except NoBackendError as e:
+        return fail(e, EXIT_NO)
     strict = arguments.output is not None
     file = pathlib.Path(arguments.output) if strict else tuning.cache_file(engine.name, environment.device_kind)
     outcomes = tuner.run(

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import Target
+from jmx.checkpoint.compressed_tensors.targets import Target, targets_of
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError
+from jmx.inputs import INPUT_FORMATS
 
 FILE = "config.json"
 METHOD = "compressed-tensors"
 FLOAT_QUANTIZED = "float-quantized"
 MIXED = "mixed-precision"  # in place of the one storage of all groups: each names its own
-PLACES = ("quantization_config", "compression_config")  # in config.json, as newer and older files have it
 
 GROUP_SIZES = (32, 64, 128)  # of integers
 BLOCK = [128, 128]  # of FP8
@@ -33,7 +33,7 @@ STORAGES: dict[str, tuple[str, ...]] = {
 }
 
 # How weights lie in files of other tools than compressed-tensors.
-MODELOPT, QUARK, FP8 = "modelopt", "quark", "fp8"
+MODELOPT, QUARK, FP8, FP8_UE8M0 = "modelopt", "quark", "fp8", "fp8_ue8m0"
 
 # Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
 GLOBAL = "input_global_scale"  # which divides there, unlike the other
@@ -57,13 +57,23 @@ class Scheme:
 
     Args:
         weights: name of the weights' format, a key of `jmx.formats.FORMATS`.
-        inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have.
-        storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK` or `FP8`.
+        inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have. Where no
+            format of `jmx.inputs.INPUT_FORMATS` is meant: what the config says, in words.
+        storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
     """
 
     weights: str
     inputs: str | None
     storage: str
+
+    def __str__(self) -> str:
+        inputs = "inputs as they are" if self.inputs is None else f"inputs in {self.inputs}"
+        return f"{self.weights}, {inputs}, stored as {self.storage!r}"
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether it is known which tensors inputs have."""
+        return self.inputs is None or self.inputs in INPUT_FORMATS
 
     @property
     def static_scale(self) -> str | None:
@@ -122,19 +132,14 @@ class Quantization:
         return next(iter(best))
 
 
-def parse_quantization(file: Path, contents: Any) -> Quantization:
-    """The quantisation of a config.json's contents.
+def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
+    """The quantization that the object at `place` of config.json says.
 
     Raises:
-        CheckpointError: there is none, of another method, or one with a key that is unknown, missing, of another kind,
-            or of a meaning that is not run here, naming the key and its value.
+        CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here, naming
+            the key and its value.
     """
-    if not isinstance(contents, dict):
-        raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
-    places = [key for key in PLACES if contents.get(key) is not None]
-    if len(places) != 1:
-        raise CheckpointError(file, f"must have one of {list(PLACES)}, but has {places}")
-    top = Entries(file, places[0], contents[places[0]])
+    top = Entries(file, place, value)
     top.one_of("quant_method", (METHOD,))
     top.one_of("quantization_status", ("compressed", "frozen", None), None)  # the latter in files of older versions
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
@@ -149,14 +154,15 @@ def parse_quantization(file: Path, contents: Any) -> Quantization:
     top.close()
     if not groups.entries:
         raise CheckpointError(file, f"`{groups.place}` must hold a group, but is empty")
-    return Quantization(file, tuple(_group(groups, name, storage) for name in groups.entries), ignore, bool(kv_cache))
+    parsed = tuple(_group(groups, name, storage, place) for name in groups.entries)
+    return Quantization(file, parsed, ignore, bool(kv_cache))
 
 
 def _no_sparsity(value: Any) -> bool:
     return value in (None, {}) or (isinstance(value, dict) and value.get("format") == "dense")
 
 
-def _group(groups: Entries, name: str, storage: str) -> Group:
+def _group(groups: Entries, name: str, storage: str, place: str) -> Group:
     group = groups.object(name)
     targets = targets_of(group, "targets", group.strings("targets"))
     if not targets:
@@ -166,7 +172,7 @@ def _group(groups: Entries, name: str, storage: str) -> Group:
     if its_storage == MIXED:
         raise CheckpointError(groups.file, f"`{group.place}.format` is missing, which {MIXED!r} leaves to each group")
     if storage not in (MIXED, its_storage):
-        raise group.error("format", f"must be {storage!r}, as `{PLACES[0]}.format` has it")
+        raise group.error("format", f"must be {storage!r}, as `{place}.format` has it")
     weights = group.object("weights")
     its_weights, kind = _weights(weights)
     group.object_or_none("input_activations")
@@ -203,7 +209,7 @@ class _Args:
 def _args(entries: Entries) -> _Args:
     """Checked as the package does, its defaults filled in."""
     type_ = entries.one_of("type", ("int", "float"), "int")
-    num_bits = entries.one_of("num_bits", (4, 8), 8)
+    num_bits = entries.check("num_bits", lambda v: type(v) is int and v > 0, "must be a positive whole number", 8)
     group_size = entries.check(
         "group_size", lambda v: v is None or (type(v) is int and (v == -1 or v > 0)), "must be positive, or -1", None
     )
@@ -239,6 +245,8 @@ def _weights(entries: Entries) -> tuple[str, str]:
     order = entries.one_of("actorder", (None, False, True, "group", "dynamic", "weight", "static"), None)
     ordered = order in (True, "group", "dynamic")
     entries.close()
+    if args.num_bits not in (4, 8):
+        raise entries.error("num_bits", "must be one of [4, 8]")
     unknown = CheckpointError(entries.file, f"`{entries.place}` ({args}) must be weights of a format that is known")
     if args.dynamic is not False:
         raise unknown
@@ -271,7 +279,7 @@ def _weights(entries: Entries) -> tuple[str, str]:
 
 
 def _inputs(entries: Entries) -> str:
-    """The inputs' format."""
+    """The inputs' format, or what the config says, where it is none that is known."""
     args = _args(entries)
     entries.one_of("actorder", (None, False), None)
     entries.close()
@@ -279,6 +287,4 @@ def _inputs(entries: Entries) -> str:
     if dtype is None and args.num_bits == 4:  # as older versions leave it
         dtype = {"group": "torch.uint8", "tensor_group": "torch.float8_e4m3fn"}.get(args.strategy)
     key = (args.type, args.num_bits, args.strategy, args.group_size, args.dynamic, dtype)
-    if not args.symmetric or key not in INPUTS:
-        raise CheckpointError(entries.file, f"`{entries.place}` ({args}) must be inputs of a format that is known")
-    return INPUTS[key]
+    return INPUTS.get(key, str(args)) if args.symmetric else str(args)

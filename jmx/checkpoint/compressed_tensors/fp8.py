@@ -1,19 +1,26 @@
-"""What configs of block-quantised FP8 checkpoints say, as DeepSeek and Qwen publish them: `quant_method` "fp8".
+"""What configs of FP8 in blocks say, as DeepSeek, MiniMax and Qwen publish such checkpoints: `quant_method` "fp8".
 
 Weights are e4m3 with one scale to 128 x 128 of them, `weight_scale_inv`, which multiplies whatever its name says.
-Inputs are rounded at each token in groups of 128. See transformers' FineGrainedFP8Config.
+Inputs are rounded at each token in groups of 128, under scales that `scale_fmt` "ue8m0" makes powers of two. See
+transformers' FineGrainedFP8Config, and `act_quant` in the inference code of DeepSeek-V3.2.
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, Group, Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import LONGEST, Target, parse_target
+from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, Group, Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.targets import LONGEST, Target, parse_target, targets_of
+from jmx.checkpoint.entries import Entries
 
 METHOD = "fp8"
 
+# The inputs' format and how files hold weights, by `scale_fmt`.
+_BY_SCALES = {
+    "ue8m0": ("fp8_block_ue8m0", FP8_UE8M0),
+    "float": ("fp8_block", FP8),
+    None: ("fp8_block", FP8),
+}
 _IGNORE = ("modules_to_not_convert", "ignored_layers")
 
 
@@ -25,14 +32,16 @@ def parse_fp8(file: Path, place: str, value: Any) -> Quantization:
     """
     top = Entries(file, place, value)
     top.one_of("quant_method", (METHOD,))
-    top.one_of("activation_scheme", ("dynamic",))
-    top.one_of("fmt", ("e4m3", None), None)
-    top.one_of("scale_fmt", (None,), None)  # "ue8m0" rounds inputs' scales to powers of two
+    dynamic = top.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
+    top.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)  # one type by two names
+    inputs, storage = _BY_SCALES[top.one_of("scale_fmt", (*_BY_SCALES,), None)]
+    top.one_of("expert_dtype", ("fp8", None), None)
+    top.one_of("modules_to_convert", ([], None), None)
     top.one_of("dequantize", (False, None), None)
     top.one_of("weight_block_size", (BLOCK,))
     ignore = [t for key in _IGNORE for t in targets_of(top, key, top.strings(key, []), _parse_module)]
     top.close()
-    scheme = Scheme("fp8_block", "fp8_block", FP8)
+    scheme = Scheme("fp8_block", inputs if dynamic else "static e4m3", storage)
     return Quantization(file, (Group(METHOD, (parse_target("Linear"),), scheme),), tuple(ignore))
 
 

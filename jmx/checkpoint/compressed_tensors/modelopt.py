@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, MODELOPT, Group, Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import parse_glob, parse_target
+from jmx.checkpoint.compressed_tensors.targets import parse_glob, parse_target, targets_of
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError
 
 FILE = "hf_quant_config.json"

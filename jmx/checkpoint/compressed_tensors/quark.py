@@ -3,13 +3,12 @@
 See https://quark.docs.amd.com. One config is for all linear modules but those that are excluded.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, QUARK, Group, Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.entries import Entries, targets_of
-from jmx.checkpoint.compressed_tensors.targets import PATTERN, Target, parse_glob, parse_target
+from jmx.checkpoint.compressed_tensors.targets import PATTERN, Target, parse_glob, parse_target, targets_of
+from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError
 
 METHOD = "quark"
@@ -76,10 +75,11 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     ignore = targets_of(top, "exclude", top.strings("exclude", []), _parse_excluded)
     whole = top.object("global_quant_config")
     top.close()
-    weights, storage = _one_of(whole.object("weight"), _WEIGHTS)
+    weights, storage = _weights(whole.object("weight"))
     inputs = None
     if whole.object_or_none("input_tensors") is not None:
-        inputs = _one_of(whole.object("input_tensors"), _INPUTS)
+        spec = _spec(whole.object("input_tensors"))
+        inputs = _INPUTS.get(spec, str(spec))  # the words of the config, where it is none that is known
     for key in ("bias", "output_tensors", "target_device"):
         whole.one_of(key, (None,), None)
     whole.close()
@@ -96,11 +96,11 @@ def _parse_excluded(text: str) -> Target:
     return parse_target(text) if text.startswith(PATTERN) else parse_glob(text)
 
 
-def _one_of[Meaning](entries: Entries, known: Mapping[tuple[Any, ...], Meaning]) -> Meaning:
+def _weights(entries: Entries) -> tuple[str, str]:
     spec = _spec(entries)
-    if spec not in known:
-        raise CheckpointError(entries.file, f"`{entries.place}` (={spec}) must be one of {[*known]}")
-    return known[spec]
+    if spec not in _WEIGHTS:
+        raise CheckpointError(entries.file, f"`{entries.place}` (={spec}) must be one of {[*_WEIGHTS]}")
+    return _WEIGHTS[spec]
 
 
 def _spec(entries: Entries) -> tuple[Any, ...]:

@@ -20,7 +20,9 @@ from jmx.checkpoint.model_sizes import check_model_sizes
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import ROLES, Experts
-from jmx.inputs import reduce_static_scales
+from jmx.inputs import INPUT_FORMATS, reduce_static_scales
+
+_WAY_OUT = "; with `inputs=False` experts load without, and inputs stay as they are"
 
 
 class Reader:
@@ -81,18 +83,36 @@ class Reader:
                 one a product, the largest; a UserWarning says so where experts' differ. False: inputs stay as they are.
 
         Raises:
-            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format; blocks
-                of inputs that do not divide the experts' sizes.
+            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format; with
+                `inputs`, those of `declared_inputs`, and static scales that no inputs have.
         """
         layer = self.layer(name)
+        declared = self.declared_inputs(name) if inputs else None
+        scales = [] if declared is None else _static_scales(layer)
         read = partial(self.arrays, name, sharding)
-        declared = layer.scheme.inputs if inputs else None
         experts = experts_of(read, layer.format, layer.gate_up_order, layout, sharding, declared)
-        if not inputs:
-            return experts
-        scales = (layer.static_scales(role) for role in ROLES)
         reduced = (None if s is None else jnp.asarray(reduce_static_scales(s)) for s in scales)
-        return experts.with_inputs(layer.scheme.inputs, *reduced)
+        return experts.with_inputs(declared, *reduced)
+
+    def declared_inputs(self, name: str) -> str | None:
+        """The format in which the scheme of a layer has inputs, a key of `jmx.inputs.INPUT_FORMATS`; None: none.
+
+        Raises:
+            CheckpointError: another format, or one whose blocks do not divide the sizes of the layer.
+            ValueError: a `name` that is not there.
+        """
+        layer = self.layer(name)
+        declared = layer.scheme.inputs
+        if declared is None:
+            return None
+        if declared not in INPUT_FORMATS:
+            problem = f"inputs of experts {name!r} are {declared}, which is none of {[*INPUT_FORMATS]}{_WAY_OUT}"
+            raise CheckpointError(self.quantization.file, problem)
+        try:
+            INPUT_FORMATS[declared].check_sizes(layer.hidden_size, layer.intermediate_size)
+        except ValueError as error:
+            raise CheckpointError(self.quantization.file, f"experts {name!r}: {error}{_WAY_OUT}") from error
+        return declared
 
     def module(self, name: str) -> Module:
         """A quantised module outside experts, such as a projection of attention.
@@ -125,3 +145,10 @@ class Reader:
             ValueError: a `name` that is not there, a `sharding` that cannot split an array.
         """
         return {key: place(key, array, sharding) for key, array in self.layer(name).arrays().items()}
+
+
+def _static_scales(layer: Layer) -> list[np.ndarray | None]:
+    try:
+        return [layer.static_scales(role) for role in ROLES]
+    except CheckpointError as error:
+        raise CheckpointError(error.file, f"{error.problem}{_WAY_OUT}") from error

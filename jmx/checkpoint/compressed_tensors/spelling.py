@@ -20,13 +20,15 @@ def entries(groups: Mapping[str, tuple[Sequence[str], Scheme]], ignore: Sequence
         ignore: targets that stay as they are.
 
     Raises:
-        ValueError: no group, or a storage that is not one of compressed-tensors'.
+        ValueError: no group, or a storage or inputs that are not ones of compressed-tensors'.
     """
     if not groups:
         raise ValueError("`groups` must hold a group")
     for name, (_, scheme) in groups.items():
         if scheme.storage not in STORAGES:
             raise ValueError(f"storage of group {name!r} (={scheme.storage!r}) must be one of {list(STORAGES)}")
+        if scheme.inputs not in (None, *INPUTS.values()):
+            raise ValueError(f"inputs of group {name!r} (={scheme.inputs!r}) must be one of {[*INPUTS.values()]}")
     storages = {scheme.storage for _, scheme in groups.values()}
     return {
         "quant_method": METHOD,

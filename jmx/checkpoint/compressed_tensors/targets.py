@@ -3,7 +3,11 @@
 import fnmatch
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.shards import CheckpointError
 
 PATTERN = "re:"
 LONGEST = 1000
@@ -59,6 +63,19 @@ def parse_glob(text: str) -> Target:
     if not 0 < len(text) <= LONGEST:
         raise ValueError(f"a target must have 1 to {LONGEST} characters, not {len(text)}")
     return Target(text, re.compile(fnmatch.translate(text)) if "*" in text else None)
+
+
+def targets_of(
+    entries: Entries, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
+) -> tuple[Target, ...]:
+    """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
+    targets = []
+    for text in texts:
+        try:
+            targets.append(parse(text))
+        except ValueError as error:
+            raise CheckpointError(entries.file, f"`{entries.place}.{key}`: {error}") from error
+    return tuple(targets)
 
 
 def _may_hang(pattern: str) -> bool:

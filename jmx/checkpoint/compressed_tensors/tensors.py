@@ -5,13 +5,13 @@ of N rows and K columns:
 
     weight_packed       nvfp4, mxfp4: uint8 (N, K/2), the even element low; integers: int32 (N, ceil(K bits / 32))
     weight              fp8: float8_e4m3fn (N, K); integers that are not packed: int8 (N, K)
-    weight_scale        (N, blocks), which multiplies; fp8_tensor: one; fp8_block: (ceil(N/128), ceil(K/128));
-                        of one block other tools' may be (N,)
+    weight_scale        (N, blocks), which multiplies; fp8_tensor: one; fp8_block: (ceil(N/128), ceil(K/128)), by
+                        DeepSeek in floats or e8m0; of one block other tools' may be (N,)
     weight_global_scale nvfp4: float32, which *divides*
     weight_shape        of packed integers: N, K
     weight_zero_point   of packed integers int32 (ceil(N bits / 32), blocks), packed along rows; of others int8
     weight_g_idx        int32 (K,): each column's group
-    input_scale, input_global_scale  of inputs that are static
+    input_scale, input_global_scale  of inputs that are static; of inputs of no format that is known any, unread
     bias                (N,)
 """
 
@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, GLOBAL, MODELOPT, QUARK, Scheme
+from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, GLOBAL, MODELOPT, QUARK, Scheme
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.formats import FORMATS, BlockScaled
 from jmx.inputs import INPUT_FORMATS, static_limits
@@ -46,6 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     QUARK: {"weight_packed": "weight"},
     FP8: {"weight_scale": "weight_scale_inv"},  # which is no inverse
+    FP8_UE8M0: {"weight_scale": "weight_scale_inv"},
 }
 
 # What no module has that is not quantised, by any tool's names.
@@ -61,6 +62,11 @@ QUANTISED = (
     "input_scale",
     "input_global_scale",
 )
+
+# Dtypes of scales of FP8 weights that are e8m0, beside floats; bytes are where the config says so.
+_EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8")}
+_OF_INPUTS = ("input_", "activation_scale")  # how names of tensors of inputs begin
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 _ONE = ((1,), (), (1, 1))
 _LEAST_NORMAL = np.finfo(np.float32).tiny
@@ -175,6 +181,7 @@ class Module:
         else:
             yield "weight", ("F8_E4M3",) if format.name.startswith("fp8") else ("I8",), ((rows, columns),)
         scale_dtypes = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8",)}.get(format.name, FLOATS)
+        scale_dtypes = (*scale_dtypes, *_EXPONENTS.get(storage, ()))
         if format.name == "fp8_tensor":
             yield "weight_scale", scale_dtypes, _ONE
         else:
@@ -194,7 +201,7 @@ class Module:
             yield "bias", FLOATS, ((rows,),)
 
     def _check_headers(self, rows: int, columns: int) -> None:
-        known = {"weight_shape"} if self.scheme.storage == PACKED else set()
+        known = {*["weight_shape"] * (self.scheme.storage == PACKED), *self._unread}
         for name, dtypes, shapes in self._expected(rows, columns):
             known.add(name)
             piece = self._piece(name)
@@ -222,7 +229,7 @@ class Module:
     def abstract(self, name: str) -> tuple[Shape, np.dtype]:
         """Shape and dtype of one of the arrays, or of "bias"."""
         (rows, columns), blocks = self.shape, self.format.num_blocks(self.shape[1], "columns")
-        scales = DTYPES[self.pieces["weight_scale"].dtype]
+        scales = np.dtype(np.float32) if self._scales_are_e8m0 else DTYPES[self.pieces["weight_scale"].dtype]
         shapes: dict[str, tuple[Shape, np.dtype]] = {
             "values": ((rows, columns * self.format.element_bits // 8), np.dtype(np.uint8)),
             "scales": ((rows, blocks), np.dtype(np.uint8) if scales.itemsize == 1 else scales),
@@ -267,11 +274,22 @@ class Module:
     def kept(self) -> dict[str, np.ndarray]:
         """Tensors that `tensors` must be given to write the same bytes."""
         is_other_shape = self.format.name == "fp8_tensor" or len(self.pieces["weight_scale"].shape) == 1
-        names = (*KEPT, *["weight_scale"] * is_other_shape)
+        names = (*KEPT, *self._unread, *["weight_scale"] * (is_other_shape or self._scales_are_e8m0))
         return {name: self.pieces[name].view() for name in names if name in self.pieces}
+
+    @property
+    def _unread(self) -> list[str]:
+        """Tensors of inputs whose format is not known."""
+        return [] if self.scheme.reads_inputs else [name for name in self.pieces if name.startswith(_OF_INPUTS)]
+
+    @property
+    def _scales_are_e8m0(self) -> bool:
+        """Whether the scales of FP8 weights lie as exponents, which float32 holds as they are."""
+        return self.pieces["weight_scale"].dtype in _EXPONENTS.get(self.scheme.storage, ())
 
     def _positive(self, piece: Piece, *, or_zero: bool = False) -> np.ndarray:
         scales = piece.view()
+        scales = scales.view(_E8M0).astype(np.float32) if scales.dtype in (np.uint8, _E8M0) else scales
         wide = scales.astype(np.float32)
         good = np.isfinite(wide) & ((wide > 0) | (or_zero & (wide == 0) & ~np.signbit(wide)))
         if not good.all():

@@ -171,11 +171,11 @@ def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | 
     """
     directory = Path(path)
     file = directory / FILE
-    if not file.exists() and (directory / "original" / FILE).exists():
+    if not os.path.lexists(file) and os.path.exists(directory / "original" / FILE):
         raise CheckpointError(file, f"the file is missing; the original form is in {directory / 'original'}")
     found = _flat(file, read_json(file))
     generation = directory / GENERATION_FILE
-    more = _flat(generation, read_json(generation)) if generation.exists() else {}
+    more = _flat(generation, read_json(generation)) if os.path.lexists(generation) else {}
     eos_token_ids = (*_token_ids(file, found), *_token_ids(generation, more))
     found = {key: more[key] for key in ("bos_token_id", "pad_token_id") if key in more} | found
     return parse_config(file, found, eos_token_ids, quant_methods)

@@ -2,9 +2,10 @@
 
 The Orbax form is a directory of config.json (in the Hugging Face spelling), `top` and `layers/0`, `layers/1` ..., each
 of which plain Orbax reads: a flat dict by neutral names, experts in canonical dtypes. It has one checkpoint a layer, so
-that it can be written with one layer in memory.
+that it can be written with one layer in memory. Each says in its custom metadata which part of the model it is.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from jmx.checkpoint.gpt_oss.forms import Shape
 from jmx.formats import MXFP4, BlockScaled
 
 ORBAX = "orbax"
+KEY, VERSION = "jmx_gpt_oss", 1  # of the note in the custom metadata of each Orbax checkpoint
 TOP = "top"  # the Orbax checkpoint of the tensors outside layers
 
 
@@ -43,7 +45,7 @@ class Source(Protocol):
 
 def open_source(directory: Path, config: Config) -> Source:
     """The source in `directory`. CheckpointError unless it holds every tensor that `config` calls for, and no other."""
-    return Orbax(directory, config) if (directory / TOP).exists() else Safetensors(directory, config)
+    return Orbax(directory, config) if os.path.lexists(directory / TOP) else Safetensors(directory, config)
 
 
 class Safetensors:
@@ -79,16 +81,19 @@ class Orbax:
         self._places: dict[str, tuple[Path, str]] = {}
         self._dtypes: dict[str, str] = {}
         for place, prefix, names in orbax_groups(directory, config):
-            stored = orbax_arrays.describe(place).arrays
+            stored = orbax_arrays.describe(place)
+            note = orbax_arrays.note(place, stored, KEY)
+            note.equal(_note(directory, place), "which is what this jmx reads and writes here")
+            note.close()
             wanted = {}
             for name, shape in names.items():
-                there = stored[name].dtype if name in stored else None
+                there = stored.arrays[name].dtype if name in stored.arrays else None
                 dtype = next((d for d in forms.dtypes(name) if _canonical(name, shape, d).dtype == there), None)
                 dtype = dtype or forms.dtypes(name)[0]
                 wanted[name] = _canonical(name, shape, dtype)
                 self._dtypes[prefix + name] = dtype
                 self._places[prefix + name] = place, name
-            orbax_arrays.check(place, stored, wanted)
+            orbax_arrays.check(place, stored.arrays, wanted)
 
     def view(self, name: str) -> np.ndarray:
         place, short_name = self._places[name]
@@ -113,6 +118,11 @@ def orbax_groups(directory: Path, config: Config) -> Iterator[tuple[Path, str, M
         yield directory / "layers" / str(layer), forms.layer_name(layer, ""), shapes
 
 
+def _note(directory: Path, place: Path) -> dict[str, Any]:
+    """What an Orbax checkpoint at `place` of the form says beside its arrays: which part of the model it is."""
+    return {"version": VERSION, "part": place.relative_to(directory).as_posix()}
+
+
 def _canonical(name: str, shape: Shape, dtype: str) -> jax.ShapeDtypeStruct:
     """Shape and dtype in the Orbax form of a tensor of neutral `shape`."""
     if name.endswith("_values"):
@@ -134,5 +144,5 @@ def write_orbax(
                 canonical = formats.unpack(BlockScaled(arrays[f"{role}_values"], arrays[f"{role}_scales"]))
                 arrays |= {f"{role}_{name}": getattr(canonical, name) for name in MXFP4.arrays}
         place.parent.mkdir(exist_ok=True)
-        orbax_arrays.write(place, arrays, {})
+        orbax_arrays.write(place, arrays, {KEY: _note(directory, place)})
         advance(done)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from jmx.atomic_files import Kind
 from jmx.checkpoint import shards
 from jmx.checkpoint.quantizing.experts import PARTS
 from jmx.checkpoint.shards import CheckpointError
 from jmx.formats import WHOLE_ROW, BlockScaled, Format
+from jmx.tables import FoldingTable, numbers, words
 
 _SCHEMA = "jmx.quantize-report/1"
 _LARGEST = 1 << 26  # bytes of a file that is read
@@ -103,7 +103,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """What JSON holds of it."""
 
-        def numbers(parts: dict[str, Errors]) -> dict[str, Any]:
+        def shares(parts: dict[str, Errors]) -> dict[str, Any]:
             return {
                 part: {"relative_error": errors.relative_error, "clipped_share": errors.clipped_share}
                 for part, errors in parts.items()
@@ -113,17 +113,15 @@ class Report:
             "schema": _SCHEMA,
             "format": self.format,
             "form": self.form,
-            "layers": {name: numbers(parts) for name, parts in self.layers.items()},
-            "total": numbers(self.total()),
+            "layers": {name: shares(parts) for name, parts in self.layers.items()},
+            "total": shares(self.total()),
         }
 
-    def table(self) -> Table:
+    def table(self) -> FoldingTable:
         """For people: a row a layer, and one for all."""
-        table = Table(title=f"experts in {self.format}: relative error, share of weights that are clipped")
-        table.add_column("layer")
-        for part in PARTS:
-            table.add_column(part, justify="right")
-            table.add_column("clipped", justify="right")
+        title = f"experts in {self.format}: relative error, share of weights that are clipped"
+        columns = [*words("layer"), *numbers(*(name for part in PARTS for name in (part, f"{part} clipped")))]
+        table = FoldingTable(columns, title)
         for name, parts in self.layers.items():
             table.add_row(name, *_cells(parts))
         table.add_section()

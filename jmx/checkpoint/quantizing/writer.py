@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jmx import atomic_files, formats
 from jmx.checkpoint import shards
-from jmx.checkpoint.compressed_tensors.config import FILE, PLACES
+from jmx.checkpoint.compressed_tensors.config import FILE
+from jmx.checkpoint.compressed_tensors.places import find_quantization
 from jmx.checkpoint.quantizing import experts, files
 from jmx.checkpoint.quantizing.experts import Layer, Matrix
 from jmx.checkpoint.quantizing.files import CHECKPOINT
@@ -102,9 +103,11 @@ def convert(
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / FILE
     config = shards.read_object(file)
-    for key in PLACES:
-        if config.get(key) is not None:
-            raise CheckpointError(file, f"`{key}` must not be there: weights are quantised already, and floats are not")
+    found = find_quantization(file, config)
+    if found is not None:
+        raise CheckpointError(
+            file, f"`{found[0]}` must not be there: weights are quantised already, and floats are not"
+        )
     return config
 
 

@@ -22,7 +22,7 @@ from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import source
 from jmx.ffi.cutlass.config import TILES
-from jmx.ffi.cutlass.source import ARCHITECTURE, FLASHINFER, FOLDER, LIBRARY, OWN, THEIRS
+from jmx.ffi.cutlass.source import ARCHITECTURE, FLASHINFER, FOLDER, LIBRARY, OWN, SHARED, THEIRS
 
 OLDEST_NVCC = (12, 8)  # which knows float4
 # Headers beside the compiler's own that FlashInfer's sources include, by a pattern of all that they include in turn.
@@ -150,7 +150,7 @@ def compile_steps(toolchain: Toolchain, folder: pathlib.Path) -> tuple[list[Step
     internal = csrc / "nv_internal"
     extensions = internal / "tensorrt_llm"
     includes = [
-        *(folder, FOLDER, csrc, internal, internal / "include", pathlib.Path(jax.ffi.include_dir())),
+        *(folder, FOLDER, SHARED, csrc, internal, internal / "include", pathlib.Path(jax.ffi.include_dir())),
         *(extensions / "cutlass_extensions" / "include", extensions / "kernels" / "cutlass_kernels" / "include"),
         *(extensions / "kernels" / "cutlass_kernels", toolchain.flashinfer / "include"),
         *(toolchain.flashinfer / "cccl" / part for part in ("cub", "libcudacxx/include", "thrust")),

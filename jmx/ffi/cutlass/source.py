@@ -13,6 +13,7 @@ from jmx.ffi.cutlass.config import TILES
 
 FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: another one may have others
 FOLDER = pathlib.Path(__file__).parent / "src"
+SHARED = pathlib.Path(__file__).parents[1] / "include"  # headers of every library of jmx
 LIBRARY = "libjmx_cutlass"
 KEY_FUNCTION = "jmx_cutlass_key"  # of the library: the key of its sources
 ARCHITECTURE = "sm_90a"
@@ -50,7 +51,7 @@ def tiles_header() -> str:
 def key() -> str:
     """Names these sources and flags, in 16 hexadecimal digits. OSError where the installation lacks the sources."""
     digest = hashlib.sha256(repr((FLASHINFER, ARCHITECTURE, FLAGS, OWN, THEIRS, tiles_header())).encode())
-    for path in sorted(FOLDER.iterdir()):
+    for path in (*sorted(SHARED.iterdir()), *sorted(FOLDER.iterdir())):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "arguments.h"
+#include "row_blocks.h"
 #include "product.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
@@ -50,114 +52,140 @@ char* Scratch(size_t bytes) {
   return buffer.data;
 }
 
-ffi::Error Wrong(const std::string& what) { return ffi::Error::InvalidArgument("jmx_cpu_grouped_product: " + what); }
+// The arrays of a call. Those that its format or its type of x lacks are empty.
+struct Arrays {
+  ffi::AnyBuffer x, x_scales, values, scales, zero_points, global_scales, bias;
+  RowBlocks blocks;
+  ffi::AnyBuffer out;
+};
 
-// kFormats where there is none.
-Format FormatOf(std::string_view name, ffi::DataType scale) {
-  if (name == "mxfp4" && scale == ffi::U8) return kMxfp4;
-  if (name == "nvfp4" && scale == ffi::U8) return kNvfp4;
-  if (name == "int4" && scale == ffi::BF16) return kInt4Bfloat16;
-  if (name == "int4" && scale == ffi::F16) return kInt4Float16;
-  if (name == "int4" && scale == ffi::F32) return kInt4Float32;
-  return kFormats;
+// What weights are by an attribute of the call; the type of their scales says the rest.
+struct Scheme {
+  std::string_view name;
+  int64_t group;
+
+  bool Integers() const { return name == "int4"; }
+
+  void Check(Arguments& given) const {
+    if (name != "mxfp4" && name != "nvfp4" && !Integers())
+      return given.Fail("`format` (=" + std::string(name) + ") must be mxfp4, nvfp4 or int4");
+    const bool power = group >= kBlock && std::has_single_bit(static_cast<uint64_t>(group));
+    if (Integers() ? group != kWholeRow && !power : group != (name == "mxfp4" ? kBlock : kBlock / 2))
+      given.Fail("`group` (=" + std::to_string(group) + ") must be how many weights of " + std::string(name) + " share a scale");
+  }
+
+  Format With(ffi::DataType scale) const {
+    if (!Integers()) return name == "mxfp4" ? kMxfp4 : kNvfp4;
+    return scale == ffi::BF16 ? kInt4Bfloat16 : scale == ffi::F16 ? kInt4Float16 : kInt4Float32;
+  }
+};
+
+struct Sizes {
+  int64_t num_experts, columns, k, groups;
+
+  // Of values (E, N, K / 2), whose number of axes is known to be three.
+  Sizes(ffi::AnyBuffer values, int64_t group)
+      : num_experts(values.dimensions()[0]),
+        columns(values.dimensions()[1]),
+        k(2 * values.dimensions()[2]),
+        groups(group == kWholeRow ? 1 : k / group) {}
+};
+
+void Check(Arguments& given, const Arrays& arrays, const Scheme& scheme) {
+  scheme.Check(given);
+  given.Require("values", arrays.values, {ffi::U8}, {kAnySize, kAnySize, kAnySize});
+  if (given.failed()) return;
+  const auto [num_experts, columns, k, groups] = Sizes(arrays.values, scheme.group);
+  if (columns % kStep != 0 || (scheme.group != kWholeRow && k % scheme.group != 0))
+    return given.Fail(Arguments::Named("values", arrays.values) + " must have rows of whole groups, by " + std::to_string(kStep));
+  if (scheme.Integers()) {
+    given.Require("x", arrays.x, {ffi::F32, ffi::BF16, ffi::S8}, {kAnySize, k});
+    given.Require("scales", arrays.scales, {ffi::BF16, ffi::F16, ffi::F32}, {num_experts, columns, groups});
+    given.RequireOrEmpty("zero_points", arrays.zero_points, {ffi::S8}, {num_experts, columns, groups});
+  } else {
+    given.Require("x", arrays.x, {ffi::F32, ffi::BF16}, {kAnySize, k});
+    given.Require("scales", arrays.scales, {ffi::U8}, {num_experts, columns, groups});
+    given.RequireEmpty("zero_points", arrays.zero_points, {ffi::S8});
+  }
+  if (scheme.name == "nvfp4") given.Require("global_scales", arrays.global_scales, {ffi::F32}, {num_experts, columns});
+  else given.RequireEmpty("global_scales", arrays.global_scales, {ffi::F32});
+  given.Require("out", arrays.out, {ffi::F32}, {kAnySize, columns});
+  arrays.blocks.RequireArrays(given);
+  if (given.failed()) return;
+  const int64_t rows = arrays.x.dimensions()[0];
+  if (arrays.x.element_type() == ffi::S8) given.Require("x_scales", arrays.x_scales, {ffi::F32}, {rows, 1});
+  else given.RequireEmpty("x_scales", arrays.x_scales, {ffi::F32});
+  given.RequireOrEmpty("bias", arrays.bias, {ffi::F32}, {arrays.blocks.size(), columns});
+  arrays.blocks.RequireWithin(given, num_experts, rows, arrays.out.dimensions()[0]);
 }
 
-bool MayShareAScale(Format format, int64_t group) {
-  if (format == kMxfp4) return group == kBlock;
-  if (format == kNvfp4) return group == kBlock / 2;
-  return group == kWholeRow || (group >= kBlock && std::has_single_bit(static_cast<uint64_t>(group)));
+// Columns column..end of one block, where its weights have those.
+void Run(const Arrays& arrays, const Way& way, const Sizes& sizes, int64_t group, int64_t b, int64_t column, int64_t end) {
+  const RowBlock block = arrays.blocks.At(b);
+  if (block.count <= 0) return;
+  const auto [num_experts, columns, k, groups] = sizes;
+  const int64_t row = block.expert * columns + column;  // among the weight rows of all experts
+  const auto given = [](const ffi::AnyBuffer& array) { return array.element_count() != 0; };
+  Piece piece;
+  piece.x = static_cast<const char*>(arrays.x.untyped_data()) + block.from * k * ffi::ByteWidth(arrays.x.element_type());
+  piece.x_scales = given(arrays.x_scales) ? arrays.x_scales.typed_data<float>() + block.from : nullptr;
+  piece.values = arrays.values.typed_data<uint8_t>() + row * (k / 2);
+  piece.scales = static_cast<const char*>(arrays.scales.untyped_data()) + row * groups * ffi::ByteWidth(arrays.scales.element_type());
+  piece.zero_points = given(arrays.zero_points) ? arrays.zero_points.typed_data<int8_t>() + row * groups : nullptr;
+  piece.global_scales = given(arrays.global_scales) ? arrays.global_scales.typed_data<float>() + row : nullptr;
+  piece.bias = given(arrays.bias) ? arrays.bias.typed_data<float>() + b * columns + column : nullptr;
+  piece.out = arrays.out.typed_data<float>() + block.to * columns + column;
+  piece.rows = block.count;
+  piece.columns = std::min(end, columns) - column;
+  piece.k = k;
+  piece.group = group;
+  piece.out_stride = columns;
+  piece.scratch = Scratch(way.room(k));
+  way.run(piece);
+}
+
+void RunAll(ffi::ThreadPool pool, const Arrays& arrays, const Way& way, int64_t group) {
+  const Sizes sizes(arrays.values, group);
+  const int64_t blocks = arrays.blocks.size();
+  int64_t rows = 0, busy = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t count = arrays.blocks.At(b).count;
+    rows += std::max<int64_t>(count, 0);
+    busy += count > 0;
+  }
+  if (rows == 0 || sizes.columns == 0 || sizes.k == 0) return;
+  const int64_t width = std::min(kMaxColumns, sizes.columns);
+  const int64_t pieces = (sizes.columns + width - 1) / width;
+  const auto work = [&](int64_t i, int64_t end) {
+    for (int64_t n; i < end; i += n) {  // those of one block are one
+      n = std::min(end - i, pieces - i % pieces);
+      Run(arrays, way, sizes, group, i / pieces, i % pieces * width, (i % pieces + n) * width);
+    }
+  };
+  const int64_t worth = rows * sizes.columns * sizes.k / kWorkOfAThread;
+  const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
+  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : way.in_a_row, work);
 }
 
 // For each block b and each m below counts[b], with e = experts[b]:
 //   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantised(weight[e]).T + bias[b]
 // Rows of `out` that no block names are left as they are. `few` says that calls of these shapes have few rows an expert:
-// their sums may have an order of their own, which must not depend on what the blocks are. Arrays that a format or a type
-// of x lacks are empty.
-ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> x_scales, ffi::Buffer<ffi::U8> values,
-                          ffi::AnyBuffer scales, ffi::Buffer<ffi::S8> zero_points, ffi::Buffer<ffi::F32> global_scales,
-                          ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> experts, ffi::Buffer<ffi::S32> x_rows,
-                          ffi::Buffer<ffi::S32> out_rows, ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::Buffer<ffi::F32>> out,
-                          std::string_view instructions, std::string_view format_name, int64_t group, bool few) {
+// their sums may have an order of their own, which must not depend on what the blocks are.
+ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::AnyBuffer values,
+                          ffi::AnyBuffer scales, ffi::AnyBuffer zero_points, ffi::AnyBuffer global_scales,
+                          ffi::AnyBuffer bias, ffi::AnyBuffer experts, ffi::AnyBuffer x_rows, ffi::AnyBuffer out_rows,
+                          ffi::AnyBuffer counts, ffi::Result<ffi::AnyBuffer> out, std::string_view instructions,
+                          std::string_view format, int64_t group, bool few) {
+  const Arrays arrays{x, x_scales, values, scales, zero_points, global_scales, bias, {experts, x_rows, out_rows, counts}, *out};
+  const Scheme scheme{format, group};
   const Kernel* kernel = Find(instructions);
-  if (kernel == nullptr) return Wrong("`instructions` (=" + std::string(instructions) + ") are not this machine's");
-  const Format format = FormatOf(format_name, scales.element_type());
-  if (format == kFormats || !MayShareAScale(format, group))
-    return Wrong("`format` (=" + std::string(format_name) + "), `group` (=" + std::to_string(group) + ") and scales are of no format here");
+  Arguments given("jmx_cpu_grouped_product");
+  if (kernel == nullptr) given.Fail("`instructions` (=" + std::string(instructions) + ") must be a set that this machine has");
+  Check(given, arrays, scheme);
+  if (given.failed()) return given.error();
   const ffi::DataType type = x.element_type();
-  if (type != ffi::F32 && type != ffi::BF16 && type != ffi::S8) return Wrong("`x` must be float32, bfloat16 or int8");
   const Input input = type == ffi::S8 ? kInt8 : type == ffi::F32 ? kFloat32 : few ? kFewBfloat16 : kBfloat16;
-  const Way& way = kernel->Find(format, input);
-  if (way.run == nullptr) return Wrong("`x` (int8) must meet int4");
-
-  const auto weight = values.dimensions();
-  if (x.dimensions().size() != 2 || weight.size() != 3 || scales.dimensions().size() != 3 ||
-      out->dimensions().size() != 2 || experts.dimensions().size() != 1)
-    return Wrong("`x`, `out` must have two axes, `values`, `scales` three, `experts` one");
-  const int64_t num_experts = weight[0], columns = weight[1], k = 2 * weight[2], blocks = experts.dimensions()[0];
-  const int64_t shared = group == kWholeRow ? k : group, groups = scales.dimensions()[2];
-  if ((shared != 0 && k % shared != 0) || columns % kStep != 0) return Wrong("sizes of the weight must be multiples of the block");
-  if (scales.dimensions()[0] != num_experts || scales.dimensions()[1] != columns || (k != 0 && groups * shared != k) ||
-      x.dimensions()[1] != k || out->dimensions()[1] != columns)
-    return Wrong("`scales`, `x` and `out` must fit `values`");
-  const auto fits = [](size_t count, int64_t wanted, bool needed) {
-    return count == static_cast<size_t>(wanted) || (count == 0 && !needed);
-  };
-  if (!fits(zero_points.element_count(), num_experts * columns * groups, false) ||
-      !fits(global_scales.element_count(), num_experts * columns, format == kNvfp4))
-    return Wrong("`zero_points` and `global_scales` must fit `values`");
-  if (!fits(x_scales.element_count(), x.dimensions()[0], input == kInt8)) return Wrong("`x_scales` must be one a row of `x`");
-  for (const auto& rows : {x_rows, out_rows, counts})
-    if (rows.element_count() != static_cast<size_t>(blocks)) return Wrong("every block must have its rows");
-  const bool biased = bias.element_count() != 0;
-  if (biased && bias.element_count() != static_cast<size_t>(blocks * columns)) return Wrong("`bias` must fit `out`");
-
-  int64_t rows = 0, busy = 0;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t count = counts.typed_data()[b];
-    if (count <= 0) continue;
-    const int64_t expert = experts.typed_data()[b], from = x_rows.typed_data()[b], to = out_rows.typed_data()[b];
-    if (expert < 0 || expert >= num_experts || from < 0 || from + count > x.dimensions()[0] || to < 0 ||
-        to + count > out->dimensions()[0])
-      return Wrong("block " + std::to_string(b) + " lies outside of the arrays");
-    rows += count;
-    ++busy;
-  }
-  if (rows == 0 || columns == 0 || k == 0) return ffi::Error::Success();
-
-  const int64_t width = std::min(kMaxColumns, columns), room = way.room(k);
-  const int64_t row_bytes = k * ffi::ByteWidth(type);
-  const int64_t pieces = (columns + width - 1) / width;
-  const auto run = [&](int64_t b, int64_t column, int64_t end) {
-    const int64_t count = counts.typed_data()[b];
-    if (count <= 0) return;
-    const int64_t row = experts.typed_data()[b] * columns + column;  // among the weight rows of all experts
-    const int64_t from = x_rows.typed_data()[b];
-    Piece piece;
-    piece.x = static_cast<const char*>(x.untyped_data()) + from * row_bytes;
-    piece.x_scales = input == kInt8 ? x_scales.typed_data() + from : nullptr;
-    piece.values = values.typed_data() + row * (k / 2);
-    piece.scales = static_cast<const char*>(scales.untyped_data()) + row * groups * ffi::ByteWidth(scales.element_type());
-    piece.zero_points = zero_points.element_count() != 0 ? zero_points.typed_data() + row * groups : nullptr;
-    piece.global_scales = global_scales.element_count() != 0 ? global_scales.typed_data() + row : nullptr;
-    piece.bias = biased ? bias.typed_data() + b * columns + column : nullptr;
-    piece.out = out->typed_data() + out_rows.typed_data()[b] * columns + column;
-    piece.rows = count;
-    piece.columns = std::min(end, columns) - column;
-    piece.k = k;
-    piece.group = group;
-    piece.out_stride = columns;
-    piece.scratch = Scratch(room);
-    way.run(piece);
-  };
-  const auto work = [&](int64_t i, int64_t end) {
-    for (int64_t n; i < end; i += n) {  // those of one block are one
-      n = std::min(end - i, pieces - i % pieces);
-      run(i / pieces, i % pieces * width, (i % pieces + n) * width);
-    }
-  };
-  const int64_t worth = rows * columns * k / kWorkOfAThread;
-  const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
-  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : way.in_a_row, work);
+  RunAll(pool, arrays, kernel->Find(scheme.With(scales.element_type()), input), group);
   return ffi::Error::Success();
 }
 
@@ -168,17 +196,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S8>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<std::string_view>("instructions")
                                   .Attr<std::string_view>("format")
                                   .Attr<int64_t>("group")

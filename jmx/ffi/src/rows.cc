@@ -5,6 +5,8 @@
 #include <cstring>
 #include <string>
 
+#include "arguments.h"
+#include "row_blocks.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -37,19 +39,21 @@ float Round(const X* x, int64_t k, int8_t* values) {
   return scale;
 }
 
-ffi::Error RoundRows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Buffer<ffi::S8>> values,
-                     ffi::Result<ffi::Buffer<ffi::F32>> scales) {
-  const auto wrong = [](const char* what) { return ffi::Error::InvalidArgument(std::string("jmx_cpu_round_rows: ") + what); };
-  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) return wrong("`x` must be float32 or bfloat16");
-  if (x.dimensions().size() != 2) return wrong("`x` must have two axes");
+ffi::Error RoundRows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> values,
+                     ffi::Result<ffi::AnyBuffer> scales) {
+  Arguments given("jmx_cpu_round_rows");
+  given.Require("x", x, {ffi::F32, ffi::BF16}, {kAnySize, kAnySize});
+  if (given.failed()) return given.error();
   const int64_t rows = x.dimensions()[0], k = x.dimensions()[1];
-  if (values->element_count() != x.element_count() || scales->element_count() != static_cast<size_t>(rows))
-    return wrong("`values` and `scales` must fit `x`");
+  given.Require("values", *values, {ffi::S8}, {rows, k});
+  given.Require("scales", *scales, {ffi::F32}, {rows, 1});
+  if (given.failed()) return given.error();
   const auto work = [&](int64_t row, int64_t end) {
     for (; row < end; ++row) {
-      int8_t* to = values->typed_data() + row * k;
-      scales->typed_data()[row] = x.element_type() == ffi::F32 ? Round(static_cast<const float*>(x.untyped_data()) + row * k, k, to)
-                                                              : Round(static_cast<const uint16_t*>(x.untyped_data()) + row * k, k, to);
+      int8_t* to = values->typed_data<int8_t>() + row * k;
+      scales->typed_data<float>()[row] = x.element_type() == ffi::F32
+                                             ? Round(static_cast<const float*>(x.untyped_data()) + row * k, k, to)
+                                             : Round(static_cast<const uint16_t*>(x.untyped_data()) + row * k, k, to);
     }
   };
   if (rows > 0) Share(pool, std::min({pool.num_threads() - 1, rows * k / kElementsOfAThread, rows - 1}), rows, 4, work);
@@ -61,44 +65,48 @@ void Reorder(const void* x, const int32_t* order, int64_t k, void* out) {
   for (int64_t i = 0; i < k; ++i) static_cast<T*>(out)[i] = static_cast<const T*>(x)[order[i]];
 }
 
-// For each block b and each m below counts[b]: out[out_rows[b] + m, i] = x[x_rows[b] + m, order[experts[b], i]].
-ffi::Error OrderColumns(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> order, ffi::Buffer<ffi::S32> experts,
-                        ffi::Buffer<ffi::S32> x_rows, ffi::Buffer<ffi::S32> out_rows, ffi::Buffer<ffi::S32> counts,
-                        ffi::Result<ffi::AnyBuffer> out) {
-  const auto wrong = [](const std::string& what) { return ffi::Error::InvalidArgument("jmx_cpu_order_columns: " + what); };
-  if (x.dimensions().size() != 2 || order.dimensions().size() != 2 || out->dimensions().size() != 2)
-    return wrong("`x`, `order` and `out` must have two axes");
-  const int64_t k = x.dimensions()[1], bytes = ffi::ByteWidth(x.element_type());
-  if (order.dimensions()[1] != k || out->dimensions()[1] != k || out->element_type() != x.element_type())
-    return wrong("`order` and `out` must fit `x`");
-  if (bytes != 1 && bytes != 2 && bytes != 4) return wrong("`x` must be of 8, 16 or 32 bits");
-  const int64_t blocks = experts.element_count();
-  for (const auto& rows : {x_rows, out_rows, counts})
-    if (rows.element_count() != static_cast<size_t>(blocks)) return wrong("every block must have its rows");
-  int64_t rows = 0;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t count = counts.typed_data()[b];
-    if (count <= 0) continue;
-    const int64_t expert = experts.typed_data()[b], from = x_rows.typed_data()[b], to = out_rows.typed_data()[b];
-    if (expert < 0 || expert >= order.dimensions()[0] || from < 0 || from + count > x.dimensions()[0] || to < 0 ||
-        to + count > out->dimensions()[0])
-      return wrong("block " + std::to_string(b) + " lies outside of the arrays");
-    const int32_t* first = order.typed_data() + expert * k;
-    if (std::any_of(first, first + k, [k](int32_t column) { return column < 0 || column >= k; }))
-      return wrong("`order` of expert " + std::to_string(expert) + " names a column that is not there");
-    rows += count;
+void CheckOrders(Arguments& given, ffi::AnyBuffer order, const RowBlocks& blocks) {
+  const int64_t k = order.dimensions()[1];
+  for (int64_t b = 0; b < blocks.size(); ++b) {
+    const RowBlock block = blocks.At(b);
+    const int32_t* first = order.typed_data<int32_t>() + block.expert * k;
+    if (block.count > 0 && std::any_of(first, first + k, [k](int32_t column) { return column < 0 || column >= k; }))
+      return given.Fail("`order` of expert " + std::to_string(block.expert) + " names a column that is not there");
   }
+}
+
+// For each block b and each m below counts[b]: out[out_rows[b] + m, i] = x[x_rows[b] + m, order[experts[b], i]].
+ffi::Error OrderColumns(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer order, ffi::AnyBuffer experts,
+                        ffi::AnyBuffer x_rows, ffi::AnyBuffer out_rows, ffi::AnyBuffer counts,
+                        ffi::Result<ffi::AnyBuffer> out) {
+  const RowBlocks blocks{experts, x_rows, out_rows, counts};
+  Arguments given("jmx_cpu_order_columns");
+  given.Require("x", x, {ffi::F32, ffi::BF16, ffi::S8}, {kAnySize, kAnySize});
+  blocks.RequireArrays(given);
+  if (given.failed()) return given.error();
+  const int64_t k = x.dimensions()[1], bytes = ffi::ByteWidth(x.element_type());
+  given.Require("order", order, {ffi::S32}, {kAnySize, k});
+  given.Require("out", *out, {x.element_type()}, {kAnySize, k});
+  if (given.failed()) return given.error();
+  blocks.RequireWithin(given, order.dimensions()[0], x.dimensions()[0], out->dimensions()[0]);
+  if (!given.failed()) CheckOrders(given, order, blocks);
+  if (given.failed()) return given.error();
+
+  int64_t rows = 0;
+  for (int64_t b = 0; b < blocks.size(); ++b) rows += std::max<int64_t>(blocks.At(b).count, 0);
   const auto work = [&](int64_t b, int64_t) {  // one at a time
-    const int32_t* columns = order.typed_data() + static_cast<int64_t>(experts.typed_data()[b]) * k;
-    for (int64_t m = 0; m < counts.typed_data()[b]; ++m) {
-      const char* from = static_cast<const char*>(x.untyped_data()) + (x_rows.typed_data()[b] + m) * k * bytes;
-      char* to = static_cast<char*>(out->untyped_data()) + (out_rows.typed_data()[b] + m) * k * bytes;
+    const RowBlock block = blocks.At(b);
+    const int32_t* columns = order.typed_data<int32_t>() + block.expert * k;
+    for (int64_t m = 0; m < block.count; ++m) {
+      const char* from = static_cast<const char*>(x.untyped_data()) + (block.from + m) * k * bytes;
+      char* to = static_cast<char*>(out->untyped_data()) + (block.to + m) * k * bytes;
       if (bytes == 1) Reorder<uint8_t>(from, columns, k, to);
       else if (bytes == 2) Reorder<uint16_t>(from, columns, k, to);
       else Reorder<uint32_t>(from, columns, k, to);
     }
   };
-  if (blocks > 0) Share(pool, std::min({pool.num_threads() - 1, rows * k / kElementsOfAThread, blocks - 1}), blocks, 1, work);
+  const int64_t helpers = std::min({pool.num_threads() - 1, rows * k / kElementsOfAThread, blocks.size() - 1});
+  if (blocks.size() > 0) Share(pool, helpers, blocks.size(), 1, work);
   return ffi::Error::Success();
 }
 
@@ -109,16 +117,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_round_rows, jmx::RoundRows,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::S8>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_order_columns, jmx::OrderColumns,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>());

@@ -55,9 +55,10 @@ class MosaicSm90Fp8:
             )
         block = INPUT_FORMATS[problem.input_format].block_size if problem.input_format in INPUTS else None
         whole = block if isinstance(block, int) else COLUMN_ALIGNMENT
+        whose = f" for {problem.input_format} inputs" if isinstance(block, int) else ""
         for name in ("hidden_size", "intermediate_size"):
             if (size := getattr(problem, name)) % whole:
-                rule = f"must be a multiple of {whole}"
+                rule = f"must be a multiple of {whole}{whose}"
                 return Rejection(Reason.SHAPE, f"{name} {size} {rule}", "backend='xla', or leave inputs as they are")
         return refusal(problem, LAYOUT.name, LAYOUT.formats, INPUTS)
 

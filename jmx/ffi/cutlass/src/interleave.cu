@@ -1,6 +1,7 @@
 // FlashInfer's own interleaving of weights, for the test that holds jmx/ffi/cutlass/layout.py to it.
 #include <cuda_runtime.h>
 
+#include "arguments.h"
 #include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -9,14 +10,19 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error Interleave(cudaStream_t stream, ffi::Buffer<ffi::U8> values, ffi::Result<ffi::Buffer<ffi::U8>> out) {
+ffi::Error Interleave(cudaStream_t stream, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out) {
+  Arguments given("jmx_cutlass_interleave");
+  given.Require("values", values, {ffi::U8}, {kAnySize, kAnySize, kAnySize});
+  if (given.failed()) return given.error();
   const auto shape = values.dimensions();
-  if (shape.size() != 3 || out->element_count() != values.element_count() || shape[1] % 16 != 0 || shape[2] % 32 != 0)
-    return ffi::Error::InvalidArgument("jmx_cutlass_interleave: `values` must be (E, N, K / 2), N % 16 = K % 64 = 0");
+  if (shape[1] % 16 != 0 || shape[2] % 32 != 0)
+    given.Fail(Arguments::Named("values", values) + " must be (E, N, K / 2), N % 16 = K % 64 = 0");
+  given.Require("out", *out, {ffi::U8}, {shape[0], shape[1], shape[2]});
+  if (given.failed()) return given.error();
   for (int64_t expert = 0; expert < shape[0]; ++expert) {
     const int64_t offset = expert * shape[1] * shape[2];
     tensorrt_llm::kernels::cutlass_kernels::interleave_fp4_weights_for_sm90_mixed_gemm(
-        values.typed_data() + offset, out->typed_data() + offset, shape[1], 2 * shape[2], stream);
+        values.typed_data<uint8_t>() + offset, out->typed_data<uint8_t>() + offset, shape[1], 2 * shape[2], stream);
   }
   const cudaError_t error = cudaPeekAtLastError();
   return error == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(error));
@@ -28,5 +34,5 @@ ffi::Error Interleave(cudaStream_t stream, ffi::Buffer<ffi::U8> values, ffi::Res
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_interleave, jmx::Interleave,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>());
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.targets import Target, parse_target
 from jmx.checkpoint.shards import CheckpointError
 
 
@@ -36,9 +35,19 @@ class Entries:
         """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
 
         def fits(value: Any) -> bool:
-            return any(type(value) is type(wanted) and value == wanted for wanted in values)
+            return any(_same(value, wanted) for wanted in values)
 
         return self.check(key, fits, f"must be one of {list(values)}", *default)
+
+    def equal(self, wanted: Mapping[str, Any], why: str) -> None:
+        """Entries that must equal those of `wanted`, in type, too; objects have these entries and no others."""
+        for key, value in wanted.items():
+            if isinstance(value, Mapping):
+                inner = self.object(key)
+                inner.equal(value, why)
+                inner.close()
+            else:
+                self.check(key, lambda found, value=value: _same(found, value), f"must be {value!r}, {why}")
 
     def object_or_none(self, key: str) -> Mapping[str, Any] | None:
         """An entry of which only the kind is checked; None if it is missing."""
@@ -62,14 +71,5 @@ class Entries:
             raise CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) is not a known key")
 
 
-def targets_of(
-    entries: Entries, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
-) -> tuple[Target, ...]:
-    """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
-    targets = []
-    for text in texts:
-        try:
-            targets.append(parse(text))
-        except ValueError as error:
-            raise CheckpointError(entries.file, f"`{entries.place}.{key}`: {error}") from error
-    return tuple(targets)
+def _same(value: Any, wanted: Any) -> bool:
+    return type(value) is type(wanted) and value == wanted

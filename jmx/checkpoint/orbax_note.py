@@ -1,0 +1,106 @@
+"""What a checkpoint says of its MoE layers beside their arrays: written, and held to the layers of a module.
+
+It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
+
+    {
+      "version": 1,
+      "layers": {
+        "blocks.0.moe": {
+          "layout": "cutlass_sm90",
+          "leading_axes": [],
+          "num_experts": 8,
+          "hidden_size": 64,
+          "intermediate_size": 96,
+          "format": "mxfp4",
+          "gate_up_order": "interleaved",
+          "input_format": null,
+          "arrays": {"gate_up_values": "float4_e2m1fn[8, 192, 64]", ...}
+        }
+      }
+    }
+
+where `arrays` are those of the canonical layout, whatever lies in the checkpoint. Layouts pad: without these sizes,
+arrays of two kinds of experts may have one shape.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jmx import layouts
+from jmx.checkpoint.entries import Entries
+from jmx.experts import Experts
+
+KEY = "jmx_experts"
+VERSION = 1
+
+
+class Layer(NamedTuple):
+    """A MoE layer of a module: its path there, with dots (that of the module itself is empty), and its experts."""
+
+    path: str
+    experts: Experts
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its arrays begin with."""
+        return f"{self.path}." if self.path else ""
+
+    def named(self) -> dict[str, Any]:
+        """The experts' arrays by their names in the module."""
+        return {self.prefix + name: array for name, array in self.experts.arrays().items()}
+
+
+def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The custom metadata of a checkpoint of these layers.
+
+    Raises:
+        ValueError: a layer in a layout that there is not, or that does not hold its format.
+    """
+    for layer in layers:
+        layout, format = layouts.get(layer.experts.layout), layer.experts.format
+        if not layout.holds(format):
+            raise ValueError(f"`layout` (={layout.name!r}) of {layer.path!r} must hold {format.name!r}")
+    entries = {layer.path: {"layout": layer.experts.layout, **_facts(layer.experts)} for layer in layers}
+    return {KEY: {"version": VERSION, "layers": entries}}
+
+
+def layouts_of(note: Entries, layers: Sequence[Layer]) -> list[str]:
+    """The layouts in which these layers lie in a checkpoint that has this note.
+
+    Raises:
+        CheckpointError: a note of another version, or one that differs from the layers in anything but the layout,
+            naming the file and the first key.
+    """
+    note.equal({"version": VERSION}, "which is what this jmx reads and writes")
+    stored = note.object("layers")
+    note.close()
+    found = [_layout_of(stored.object(layer.path), layer.experts) for layer in layers]
+    stored.close()
+    return found
+
+
+def _facts(experts: Experts) -> dict[str, Any]:
+    """What experts are in any layout. Two that agree in it have the same arrays; JSON."""
+    canonical = jax.eval_shape(Experts.canonical, experts)
+    *leading_axes, num_experts, _, _ = canonical.gate_up.values.shape
+    return {
+        "leading_axes": leading_axes,
+        "num_experts": num_experts,
+        "hidden_size": experts.hidden_size,
+        "intermediate_size": experts.intermediate_size,
+        "format": experts.format.name,
+        "gate_up_order": experts.gate_up_order,
+        "input_format": experts.input_format,
+        "arrays": {name: f"{array.dtype}{list(array.shape)}" for name, array in canonical.arrays().items()},
+    }
+
+
+def _layout_of(entries: Entries, experts: Experts) -> str:
+    entries.equal(_facts(experts), "as `module` has it")
+    layout = entries.one_of(
+        "layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(experts.format))
+    )
+    entries.close()
+    return layout

@@ -1,0 +1,61 @@
+"""`jmx --print-completion SHELL`: a script that completes the command line, made by shtab from the parser."""
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jmx.cli.common import EXIT_NO, EXIT_OK
+
+SHELLS = ("bash", "zsh", "tcsh")
+_DIRECTORIES = ("DIR", "IN", "OUT")  # as metavars name them
+_FILES = ("FILE",)
+
+
+class PrintCompletion(argparse.Action):
+    """Prints the script and exits. What may be typed for names is asked of jmx only now: that imports jax."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, choices=SHELLS, **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.exit(EXIT_NO, f"jmx: error: `{option_string}` needs shtab: pip install 'jmx[completion]'\n")
+        known = _known_names()
+        for action in _actions(parser):
+            if action.metavar in (*_DIRECTORIES, *_FILES):
+                action.complete = shtab.DIRECTORY if action.metavar in _DIRECTORIES else shtab.FILE  # pyright: ignore
+            elif (names := known.get(action.dest)) is not None:
+                action.choices = [*names()]
+        print(shtab.complete(parser, values))
+        parser.exit(EXIT_OK)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
+
+
+def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
+    """Names that arguments take, by where a parser puts them."""
+    from jmx import formats, layouts, selection, shapes
+    from jmx.backends import BACKENDS
+    from jmx.checkpoint.quantizing import WRITABLE
+
+    return {
+        "backend": lambda: [backend.name for backend in BACKENDS],
+        "device": selection.known_devices,
+        "engine": lambda: ["cutlass"],
+        "format": lambda: formats.FORMATS,
+        "layout": lambda: ["auto", *layouts.LAYOUTS],
+        "model": lambda: shapes.MODELS,
+        "quantize": lambda: WRITABLE,
+        "routing": lambda: shapes.ROUTINGS,
+        "shape": lambda: shapes.MODELS,
+    }
