@@ -35,7 +35,7 @@ from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.formats import FORMATS
 from jmx.inputs import INPUT_FORMATS
-from jmx.roofline import Limits, Report, Row, draw
+from jmx.roofline import Limits, Report, Row, check_outputs, draw
 from jmx.routing import Logits, route
 from jmx.selection import Environment
 
@@ -54,6 +54,7 @@ class Timed(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Runs what `argv` asks for. Returns 1 if any row has an error, else 0."""
     arguments = _parse(argv)
+    check_outputs(arguments.json, arguments.png)
     seed = secrets.randbits(32)
     limits: list[Limits] = []
     measured = (_measure_formats if arguments.peer is None else _measure_peer)(arguments, seed, limits)

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx import cli
+from jmx import cli, roofline
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEERS = ("triton_kernels", "marlin", "humming")  # modules of benchmarks/peers
@@ -57,6 +57,10 @@ def _beside(packages: pathlib.Path, which: Sequence[str], rest: Sequence[str]) -
     output.add_argument("--json", nargs="?", const="-")
     output.add_argument("--png")
     wanted, rest = output.parse_known_args(rest)
+    try:
+        roofline.check_outputs(None if wanted.json == "-" else wanted.json, wanted.png)
+    except (ValueError, OSError) as e:
+        return _refuse(str(e))
     with tempfile.TemporaryDirectory() as directory:
         file = str(pathlib.Path(directory, "report.json"))
         ours = [sys.executable, __file__, *rest, "--json", file]

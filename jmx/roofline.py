@@ -4,12 +4,14 @@ import dataclasses
 import importlib.util
 import io
 import json
-import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from jmx import atomic_files
+from jmx.atomic_files import Kind
 from jmx.tables import FoldingTable, decimal, numbers, words
 
 
@@ -127,8 +129,12 @@ class Report:
             raise ValueError(f"{path} is not a saved report of the benchmark: {e!r}") from None
 
     def save(self, path: str) -> None:
-        """Writes JSON: the whole file or none of it."""
-        _write_whole(path, json.dumps(self.as_dict(), indent=1).encode() + b"\n")
+        """Writes JSON: the whole file or none of it.
+
+        Raises:
+            FileExistsError: at `path` is something that is no saved report.
+        """
+        atomic_files.write(path, json.dumps(self.as_dict(), indent=1).encode() + b"\n", SAVED)
 
     def __rich__(self) -> FoldingTable:
         s, limits = self.settings, self.limits
@@ -176,6 +182,7 @@ def draw(report: Report, path: str) -> None:
     """Draws time over floor against tokens, one line a system, lower is better. A PNG.
 
     Raises:
+        FileExistsError: at `path` is something that this did not draw.
         ModuleNotFoundError: matplotlib is not installed.
     """
     require_matplotlib()
@@ -209,8 +216,8 @@ def draw(report: Report, path: str) -> None:
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(visible=True, linewidth=0.3)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    _write_whole(path, picture.getvalue())
+    figure.savefig(picture, format="png", dpi=150, metadata={"Software": _DRAWN_BY})
+    atomic_files.write(path, picture.getvalue(), PICTURE)
 
 
 def require_matplotlib() -> None:
@@ -221,12 +228,34 @@ def require_matplotlib() -> None:
         )
 
 
-def _write_whole(path: str, content: bytes) -> None:
-    beside = f"{path}.{os.getpid()}.part"
+def check_outputs(json_file: str | None, picture: str | None) -> None:
+    """Raises what `Report.save` and `draw` would raise of these files, before there is anything to save.
+
+    Raises:
+        FileExistsError, FileNotFoundError: something else is there; the directory that should hold it does not exist.
+        ValueError: both are the same file, or one lies in the other.
+    """
+    atomic_files.check_apart(json=json_file, png=picture)
+    for path, kind in ((json_file, SAVED), (picture, PICTURE)):
+        if path is not None:
+            atomic_files.check_new(path, kind, overwrite=True)
+
+
+def _report_fault(path: Path) -> str | None:
     try:
-        with open(beside, "wb") as file:
-            file.write(content)
-        os.replace(beside, path)
-    finally:
-        if os.path.exists(beside):
-            os.remove(beside)
+        Report.load(str(path))
+    except (ValueError, OSError) as e:
+        return str(e)
+    return None
+
+
+def _picture_fault(path: Path) -> str | None:
+    with path.open("rb") as file:
+        begin = file.read(1 << 12)
+    drawn = begin.startswith(b"\x89PNG") and b"tEXtSoftware\0" + _DRAWN_BY.encode() in begin
+    return None if drawn else "it is another file"
+
+
+_DRAWN_BY = "jmx bench"  # in a picture's own text, by which it is known again
+SAVED = Kind("a saved report of the benchmark", _report_fault)
+PICTURE = Kind("a picture that `jmx bench` drew", _picture_fault)

@@ -101,7 +101,7 @@ def run(
         engine: an entry of `BACKENDS`.
         tokens: token counts.
         file: made where it does not exist.
-        strict: whether a file that is no such table is an error, rather than replaced with a warning.
+        strict: whether a file that is no such table is an error, rather than given another name with a warning.
         again: whether to measure token counts that the file has already.
         seconds: begin to trace and compile no further candidate of a token count after so many. Those begun by then
             are measured, at least the heuristic's own. None: all of them.

@@ -29,6 +29,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jmx import atomic_files
+from jmx.atomic_files import Kind
 from jmx.selection import Environment, Problem
 
 Source = Literal["override", "user", "table", "heuristic"]
@@ -259,27 +261,31 @@ def load(file: Any, engine: Tunable[Any], device_kind: str) -> Entries:
     Raises:
         ValueError, OSError: it is not, or cannot be read; the text names the file.
     """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        for name, wanted in (("engine", engine.name), ("device", device_kind)):
-            if values[name] != wanted:
-                raise ValueError(f"its {name} is {values[name]!r}, not {wanted!r}")
-        listed = [
-            (shape, tokens, value) for shape, found in values["entries"].items() for tokens, value in found.items()
-        ]
-    except FileNotFoundError:
-        return {}
-    except OSError as e:
-        raise OSError(f"{file} cannot be read: {e}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{file} is not a table of tuned configurations: {type(e).__name__}: {e}") from None
     entries: Entries = {}
-    for shape, tokens, value in listed:
+    for shape, tokens, value in _listed(file, engine, device_kind):
         try:
             entries[Key(shape, _token_count(tokens))] = _entry(engine.config_type, value)
         except ValueError as e:
             warnings.warn(f"{file}: the entry for {shape}, {tokens} tokens is ignored: {e}", stacklevel=3)
     return entries
+
+
+def _listed(file: Any, engine: Tunable[Any], device_kind: str) -> list[tuple[str, str, Any]]:
+    """The shape, tokens and JSON of a table's entries, which may not fit. Raises as `load`."""
+    if isinstance(file, pathlib.Path) and file.exists() and not file.is_file():
+        raise OSError(f"{file} cannot be read: it is not a regular file")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        for name, wanted in (("engine", engine.name), ("device", device_kind)):
+            if values[name] != wanted:
+                raise ValueError(f"its {name} is {values[name]!r}, not {wanted!r}")
+        return [(shape, tokens, value) for shape, found in values["entries"].items() for tokens, value in found.items()]
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise OSError(f"{file} cannot be read: {e}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{file} is not a table of tuned configurations: {type(e).__name__}: {e}") from None
 
 
 def _token_count(text: str) -> int:
@@ -316,18 +322,27 @@ def _field(name: str, kind: Any, value: Any) -> Any:
 def save(path: pathlib.Path, engine: Tunable[Any], device_kind: str, entries: Mapping[Key, Entry]) -> None:
     """Adds `entries` to the table in `path`, in the place of those it has for the same keys: all of it or nothing.
 
-    What other processes have added meanwhile stays. A file that is no such table is replaced, with `read`'s warning.
-    The text is sorted, and has an entry a line: made to be read, compared and shipped.
+    What other processes have added meanwhile stays. What is there and is no such table is given another name, with a
+    warning. Links are followed. The text is sorted, and has an entry a line: made to be read, compared and shipped.
     """
+    path = pathlib.Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent):
-        text = _text(engine.name, device_kind, {**read(path, engine, device_kind), **entries})
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+
+    def fault(file: pathlib.Path) -> str | None:
         try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+            _listed(file, engine, device_kind)
+        except (ValueError, OSError) as e:
+            return str(e)
+        return None
+
+    with _locked(path.parent):
+        try:
+            known = load(path, engine, device_kind)
+        except (ValueError, OSError) as e:
+            known = {}
+            warnings.warn(f"{e}; it is kept as {atomic_files.set_aside(path)}", stacklevel=2)
+        text = _text(engine.name, device_kind, {**known, **entries})
+        atomic_files.write(path, text.encode(), Kind("a table of tuned configurations", fault))
 
 
 def _text(engine_name: str, device_kind: str, entries: Mapping[Key, Entry]) -> str:

@@ -1,7 +1,9 @@
 """The benchmark on shapes that a CPU runs at once: its numbers mean what their names say, and trouble shows."""
 
 import dataclasses
+import functools
 import json
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from jax.core import Tracer
 
 from jmx import bench, formats, machine, roofline, shapes
 from jmx.activations import SwiGLU
+from jmx.atomic_files import renaming
 from jmx.bench import RAGGED_DOT
 from jmx.layouts import LAYOUTS
 from jmx.routing import Logits, TopKSoftmax, route
@@ -342,10 +345,65 @@ def test_a_report_is_saved_and_loaded_whole(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     before = file.read_bytes()
-    monkeypatch.setattr(roofline.os, "replace", interrupted)
+    monkeypatch.setattr(renaming, "exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dataclasses.replace(_report(), rows=()).save(str(file))
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+
+
+def _put(state, path):
+    """Something at `path` that is no result of the benchmark."""
+    if state == "text":
+        path.write_text("mine")
+    elif state == "json":
+        path.write_text('{"rows": []}')
+    elif state == "picture":
+        path.write_bytes(b"\x89PNG\r\n\x1a\n, mine")
+    elif state == "digits":
+        path.write_text("9" * 5000)
+    elif state == "nested":
+        path.write_text("[" * 100_000)
+    elif state == "directory":
+        path.mkdir()
+    elif state == "fifo":
+        os.mkfifo(path)
+    else:
+        _report().save(str(path.with_name("elsewhere")))
+        path.symlink_to(path.with_name("elsewhere" if state == "link" else "nowhere"))
+
+
+@pytest.mark.parametrize(
+    "state", ["text", "json", "picture", "digits", "nested", "directory", "fifo", "link", "dangling link"]
+)
+@pytest.mark.parametrize("what", ["report", "picture"])
+def test_reports_and_pictures_replace_nothing_else(what, state, tmp_path):
+    if what == "picture":
+        pytest.importorskip("matplotlib")
+    save = _report().save if what == "report" else functools.partial(roofline.draw, _report())
+    path = tmp_path / "it"
+    _put(state, path)
+
+    def found():
+        entries = ((file.name, file.lstat()) for file in tmp_path.iterdir())
+        return sorted((name, its.st_ino, its.st_mode, its.st_size, its.st_mtime_ns) for name, its in entries)
+
+    before = found()
+    with pytest.raises(FileExistsError, match=r"it must be a (saved report|picture).*, to be replaced, but "):
+        save(str(path))
+    assert found() == before
+
+
+def test_a_picture_replaces_an_earlier_one_and_no_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, file = tmp_path / "it.png", tmp_path / "it.json"
+    roofline.draw(_report(), str(picture))
+    roofline.draw(dataclasses.replace(_report(), rows=()), str(picture))
+    _report().save(str(file))
+    with pytest.raises(FileExistsError, match="must be a picture"):
+        roofline.draw(_report(), str(file))
+    with pytest.raises(FileExistsError, match="must be a saved report"):
+        _report().save(str(picture))
+    assert sorted(os.listdir(tmp_path)) == ["it.json", "it.png"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": [{"speed": 1}]}'])

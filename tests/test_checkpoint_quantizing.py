@@ -12,7 +12,7 @@ from float_checkpoints import TINY, float_gpt_oss, write
 
 import jmx
 from jmx import formats
-from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing, shards
+from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing
 from jmx.checkpoint.quantizing import writer
 from jmx.formats import FORMATS, Format
 
@@ -224,7 +224,7 @@ def test_what_is_quantised_or_does_not_divide_is_refused(tmp_path: Path, rng: np
     with pytest.raises(ValueError, match="`max_shard_bytes` "):
         quantizing.convert(source, tmp_path / "out", jmx.MXFP4, max_shard_bytes=0)
     for place in (source, tmp_path):
-        with pytest.raises(ValueError, match=r"`dst` .* must not be `src`, nor hold it"):
+        with pytest.raises(ValueError, match=r"`dst` .* must not be, hold or lie in `src`"):
             quantizing.convert(source, place, jmx.MXFP4, overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
@@ -234,9 +234,9 @@ def test_what_is_interrupted_leaves_what_was_there(
     error: type[BaseException], tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, _ = qwen(tmp_path / "in", rng)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("mine")
-    with pytest.raises(FileExistsError, match="out must not exist yet"):
+    quantizing.convert(source, tmp_path / "out", FORMATS["fp8_channel"])
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    with pytest.raises(FileExistsError, match="out must not exist yet, unless `--overwrite`"):
         quantizing.convert(source, tmp_path / "out", jmx.MXFP4)
     calls = []
 
@@ -251,23 +251,23 @@ def test_what_is_interrupted_leaves_what_was_there(
         with pytest.raises(error):
             quantizing.convert(source, tmp_path / "out", jmx.MXFP4, overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
     quantizing.convert(source, tmp_path / "out", jmx.MXFP4, overwrite=True)
-    assert len(compressed_tensors.Reader(tmp_path / "out").layers) == 2
+    reader = compressed_tensors.Reader(tmp_path / "out")
+    assert {reader.layer(name).scheme.weights for name in reader.layers} == {"mxfp4"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_replacement_that_fails_puts_back_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "it").write_text("old")
-    rename = Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if self.parent != tmp_path and not self.name.endswith(".old"):
-            raise OSError("no")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no"), shards.new_path(tmp_path / "it", replace=True) as place:
-        place.write_text("new")
-    assert [p.name for p in tmp_path.iterdir()] == ["it"]
-    assert (tmp_path / "it").read_text() == "old"
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_head_is_ignored_by_name_whether_files_hold_it_or_not(
+    prefix: str, stored: bool, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    _, tensors = qwen(tmp_path / "first", rng)
+    tensors = {prefix + name: array for name, array in tensors.items() if stored or name != "lm_head.weight"}
+    source = write(tmp_path / "in", tensors, {"model_type": "qwen3_moe", "tie_word_embeddings": not stored})
+    quantizing.convert(source, tmp_path / "out", FORMATS["fp8_block"])
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert f"{prefix}lm_head" in ignore
+    assert len({*ignore}) == len(ignore)
+    assert f"{prefix}model.embed_tokens" in ignore

@@ -237,41 +237,6 @@ def test_an_index_that_is_wrong_is_named(tmp_path, rng, edit, message):
         shards.read_headers(tmp_path)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_what_fails_leaves_nothing_behind(tmp_path, error):
-    def fill() -> None:
-        with shards.new_path(tmp_path / "new") as path:
-            path.mkdir()
-            (path / "half").write_text("written")
-            assert not (tmp_path / "new").exists()
-            raise error
-
-    with pytest.raises(error):
-        fill()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_succeeds_appears_whole_with_ordinary_permissions(tmp_path):
-    (tmp_path / "plain").mkdir()
-    with shards.new_path(tmp_path / "new") as path:
-        path.mkdir()
-        (path / "file").write_text("written")
-    assert (tmp_path / "new" / "file").read_text() == "written"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "plain"]
-    assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for name in ("file", "dangling", "."):
-        with pytest.raises(FileExistsError, match="must not exist yet"), shards.new_path(tmp_path / name):
-            pytest.fail("entered")
-    with pytest.raises(FileNotFoundError, match="must be in a directory"), shards.new_path(tmp_path / "no" / "new"):
-        pytest.fail("entered")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_the_bar_is_on_the_terminal_or_not_at_all(capsys, monkeypatch):
     for enabled in (True, False):
         with shards.progress_bar("reading", 10, enabled) as advance:

@@ -422,7 +422,8 @@ def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
     monkeypatch.setitem(shapes.MODELS, "tiny", dataclasses.replace(shapes.MODELS["small"], num_experts=2))
     file, part = tmp_path / "r.json", tmp_path / "r.json.part"
-    file.write_text("before")
+    before = roofline.Report({"device": "a device"}, roofline.Limits(1.0, 1.0), {"model": "tiny", "routing": "r"}, ())
+    before.save(str(file))
     measured = bench._measure_row
 
     def cut(name, shape, case, *others):
@@ -434,7 +435,7 @@ def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
     flags += ["--json", str(file)]
     monkeypatch.setattr(bench, "_measure_row", cut)
     code, _, _ = jmx(*flags, "--tokens", "1,2")
-    assert (code, file.read_text()) == (130, "before")
+    assert (code, roofline.Report.load(str(file))) == (130, before)
     monkeypatch.setattr(bench, "_measure_row", measured)
     code, out, _ = jmx("bench", "--from", str(part), "--json")
     (row,) = json.loads(out)["rows"]
@@ -442,6 +443,36 @@ def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
     code, _, _ = jmx(*flags, "--tokens", "1")
     assert (code, part.exists()) == (0, False)
     assert len(json.loads(file.read_text())["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "mine", "part"),
+    [
+        (["--json", "it"], "it", "it must be a saved report of the benchmark, to be replaced, but "),
+        (["--json", "it"], "it.part", "it.part must be a saved report of the benchmark, to be replaced, but "),
+        (["--png", "it"], "it", "it must be a picture that `jmx bench` drew, to be replaced, but it is another file"),
+        (["--json", "new", "--png", "new"], "it", "`json` (='new') must not be, hold or lie in `png` (='new')"),
+        (["--json", "new", "--png", "new.part"], "it", "must not be, hold or lie in `png`"),
+        (["--json", "it/new"], "it", "it/new cannot be written: its directory does not exist"),
+    ],
+)
+def test_bench_refuses_what_it_would_not_replace_before_it_measures(flags, mine, part, jmx, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run", lambda *arguments, **options: pytest.fail("measured"))
+    pathlib.Path(mine).write_text("mine")
+    code, out, err = jmx("bench", *flags)
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, part)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {mine: "mine"}
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain"])
+def test_a_compilation_cache_at_a_file_is_one_line(command, jmx, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    code, out, err = jmx(command, "--compilation-cache", str(tmp_path / "mine"))
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, "mine")
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_path):

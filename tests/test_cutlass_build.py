@@ -32,7 +32,7 @@ echo "$@" >> {log}
 if [ "$1" = --version ]; then echo "Cuda compilation tools, release {release}, V{release}.1"; exit; fi
 if [ "$1" = --dryrun ]; then echo "#$ TOP={top}" >&2; exit; fi
 {extra}
-while [ $# -gt 1 ]; do [ "$1" = -o ] && echo built > "$2"; shift; done
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo "built jmx_cutlass_key" > "$2"; shift; done
 """
 
 
@@ -162,7 +162,7 @@ def test_a_compiler_behind_a_script_is_found_by_what_it_says(machine, tmp_path):
 def test_it_compiles_each_tile_once_and_moves_the_library_into_the_cache(machine):
     path, made = cutlass_build.run(QUIET, jobs=3)
     assert made
-    assert path.read_text() == "built\n"
+    assert path.read_text() == "built jmx_cutlass_key\n"
     assert path.parent == tuning.cache_directory() / "build"
     assert sorted(os.listdir(path.parent)) == sorted([path.name, f".{path.name}.lock"])
     *compiled, linked = machine.calls()
@@ -302,7 +302,8 @@ def test_what_a_killed_process_left_is_removed_and_its_lock_is_free(tmp_path):
     process.join()
     assert not target.exists()
     assert len(list(tmp_path.glob(".library.so.*.part"))) == 1
-    assert build_slowly(target, log, 0)
+    with pytest.warns(UserWarning, match=r"removed .*/\.library\.so\.\w{8}\.part, which a process left"):
+        assert build_slowly(target, log, 0)
     assert target.read_text() == "whole"
     assert list(tmp_path.glob("*.part")) == list(tmp_path.glob(".*.part")) == []
 
@@ -347,6 +348,13 @@ def test_the_command_tells_where_the_library_is(machine, capsys):
     assert capsys.readouterr().out == f"compiled: {target}\n"
     assert cli.main(["build", "cutlass", "--output", str(target)]) == 0
     assert capsys.readouterr().out == f"was compiled before: {target}\n"
+    other = machine.folder / "notes.txt"
+    other.write_text("mine")
+    calls = machine.calls()
+    for flags in ([], ["--again"]):
+        assert cli.main(["build", "cutlass", "--output", str(other), *flags]) == cli.EXIT_USAGE
+        assert "notes.txt must be a library that `jmx build` compiled" in capsys.readouterr().err
+    assert (other.read_text(), machine.calls()) == ("mine", calls)
 
 
 @pytest.mark.parametrize(

@@ -672,6 +672,7 @@ def with_broken_tokenizer(folder: Path) -> list[str]:
         (lambda folder: ["--top-p", "0"], "`top_p` (=0.0)"),
         (lambda folder: ["--random", "20b", "--prompt", "a"], "--random has none"),
         (lambda folder: ["--logits", str(folder / "none" / "x.npy")], "--logits"),
+        (lambda folder: ["--logits", str(folder)], "must not exist yet: nothing is overwritten"),
     ],
 )
 def test_the_command_tells_in_one_line_what_cannot_be(

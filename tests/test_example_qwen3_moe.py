@@ -156,6 +156,45 @@ def test_floats_rounded_as_they_are_read_are_those_that_convert_writes(tmp_path:
     assert 1e-5 < relative_error(logits, golden) <= 0.02
 
 
+@pytest.mark.parametrize("head", ["absent", "equal", "other", "of another dtype"])
+@pytest.mark.parametrize("embedding", ["stored", "absent"])
+def test_tied_tables_that_files_hold_both_or_either(
+    embedding: str, head: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """As transformers reads them: two that differ stay two, whatever the config says."""
+    names = "model.embed_tokens.weight", "lm_head.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        table = tensors[names[0]]
+        assert names[1] not in tensors
+        heads = {"equal": table.copy(), "other": rng.permutation(table), "of another dtype": table.astype(np.float32)}
+        tensors |= {names[1]: heads[head]} if head in heads else {}
+        if embedding == "absent":
+            del tensors[names[0]]
+
+    folder = edited(tmp_path / "it", "other", change)
+    if (embedding, head) == ("absent", "absent"):
+        with pytest.raises(CheckpointError, match=rf"tensor '{names[0]}' is missing"):
+            load(folder)
+        return
+    golden = load_file(GOLDEN / "other.safetensors")
+    ids = jnp.asarray(golden["input_ids"])
+    if embedding == "stored" and head in ("other", "of another dtype"):
+        with pytest.warns(UserWarning, match=r"`tie_word_embeddings` is true, but 'lm_head.weight' is not"):
+            model = load(folder, dtype=jnp.float32)
+        assert model.unembedding is not None
+    else:
+        model = load(folder, dtype=jnp.float32)
+        assert model.unembedding is None
+    logits, _, _ = whole(model, ids, empty(model, ids))
+    if head != "other":
+        assert relative_error(logits, golden["logits"]) <= 1e-5
+    elif embedding == "stored":  # the rows of the last product are those of the table that files have for it
+        rows = load_file(folder / "model.safetensors")
+        order = [int(np.flatnonzero((rows[names[0]] == row).all(axis=1))[0]) for row in rows[names[1]]]
+        assert relative_error(logits, golden["logits"][..., order]) <= 1e-5
+
+
 # Every scheme's golden file, as the experts of a model whose other weights are random
 
 

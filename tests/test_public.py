@@ -15,7 +15,7 @@ from jmx import _version
 ROOT = pathlib.Path(jmx.__file__).parent
 # Each file may import those before it; files of one entry stand side by side.
 ORDER = [
-    {"_version", "checks", "codes", "first_order", "tables"},
+    {"_version", "atomic_files", "checks", "codes", "first_order", "tables"},
     {"formats", "rounding"},
     {"activations", "routing", "grouping", "mxfp8", "quantization"},
     {"inputs", "layouts"},

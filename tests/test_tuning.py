@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import os
 import pathlib
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 
 from jmx import backends, tuning
 from jmx.activations import ReLU, SiLU, SwiGLU
+from jmx.atomic_files import renaming
 from jmx.selection import Environment, Problem, known_devices
 from jmx.tuning import REACH, Entry, Key, Tunable
 
@@ -280,10 +282,30 @@ def test_writing_is_all_or_nothing(files, monkeypatch):
     def interrupted(*paths):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pathlib.Path, "replace", interrupted)
+    monkeypatch.setattr(renaming, "exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(file, entries(2))
     assert [path.read_text() for path in file.parent.iterdir()] == [before]
+
+
+@pytest.mark.parametrize("state", ["link", "dangling link", "directory", "fifo"])
+def test_a_link_is_followed_and_what_is_no_file_is_kept_under_another_name(state, files):
+    file, target = files[0], files[0].with_name("target.json")
+    file.parent.mkdir(parents=True)
+    if "link" in state:
+        if state == "link":
+            save(target, entries(1))
+        file.symlink_to(target)
+        save(file, entries(4))
+        assert file.is_symlink()
+        assert tuning.load(target, ENGINE, H200.device_kind) == ((entries(1) if state == "link" else {}) | entries(4))
+        return
+    file.mkdir() if state == "directory" else os.mkfifo(file)
+    before = file.lstat()
+    with pytest.warns(UserWarning, match=rf"cannot be read: it is not a regular file; it is kept as {file}\.old"):
+        save(file, entries(4))
+    assert os.path.samestat(file.with_name(f"{file.name}.old").lstat(), before)
+    assert tuning.load(file, ENGINE, H200.device_kind) == entries(4)
 
 
 def add(path, shape):
@@ -332,9 +354,10 @@ def test_a_broken_file_is_ignored_with_one_warning_that_names_it(content, files)
     assert str(warning.message).startswith(f"{user} is not a table of tuned configurations: ")
     with pytest.raises(ValueError, match="is not a table of tuned configurations"):
         tuning.load(user, ENGINE, H200.device_kind)
-    with pytest.warns(UserWarning, match="is not a table"):
+    with pytest.warns(UserWarning, match=rf"is not a table.*; it is kept as {user}\.old"):
         save(user, entries(4))
     assert tuning.load(user, ENGINE, H200.device_kind) == entries(4)
+    assert user.with_name(f"{user.name}.old").read_bytes() == content
 
 
 def test_a_file_that_cannot_be_read_is_ignored_with_a_warning(files):

@@ -12,6 +12,10 @@ import sys
 import tempfile
 import zipfile
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from jmx import atomic_files
+
 VERSIONS = {"vllm": "0.33.0", "humming-kernels": "0.1.19"}
 LIBRARY = "vllm/_moe_C_stable_libtorch.abi3.so"
 FOLDERS = ("vllm/third_party/triton_kernels/", "humming/")
@@ -19,18 +23,17 @@ _WHEELS = ["--only-binary=:all:", "--python-version=3.12", "--platform=manylinux
 
 
 def main(directory: str) -> None:
-    """Fills `directory`, which is made where it does not exist."""
-    target = pathlib.Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as downloads:
+    """Makes `directory`, which appears when all is there. FileExistsError where there is something already."""
+    with atomic_files.new_path(directory) as target, tempfile.TemporaryDirectory() as downloads:
+        target.mkdir()
         wanted = [f"{name}=={version}" for name, version in VERSIONS.items()]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *_WHEELS, "--dest", downloads]
         subprocess.run([*command, *wanted], check=True)
         for wheel in sorted(pathlib.Path(downloads).glob("*.whl")):
             extract(wheel, target)
-    (target / "versions.json").write_text(json.dumps(VERSIONS))
-    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-    print(f"{target}: {size / 1e6:.0f} MB")
+        (target / "versions.json").write_text(json.dumps(VERSIONS))
+        size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    print(f"{directory}: {size / 1e6:.0f} MB")
 
 
 def extract(wheel: pathlib.Path, target: pathlib.Path) -> None:

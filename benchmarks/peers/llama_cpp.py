@@ -20,6 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from jmx import atomic_files
+
 VERSION = "0.3.36"  # of llama-cpp-python
 _SOURCE = "vendor/llama.cpp/ggml/"
 _PROJECT = "cmake_minimum_required(VERSION 3.20)\nproject(peer C CXX)\nadd_subdirectory(ggml)\n"
@@ -32,9 +36,8 @@ Array = np.ndarray[Any, Any]
 
 
 def main(directory: str) -> None:
-    """Fills `directory`, which is made where it does not exist."""
-    target = pathlib.Path(directory).resolve()
-    with tempfile.TemporaryDirectory() as downloads:
+    """Makes `directory`, which appears when all is there. FileExistsError where there is something already."""
+    with atomic_files.new_path(directory) as target, tempfile.TemporaryDirectory() as downloads:
         wanted = ["--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}"]
         subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--dest", downloads, *wanted], check=True)
         (sdist,) = pathlib.Path(downloads).glob("*.tar.gz")
@@ -49,11 +52,11 @@ def main(directory: str) -> None:
         flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON"]
         subprocess.run(["cmake", "-S", downloads, "-B", str(build), *flags], check=True)
         subprocess.run(["cmake", "--build", str(build), "--parallel", str(os.cpu_count())], check=True)
-        target.mkdir(parents=True, exist_ok=True)
+        target.mkdir()
         for name in _LIBRARIES:
             (found,) = build.rglob(name)
             (target / name).write_bytes(found.read_bytes())
-    (target / "versions.json").write_text(json.dumps({"llama-cpp-python": VERSION}))
+        (target / "versions.json").write_text(json.dumps({"llama-cpp-python": VERSION}))
 
 
 class Weights(NamedTuple):

@@ -34,7 +34,7 @@ def main() -> None:
     peer = importlib.import_module(f"benchmarks.peers.{arguments.system}")
     if hasattr(peer, "load"):
         peer.load(arguments.packages)
-    with open(arguments.output, "w", encoding="utf-8") as output:
+    with open(arguments.output, "x", encoding="utf-8") as output:
         print(json.dumps({"torch": torch.__version__, "triton": triton.__version__} | versions), file=output)
         first = problem.draw_weights(shape)
         layers = []

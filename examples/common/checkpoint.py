@@ -21,6 +21,7 @@ from jmx.checkpoint.quantizing import experts as float_experts
 from jmx.experts import Experts
 from jmx.formats import Format
 
+_CHUNK = 1 << 24  # bytes compared at a time
 _CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
 
 
@@ -101,6 +102,22 @@ class Checkpoint:
         if module is None and self.tensors[name].dtype not in float_experts.FLOATS:
             rule = f"must be {' or '.join(float_experts.FLOATS)}"
             raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name, or a quantized module whose weight it is."""
+        return name in self.tensors or self._module_of(name) is not None
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same bits. A quantized one is equal to none."""
+        if not all(its in self.tensors and self._module_of(its) is None for its in (name, other)):
+            return False
+        one, two = self.tensors[name], self.tensors[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        first, second = (tensor.view().reshape(-1).view(np.uint8) for tensor in (one, two))
+        return all(
+            np.array_equal(first[at : at + _CHUNK], second[at : at + _CHUNK]) for at in range(0, first.size, _CHUNK)
+        )
 
     def dense(self, name: str) -> jax.Array:
         """A tensor outside experts, expanded to float32 if it is quantised."""

@@ -22,6 +22,7 @@ from examples.common.model import Model
 from examples.common.runner import Runner, check_prompts
 from examples.common.sampling import Sampler
 from examples.common.text import IdStream, TextStream, read_tokenizer
+from jmx import atomic_files
 from jmx.backends import BACKENDS
 from jmx.checkpoint import CheckpointError
 from jmx.explain import Floor
@@ -104,7 +105,9 @@ def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> a
     )
     parser.add_argument("--backend", choices=[b.name for b in BACKENDS], metavar="NAME", help="the one that must run")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence id")
-    parser.add_argument("--logits", type=Path, metavar="FILE.npy", help="write the prompt's, float32 (length, vocab)")
+    parser.add_argument(
+        "--logits", type=Path, metavar="FILE.npy", help="write the prompt's to a new file, float32 (length, vocab)"
+    )
     parser.add_argument("--json", action="store_true", help="results on stdout's last line, all else on stderr")
     return parser.parse_args(arguments)
 
@@ -122,8 +125,11 @@ def make_sampler(options: argparse.Namespace) -> Sampler:
         raise UsageError(f"--max-new-tokens (={options.max_new_tokens}) must be at least 1")
     if options.random and options.prompt is not None:
         raise UsageError("--prompt needs a tokenizer, and --random has none: give --prompt-ids")
-    if options.logits and not options.logits.absolute().parent.is_dir():
-        raise UsageError(f"--logits (={options.logits}) must be in a folder that exists")
+    try:
+        if options.logits:
+            atomic_files.check_new(options.logits)
+    except OSError as error:
+        raise UsageError(f"--logits: {error}") from error
     try:
         return Sampler(options.temperature, options.top_p, options.seed)
     except ValueError as error:
@@ -184,7 +190,7 @@ def _nbytes(arrays: Any) -> int:
 
 def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
     logits, _ = runner.prefill([ids], all_logits=True)
-    with file.open("wb") as opened:  # by its name alone, np.save would add a suffix to some
+    with atomic_files.new_path(file) as new, new.open("wb") as opened:  # by its name alone, np.save may add a suffix
         np.save(opened, np.asarray(logits[0, : len(ids)]))
 
 

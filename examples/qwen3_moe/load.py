@@ -1,6 +1,8 @@
 """Making a Qwen3-MoE model: out of a checkpoint, or of random weights in the shape of a published one."""
 
+import dataclasses
 import os
+import warnings
 from functools import partial
 
 import jax
@@ -93,9 +95,12 @@ class FileSource:
     """The weights of a checkpoint. CheckpointError unless it holds all that its config calls for."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self.config = read_config(checkpoint.path)
+        config = read_config(checkpoint.path)
+        self.config, self._top = _untied(checkpoint, config)
         self._checkpoint = checkpoint
-        names = {TOP_NAMES[name]: shape for name, shape in top_shapes(self.config).items()}
+        names = {self._top[name]: shape for name, shape in top_shapes(self.config).items()}
+        if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
+            names[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)  # even if it is not read
         for layer in range(self.config.num_hidden_layers):
             shapes = layer_shapes(self.config, layer).items()
             names |= {_in_layer(layer, LAYER_NAMES[name]): shape for name, shape in shapes}
@@ -103,7 +108,7 @@ class FileSource:
         checkpoint.check(names, {_in_layer(layer, "mlp.experts"): expert_sizes(self.config) for layer in sparse})
 
     def top(self) -> dict[str, jax.Array]:
-        return {name: self._checkpoint.dense(TOP_NAMES[name]) for name in top_shapes(self.config)}
+        return {name: self._checkpoint.dense(self._top[name]) for name in top_shapes(self.config)}
 
     def layer(self, layer: int) -> dict[str, jax.Array]:
         names = layer_shapes(self.config, layer)
@@ -113,6 +118,26 @@ class FileSource:
         if layer in self.config.dense_layers:
             return None
         return self._checkpoint.experts(_in_layer(layer, "mlp.experts"))
+
+
+def _untied(checkpoint: Checkpoint, config: Config) -> tuple[Config, dict[str, str]]:
+    """The config, and files' names outside layers, of a model whose tables are tied as far as its files allow.
+
+    As transformers has it (5.23, `PreTrainedModel.tie_weights`): files may hold either table, or both. Two that differ
+    stay two, with a UserWarning.
+    """
+    embedding, unembedding = TOP_NAMES["embedding"], TOP_NAMES["unembedding"]
+    if not config.tie_word_embeddings or not checkpoint.holds(unembedding):
+        return config, TOP_NAMES
+    if not checkpoint.holds(embedding):
+        return config, TOP_NAMES | {"embedding": unembedding}
+    if checkpoint.equal(embedding, unembedding):
+        return config, TOP_NAMES
+    warnings.warn(
+        f"{checkpoint.path}: `tie_word_embeddings` is true, but {unembedding!r} is not {embedding!r}: it is used",
+        stacklevel=4,  # where the model is loaded
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False), TOP_NAMES
 
 
 def _in_layer(layer: int, name: str) -> str:

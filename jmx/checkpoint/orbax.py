@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jmx.atomic_files import check_new, new_path
 from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
-from jmx.checkpoint.shards import new_path
 from jmx.checks import check_instance, check_path
 from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
@@ -33,6 +33,7 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     """
     path = check_path("path", path)
     check_instance("module", module, nnx.Module, "a flax.nnx.Module")
+    check_new(path)
     arrays, layers = _flatten(module)
     for name, array in arrays.items():
         if isinstance(array, jax.ShapeDtypeStruct):

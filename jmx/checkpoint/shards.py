@@ -1,4 +1,4 @@
-"""Safetensors files, read tensor by tensor with every error named, and written beside their place and renamed.
+"""Safetensors files, read tensor by tensor with every error named, and written.
 
 A file is an 8 byte little-endian length, a JSON header of that length, and the tensors' bytes; see the safetensors
 format, https://github.com/huggingface/safetensors#format. The headers are read here, and not by the safetensors
@@ -12,10 +12,8 @@ import math
 import os
 import re
 import reprlib
-import shutil
 import stat
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jmx.atomic_files import named_errors, write_json
 from jmx.checks import check_int
 
 DTYPES: dict[str, np.dtype] = {
@@ -398,7 +397,7 @@ def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], 
         header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors' bytes aligned to 8
-    with file.open("wb") as stream:
+    with named_errors(file), file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for output in outputs:
             begin = stream.tell()
@@ -410,43 +409,6 @@ def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], 
                 raise CheckpointError(file, f"tensor {output.name!r} must have {output.nbytes} bytes")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def write_json(file: Path, contents: Any) -> None:
-    """Writes JSON as people read it."""
-    file.write_text(json.dumps(contents, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def new_path(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """Something that appears at `path` whole, or not at all: make it at the path given, which is moved there.
-
-    What is given lies in a new directory beside `path`, so that moving is renaming; that goes whatever happens. With
-    `replace`, what is at `path` stays until then.
-
-    Raises:
-        FileExistsError: there is something at `path`, and not `replace`.
-        FileNotFoundError: the directory that should hold it does not exist.
-    """
-    path = Path(path).absolute()
-    if os.path.lexists(path) and not replace:
-        raise FileExistsError(f"{path} must not exist yet: nothing is overwritten")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} must be in a directory that exists")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
-    try:
-        yield temporary / path.name
-        old = temporary / f"{path.name}.old"
-        if replace and os.path.lexists(path):
-            path.rename(old)
-        try:
-            (temporary / path.name).rename(path)
-        except BaseException:
-            if os.path.lexists(old):
-                old.rename(path)
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from jmx._version import __version__
-from jmx.cli import bench, build, convert, doctor, explain, tune
-from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_USAGE, Parser, fail, to_stderr
+from jmx.cli import bench, build, convert, doctor, explain, signals, tune
+from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser, fail, to_stderr
 from jmx.cli.completion import PrintCompletion
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_USAGE", "main"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_SIGNAL", "EXIT_USAGE", "main"]
 
 _EPILOG = """exit codes:
   0    done
   1    the answer is no: no backend runs, a check failed, or this machine cannot do it
   2    usage, or bad input
   130  interrupted; nothing is left half written
+  143  ended by SIGTERM (129: by SIGHUP), likewise
 """
 
 
@@ -32,10 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the program's arguments) asks for, and returns its exit code."""
     _open_streams()
     try:
-        try:
-            return _run(sys.argv[1:] if argv is None else argv)
-        finally:
-            _flush()
+        with signals.as_exceptions():
+            try:
+                return _run(sys.argv[1:] if argv is None else argv)
+            finally:
+                _flush()
+    except signals.Terminated as e:
+        to_stderr(f"jmx: ended by {e}")
+        return EXIT_SIGNAL + e.number
     except KeyboardInterrupt:
         to_stderr("jmx: interrupted")
         return EXIT_INTERRUPTED

@@ -43,30 +43,37 @@ def add(command: Parser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="save JSON to FILE, or print it on stdout without FILE; until all is measured, what is lies in FILE.part",
+        help="save JSON to FILE, or print it on stdout without FILE; until all is measured, what is lies in FILE.part. "
+        "An earlier report is replaced; any other file is refused",
     )
-    command.add_argument("--png", metavar="FILE", help="draw time over floor against tokens")
+    command.add_argument(
+        "--png",
+        metavar="FILE",
+        help="draw time over floor against tokens. An earlier picture of this command is replaced, nothing else",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from jmx import roofline
 
-    check_directories(arguments.json, arguments.png)
+    kept = None if arguments.json == "-" else arguments.json
+    part = None if kept is None or arguments.saved is not None else pathlib.Path(f"{kept}.part")
+    check_directories(kept, arguments.png)
+    roofline.check_outputs(kept, arguments.png)
+    if part is not None:
+        roofline.check_outputs(str(part), arguments.png)
     if arguments.png is not None:
         roofline.require_matplotlib()
-    kept = arguments.saved is None and arguments.json not in (None, "-")
-    part = pathlib.Path(f"{arguments.json}.part") if kept else None
-    if part is not None and os.path.lexists(part):
-        roofline.Report.load(str(part))  # what another program left there is not replaced
     report = _measure(arguments, part) if arguments.saved is None else roofline.Report.load(arguments.saved)
     if arguments.json == "-":
         print_json(report.as_dict())
     else:
         show(report)
-        if arguments.json is not None:
-            report.save(arguments.json)
-        if part is not None:
-            part.unlink(missing_ok=True)
+        if kept is not None:
+            report.save(kept)
+        if part is not None and os.path.lexists(part):
+            roofline.SAVED.check(part)
+            part.unlink()
     if arguments.png is not None:
         roofline.draw(report, arguments.png)
     measured = [row for row in report.rows if row.us is not None]

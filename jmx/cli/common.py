@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 MOST = (1 << 31) - 1  # of sizes and counts: what 32-bit indices reach
 _WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, where neither a terminal nor COLUMNS says
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_SIGNAL = 128  # and the number of the signal that ended the command
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,7 +19,11 @@ def add(command: Parser) -> None:
         help="directory of a gpt-oss checkpoint, of either form; with --quantize, of any whose experts are floats, "
         "apart as Mixtral, Qwen-MoE and DeepSeek have them, or as gpt-oss",
     )
-    command.add_argument("target", metavar="OUT", help="directory to make; one that exists is refused")
+    command.add_argument(
+        "target",
+        metavar="OUT",
+        help="directory to make, which appears when it is complete; one that exists is refused, and so is one in IN",
+    )
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--to",
@@ -33,8 +37,17 @@ def add(command: Parser) -> None:
         "(of gpt-oss in mxfp4: its Hugging Face form); all else keeps its bits. Prints each layer's errors: relative, "
         "||rounded - w|| / ||w||, and the share of weights beyond what a block's elements can represent",
     )
-    command.add_argument("--report", metavar="FILE", help="with --quantize: write the errors as JSON")
-    command.add_argument("--overwrite", action="store_true", help="with --quantize: replace OUT, when all is written")
+    command.add_argument(
+        "--report",
+        metavar="FILE",
+        help="with --quantize: write the errors as JSON; a file that exists is refused, and so is one in IN or OUT",
+    )
+    command.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="with --quantize: replace what an earlier run wrote at OUT and FILE, when all is written. A directory in "
+        "which a file was added or changed, and any other file, is refused all the same",
+    )
     command.add_argument("--json", action="store_true", help="print JSON on stdout, and no progress")
 
 
@@ -56,17 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert_quantized(arguments: argparse.Namespace) -> int:
     from jmx import formats
-    from jmx.checkpoint import quantizing, shards
+    from jmx.checkpoint import quantizing
 
     check_known("--quantize", arguments.quantize, formats.FORMATS)
     check_directories(arguments.report)
-    format = formats.FORMATS[arguments.quantize]
     report = quantizing.convert(
-        arguments.source, arguments.target, format, overwrite=arguments.overwrite, progress=not arguments.json
+        arguments.source,
+        arguments.target,
+        formats.FORMATS[arguments.quantize],
+        report=arguments.report,
+        overwrite=arguments.overwrite,
+        progress=not arguments.json,
     )
-    if arguments.report is not None:
-        with shards.new_path(arguments.report, replace=True) as file:
-            shards.write_json(file, report.as_dict())
     if arguments.json:
         print_json({"source": arguments.source, "target": arguments.target, **report.as_dict()})
     else:

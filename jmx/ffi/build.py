@@ -1,14 +1,13 @@
 """Building a shared library on the user's machine: steps side by side with progress, once, and all of it or nothing.
 
 A file is built in a folder beside where it goes, and renamed when it is done. A lock lets one process at a time build
-there; the next one finds it built. What a process left that was killed meanwhile, the next one removes.
+there; the next one finds it built.
 """
 
 import contextlib
 import hashlib
 import os
 import pathlib
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jmx.atomic_files import Kind, check_new, new_path
 
 _TOLD_LINES = 30  # of what a compiler says when it fails
 
@@ -50,27 +51,31 @@ def fingerprint(*parts: object) -> str:
 
 
 def install(
-    target: pathlib.Path, make: Callable[[pathlib.Path], pathlib.Path], console: Console, *, again: bool = False
+    target: pathlib.Path,
+    make: Callable[[pathlib.Path], pathlib.Path],
+    console: Console,
+    *,
+    kind: Kind | None = None,
+    again: bool = False,
 ) -> bool:
     """Lets `make` build `target` in an empty folder beside it, unless it is there; returns whether it was built now.
 
     Args:
         make: builds in the folder that it is given, and returns the file, which is moved to `target`.
         console: is told when another process builds there, before it is waited for.
+        kind: of what is built; nothing else is taken for it, or replaced.
         again: whether to build although it is there.
+
+    Raises:
+        FileExistsError: something else is there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    check_new(target, kind, overwrite=True)
     with locked(target.parent / f".{target.name}.lock", console):
         if target.exists() and not again:
             return False
-        for left in target.parent.glob(f".{target.name}.*.part"):
-            shutil.rmtree(left, ignore_errors=True)
-        folder = target.parent / f".{target.name}.{os.getpid()}.part"
-        folder.mkdir()
-        try:
-            make(folder).replace(target)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with new_path(target, kind, overwrite=True) as new:
+            make(new.parent).replace(new)
     return True
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from jmx import atomic_files
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.reader import Reader
@@ -33,14 +34,15 @@ def convert(
     Raises:
         CheckpointError: the checkpoint is wrong or broken.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: a `max_shard_bytes` below 1.
+        ValueError: a `dst` that is, holds or lies in the directory of `reader`; a `max_shard_bytes` below 1.
     """
     check_instance("reader", reader, Reader)
     check_path("dst", dst)
     check_bool("progress", progress)
     shards.check_shard_size(max_shard_bytes)
+    atomic_files.check_apart(dst=dst, reader=reader.path)
     outputs = [*_outputs(reader)]
-    with shards.new_path(dst) as directory:
+    with atomic_files.new_path(dst) as directory:
         directory.mkdir()
         for file in sorted(reader.path.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_FILES and file.name != INDEX:

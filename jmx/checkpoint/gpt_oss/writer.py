@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jmx import atomic_files
 from jmx.checkpoint import shards
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import FILE, GENERATION_FILE, entries, read_config, token_entries
@@ -60,14 +61,15 @@ def convert(
     Raises:
         CheckpointError: `src` is wrong or broken, or its config says what `form` cannot.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: an unknown `form`.
+        ValueError: an unknown `form`; a `dst` that is, holds or lies in `src`; a `max_shard_bytes` below 1.
     """
     check_path("src", src)
     check_path("dst", dst)
     check_one_of("form", form, [*FORMS])
     check_bool("progress", progress)
     shards.check_shard_size(max_shard_bytes)
-    with shards.new_path(dst) as directory:
+    atomic_files.check_apart(dst=dst, src=src)
+    with atomic_files.new_path(dst) as directory:
         reader = Reader(src)
         directory.mkdir()
         _write_config(reader, directory, form)
@@ -83,10 +85,10 @@ def _write_config(reader: Reader, directory: Path, form: str) -> None:
     if (form == "original") == (reader.form == "original"):
         shutil.copyfile(reader.path / FILE, directory / FILE)
         return
-    shards.write_json(directory / FILE, entries(reader.config, "original" if form == "original" else "hf"))
+    atomic_files.write_json(directory / FILE, entries(reader.config, "original" if form == "original" else "hf"))
     generation = directory / GENERATION_FILE
     if form == "original" and (ids := token_entries(reader.config)):  # its config.json has no place for them
-        shards.write_json(generation, (shards.read_json(generation) if generation.exists() else {}) | ids)
+        atomic_files.write_json(generation, (shards.read_json(generation) if generation.exists() else {}) | ids)
     ours, written = dataclasses.asdict(reader.config), dataclasses.asdict(read_config(directory))
     for name, value in ours.items():
         if written[name] != value:
@@ -118,4 +120,4 @@ def _write_weights(
     if form == "original":
         kinds = {".blocks": "FP4", ".scales": "UE8"}
         meanings = {output.name: kinds.get(Path(output.name).suffix, output.dtype) for output in outputs}
-        shards.write_json(directory / DTYPES_FILE, meanings)
+        atomic_files.write_json(directory / DTYPES_FILE, meanings)

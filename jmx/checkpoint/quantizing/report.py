@@ -3,13 +3,20 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jmx.atomic_files import Kind
+from jmx.checkpoint import shards
 from jmx.checkpoint.quantizing.experts import PARTS
+from jmx.checkpoint.shards import CheckpointError
 from jmx.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.tables import FoldingTable, numbers, words
+
+_SCHEMA = "jmx.quantize-report/1"
+_LARGEST = 1 << 26  # bytes of a file that is read
 
 
 @dataclass
@@ -103,6 +110,7 @@ class Report:
             }
 
         return {
+            "schema": _SCHEMA,
             "format": self.format,
             "form": self.form,
             "layers": {name: shares(parts) for name, parts in self.layers.items()},
@@ -125,3 +133,30 @@ def _cells(parts: dict[str, Errors]) -> Iterator[str]:
     for errors in parts.values():
         yield f"{errors.relative_error:.3%}"
         yield f"{errors.clipped_share:.3%}"
+
+
+def _fault(file: Path) -> str | None:
+    """Why the JSON in `file` is not that of `Report.as_dict`."""
+    if file.stat().st_size > _LARGEST:
+        return f"it has more than {_LARGEST} bytes"
+    try:
+        found = shards.read_json(file)
+    except CheckpointError as error:
+        return str(error)
+    match found:
+        case {"schema": schema, "format": str(), "form": str(), "layers": dict() as layers, "total": total}:
+            if len(found) == 5 and schema == _SCHEMA and all(map(_is_numbers, [*layers.values(), total])):
+                return None
+    return f"it is no JSON of schema {_SCHEMA!r}"
+
+
+def _is_numbers(parts: Any) -> bool:
+    return (
+        isinstance(parts, dict)
+        and parts.keys() == {*PARTS}
+        and all(isinstance(its, dict) and its.keys() == {"relative_error", "clipped_share"} for its in parts.values())
+        and all(type(value) in (int, float) for its in parts.values() for value in its.values())
+    )
+
+
+REPORT = Kind("a report of `jmx convert --quantize`", _fault)

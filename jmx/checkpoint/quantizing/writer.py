@@ -1,5 +1,6 @@
 """Writing a checkpoint with its float experts quantised, and everything else as it is."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,19 +10,23 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmx import formats
+from jmx import atomic_files, formats
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.compressed_tensors.places import find_quantization
-from jmx.checkpoint.quantizing import experts
+from jmx.checkpoint.quantizing import experts, files
 from jmx.checkpoint.quantizing.experts import Layer, Matrix
+from jmx.checkpoint.quantizing.files import CHECKPOINT
 from jmx.checkpoint.quantizing.forms import Form, check_writable, form_of
-from jmx.checkpoint.quantizing.report import Report, measure
+from jmx.checkpoint.quantizing.report import REPORT, Report, measure
 from jmx.checkpoint.shards import INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
 from jmx.checks import check_bool, check_path
 from jmx.formats import BlockScaled, Format
 from jmx.formats import get as get_format
 from jmx.quantization import quantize
+
+# transformers' names of a model's first and last matrix.
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 def convert(
@@ -29,6 +34,7 @@ def convert(
     dst: str | os.PathLike[str],
     format: Format | str,
     *,
+    report: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5_000_000_000,
     progress: bool = False,
@@ -43,7 +49,9 @@ def convert(
         src: a directory of safetensors files: experts apart (Mixtral, Qwen-MoE, DeepSeek ...), or gpt-oss in floats.
         dst: does not exist yet, unless `overwrite`. It appears when it is complete, and a failure leaves nothing.
         format: a format in `WRITABLE`, or its name.
-        overwrite: whether a directory at `dst` may be replaced, which happens when the new one is complete.
+        report: a file for the errors, as JSON; as `dst`, it does not exist yet, unless `overwrite`.
+        overwrite: whether what an earlier call wrote at `dst` and `report` may be replaced, which happens when the new
+            ones are complete. All else is refused: a directory in which a file was added or changed, another file.
         max_shard_bytes: tensors' bytes in one file, unless a single tensor has more.
         progress: whether to show a progress bar on stderr, where that is a terminal.
 
@@ -53,39 +61,52 @@ def convert(
     Raises:
         CheckpointError: `src` is wrong or broken, quantised already, or holds no experts that fit the format; NaN or
             infinity among their weights.
-        FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: a `format` that no file holds, a `dst` that is or holds `src`, a `max_shard_bytes` below 1.
+        FileExistsError, FileNotFoundError: `dst` or `report` exists, and is not to be replaced; or the directory that
+            should hold it does not.
+        ValueError: a `format` that no file holds; a `dst` or `report` that is, holds or lies in `src` or the other; a
+            `max_shard_bytes` below 1.
     """
     check_path("src", src)
     check_path("dst", dst)
+    if report is not None:
+        check_path("report", report)
     check_bool("overwrite", overwrite)
     check_bool("progress", progress)
     format = get_format(format)
     check_writable(format)
     shards.check_shard_size(max_shard_bytes)
+    atomic_files.check_apart(dst=dst, src=src, report=report)
+    wanted = {dst: CHECKPOINT} if report is None else {report: REPORT, dst: CHECKPOINT}
+    for path, kind in wanted.items():
+        atomic_files.check_new(path, kind, overwrite=overwrite)
     directory = Path(src)
-    if Path(dst).resolve() in (directory.resolve(), *directory.resolve().parents):
-        raise ValueError(f"`dst` (={os.fspath(dst)!r}) must not be `src`, nor hold it")
     config = _read_config(directory)
-    model_type = config.get("model_type")
-    form = form_of(format, model_type)
+    form = form_of(format, config.get("model_type"))
     found = shards.read_headers(directory)
     layers = experts.find(directory, found, config)
     for layer in layers:
         _check_sizes(layer, format)
-    report = Report(format.name, form.name)
-    outputs = [*_outputs(found, layers, form, partial(_quantize, format, report))]
+    errors = Report(format.name, form.name)
+    outputs = [*_outputs(found, layers, form, partial(_quantize, format, errors))]
     config["quantization_config"] = form.config(_linear(found, layers))
-    with shards.new_path(dst, replace=overwrite) as made:
+    with contextlib.ExitStack() as stack:  # left in turn: `dst` appears first
+        places = {
+            path: stack.enter_context(atomic_files.new_path(path, kind, overwrite=overwrite))
+            for path, kind in wanted.items()
+        }
+        made = places[dst]
         made.mkdir()
         for file in sorted(directory.iterdir()):
-            if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in (INDEX, FILE):
+            if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in (INDEX, FILE, files.FILE):
                 shutil.copyfile(file, made / file.name)
-        shards.write_json(made / FILE, config)
+        atomic_files.write_json(made / FILE, config)
         total = sum(output.nbytes for output in outputs)
-        with shards.progress_bar("quantising", total, progress) as advance:
+        with shards.progress_bar("quantizing", total, progress) as advance:
             shards.write(made, outputs, max_shard_bytes, advance)
-    return report
+        files.write_list(made)
+        if report is not None:
+            atomic_files.write_json(places[report], errors.as_dict())
+    return errors
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -123,10 +144,18 @@ def _outputs(
 
 
 def _linear(found: dict[str, Tensor], layers: list[Layer]) -> list[str]:
-    """Modules outside experts that have a matrix, such as projections of attention and routers."""
+    """Modules outside experts that have a matrix, such as projections of attention and routers.
+
+    The head is one of them, although files have no tensor of it where it is tied to the embedding: without its name
+    readers take it for quantized.
+    """
     held = {name for layer in layers for name in layer.tensors()}
     names = (name for name, t in found.items() if name.endswith(".weight") and len(t.shape) == 2)
-    return [name.removesuffix(".weight") for name in names if name not in held]
+    linear = [name.removesuffix(".weight") for name in names if name not in held]
+    if not any(name.split(".")[-1] == _HEAD for name in linear):
+        beside = (f"{name.removesuffix(_EMBEDDING)}{_HEAD}" for name in linear if name.endswith(_EMBEDDING))
+        linear += dict.fromkeys([_HEAD, *beside])
+    return linear
 
 
 def _quantize(format: Format, report: Report, matrix: Matrix) -> BlockScaled:

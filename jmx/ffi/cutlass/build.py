@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import jax
 from rich.console import Console
 
+from jmx.atomic_files import Kind
 from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import source
@@ -112,14 +113,22 @@ def run(
 
     Raises:
         BuildError: something is missing, each with the command that gets it; or a compiler failed.
+        FileExistsError: `output` is something else than such a library.
     """
     found = find()
     if isinstance(found, list):
         raise BuildError("; ".join(map(str, found)))
     target = library_path(found) if output is None else output.absolute()
     jobs = _jobs() if jobs is None else jobs
-    made = build.install(target, lambda folder: _make(found, folder, jobs, console), console, again=again)
+    made = build.install(target, lambda folder: _make(found, folder, jobs, console), console, kind=_KIND, again=again)
     return target, made
+
+
+def _fault(path: pathlib.Path) -> str | None:
+    return None if source.KEY_FUNCTION.encode() in path.read_bytes() else f"it does not export {source.KEY_FUNCTION}"
+
+
+_KIND = Kind("a library that `jmx build` compiled", _fault)
 
 
 def _make(toolchain: Toolchain, folder: pathlib.Path, jobs: int, console: Console) -> pathlib.Path:

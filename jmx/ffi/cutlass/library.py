@@ -53,7 +53,7 @@ def _load() -> tuple[Library, Any]:
     for path in source.built():
         try:
             loaded = ctypes.CDLL(str(path))
-            for name in ("jmx_cutlass_key", "jmx_cutlass_tiles"):
+            for name in (source.KEY_FUNCTION, "jmx_cutlass_tiles"):
                 getattr(loaded, name).restype = ctypes.c_char_p
             loaded.jmx_cutlass_workspace_bytes.restype = ctypes.c_int64
             if loaded.jmx_cutlass_key().decode() != source.key():

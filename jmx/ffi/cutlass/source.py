@@ -15,6 +15,7 @@ FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: 
 FOLDER = pathlib.Path(__file__).parent / "src"
 SHARED = pathlib.Path(__file__).parents[1] / "include"  # headers of every library of jmx
 LIBRARY = "libjmx_cutlass"
+KEY_FUNCTION = "jmx_cutlass_key"  # of the library: the key of its sources
 ARCHITECTURE = "sm_90a"
 
 # What FlashInfer compiles its SM90 module with. Without ENABLE_FP8 its headers lack a type; without NDEBUG its host

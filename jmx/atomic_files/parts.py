@@ -1,0 +1,157 @@
+"""The directories in which something lies until it is complete, and what is left of them when a process is killed.
+
+`.NAME.xxxxxxxx.part`, beside what is to become NAME, holds
+
+    lock        what the directory is for. Its writer holds a lock on it (flock) for as long as it lives.
+    new/NAME    what is being written.
+    old/NAME    what is being replaced, where the file system cannot exchange two names in one step.
+
+It goes when its writer is done, or fails. One whose lock can be taken is what a process left that was killed: the next
+one that writes to the same place removes it, with a warning.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import stat
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jmx.atomic_files import renaming
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this platform: then nothing is known to be left over
+    fcntl = None
+
+_SCHEMA = "jmx.part/1"
+_LOCK, NEW, OLD = "lock", "new", "old"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@contextlib.contextmanager
+def part(path: Path) -> Iterator[Path]:
+    """A new directory beside `path`, which is this process's alone, and goes when it is left."""
+    with contextlib.ExitStack() as stack:
+        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        os.mkdir(made, 0o700)
+        stack.callback(_remove, made)
+        lock = os.open(made / f"{_LOCK}.new", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        stack.callback(os.close, lock)
+        os.write(lock, json.dumps({"schema": _SCHEMA, "target": path.name, "machine": _machine()}).encode())
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks: nobody will take it for left over
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                (made / f"{_LOCK}.new").rename(made / _LOCK)  # locked before it has the name that others look for
+        stack.pop_all()
+    try:
+        yield made
+    finally:
+        try:
+            _remove(made)
+        finally:
+            os.close(lock)
+
+
+def _machine() -> dict[str, str]:
+    """What tells whether a lock that can be taken means a dead process: the machine, or its kernel, which containers
+    share, since it started. On network file systems machines may not see each other's locks."""
+    try:
+        boot = _BOOT.read_text().strip()
+    except OSError:
+        boot = ""
+    return {"host": platform.node(), "boot": boot}
+
+
+def _remove(part: Path) -> None:
+    """Removes a directory of `part`, to the end, even if this is interrupted; the lock goes last."""
+    interrupted = None
+    for _ in range(10):
+        try:
+            for name in (NEW, OLD):
+                shutil.rmtree(part / name, ignore_errors=True)
+            if not any(os.path.lexists(part / name) for name in (NEW, OLD)):
+                for name in (_LOCK, f"{_LOCK}.new"):
+                    (part / name).unlink(missing_ok=True)
+                part.rmdir()
+            break
+        except OSError:
+            break
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what processes left that were killed while they wrote to `path`. A UserWarning names each."""
+    if fcntl is None:
+        return
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
+    try:
+        found = sorted(entry.path for entry in os.scandir(path.parent) if pattern.fullmatch(entry.name))
+    except OSError:  # it can be written, but not read
+        return
+    for part in map(Path, found):
+        with contextlib.suppress(OSError), _taken(part, path.name) as machine:
+            if machine is not None:
+                _remove_leftover(part, path, machine)
+
+
+@contextlib.contextmanager
+def _taken(part: Path, name: str) -> Iterator[dict[str, str] | None]:
+    """Holds the lock of a directory that a process left, and gives that process's machine; None: it is no such one."""
+    assert fcntl is not None
+    if not stat.S_ISDIR(part.lstat().st_mode) or {*os.listdir(part)} - {_LOCK, NEW, OLD}:
+        yield None
+        return
+    lock = os.open(part / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        note = _note(lock, name)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # its writer lives
+            note = None
+        yield note if note is not None and os.path.samestat(os.fstat(lock), (part / _LOCK).lstat()) else None
+    finally:
+        os.close(lock)
+
+
+def _note(lock: int, name: str) -> dict[str, str] | None:
+    """The machine that a lock's file names, if it is one of a directory for `name`."""
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        return None
+    try:
+        match json.loads(os.read(lock, 1 << 16)):
+            case {"schema": schema, "target": target, "machine": {"host": str(), "boot": str()} as machine}:
+                return machine if (schema, target) == (_SCHEMA, name) else None
+    except ValueError:
+        pass
+    return None
+
+
+def _remove_leftover(part: Path, path: Path, machine: Mapping[str, str]) -> None:
+    here = _machine()
+    if machine["host"] != here["host"] and (not here["boot"] or machine["boot"] != here["boot"]):
+        _warn(f"{part} is of another machine, {machine['host']!r}: remove it if no process writes {path} there")
+        return
+    old, new = part / OLD / path.name, part / NEW / path.name
+    if os.path.lexists(old) and os.path.lexists(new):  # killed in between: what was to be replaced is the only one
+        try:
+            renaming.rename_new(old, path)
+        except FileExistsError:
+            _warn(f"{part} holds what a process that was killed had not yet replaced: it stays")
+            return
+        _warn(f"{path} is back, which a process that was killed had not yet replaced")
+    _remove(part)
+    if not part.exists():
+        _warn(f"removed {part}, which a process left that was killed while it wrote {path}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

@@ -1,0 +1,52 @@
+"""The list of files that `convert` leaves beside them, by which it knows its own result again."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from jmx.atomic_files import Kind, write_json
+from jmx.checkpoint import shards
+from jmx.checkpoint.shards import CheckpointError
+
+FILE = "jmx-files.json"
+_SCHEMA = "jmx.quantized-checkpoint/1"
+_LARGEST = 1 << 26  # bytes of a list that is read
+
+
+def write_list(directory: Path) -> None:
+    """Lists the files of a directory in `FILE`: their sizes, and what they hold, but for weights."""
+    files = {file.name: _description(file) for file in sorted(directory.iterdir())}
+    write_json(directory / FILE, {"schema": _SCHEMA, "files": files})
+
+
+def _description(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"bytes": file.stat().st_size}
+    if file.suffix != ".safetensors":  # those would take minutes
+        with file.open("rb") as stream:
+            found["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
+def _fault(directory: Path) -> str | None:
+    """Why `directory` is not as `convert` left it. Files that are missing are no fault: nothing is lost of them."""
+    file = directory / FILE
+    if file.is_symlink() or not file.is_file() or file.stat().st_size > _LARGEST:
+        return f"it has no list {FILE} of the files that jmx wrote"
+    try:
+        contents = shards.read_object(file)
+    except CheckpointError as error:
+        return str(error)
+    listed = contents.get("files")
+    if contents.keys() != {"schema", "files"} or contents["schema"] != _SCHEMA or not isinstance(listed, dict):
+        return f"its {FILE} is no list of the files that jmx wrote"
+    for entry in sorted(directory.iterdir()):
+        if entry.name != FILE and entry.name not in listed:
+            return f"{entry.name!r} is not one of the files that jmx wrote"
+        if entry.is_symlink() or not entry.is_file():
+            return f"{entry.name!r} is not a regular file"
+        if entry.name != FILE and _description(entry) != listed[entry.name]:
+            return f"{entry.name!r} is not as jmx wrote it"
+    return None
+
+
+CHECKPOINT = Kind("a checkpoint that `jmx convert --quantize` wrote", _fault, directory=True)
