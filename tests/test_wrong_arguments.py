@@ -23,6 +23,7 @@ from jmx.backends import BACKENDS
 
 ROOT = pathlib.Path(jmx.__file__).parent
 TINY = ROOT.parent / "examples" / "gpt_oss" / "tiny"
+GOLDEN, LAYER = ROOT.parent / "tests" / "data" / "compressed_tensors" / "mxfp4", "model.layers.0.mlp.experts"
 E, H, I, K, T = 4, 32, 32, 2, 3  # noqa: E741
 
 
@@ -50,6 +51,7 @@ KINDS: dict[str, list[Any]] = {
     "key": [*_NO_ARRAY, np.ones(2, np.float32), np.ones(2, np.int32), jnp.uint32(1)],
     "shape": [None, 3, "64", (64,), (1, 2, 3), (64, -1), (64, 2.5), (True, 64), {}, Opaque()],
     "any shape": [None, 3, "64", (), (64, -1), (64, 2.5), (64, "x"), {}, Opaque()],
+    "path or None": [3, 2.5, ["x"], {}, Opaque(), b"bytes", np.ones(2)],
     "path": [None, 3, 2.5, ["x"], {}, Opaque(), b"bytes", np.ones(2)],
     "object": [None, "x", 3, 2.5, [], [1], {}, Opaque(), np.ones(3), jnp.ones((2, 2), jnp.int32)],
     "object or None": ["x", 3, 2.5, [], [1], {}, Opaque(), np.ones(3)],
@@ -93,6 +95,10 @@ def linen() -> tuple[jmx.linen.MoE, Any]:
 
 
 @functools.cache
+def golden() -> checkpoint.compressed_tensors.Reader:
+    return checkpoint.compressed_tensors.Reader(GOLDEN)
+
+
 def reader() -> Any:
     return checkpoint.gpt_oss.Reader(TINY)
 
@@ -383,6 +389,20 @@ ROWS: dict[str, Row] = {
     "jmx.checkpoint.compressed_tensors.Reader": Row(
         {"path": "path", "gate_up_order": "name or None"}, lambda: {"path": TINY}
     ),
+    "jmx.checkpoint.compressed_tensors.Reader.layer": Row({"name": "name"}, call=lambda **a: golden().layer(**a)),
+    "jmx.checkpoint.compressed_tensors.Reader.module": Row({"name": "name"}, call=lambda **a: golden().module(**a)),
+    "jmx.checkpoint.compressed_tensors.Reader.view": Row({"name": "text"}, call=lambda **a: golden().view(**a)),
+    "jmx.checkpoint.compressed_tensors.Reader.declared_inputs": Row(
+        {"name": "name"}, call=lambda **a: golden().declared_inputs(**a)
+    ),
+    "jmx.checkpoint.compressed_tensors.Reader.arrays": Row(
+        {"name": "name", "sharding": "sharding"}, lambda: {"name": LAYER}, lambda **a: golden().arrays(**a)
+    ),
+    "jmx.checkpoint.compressed_tensors.Reader.experts": Row(
+        {"name": "name", "layout": "name", "sharding": "sharding", "inputs": "flag"},
+        lambda: {"name": LAYER},
+        lambda **a: golden().experts(**a),
+    ),
     "jmx.checkpoint.compressed_tensors.read_quantization": Row({"path": "path"}),
     "jmx.checkpoint.compressed_tensors.convert": Row(
         {"reader": "object", "dst": "path", "max_shard_bytes": "size", "progress": "flag"},
@@ -393,6 +413,7 @@ ROWS: dict[str, Row] = {
             "src": "path",
             "dst": "path",
             "format": "named",
+            "report": "path or None",
             "overwrite": "flag",
             "max_shard_bytes": "size",
             "progress": "flag",
@@ -445,11 +466,6 @@ EXEMPT = {
     "jmx.checkpoint.quantizing.Errors": MADE,
     "jmx.checkpoint.quantizing.Report": MADE,
     "jmx.checkpoint.gpt_oss.Reader.check_scales": "of numpy arrays that it reads itself",
-    "jmx.checkpoint.compressed_tensors.Reader.arrays": "tests/test_checkpoint_compressed_tensors.py has a checkpoint",
-    "jmx.checkpoint.compressed_tensors.Reader.experts": "as its `arrays`",
-    "jmx.checkpoint.compressed_tensors.Reader.layer": "as its `arrays`",
-    "jmx.checkpoint.compressed_tensors.Reader.module": "as its `arrays`",
-    "jmx.checkpoint.compressed_tensors.Reader.view": "as its `arrays`",
 }
 FLAX = {"parent", "name"}  # which every Linen module has
 
