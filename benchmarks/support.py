@@ -83,6 +83,8 @@ def ask(backend: Backend, home: Home, format: str, input_format: str | None) -> 
     problem = SHAPE.problem(TOKENS, home.layout)
     problem = dataclasses.replace(problem, format=format, input_format=input_format)
     no = backend.supports(problem, Environment.named(home.device))
+    if no is None and not layouts.get(home.layout).holds(FORMATS[format]):  # which a backend need not refuse
+        return Rejection(Reason.FORMAT, f"{home.layout!r} holds no {format!r}", "use another format")
     return None if no is not None and no.reason is Reason.NOT_BUILT else no
 
 
@@ -156,7 +158,8 @@ class _Notes:
 
 def page(found: Measured) -> str:
     """The page, in Markdown, with the times that were `measured`."""
-    places = {backend: homes(backend) for backend in BACKENDS if not isinstance(backend, Prepared)}
+    bound = [backend for backend in BACKENDS if not isinstance(backend, Prepared)]
+    places = {backend: its for backend in bound if (its := homes(backend))}
     notes = _Notes()
     titles = [f"`{backend.name}`" for backend in places]
 

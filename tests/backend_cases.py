@@ -24,7 +24,7 @@ from jmx.inputs import INPUT_FORMATS, dequantize, quantize
 from jmx.layouts import LAYOUTS
 from jmx.pallas.triton.backend import Triton
 from jmx.quantization import random
-from jmx.selection import Backend, Rejection
+from jmx.selection import Backend, Reason, Rejection
 
 BLOCK = MXFP4.block_size
 ONE = 127  # scale code of 1.0
@@ -309,16 +309,22 @@ def suited(backend: str, case: Case) -> Case:
 
 
 def form(engine: Backend, case: Case, environment: jmx.Environment) -> Case | Rejection:
-    """`case` as a backend takes it: in bfloat16 where it has no float32, its weights in a layout that it reads, its
-    inputs rounded where it takes no others. Or why it takes it in no such form."""
+    """`case` as a backend takes it: in bfloat16 where it has no float32, its weights in a layout that it reads and that
+    holds their format, its inputs rounded where it takes no others. Or why it takes it in no such form."""
     dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
     inputs = (None, ROUNDED) if case.input_format is None else (case.input_format,)
     forms = [
         replace(case, dtype=dtype, layout=layout, input_format=format)
         for format, dtype, layout in itertools.product(inputs, dtypes, (case.layout, *LAYOUTS))
     ]
-    answers = [engine.supports(one.problem(), environment) or one for one in forms]
-    return next((answer for answer in answers if isinstance(answer, Case)), answers[0])
+    answers = [engine.supports(one.problem(), environment) for one in forms]
+    taken = [one for one, refusal in zip(forms, answers, strict=True) if refusal is None]
+    held = [one for one in taken if LAYOUTS[one.layout].holds(FORMATS[one.format])]
+    if held:
+        return held[0]
+    if taken:  # a backend need not refuse what its layout cannot hold
+        return Rejection(Reason.FORMAT, f"{taken[0].layout!r} holds no {case.format!r}", "use another format")
+    return next(refusal for refusal in answers if refusal is not None)
 
 
 def layer(

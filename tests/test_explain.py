@@ -213,7 +213,7 @@ def test_what_is_missing_or_not_known_is_an_error():
         explain(layer, x, weights_no="input")
     with pytest.raises(ValueError, match=re.escape("`device` (='h9000') must be one of")):
         explain(layer, x, device="h9000")
-    known = "['mosaic', 'mosaic_fp8', 'cpu', 'triton', 'xla', "
+    known = [backend.name for backend in BACKENDS]
     with pytest.raises(ValueError, match=re.escape(f"`backend` (='xlaa') must be one of {known}")):
         explain(layer, x, backend="xlaa")
 
