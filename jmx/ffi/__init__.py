@@ -1,8 +1,10 @@
 """Engines in C++, called by XLA through its FFI. One shared library holds them; `library` loads it when first asked."""
 
+import contextlib
 import ctypes
 import functools
 import pathlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -31,8 +33,19 @@ def library() -> Library:
         loaded = ctypes.CDLL(str(_PATH))
         loaded.jmx_cpu_kernels.restype = ctypes.c_char_p
         names = loaded.jmx_cpu_kernels().decode().split()
-        for target in (TARGET, ROUND_ROWS, ORDER_COLUMNS):
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform="cpu")
+        register(loaded, (TARGET, ROUND_ROWS, ORDER_COLUMNS), "cpu")
     except Exception as e:  # of another machine, or built for another jax: whatever it is, the other backends still run
         return Library(fault=f"{_PATH.name} does not load: {' '.join(str(e).split())}")
     return Library(tuple(names))
+
+
+def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None:
+    """Tells XLA of a library's handlers, which have their targets' names.
+
+    The platform is initialised first, if it is here: a handler for another jax is an error then, which the caller sees.
+    Else jax keeps it until it initialises the platform, which then fails, and every program with it.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.devices(platform)
+    for target in targets:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform=platform)

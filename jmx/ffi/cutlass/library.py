@@ -5,8 +5,7 @@ import functools
 import pathlib
 from typing import Any, NamedTuple
 
-import jax
-
+from jmx import ffi
 from jmx.ffi.cutlass import source
 
 TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it
@@ -59,8 +58,7 @@ def _load() -> tuple[Library, Any]:
             if loaded.jmx_cutlass_key().decode() != source.key():
                 fault = f"{path} was compiled from other sources than these"
                 continue
-            for name in (TARGET, INTERLEAVE):
-                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="CUDA")
+            ffi.register(loaded, (TARGET, INTERLEAVE), "gpu")
         except Exception as e:  # of another machine, or built for another jax: the other backends still run
             fault = f"{path} does not load: {' '.join(str(e).split())}"
             continue
