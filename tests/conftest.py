@@ -76,9 +76,11 @@ def _programs_of_one_file() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Iterator[None]:
-    """Computes on a CPU, which a machine with a GPU has, too."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
+    """Computes on a CPU, which a machine with a GPU has, too; in threads as well, unlike `jax.default_device`."""
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])
+    yield
+    jax.config.update("jax_default_device", before)
 
 
 @pytest.fixture

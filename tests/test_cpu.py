@@ -34,6 +34,7 @@ FOUND = ffi.library()
 KERNELS = FOUND.kernels
 built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))
 HERE = Environment.named("cpu")
+ON_A_CPU = os.environ | {"JAX_PLATFORMS": "cpu"}  # of other processes
 WAYS = [(np.float32, False), (ml_dtypes.bfloat16, False), (ml_dtypes.bfloat16, True)]  # x's dtype, few rows an expert
 
 
@@ -212,7 +213,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(limit, request):
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=request.config.rootpath,
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=ON_A_CPU | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=300,
@@ -285,7 +286,12 @@ def run_on_unreadable_experts():
 @built
 def test_weights_of_experts_not_used_are_never_read(request):
     done = subprocess.run(
-        [sys.executable, "-c", TOUCHED], cwd=request.config.rootpath, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", TOUCHED],
+        cwd=request.config.rootpath,
+        env=ON_A_CPU,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout.strip() == "read no other", (done.returncode, done.stderr)
 
