@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jmx import xla
+from jmx import meshes, xla
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection import Computation
@@ -101,7 +101,7 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
 
     @custom_vmap
     def call(x: Array, routing: Routing, experts: Experts, *more: Array) -> Any:
-        return function(x, routing, experts, *more)
+        return meshes.unchecked(function)(x, routing, experts, *more)
 
     @call.def_vmap
     def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
