@@ -107,6 +107,16 @@ def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: An
     return body(place(by_token, tokens), place(whole, P()))
 
 
+def over_batch(function: Callable[[Any, Any], Any], batched: list[Array], whole: list[Array]) -> Any:
+    """`function` (batched, whole) of a batch (n, ...), inside a trace: on each device of its elements where it is split.
+
+    For rules of `jax.vmap`, which hides its axis from what is mapped.
+    """
+    arrays = ({str(i): array for i, array in enumerate(arrays)} for arrays in (batched, whole))
+    split = leading_split(1, *arrays)
+    return function(batched, whole) if split is None else over_devices(split, function, batched, whole)
+
+
 def _placed(array: Array, sharding: NamedSharding) -> Array:
     wanted = P(*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
     return array if _spec(array) == wanted else jax.reshard(array, NamedSharding(sharding.mesh, wanted))
