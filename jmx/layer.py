@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jmx import autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
+from jmx.expert_arrays import check_arrays
 from jmx.experts import Experts
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
 from jmx.selection import WEIGHTS_ON, Computation, Environment, Problem, resolve_input_format, select
@@ -180,6 +181,7 @@ def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weigh
     for name, value, kind in kinds:
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` (a {type(value).__name__}) must be a {getattr(kind, '__name__', kind)}")
+    check_arrays(experts)
     if x.ndim < 1 or x.shape[-1] != experts.hidden_size:
         raise ValueError(f"`x` (of shape {x.shape}) must be (..., {experts.hidden_size}), the experts' hidden size")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
@@ -187,6 +189,5 @@ def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weigh
     if isinstance(routing, Logits) and routing.values.shape[-1:] != (experts.num_experts,):
         raise ValueError(f"`values` (shape {routing.values.shape}) must be (..., {experts.num_experts}), one an expert")
     experts.check_activation(activation)
-    experts.check_one_layer()
     if weights_on not in WEIGHTS_ON:
         raise ValueError(f"`weights_on` (={weights_on!r}) must be one of {WEIGHTS_ON}")
