@@ -35,6 +35,10 @@ def moe(
     An expert computes down(activation(gate_up(x) + gate_up_bias)) + down_bias. Expert ids outside 0..E-1 contribute
     nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, and the biases.
 
+    Where Explicit mesh axes split the tokens of x, routing or mask, each device computes its own, all alike, and y is
+    split as they are. Inside `jax.shard_map` experts may be split along their first axis: the layer has those it is
+    given, so ids count from the first of them.
+
     Args:
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
@@ -50,7 +54,8 @@ def moe(
         (..., H) of x's dtype.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit each other.
+        ValueError, TypeError: arguments that do not fit each other, or arrays of `experts` that do not fit their sizes;
+            and what Explicit mesh axes split that is no token.
         NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
     """
     check_arguments(x, routing, experts, activation, weights_on)

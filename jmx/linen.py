@@ -12,7 +12,7 @@ from jmx.backends import resolve_layout
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import flat_routing, moe
-from jmx.modules import check_arguments, resolve_method, resolve_order
+from jmx.modules import check_arguments, check_auto_axes, check_router_split, resolve_method, resolve_order
 from jmx.routing import Logits, Method, Routing
 from jmx.selection import Environment, Problem, resolve_input_format
 
@@ -50,6 +50,7 @@ class MoE(nn.Module):
         check_arguments(self.weights_on, self.axes)
         self._method()
         axes = self.axes or {}
+        check_auto_axes(axes)
         abstract = jax.eval_shape(self._random, jax.random.key(0))
         names = partition_names(abstract, axes)
         drawn = self._random(self.make_rng("params")).arrays() if self.is_initializing() else {}
@@ -104,6 +105,7 @@ class MoE(nn.Module):
         if values is None:
             if not self.router:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
+            check_router_split(x, nn.meta.unbox(self.router_dense.variables.get("params", {})))
             values = self.router_dense(x)
         return Logits(values, self._method(), self.correction.value if self.correction_bias else None)
 

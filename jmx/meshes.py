@@ -70,7 +70,7 @@ def leading_split(num_leading: int, by_token: Mapping[str, Array], whole: Mappin
 
 
 def check_whole(arrays: Mapping[str, Array], num_leading: int = 0) -> None:
-    """Raises ValueError for arrays, by name, that an Explicit mesh axis splits behind their `num_leading` first axes."""
+    """Raises ValueError for arrays, by name, that an Explicit mesh axis splits behind `num_leading` axes."""
     for name, array in arrays.items():
         for axis, entry in enumerate(_entries(array)):
             names = [mesh_axis for mesh_axis in entry if jax.typeof(array).sharding.mesh.shape[mesh_axis] > 1]
@@ -97,9 +97,7 @@ def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: An
     # that vmap took; where none are named, jax leaves these out by itself.
     auto = AxisType.Auto in split.mesh.axis_types
     names = {name for entry in split.leading for name in entry} if auto else set()
-    body = jax.shard_map(
-        function, mesh=split.mesh, in_specs=(tokens, P()), out_specs=tokens, **({"axis_names": names} if names else {})
-    )
+    body = jax.shard_map(function, mesh=split.mesh, in_specs=(tokens, P()), out_specs=tokens, axis_names=names)
 
     def place(tree: Any, spec: P) -> Any:
         return jax.tree.map(lambda array: _placed(array, NamedSharding(split.mesh, spec)), tree)
@@ -108,7 +106,7 @@ def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: An
 
 
 def over_batch(function: Callable[[Any, Any], Any], batched: list[Array], whole: list[Array]) -> Any:
-    """`function` (batched, whole) of a batch (n, ...), inside a trace: on each device of its elements where it is split.
+    """`function` (batched, whole) of a batch (n, ...), inside a trace: each device's elements where it is split.
 
     For rules of `jax.vmap`, which hides its axis from what is mapped.
     """

@@ -1,7 +1,11 @@
 """What both Flax modules settle before a weight is made: arguments that hang together, and those that follow."""
 
 from collections.abc import Mapping
+from typing import Any
 
+import jax
+
+from jmx import meshes
 from jmx.activations import GATE_UP_ORDERS, Activation
 from jmx.experts import check_axes
 from jmx.routing import Method, TopKSoftmax
@@ -48,3 +52,19 @@ def check_arguments(weights_on: str, axes: Mapping[str, str | None] | None) -> N
     if weights_on not in WEIGHTS_ON:
         raise ValueError(f"`weights_on` (={weights_on!r}) must be one of {WEIGHTS_ON}")
     check_axes(axes or {})
+
+
+def check_auto_axes(axes: Mapping[str, str | None]) -> None:
+    """Raises ValueError for `axes` along Explicit axes of the mesh in scope, where Linen places no weights."""
+    for axis, name in axes.items():
+        if name in jax.sharding.get_abstract_mesh().explicit_axes:
+            raise ValueError(
+                f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto axes "
+                "alone. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"
+            )
+
+
+def check_router_split(x: Any, weights: Mapping[str, Any]) -> None:
+    """Raises ValueError where an Explicit mesh axis splits a router's weights, or of x anything but its tokens."""
+    meshes.check_whole({"x": x}, x.ndim - 1)
+    meshes.check_whole({f"router.{name}": weight for name, weight in weights.items()})

@@ -12,7 +12,7 @@ from jmx.backends import resolve_layout
 from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import flat_routing, moe
-from jmx.modules import check_arguments, resolve_method, resolve_order
+from jmx.modules import check_arguments, check_router_split, resolve_method, resolve_order
 from jmx.routing import Logits, Method, Routing
 from jmx.selection import Environment, Problem, resolve_input_format
 
@@ -181,6 +181,8 @@ class MoE(nnx.Module):
         if values is None:
             if self.router is None:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
+            weights = {name: getattr(self.router, name) for name in ("kernel", "bias")}
+            check_router_split(x, {name: weight[...] for name, weight in weights.items() if weight is not None})
             values = self.router(x)
         bias = None if self.correction_bias is None else self.correction_bias[...]
         return Logits(values, self.routing, bias)
