@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from jmx import xla
+from jmx import meshes, xla
 from jmx.experts import Experts
 from jmx.first_order import not_differentiable, reverse_mode_only
 from jmx.routing import Routing
@@ -104,12 +104,20 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
 
     @custom_vmap
     def call(x: Array, routing: Routing, experts: Experts, *more: Array) -> Any:
-        return function(x, routing, experts, *more)
+        return meshes.unchecked(function)(x, routing, experts, *more)
 
     @call.def_vmap
     def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
+        del axis_size  # a device of a mesh may have some of the batch
         run = _flattened if together and not any(jax.tree.leaves(in_batched[2])) else _one_by_one
-        out = run(call, axis_size, in_batched, arguments)
+        leaves, tree = jax.tree.flatten(arguments)
+        batched = jax.tree.leaves(in_batched)
+
+        def batch(mapped: list[Array], whole: list[Array]) -> Any:
+            joined = _joined(tree, batched, mapped, whole)
+            return run(call, mapped[0].shape[0], in_batched, joined)
+
+        out = meshes.over_batch(batch, *_parted(leaves, batched))
         return out, jax.tree.map(lambda _: True, out)
 
     return call
@@ -129,11 +137,20 @@ def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, argume
 
 
 def _one_by_one(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:
+    del axis_size
     leaves, tree = jax.tree.flatten(arguments)
     batched = jax.tree.leaves(in_batched)
+    mapped, whole = _parted(leaves, batched)
+    return jax.lax.map(lambda element: call(*_joined(tree, batched, element, whole)), mapped)
 
-    def element(mapped: list[Array]) -> Any:
-        rest = iter(mapped)
-        return call(*jax.tree.unflatten(tree, [next(rest) if b else a for a, b in zip(leaves, batched, strict=True)]))
 
-    return jax.lax.map(element, [a for a, b in zip(leaves, batched, strict=True) if b])
+def _parted(leaves: list[Array], batched: list[bool]) -> tuple[list[Array], list[Array]]:
+    """The leaves that are batched, and the others."""
+    pairs = list(zip(leaves, batched, strict=True))
+    return [leaf for leaf, of_batch in pairs if of_batch], [leaf for leaf, of_batch in pairs if not of_batch]
+
+
+def _joined(tree: Any, batched: list[bool], mapped: list[Array], whole: list[Array]) -> Any:
+    """The pytree whose leaves `_parted` has parted."""
+    of_batch, others = iter(mapped), iter(whole)
+    return jax.tree.unflatten(tree, [next(of_batch if b else others) for b in batched])

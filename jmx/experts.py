@@ -289,14 +289,6 @@ class Experts:
                 f"gate_up_order={self.gate_up_order!r}"
             )
 
-    def check_one_layer(self) -> None:
-        """Raises ValueError if these are a stack of layers, of which none was picked."""
-        if self.index is None and len(self.canonical_shape()) != 3:
-            raise ValueError(
-                f"`experts` (gate_up of shape {self.canonical_shape()}) must be those of one layer: "
-                "pass `experts.layer(i)`, not the stack"
-            )
-
     # Arrays by name, as modules and checkpoints hold them
 
     def arrays(self) -> dict[str, Array]:

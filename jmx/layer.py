@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmx import activations, autodiff
+from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.checks import check_array, check_instance, check_one_of
+from jmx.expert_arrays import check_arrays
 from jmx.experts import Experts
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
 from jmx.selection import (
@@ -44,6 +45,10 @@ def moe(
     An expert computes down(activation(gate_up(x) + gate_up_bias)) + down_bias. Expert ids outside 0..E-1 contribute
     nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, and the biases.
 
+    Where Explicit mesh axes split the tokens of x, routing or mask, each device computes its own, all alike, and y is
+    split as they are. Inside `jax.shard_map` experts may be split along their first axis: the layer has those it is
+    given, so ids count from the first of them.
+
     Args:
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
@@ -59,17 +64,67 @@ def moe(
         (..., H) of x's dtype.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit each other.
+        ValueError, TypeError: arguments that do not fit each other, or arrays of `experts` that do not fit their sizes;
+            and what Explicit mesh axes split that is no token.
         NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
     """
     activation = activations.get(activation)
     check_arguments(x, routing, experts, activation, weights_on)
     check_backend(backend, BACKENDS)
+    check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
+    computation = Computation(activation, weights_on, resolve_input_format(experts, input_format))
+    split = _split(x, routing, experts, mask)
+    if split is None:
+        return _shaped(x, routing, experts, mask, computation, environment, backend)
+    if isinstance(routing, Routing):
+        routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's
+    return _on_devices(x, routing, experts, mask, computation, environment, backend, split)
+
+
+def _shaped(
+    x: Array,
+    routing: Routing | Logits,
+    experts: Experts,
+    mask: Array | None,
+    computation: Computation,
+    environment: Environment,
+    backend: str | None,
+) -> jax.Array:
+    """`moe` of arguments that are checked, of which no Explicit mesh axis splits any."""
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    computation = Computation(activation, weights_on, resolve_input_format(experts, input_format))
     return _run(tokens, routing, experts, computation, environment, backend).reshape(x.shape)
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _on_devices(
+    x: Array,
+    routing: Routing | Logits,
+    experts: Experts,
+    mask: Array | None,
+    computation: Computation,
+    environment: Environment,
+    backend: str | None,
+    split: meshes.Split,
+) -> jax.Array:
+    """`_shaped` on each device of a mesh, of its own tokens."""
+
+    def run(by_token: Any, whole: Any) -> jax.Array:
+        (x, arrays, mask), (rest, experts) = by_token, whole
+        return _shaped(x, _with_arrays(rest, arrays), experts, mask, computation, environment, backend)
+
+    rest = _with_arrays(routing, dict.fromkeys(_arrays(routing)))
+    return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts))
+
+
+def _split(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | None) -> meshes.Split | None:
+    """How Explicit mesh axes split the tokens; ValueError where they split anything else."""
+    by_token = {"x": x, **_arrays(routing), "mask": mask}
+    whole = {f"experts.{name}": array for name, array in experts.arrays().items()}
+    whole["correction_bias"] = routing.correction_bias if isinstance(routing, Logits) else None
+    given = ({name: array for name, array in named.items() if array is not None} for named in (by_token, whole))
+    return meshes.leading_split(x.ndim - 1, *given)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))  # so that calls outside of any jit are traced and compiled once, too
@@ -90,7 +145,7 @@ def _run(
         selection = select(problem, environment, backend, BACKENDS)
         return selection.backend.apply(computation, x, routing, experts, environment)
 
-    return autodiff.differentiable(run, computation)(x, routing, experts)
+    return autodiff.differentiable(run, computation)(*meshes.varying_alike(x, routing, experts))
 
 
 def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None = None) -> Routing:
@@ -99,8 +154,21 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit `leading`.
     """
-    named = {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
-    for name, array in named.items():
+    check_routing(routing, leading, mask)
+    mask = None if mask is None else mask.reshape(-1)
+    num_tokens = prod(leading)
+    arrays = _arrays(routing)
+    flat = _with_arrays(routing, {name: a.reshape(num_tokens, a.shape[-1]) for name, a in arrays.items()})
+    if isinstance(flat, Logits):
+        return route(flat, mask)
+    validate(flat, num_tokens)
+    ids = as_int32(flat.expert_ids)
+    return flat._replace(expert_ids=ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE))
+
+
+def check_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None) -> None:
+    """Raises ValueError or TypeError, naming the array, unless routing and mask are those of tokens (*leading)."""
+    for name, array in _arrays(routing).items():
         check_array(name, array)
         if not array.shape or tuple(array.shape[:-1]) != tuple(leading):
             raise ValueError(f"`{name}` (shape {array.shape}) must be {tuple(leading)}, as x, and one more axis")
@@ -108,25 +176,26 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
         check_array("mask", mask, jnp.bool_)
         if tuple(mask.shape) != tuple(leading):
             raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of x")
-        mask = mask.reshape(-1)
-    num_tokens = prod(leading)
-    flat = [array.reshape(num_tokens, array.shape[-1]) for array in named.values()]
-    if isinstance(routing, Logits):
-        return route(dataclasses.replace(routing, values=flat[0]), mask)
-    validate(Routing(*flat), num_tokens)
-    ids, weights = as_int32(flat[0]), flat[1]
-    return Routing(ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE), weights)
+
+
+def _arrays(routing: Routing | Logits) -> dict[str, Array]:
+    """Those that go by token, by name."""
+    return {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
+
+
+def _with_arrays(routing: Routing | Logits, arrays: dict[str, Array]) -> Routing | Logits:
+    return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
 
 
 def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
     """Raises ValueError or TypeError, naming the argument, where `moe` refuses its arguments; these may be abstract."""
     check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
     check_instance("experts", experts, Experts, "jmx.Experts")
+    check_arrays(experts)
     check_x(x, experts.hidden_size)
     if isinstance(routing, Logits):
         values = check_array("values", routing.values)
         if values.shape[-1:] != (experts.num_experts,):
             raise ValueError(f"`values` (shape {values.shape}) must be (..., {experts.num_experts}), one an expert")
     experts.check_activation(activation)
-    experts.check_one_layer()
     check_one_of("weights_on", weights_on, WEIGHTS_ON)

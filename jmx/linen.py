@@ -13,7 +13,7 @@ from jmx.activations import Activation, SwiGLU
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments, check_logits
+from jmx.modules import Arguments, check_auto_axes, check_logits, check_router_split
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -93,6 +93,7 @@ class MoE(nn.Module):
         given = self._arguments()
         self.resolved = given
         axes = {} if given.axes is None else given.axes
+        check_auto_axes(axes)
 
         def boxed(init: Any, names: tuple[Any, ...]) -> Any:
             return init if given.axes is None else nn.with_partitioning(init, names)
@@ -155,6 +156,7 @@ class MoE(nn.Module):
         if values is None:
             if not self.router:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
+            check_router_split(x, nn.meta.unbox(self.router_dense.variables.get("params", {})))
             values = self.router_dense(x)
         check_logits(values, self.resolved.num_experts)
         bias = self.correction.value if self.correction_bias else None

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jmx import activations, formats, routing
+import jax
+
+from jmx import activations, formats, meshes, routing
 from jmx.activations import Activation
 from jmx.backends import BACKENDS, resolve_layout
 from jmx.checks import check_bool, check_dtype, check_instance, check_int, check_one_of, is_array, shown
@@ -133,3 +135,19 @@ def resolve_method(method: Method | str | None, top_k: int, num_experts: int, co
             f"`correction_bias` (=True) must be False for `routing` (={method}), which has no place for it"
         )
     return method
+
+
+def check_auto_axes(axes: Mapping[str, Any]) -> None:
+    """Raises ValueError for `axes` along Explicit axes of the mesh in scope, where Linen places no weights."""
+    for axis, name in axes.items():
+        if name in jax.sharding.get_abstract_mesh().explicit_axes:
+            raise ValueError(
+                f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto axes "
+                "alone. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"
+            )
+
+
+def check_router_split(x: Any, weights: Mapping[str, Any]) -> None:
+    """Raises ValueError where an Explicit mesh axis splits a router's weights, or of x anything but its tokens."""
+    meshes.check_whole({"x": x}, x.ndim - 1)
+    meshes.check_whole({f"router.{name}": weight for name, weight in weights.items()})

@@ -12,7 +12,7 @@ from jmx.checks import check_instance
 from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments, check_logits
+from jmx.modules import Arguments, check_logits, check_router_split
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -184,6 +184,8 @@ class MoE(nnx.Module):
         if values is None:
             if self.router is None:
                 raise ValueError("`routing` must be given: this layer was made with router=False")
+            weights = {name: getattr(self.router, name) for name in ("kernel", "bias")}
+            check_router_split(x, {name: weight[...] for name, weight in weights.items() if weight is not None})
             values = self.router(x)
         check_logits(values, self.num_experts)
         bias = None if self.correction_bias is None else self.correction_bias[...]

@@ -9,6 +9,7 @@ gradients. All is computed in float32.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmx import meshes
 from jmx.checks import (
     check_array,
     check_bool,
@@ -255,7 +257,8 @@ def route(logits: Logits, mask: Array | None = None) -> Routing:
 
     Raises:
         TypeError: values or a correction bias that are not floating, a mask that is not bool.
-        ValueError: shapes that do not fit each other, or a method that cannot serve E experts.
+        ValueError: shapes that do not fit each other, a method that cannot serve E experts, or arrays that Explicit
+            mesh axes split along anything but tokens.
     """
     check_instance("logits", logits, Logits, "jmx.Logits")
     values, bias, method = logits.values, logits.correction_bias, logits.method
@@ -277,12 +280,28 @@ def route(logits: Logits, mask: Array | None = None) -> Routing:
         if mask.shape != tuple(leading):
             raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of `values`")
 
-    num_tokens = values.size // num_experts
-    ids, weights = method(jnp.asarray(values, jnp.float32).reshape(num_tokens, num_experts), bias)
-    if mask is not None:
-        routed = mask.reshape(num_tokens, 1)
+    by_token = {"values": values} if mask is None else {"values": values, "mask": mask}
+    split = meshes.leading_split(len(leading), by_token, {} if bias is None else {"correction_bias": bias})
+    if split is None:
+        return _route(by_token, bias, method)
+    return _route_on_devices(by_token, bias, method, split)
+
+
+def _route(by_token: dict[str, Array], bias: Array | None, method: Method) -> Routing:
+    """`route` of arrays that are checked."""
+    *leading, num_experts = by_token["values"].shape
+    num_tokens = prod(leading)
+    values = jnp.asarray(by_token["values"], jnp.float32).reshape(num_tokens, num_experts)
+    ids, weights = method(values, bias)
+    if "mask" in by_token:
+        routed = by_token["mask"].reshape(num_tokens, 1)
         ids, weights = jnp.where(routed, ids, NOWHERE), jnp.where(routed, weights, 0)
     return Routing(ids.reshape(*leading, method.top_k), weights.reshape(*leading, method.top_k))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _route_on_devices(by_token: dict[str, Array], bias: Array | None, method: Method, split: meshes.Split) -> Routing:
+    return meshes.over_devices(split, lambda by_token, bias: _route(by_token, bias, method), by_token, bias)
 
 
 def validate(routing: Routing, num_tokens: int) -> None:
@@ -302,10 +321,15 @@ def validate(routing: Routing, num_tokens: int) -> None:
 
 
 def token_counts(routing: Routing, num_experts: int) -> jax.Array:
-    """How many slots of `routing` go to each expert: (E,) int32. Ids outside 0..E-1 count nowhere."""
+    """How many slots of `routing` go to each expert: (E,) int32. Ids outside 0..E-1 count nowhere.
+
+    Raises:
+        ValueError, TypeError: what is no routing, no number of experts, or ids that Explicit mesh axes split.
+    """
     check_instance("routing", routing, Routing, "a jmx.Routing")
     check_array("expert_ids", routing.expert_ids, jnp.integer)
     num_experts = check_int("num_experts", num_experts, least=1)
+    meshes.check_whole({"expert_ids": routing.expert_ids})
     ids = jnp.asarray(as_int32(routing.expert_ids)).reshape(-1)
     ids = jnp.where(ids < 0, num_experts, ids)  # a negative index would count from the end
     return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")

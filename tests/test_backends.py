@@ -427,8 +427,9 @@ def test_x_may_be_donated(backend, tokens, rng):
     assert_agrees(backend, case, y, reference(case, weights, x, routing))
 
 
+@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64])
-def test_inside_shard_map(backend, tokens, rng):
+def test_inside_shard_map(backend, tokens, check, rng):
     case = suited(backend, Case(tokens=tokens))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
@@ -437,7 +438,7 @@ def test_inside_shard_map(backend, tokens, rng):
         mesh=mesh,
         in_specs=(P("x"), P("x"), P()),
         out_specs=P("x"),
-        check_vma=False,  # which the layer's inner loops and kernels do not state
+        check_vma=check,
     )
     y = jax.jit(run)(x, routing, weights.experts(case))
     assert_agrees(backend, case, y, reference(case, weights, x, routing))

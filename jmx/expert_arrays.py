@@ -1,0 +1,119 @@
+"""What arrays experts must hold, by their sizes, format and layout: shapes and dtypes, checked before anything is read.
+
+A pytree of arrays may be cut, cast or mixed by whoever maps over it, while its static sizes stay as they were.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmx import layouts
+from jmx.checks import check_array
+from jmx.experts import ROLES, Experts
+from jmx.formats import BlockScaled
+from jmx.inputs import INPUT_FORMATS
+from jmx.layouts import WeightSpec
+
+Array = Any
+
+
+def check_arrays(experts: Experts) -> None:
+    """Raises ValueError or TypeError, naming the array, unless these are experts of one layer whose arrays fit.
+
+    These are to fit sizes, format, order of gate and up, layout and input format, and each other in the number of
+    experts. One layer's, or a stack's with an `index`. Arrays may be abstract or traced.
+    """
+    for role in ROLES:
+        if not isinstance(getattr(experts, role), BlockScaled):
+            raise TypeError(f"`experts.{role}` (={getattr(experts, role)!r}) must be a BlockScaled")
+    lead = _leading(experts)
+    for name, array, expected, dtypes in _expected(experts, lead):
+        _check_array(experts, f"experts.{name}", array, expected, dtypes)
+
+
+def _leading(experts: Experts) -> tuple[int, ...]:
+    """Leading axes of the arrays, (E,) or (L, E), by the values of gate_up; those of one layer."""
+    index, values = experts.index, experts.gate_up.values
+    check_array("experts.gate_up_values", values)
+    rank = len(_abstract(experts.layout, experts.spec("gate_up"), None).values.shape) - 1  # of one expert's
+    stacked = int(index is not None)
+    if index is None and len(values.shape) == rank + 2:
+        raise ValueError(
+            f"`experts` (gate_up_values of shape {values.shape}) must be those of one layer: "
+            "pass `experts.layer(i)`, not the stack"
+        )
+    if len(values.shape) != rank + 1 + stacked:
+        raise ValueError(
+            f"`experts.gate_up_values` (shape {values.shape}) must have {rank + 1 + stacked} axes, "
+            f"{'layers, ' * stacked}experts and those of {experts.layout!r}"
+        )
+    if index is not None:
+        check_array("experts.index", index)
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(f"`experts.index` (dtype {index.dtype}) must be an integer")
+        if index.shape != ():
+            raise ValueError(f"`experts.index` (shape {index.shape}) must be (), the number of one layer")
+    return tuple(values.shape[: 1 + stacked])
+
+
+def _expected(
+    experts: Experts, lead: tuple[int, ...]
+) -> Iterator[tuple[str, Array, tuple[int, ...] | None, tuple[Any, ...]]]:
+    """Name, array, the shape that it must have (None: there must be no array), and the dtypes that it may have."""
+    static = experts.input_format is not None and INPUT_FORMATS[experts.input_format].static
+    for role in ROLES:
+        q, spec = getattr(experts, role), experts.spec(role)
+        dtypes = [_abstract(experts.layout, spec, dtype) for dtype in spec.format.scale_dtypes]
+        for field, array, *wanted in zip(BlockScaled._fields, q, *dtypes, strict=True):
+            shape = None if wanted[0] is None else (*lead, *wanted[0].shape[1:])
+            yield f"{role}_{field}", array, shape, tuple(w.dtype for w in wanted if w is not None)
+        bias = getattr(experts, f"{role}_bias")
+        if bias is not None:
+            yield f"{role}_bias", bias, (*lead, spec.shape[0]), ()
+        scale = getattr(experts, f"{role}_input_scale")
+        yield f"{role}_input_scale", scale, lead[:-1] if static else None, (np.dtype(np.float32),)
+
+
+@lru_cache(1024)
+def _abstract(layout: str, spec: WeightSpec, scale_dtype: Any) -> BlockScaled:
+    """The arrays of one expert's weight, with an expert axis in front."""
+    canonical = spec.format.abstract((1, *spec.shape), scale_dtype=scale_dtype)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # whichever is in scope at the first call
+        return jax.eval_shape(lambda q: layouts.get(layout).forward(q, spec), canonical)
+
+
+def _check_array(
+    experts: Experts, name: str, array: Array, shape: tuple[int, ...] | None, dtypes: tuple[Any, ...]
+) -> None:
+    weights = f"{experts.format.name} weights in {experts.layout!r}"
+    if shape is None:
+        if array is not None:
+            raise TypeError(f"`{name}` (a {type(array).__name__}) must be None for {weights}")
+        return
+    check_array(name, array)
+    if tuple(array.shape) != shape:
+        sizes = f"hidden_size={experts.hidden_size} and intermediate_size={experts.intermediate_size}"
+        raise ValueError(
+            f"`{name}` (shape {tuple(array.shape)}) must be {shape}, for {experts.num_experts} experts of {sizes}, "
+            f"{weights}{_cut()}"
+        )
+    if dtypes and array.dtype not in dtypes:
+        wanted = " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
+        raise TypeError(f"`{name}` (dtype {array.dtype}) must be {wanted} for {weights}: arrays must not be cast")
+    if not dtypes and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2):
+        raise TypeError(f"`{name}` (dtype {array.dtype}) must be floating, of 16 bits or more")
+
+
+def _cut() -> str:
+    """Why arrays do not fit inside `jax.shard_map`, most likely."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return ""
+    return (
+        f". Inside jax.shard_map (over {', '.join(map(repr, axes))}) weights cannot be split along 'hidden' or "
+        "'intermediate' yet: split every array along 'expert' alone, or gather it with jax.lax.all_gather"
+    )
