@@ -15,11 +15,12 @@ from jmx import _version
 ROOT = pathlib.Path(jmx.__file__).parent
 # Each file may import those before it; files of one entry stand side by side.
 ORDER = [
-    {"_version", "atomic_files", "checks", "codes", "first_order", "tables"},
+    {"_version", "atomic_files", "checks", "codes", "first_order", "meshes", "tables"},
     {"formats", "rounding"},
     {"activations", "routing", "grouping", "mxfp8", "quantization"},
     {"inputs", "layouts"},
     {"experts"},
+    {"expert_arrays"},
     {"selection"},
     {"refusals"},
     {"tuning"},
