@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import activations, formats, grouping, inputs, xla_dot
+from jmx import activations, grouping, inputs, xla_dot
 from jmx.experts import Experts
 from jmx.formats import MXFP4
 from jmx.routing import Routing
@@ -53,13 +53,6 @@ class Xla:
             )
         if problem.dtype not in DTYPES:
             return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
-        if problem.format not in formats.FORMATS:
-            return Rejection(
-                Reason.FORMAT, f"weights in {problem.format}", f"quantise to one of {', '.join(formats.FORMATS)}"
-            )
-        if problem.input_format not in (None, *inputs.INPUT_FORMATS):
-            known = ", ".join(inputs.INPUT_FORMATS)
-            return Rejection(Reason.INPUT_FORMAT, f"inputs in {problem.input_format}", f"take one of {known}, or none")
         return None
 
     def apply(

@@ -91,6 +91,8 @@ def convert(source: Path, folder: Path, *flags: str, stop: tuple[str, int] | Non
 
 def main(directory: Path) -> None:
     warnings.filterwarnings("ignore", ".*fork.*")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a shell: tests may run where both are ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     writer.quantize = quantize
     writer.jnp = np
     source = directory / "in"

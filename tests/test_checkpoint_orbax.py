@@ -200,7 +200,7 @@ def of_one_name():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: {"a": 1}, TypeError, r"`module` \(a dict\) must be a flax\.nnx\.Module"),
+        (lambda: {"a": 1}, TypeError, r"`module` \(=\{'a': 1\}, a dict\) must be a flax\.nnx\.Module"),
         (lambda: Holder(3), TypeError, r"variable 'value' of `module` \(a int\) must be an array"),
         (lambda: Holder("x"), TypeError, r"variable 'value' of `module` \(a str\) must be an array"),
         (lambda: Holder(None), TypeError, r"variable 'value' of `module` \(a NoneType\) must be an array"),

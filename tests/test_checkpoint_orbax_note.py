@@ -246,7 +246,7 @@ def test_a_layout_of_another_format_is_neither_written_nor_read():
         (lambda raw: b"", "the file must be JSON"),
         (lambda raw: raw[: len(raw) // 2], "the file must be JSON"),
         (lambda raw: b"\xff\xfe{", "the file must be JSON"),
-        (lambda raw: b"[" * 100_000, "the file must be JSON"),
+        (lambda raw: b"[" * 100_000, "the file must nest arrays and objects at most 100 deep"),
         (lambda raw: b"[]", "must be a JSON object, not list"),
         (lambda raw: b"null", "must be a JSON object, not NoneType"),
         (lambda raw: b"7", "must be a JSON object, not int"),

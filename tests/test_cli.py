@@ -22,8 +22,9 @@ SIZES = ["--hidden", "64", "--intermediate", "96", "--experts", "8", "--top-k", 
 
 
 @pytest.fixture
-def jmx(capsys):
-    """Runs the command line; returns its exit code, stdout and stderr."""
+def jmx(capsys, monkeypatch):
+    """Runs the command line, as wide as it writes into files; returns its exit code, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "140")
 
     def run(*argv):
         try:

@@ -46,7 +46,6 @@ HOPPER = Environment.named("h200")
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
-        ({"format": "mxfp6"}, Reason.FORMAT, "'mxfp6'"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],

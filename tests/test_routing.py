@@ -346,7 +346,7 @@ def test_route_refuses_what_does_not_fit(logits, mask, error, message):
             TypeError,
             r"`expert_ids` \(dtype float32\) must be integer",
         ),
-        (np.ones((3, 2), np.int32), np.ones((3, 2), np.int32), TypeError, "`weights` .dtype int32. must be a floating"),
+        (np.ones((3, 2), np.int32), np.ones((3, 2), np.int32), TypeError, "`weights` .dtype int32. must be floating"),
         (
             np.ones((4, 2), np.int32),
             X[:, :2],
