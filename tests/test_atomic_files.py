@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -312,6 +313,51 @@ def test_leftovers_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path: Path
     assert left(path) == []
 
 
+@pytest.mark.parametrize("call", ["mkdir", "open", "write", "rmdir"])
+def test_what_is_left_of_a_process_that_was_killed_before_it_had_a_lock_goes(call: str, tmp_path: Path) -> None:
+    path = tmp_path / "it"
+    killed = f"""
+import os, signal
+from jmx import atomic_files
+make = os.{call}
+
+def then_killed(*arguments, **options):
+    made = make(*arguments, **options) if {call!r} != "rmdir" else None
+    os.kill(os.getpid(), signal.SIGKILL)
+    return made
+
+os.{call} = then_killed
+atomic_files.write({str(path)!r}, b"")
+"""
+    with subprocess.Popen([sys.executable, "-c", killed], cwd=ROOT) as child:
+        assert child.wait() == -9
+    path.unlink(missing_ok=True)
+    (dead,) = left(path)
+    assert write(path) == [f"removed {dead}, which a process left that was killed while it wrote {path}"]
+    assert os.listdir(tmp_path) == ["it"]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "write"])
+def test_a_writer_whose_directory_is_taken_for_a_leftover_makes_another(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, make, swept = tmp_path / "it", getattr(os, call), []
+
+    def then_swept(*arguments, **options):
+        made = make(*arguments, **options)
+        if not swept:
+            swept.extend(left(path))
+            with pytest.warns(UserWarning, match="removed"):
+                parts.remove_leftovers(path)
+        return made
+
+    monkeypatch.setattr(os, call, then_swept)
+    atomic_files.write(path, b"whole")
+    assert len(swept) == 1
+    assert os.listdir(tmp_path) == ["it"]
+    assert path.read_bytes() == b"whole"
+
+
 def test_what_a_killed_process_had_moved_out_of_the_way_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "it"
     path.write_text("ours, the only one")
@@ -359,6 +405,12 @@ SIMILAR: dict[str, Callable[[Path], object]] = {
     "no lock": lambda part: (part / "lock").unlink(),
     "a link for a lock": lambda part: [
         (part / "lock").rename(part.parent / "kept"), (part / "lock").symlink_to("../kept")
+    ],
+    "something else that has yet to be a lock": lambda part: [
+        shutil.rmtree(part / "new"), (part / "lock").unlink(), (part / "lock.new").write_text("mine")
+    ],
+    "a FIFO that has yet to be a lock": lambda part: [
+        shutil.rmtree(part / "new"), (part / "lock").unlink(), os.mkfifo(part / "lock.new")
     ],
     "a FIFO for a lock": lambda part: [(part / "lock").unlink(), os.mkfifo(part / "lock")],
     "a directory for a lock": lambda part: [(part / "lock").unlink(), (part / "lock").mkdir()],

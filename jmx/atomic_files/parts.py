@@ -31,24 +31,14 @@ except ImportError:  # no such locks on this platform: then nothing is known to 
 
 _SCHEMA = "jmx.part/1"
 _LOCK, NEW, OLD = "lock", "new", "old"
+_NEW_LOCK = "lock.new"  # while it is being made
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextlib.contextmanager
 def part(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, which is this process's alone, and goes when it is left."""
-    with contextlib.ExitStack() as stack:
-        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        os.mkdir(made, 0o700)
-        stack.callback(_remove, made)
-        lock = os.open(made / f"{_LOCK}.new", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        stack.callback(os.close, lock)
-        os.write(lock, json.dumps({"schema": _SCHEMA, "target": path.name, "machine": _machine()}).encode())
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks: nobody will take it for left over
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                (made / f"{_LOCK}.new").rename(made / _LOCK)  # locked before it has the name that others look for
-        stack.pop_all()
+    made, lock = _make(path)
     try:
         yield made
     finally:
@@ -56,6 +46,34 @@ def part(path: Path) -> Iterator[Path]:
             _remove(made)
         finally:
             os.close(lock)
+
+
+def _make(path: Path) -> tuple[Path, int]:
+    """A new directory, and its lock, which is held where the platform and the file system have locks."""
+    while True:
+        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        with contextlib.ExitStack() as stack:
+            os.mkdir(made, 0o700)
+            stack.callback(_remove, made)
+            with contextlib.suppress(FileNotFoundError):  # another process took it for left over
+                lock = os.open(made / _NEW_LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+                stack.callback(os.close, lock)
+                os.write(lock, json.dumps({"schema": _SCHEMA, "target": path.name, "machine": _machine()}).encode())
+                if _locked(lock):
+                    (made / _NEW_LOCK).rename(made / _LOCK)  # locked before it has the name that others look for
+                stack.pop_all()
+                return made, lock
+
+
+def _locked(lock: int) -> bool:
+    """Takes a lock; False where there are none: then nobody takes the directory for left over."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def _machine() -> dict[str, str]:
@@ -76,7 +94,7 @@ def _remove(part: Path) -> None:
             for name in (NEW, OLD):
                 shutil.rmtree(part / name, ignore_errors=True)
             if not any(os.path.lexists(part / name) for name in (NEW, OLD)):
-                for name in (_LOCK, f"{_LOCK}.new"):
+                for name in (_LOCK, _NEW_LOCK):
                     (part / name).unlink(missing_ok=True)
                 part.rmdir()
             break
@@ -98,9 +116,35 @@ def remove_leftovers(path: Path) -> None:
     except OSError:  # it can be written, but not read
         return
     for part in map(Path, found):
-        with contextlib.suppress(OSError), _taken(part, path.name) as machine:
-            if machine is not None:
-                _remove_leftover(part, path, machine)
+        with contextlib.suppress(OSError):
+            if _is_unfinished(part):
+                _remove_unfinished(part, path)
+                continue
+            with _taken(part, path.name) as machine:
+                if machine is not None:
+                    _remove_leftover(part, path, machine)
+
+
+def _is_unfinished(part: Path) -> bool:
+    """Whether a directory has nothing in it yet, or nothing any more: `part` ends as it begins."""
+    return stat.S_ISDIR(part.lstat().st_mode) and {*os.listdir(part)} <= {_NEW_LOCK}
+
+
+def _remove_unfinished(part: Path, path: Path) -> None:
+    """Removes such a directory: one whose writer lives makes another. OSError where it has gone on meanwhile."""
+    assert fcntl is not None
+    if os.path.lexists(part / _NEW_LOCK):
+        lock = os.open(part / _NEW_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(lock)
+            if not stat.S_ISREG(status.st_mode) or (status.st_size and _note(lock, path.name) is None):
+                return
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (part / _NEW_LOCK).unlink()
+        finally:
+            os.close(lock)
+    part.rmdir()
+    _warn_of_removed(part, path)
 
 
 @contextlib.contextmanager
@@ -150,7 +194,11 @@ def _remove_leftover(part: Path, path: Path, machine: Mapping[str, str]) -> None
         _warn(f"{path} is back, which a process that was killed had not yet replaced")
     _remove(part)
     if not part.exists():
-        _warn(f"removed {part}, which a process left that was killed while it wrote {path}")
+        _warn_of_removed(part, path)
+
+
+def _warn_of_removed(part: Path, path: Path) -> None:
+    _warn(f"removed {part}, which a process left that was killed while it wrote {path}")
 
 
 def _warn(message: str) -> None:
