@@ -271,3 +271,34 @@ def test_the_head_is_ignored_by_name_whether_files_hold_it_or_not(
     assert f"{prefix}lm_head" in ignore
     assert len({*ignore}) == len(ignore)
     assert f"{prefix}model.embed_tokens" in ignore
+
+
+@pytest.mark.parametrize(
+    ("prefix", "heads"),
+    [
+        ("model.", {"lm_head"}),
+        ("model.language_model.", {"lm_head"}),  # as Qwen3-VL-MoE has it
+        ("language_model.model.", {"lm_head", "language_model.lm_head"}),  # as Kimi has it
+    ],
+)
+def test_a_tied_head_is_looked_for_beside_the_model_alone(
+    prefix: str, heads: set[str], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    _, tensors = qwen(tmp_path / "first", rng)
+    tensors = {name.replace("model.", prefix): a for name, a in tensors.items() if name != "lm_head.weight"}
+    quantizing.convert(write(tmp_path / "in", tensors, {"model_type": "x"}), tmp_path / "out", FORMATS["fp8_block"])
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {*ignore} - {name.removesuffix(".weight") for name in tensors} == heads
+
+
+@pytest.mark.parametrize("how", ["same bytes", "other bytes"])
+def test_weights_that_were_written_again_are_not_replaced(how: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    source, _ = qwen(tmp_path / "in", rng)
+    quantizing.convert(source, tmp_path / "out", jmx.MXFP4)
+    weights = tmp_path / "out" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= how == "other bytes"
+    weights.write_bytes(content)
+    with pytest.raises(FileExistsError, match=r"'model\.safetensors' is not as jmx wrote it"):
+        quantizing.convert(source, tmp_path / "out", jmx.NVFP4, overwrite=True)
+    assert weights.read_bytes() == content

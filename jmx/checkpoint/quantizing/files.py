@@ -14,17 +14,18 @@ _LARGEST = 1 << 26  # bytes of a list that is read
 
 
 def write_list(directory: Path) -> None:
-    """Lists the files of a directory in `FILE`: their sizes, and what they hold, but for weights."""
+    """Lists the files of a directory in `FILE`: their sizes, and what they hold; of weights, when they were written."""
     files = {file.name: _description(file) for file in sorted(directory.iterdir())}
     write_json(directory / FILE, {"schema": _SCHEMA, "files": files})
 
 
 def _description(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"bytes": file.stat().st_size}
-    if file.suffix != ".safetensors":  # those would take minutes
-        with file.open("rb") as stream:
-            found["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+    status = file.stat()
+    found: dict[str, Any] = {"bytes": status.st_size}
+    if file.suffix == ".safetensors":  # to read those would take minutes
+        return found | {"written_ns": status.st_mtime_ns}
+    with file.open("rb") as stream:
+        return found | {"sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def _fault(directory: Path) -> str | None:

@@ -153,7 +153,7 @@ def _linear(found: dict[str, Tensor], layers: list[Layer]) -> list[str]:
     names = (name for name, t in found.items() if name.endswith(".weight") and len(t.shape) == 2)
     linear = [name.removesuffix(".weight") for name in names if name not in held]
     if not any(name.split(".")[-1] == _HEAD for name in linear):
-        beside = (f"{name.removesuffix(_EMBEDDING)}{_HEAD}" for name in linear if name.endswith(_EMBEDDING))
+        beside = (f"{name.removesuffix(_EMBEDDING)}{_HEAD}" for name in linear if f".{name}".endswith(f".{_EMBEDDING}"))
         linear += dict.fromkeys([_HEAD, *beside])
     return linear
 
