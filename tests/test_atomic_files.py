@@ -313,6 +313,18 @@ def test_leftovers_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path: Path
     assert left(path) == []
 
 
+def test_a_disk_that_is_full_at_once_is_an_error_with_a_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/\.it\.[0-9a-f]{8}\.part/lock\.new'"):
+        atomic_files.write(tmp_path / "it", b"")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("call", ["mkdir", "open", "write", "rmdir"])
 def test_what_is_left_of_a_process_that_was_killed_before_it_had_a_lock_goes(call: str, tmp_path: Path) -> None:
     path = tmp_path / "it"

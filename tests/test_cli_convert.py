@@ -483,12 +483,8 @@ def test_a_signal_leaves_nothing_half_written_and_the_next_run_goes_well(
     if not killed:
         return
     assert case["again"] == 0, case["told_again"]
-    # One that is killed before its lock has its name leaves a directory that nobody can know, with nothing in it.
-    unknown = {"part": 1, "locked": 1, "second part": 1}.get(stage, 0)
-    parts = [part for part in case["parts"] if f"/{part}, which a process left" in case["told_again"]]
-    assert len(case["parts"]) - len(parts) == unknown
-    assert not any(name.startswith(".") and "/new" in name for name in case["after"])
-    assert [name for name in case["after"] if not name.startswith(".")] == [
+    assert all(f"/{part}, which a process left" in case["told_again"] for part in case["parts"])
+    assert case["after"] == [
         "errors.json", "out", "out/config.json", "out/jmx-files.json", "out/model.safetensors", "out/tokenizer.json"
     ]  # fmt: skip
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jmx.atomic_files import renaming
+from jmx.atomic_files.errors import named_errors
 
 try:
     import fcntl
@@ -58,7 +59,8 @@ def _make(path: Path) -> tuple[Path, int]:
             with contextlib.suppress(FileNotFoundError):  # another process took it for left over
                 lock = os.open(made / _NEW_LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 stack.callback(os.close, lock)
-                os.write(lock, json.dumps({"schema": _SCHEMA, "target": path.name, "machine": _machine()}).encode())
+                with named_errors(made / _NEW_LOCK):
+                    os.write(lock, json.dumps({"schema": _SCHEMA, "target": path.name, "machine": _machine()}).encode())
                 if _locked(lock):
                     (made / _NEW_LOCK).rename(made / _LOCK)  # locked before it has the name that others look for
                 stack.pop_all()

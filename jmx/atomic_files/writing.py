@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.atomic_files import parts, renaming
+from jmx.atomic_files.errors import named_errors
 from jmx.atomic_files.paths import Kind, check_new, place
 
 
@@ -52,17 +53,6 @@ def write_json(file: Path, contents: Any) -> None:
     """Writes JSON as people read it, into a directory that is being made."""
     with named_errors(file):
         file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def named_errors(file: Path) -> Iterator[None]:
-    """Errors of the system, such as a full disk, with the name of the file, which those of an open file lack."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(file)) from error
 
 
 def set_aside(path: Path, beside: Path | None = None) -> Path:
