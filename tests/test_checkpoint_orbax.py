@@ -1,5 +1,8 @@
 import itertools
+import os
 import shutil
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -353,3 +356,22 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         orbax.save(tmp_path / "saved", Model("packed", 0))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_an_interruption_waits_for_orbax(presses, tmp_path, monkeypatch):
+    """Its threads would go on writing, into a directory that is being removed."""
+    save = ocp.StandardCheckpointer.save
+
+    def interrupted(*arguments, **options):
+        for _ in range(presses):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        orbax_arrays.write(tmp_path / "saved", {"a": np.arange(3)}, {"b": 1})
+    assert os.listdir(tmp_path) == ["saved"]
+    assert orbax_arrays.describe(tmp_path / "saved").custom_metadata == {"b": 1}

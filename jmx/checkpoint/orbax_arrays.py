@@ -1,6 +1,7 @@
 """A flat dict of arrays, and a note beside them, as one Orbax checkpoint."""
 
 from collections.abc import Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,27 @@ class Stored(NamedTuple):
 
 
 def write(path: Path, arrays: Mapping[str, Any], custom_metadata: dict[str, Any]) -> None:
-    """Writes arrays (jax or numpy) and a JSON object to a new checkpoint, which Orbax makes appear whole."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), dict(arrays), custom_metadata=custom_metadata)
-        checkpointer.wait_until_finished()  # in here: leaving waits again if this is interrupted
+    """Writes arrays (jax or numpy) and a JSON object to a new checkpoint, which Orbax makes appear whole.
+
+    What interrupts this, such as Ctrl-C, is raised when Orbax is done: its threads write on, and make directories anew
+    that somebody removed meanwhile.
+    """
+
+    def save() -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path.absolute(), dict(arrays), custom_metadata=custom_metadata)
+
+    interrupted = None
+    with futures.ThreadPoolExecutor(max_workers=1) as thread:  # signals interrupt the main thread alone
+        saved = thread.submit(save)
+        while not saved.done():
+            try:
+                futures.wait([saved])
+            except BaseException as error:
+                interrupted = error
+    if interrupted is not None:
+        raise interrupted
+    saved.result()
 
 
 def describe(path: Path) -> Stored:
