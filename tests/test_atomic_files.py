@@ -73,6 +73,13 @@ def test_what_succeeds_appears_whole_with_ordinary_permissions(tmp_path):
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_file_can_have_is_named(name: str, tmp_path: Path) -> None:
+    for check in (atomic_files.check_new, lambda path: atomic_files.check_apart(dst=path, src=tmp_path)):
+        with pytest.raises(ValueError, match=r"'.*/(a\\x00b|\\ud800)' must be a name that a file can have"):
+            check(tmp_path / name)
+
+
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")

@@ -100,6 +100,16 @@ def _holds(directory: Path, path: Path) -> bool:
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of the name that `path` ends with, which may be that of a link."""
+    """The absolute path of the name that `path` ends with, which may be that of a link.
+
+    Raises:
+        ValueError: no file can have this name.
+    """
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        possible = False
+    if not possible:
+        raise ValueError(f"{os.fspath(path)!r} must be a name that a file can have")
     path = Path(path).absolute()
     return _real(path) if path.name in ("", "..") else path
