@@ -368,7 +368,7 @@ def write(
     """Writes tensors into `directory`: one `model.safetensors`, or numbered shards and their index.
 
     Tensors stay in order; a shard holds at most `max_shard_bytes` of them, unless a single one is larger. `advance` is
-    told the bytes of each piece that was written.
+    called with the bytes of each piece that was written.
     """
     shards: list[list[Output]] = [[]]
     filled = 0

@@ -10,7 +10,6 @@ from jmx.checkpoint.shards import CheckpointError
 
 FILE = "jmx-files.json"
 _SCHEMA = "jmx.quantized-checkpoint/1"
-_LARGEST = 1 << 26  # bytes of a list that is read
 
 
 def write_list(directory: Path) -> None:
@@ -31,7 +30,7 @@ def _description(file: Path) -> dict[str, Any]:
 def _fault(directory: Path) -> str | None:
     """Why `directory` is not as `convert` left it. Files that are missing are no fault: nothing is lost of them."""
     file = directory / FILE
-    if file.is_symlink() or not file.is_file() or file.stat().st_size > _LARGEST:
+    if file.is_symlink() or not file.is_file():
         return f"it has no list {FILE} of the files that jmx wrote"
     try:
         contents = shards.read_object(file)

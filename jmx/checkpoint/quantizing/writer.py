@@ -159,7 +159,7 @@ def _linear(found: dict[str, Tensor], layers: list[Layer]) -> list[str]:
 
 
 def _quantize(format: Format, report: Report, matrix: Matrix) -> BlockScaled:
-    """The packed weight, its errors told to `report`."""
+    """The packed weight; its errors are added to `report`."""
     weight = matrix.read()
     try:
         quantised = quantize(jnp.asarray(weight), format)
