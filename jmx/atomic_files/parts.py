@@ -6,8 +6,8 @@
     new/NAME    what is being written.
     old/NAME    what is being replaced, where the file system cannot exchange two names in one step.
 
-It goes when its writer is done, or fails. One whose lock can be taken is what a process left that was killed: the next
-one that writes to the same place removes it, with a warning.
+It goes when its writer is done, or fails. One whose lock can be taken, or that has none yet and holds nothing else, is
+what a process left that was killed: the next one that writes to the same place removes it, with a warning.
 """
 
 import contextlib

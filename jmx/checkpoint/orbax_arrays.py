@@ -35,6 +35,7 @@ def write(path: Path, arrays: Mapping[str, Any], custom_metadata: dict[str, Any]
     def save() -> None:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(path.absolute(), dict(arrays), custom_metadata=custom_metadata)
+            checkpointer.wait_until_finished()
 
     interrupted = None
     with futures.ThreadPoolExecutor(max_workers=1) as thread:  # signals interrupt the main thread alone
