@@ -74,7 +74,7 @@ def _programs_of_one_file() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def on_cpu() -> Iterator[None]:
     """Computes on a CPU, which a machine with a GPU has, too; in threads as well, unlike `jax.default_device`."""
     before = jax.config.jax_default_device

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jmx import cli, roofline
+from jmx import cli, doctor, roofline
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROW = roofline.Row("mosaic_fp8", 8192, "mosaic_sm90_fp8", 16, 1234.5, 0.012, 1.02, 812.0, 127.96, 0.00123, 1.93, 1.2e-3)
@@ -36,6 +36,8 @@ def test_tables_hold_all_at_every_width(command, columns, saved, capsys, monkeyp
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
+    found = doctor.examine() | {"advice": []}  # commands to be copied, which no line is broken for
+    monkeypatch.setattr(doctor, "examine", lambda: found)
     argvs = {"bench": ["bench", "--from", saved], "explain": [*EXPLAIN, "--tokens", "8192"], "doctor": ["doctor"]}
     assert cli.main(argvs[command]) == (1 if command == "bench" else 0)
     out, err = capsys.readouterr()

@@ -390,6 +390,7 @@ def test_it_can_be_exported_by_the_name_of_its_call(rng):
         held = experts.with_arrays(arrays)
         return jmx.moe(x, jmx.Routing(ids, weights), held, activation=case.activation, backend="cpu")
 
-    exported = export.export(run, disabled_checks=[export.DisabledSafetyCheck.custom_call(ffi.TARGET)])(*arguments)
+    known = [export.DisabledSafetyCheck.custom_call(ffi.TARGET)]
+    exported = export.export(run, platforms=["cpu"], disabled_checks=known)(*arguments)
     y = export.deserialize(exported.serialize()).call(*arguments)
     assert_agrees("cpu", case, y, reference(case, weights, x, routing))

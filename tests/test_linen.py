@@ -272,8 +272,9 @@ def test_modules_with_given_experts_have_a_hash(x, rng):
     assert layer == layer.clone()
     assert layer != same
     assert "Experts(8 of mxfp4, 64 x 96)" in repr(layer)
-    jitted = nn.jit(MoE)(H, I, E, K, activation=GPT_OSS, bias=True, experts=experts)
-    other = nn.jit(MoE)(H, I, E, K, activation=GPT_OSS, bias=True, experts=experts_like(rng))
+    kind = {"activation": GPT_OSS, "bias": True, "layout": experts.layout}
+    jitted = nn.jit(MoE)(H, I, E, K, **kind, experts=experts)
+    other = nn.jit(MoE)(H, I, E, K, **kind, experts=experts_like(rng))
     first, second = (init(layer, x)["quantized"]["down_values"] for layer in (jitted, other))
     np.testing.assert_array_equal(first, experts.down.values)
     assert not np.array_equal(first, second)
@@ -281,7 +282,8 @@ def test_modules_with_given_experts_have_a_hash(x, rng):
 
 def test_given_experts_may_be_traced(x, rng):
     experts = experts_like(rng)
-    variables = jax.jit(lambda experts, x: make(experts=experts).init(jax.random.key(0), x))(experts, x)
+    kind = {"layout": experts.layout}
+    variables = jax.jit(lambda experts, x: make(experts=experts, **kind).init(jax.random.key(0), x))(experts, x)
     np.testing.assert_array_equal(variables["quantized"]["gate_up_values"], experts.gate_up.values)
 
 

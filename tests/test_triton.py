@@ -32,6 +32,7 @@ from jmx.pallas.triton.config import Config
 from jmx.pallas.triton.elements import NAMES
 from jmx.selection import select
 
+interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
 PROBLEM = Case(dtype="bfloat16").problem()
 AMPERE, HOPPER = Environment.named("a100"), Environment.named("h200")
 
@@ -136,6 +137,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@interpreted
 def test_cases_of_all_kinds(case, rng):
     battery.check(INTERPRETED.name, case, rng)
 
@@ -151,6 +153,7 @@ OF_FORMATS = [
 
 
 @pytest.mark.parametrize("case", OF_FORMATS, ids=str)
+@interpreted
 def test_formats(case, rng):
     battery.check(INTERPRETED.name, dataclasses.replace(case, num_experts=4), rng)
 
@@ -175,6 +178,7 @@ def of_format(name, tokens):
 @slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 40])
+@interpreted
 def test_every_format_interpreted(tokens, name, rng):
     battery.check(INTERPRETED.name, of_format(name, tokens), rng)
 
@@ -186,6 +190,7 @@ def with_scales(weights, dtype):
 
 
 @pytest.mark.parametrize("name", ["int4_g32_asym", pytest.param("int4_channel", marks=slow)])
+@interpreted
 def test_gate_up_and_down_may_have_scales_of_different_dtypes(name, rng):
     case = Case(tokens=4, num_experts=3, hidden=64, intermediate=64, dtype="bfloat16", format=name)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -214,10 +219,12 @@ def test_gate_up_and_down_may_have_scales_of_different_dtypes(name, rng):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
+@interpreted
 def test_the_part_of_the_battery_that_always_runs(test, options, rng):
     test(INTERPRETED.name, rng=rng, **options)
 
 
+@interpreted
 def test_a_split_sum_repeats_bit_for_bit(rng):
     case = Case(tokens=2, hidden=96, intermediate=224, dtype="bfloat16")
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -240,6 +247,7 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
     ids=str,
 )
 @pytest.mark.parametrize("tokens", [3, 50])
+@interpreted
 def test_however_it_is_cut(tokens, config, rng):
     """Sizes that no tile divides: 160 and 224 columns, quarters of 40 and 56 of them."""
     assert_cut(Case(tokens=tokens, hidden=160, intermediate=224, num_experts=4, dtype="bfloat16"), config, rng)
@@ -253,6 +261,7 @@ def test_however_it_is_cut(tokens, config, rng):
         pytest.param("int4_g64_asym", (320, 64), Config(16, 32, 64, 4, 1, split_k=3), marks=slow),  # repeated
     ],
 )
+@interpreted
 def test_however_groups_are_cut(name, sizes, config, rng):
     hidden, intermediate = sizes
     case = Case(3, hidden, intermediate, num_experts=3, dtype="bfloat16", format=name)
@@ -282,6 +291,7 @@ def a_nan_scale(backend, name, tokens, rng):
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("nvfp4", 3), pytest.param("int4_g32", 20, marks=slow)])
+@interpreted
 def test_a_scale_that_is_nan(name, tokens, rng):
     a_nan_scale(INTERPRETED.name, name, tokens, rng)
 
@@ -298,6 +308,7 @@ def a_scale_of_two_and_above(backend, code, config, rng):
 
 
 @pytest.mark.parametrize("code", [127, 128, 131])
+@interpreted
 def test_a_scale_of_two_and_above(code, rng):
     a_scale_of_two_and_above(INTERPRETED.name, code, Config(8, 64, 256, 2, 3), rng)
 
@@ -332,6 +343,7 @@ def a_nan_code_in_a_row(backend, sizes, config, rng):
 
 @pytest.mark.parametrize("sizes", ROWS_OF_CODES, ids=str)
 @pytest.mark.parametrize("config", [Config(8, 64, 128, 2, 3), Config(8, 32, 256, 2, 2, split_k=2)], ids=str)
+@interpreted
 def test_a_nan_code_keeps_to_its_row(config, sizes, rng):
     a_nan_code_in_a_row(INTERPRETED.name, sizes, config, rng)
 
@@ -363,6 +375,7 @@ def test_scales_of_every_size_reach_the_tensor_cores(code, tokens, rng):
         assert_agrees("triton", case, y[finite], expected[finite])
 
 
+@interpreted
 def test_gradients_and_vmap(rng):
     case = Case(tokens=6, hidden=32, intermediate=32, num_experts=3, dtype="bfloat16")
     weights, x, routing = draw_weights(rng, case), jnp.asarray(draw_x(rng, case)), draw_routing(rng, case)
