@@ -83,6 +83,7 @@ class MoE(nn.Module):
         self._arguments()
         super().__post_init__()
 
+    @nn.nowrap  # called before the module is part of a model, where methods that `nn.tabulate` intercepts fail
     def _arguments(self) -> Arguments:
         given = {field.name: getattr(self, field.name) for field in fields(Arguments)}
         if isinstance(self.experts, _Start):

@@ -225,6 +225,12 @@ def test_remat_and_jit_give_the_same_layer(axes, wrap, x, rng):
     close(apply(wrapped, variables, x), apply(plain, variables, x))
 
 
+def test_a_table_of_a_model_lists_its_weights(x):
+    # Its methods are intercepted, before the layer is part of the model, too.
+    table = nn.tabulate(Block({}), jax.random.key(0), console_kwargs={"width": 200})(x)
+    assert all(name in table for name in ("gate_up_values", "down_bias", "router_dense"))
+
+
 def test_variables_are_boxed_where_axes_are_given_alone(x):
     for axes, boxed in ((None, False), ({"expert": "x"}, True), ({}, True)):
         variables = jax.eval_shape(make(axes=axes).init, jax.random.key(0), x)
