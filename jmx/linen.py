@@ -13,7 +13,7 @@ from jmx.activations import Activation, SwiGLU
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments, check_auto_axes, check_logits, check_router_split
+from jmx.modules import SIZES, Arguments, check_auto_axes, check_logits, check_router_split
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -80,7 +80,9 @@ class MoE(nn.Module):
     def __post_init__(self) -> None:
         if isinstance(self.experts, Experts):
             object.__setattr__(self, "experts", _Start(self.experts))
-        self._arguments()
+        given = self._arguments()
+        for name in SIZES:  # integers of jax have no hash, which Flax asks of attributes
+            object.__setattr__(self, name, getattr(given, name))
         super().__post_init__()
 
     @nn.nowrap  # called before the module is part of a model, where methods that `nn.tabulate` intercepts fail

@@ -18,6 +18,7 @@ from jmx.routing import Method, TopKSoftmax
 from jmx.selection import WEIGHTS_ON, Environment, check_backend, resolve_input_format
 
 Array = Any
+SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,7 @@ class Arguments:
     @classmethod
     def of(cls, **given: Any) -> "Arguments":
         """Those of a module's call; names and None may stand for formats, activations and routing methods."""
-        sizes = {
-            name: check_int(name, given[name], least=1)
-            for name in ("hidden_size", "intermediate_size", "num_experts", "top_k")
-        }
+        sizes = {name: check_int(name, given[name], least=1) for name in SIZES}
         flags = {name: check_bool(name, given[name]) for name in ("bias", "router", "correction_bias")}
         router_bias = given["router_bias"]
         flags["router_bias"] = flags["bias"] if router_bias is None else check_bool("router_bias", router_bias)

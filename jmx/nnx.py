@@ -9,6 +9,7 @@ from flax import nnx
 
 from jmx.activations import Activation, SwiGLU
 from jmx.checks import check_instance
+from jmx.expert_arrays import check_arrays
 from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
@@ -213,5 +214,10 @@ class MoE(nnx.Module):
         )
 
     def problem(self, x: Array) -> Problem:
-        """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
+        """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`.
+
+        Raises:
+            ValueError, TypeError: an x, or weights, that the call refuses.
+        """
+        check_arrays(self.experts)
         return Problem.of(x, self.routing.top_k, self.experts, self.activation, self.weights_on, self.input_format)

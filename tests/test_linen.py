@@ -227,7 +227,7 @@ def test_remat_and_jit_give_the_same_layer(axes, wrap, x, rng):
 
 def test_a_table_of_a_model_lists_its_weights(x):
     # Its methods are intercepted, before the layer is part of the model, too.
-    table = nn.tabulate(Block({}), jax.random.key(0), console_kwargs={"width": 200})(x)
+    table = Block({}).tabulate(jax.random.key(0), x, console_kwargs={"width": 200})
     assert all(name in table for name in ("gate_up_values", "down_bias", "router_dense"))
 
 
@@ -284,6 +284,13 @@ def test_modules_with_given_experts_have_a_hash(x, rng):
     first, second = (init(layer, x)["quantized"]["down_values"] for layer in (jitted, other))
     np.testing.assert_array_equal(first, experts.down.values)
     assert not np.array_equal(first, second)
+
+
+def test_modules_with_integers_of_jax_and_numpy_have_a_hash(x):
+    sizes: Any = (jnp.int32(H), np.int64(I), np.array(E), jnp.uint8(K))
+    layer = MoE(*sizes, activation=GPT_OSS, bias=True)
+    assert (hash(layer), layer) == (hash(make()), make())
+    jax.eval_shape(nn.jit(MoE)(*sizes, activation=GPT_OSS, bias=True).init, jax.random.key(0), x)
 
 
 def test_given_experts_may_be_traced(x, rng):

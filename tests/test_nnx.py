@@ -536,3 +536,12 @@ def test_the_shared_experts_example():
     assert sum(before) == sum(after) == 2 * 8 * 4
     assert after[0] == 0
     assert "output: (2, 8, 128)" in told.stdout
+
+
+def test_cast_weights_are_refused_by_a_call_and_by_explain(x):
+    layer = make(layout="packed")
+    nnx.update(layer, jax.tree.map(lambda a: a.astype(jnp.float32), nnx.state(layer)))
+    message = re.escape("`experts.gate_up_values` (dtype float32) must be uint8 for mxfp4 weights in 'packed'")
+    for call in (layer, layer.problem, lambda x: jmx.explain(layer, x)):
+        with pytest.raises(TypeError, match=message):
+            call(x)

@@ -204,7 +204,7 @@ def test_gradients_pass_the_rounding_of_inputs(rng):
 
 @pytest.mark.parametrize("name", [name for name, format in inputs.INPUT_FORMATS.items() if format.short_block])
 def test_gradients_pass_the_rounding_of_short_blocks(name, rng):
-    """They are those of a layer in floats that is told of no rounding on the way back."""
+    """They are those of a layer in floats whose gradients pass straight through the rounding."""
     case = Case(tokens=20, num_experts=4, hidden=160, intermediate=100, activation=jmx.SiLUAndMul(), bias=NEITHER)
     case = dataclasses.replace(case, format="fp8_channel", order="concatenated")
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -212,12 +212,12 @@ def test_gradients_pass_the_rounding_of_short_blocks(name, rng):
     gate_up, down = (jnp.asarray(each, jnp.float32) for each in weights.floats(case))
     dot = partial(jnp.einsum, precision="highest")
 
-    def as_told(x):
+    def straight_through(x):
         return x + jax.lax.stop_gradient(inputs.dequantize(inputs.quantize(x, format), format) - x)
 
     def plain(x, shares):
-        gate, up = jnp.split(dot("tkrh,th->tkr", gate_up[routing.expert_ids], as_told(x)), 2, axis=-1)
-        h = as_told(jax.nn.silu(gate) * up)
+        gate, up = jnp.split(dot("tkrh,th->tkr", gate_up[routing.expert_ids], straight_through(x)), 2, axis=-1)
+        h = straight_through(jax.nn.silu(gate) * up)
         return dot("tkhi,tki,tk->th", down[routing.expert_ids], h, shares)
 
     def layer(x, shares):
@@ -229,7 +229,7 @@ def test_gradients_pass_the_rounding_of_short_blocks(name, rng):
         jax.jit(lambda x, shares, f=f: jax.vjp(f, x, shares)[1](dy))(jnp.asarray(x), jnp.asarray(routing.weights))
         for f in (layer, plain)
     )
-    for our, their in zip(ours, theirs, strict=True):  # an h that stands between two elements may go to either
+    for our, their in zip(ours, theirs, strict=True):  # an h between two elements may go to either
         assert np.linalg.norm(our - their) <= 2e-3 * np.linalg.norm(their)
 
 
