@@ -105,6 +105,8 @@ class Experts:
         for name, shape in (("gate_up", (*lead, hidden)), ("down", (*down_lead, intermediate))):
             if len(shape) < 2:
                 raise ValueError(f"`{name}` (logical shape {shape}) must have axes of experts, rows and columns")
+            if 0 in shape:
+                raise ValueError(f"`{name}` (logical shape {shape}) must have one of each axis at least")
         rows, down_rows = lead.pop(), down_lead.pop()
         if not lead:
             raise ValueError(f"`gate_up` (logical shape {(rows, hidden)}) must have an expert axis")

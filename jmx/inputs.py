@@ -29,7 +29,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jmx import codes, formats, mxfp8, quantization, rounding
-from jmx.checks import check_one_of
+from jmx.checks import check_array, check_instance, check_one_of
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
@@ -157,11 +157,10 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
     Raises:
         ValueError: another format, K not a whole number of blocks, a scalar, a static scale that is missing, not
             wanted, of another shape or out of range.
-        TypeError: another dtype.
+        TypeError: another dtype, or no array.
     """
-    if format not in INPUT_FORMATS.values():
-        raise ValueError(f"`format` (={format!r}) must be one of `INPUT_FORMATS`")
-    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    _check_format(format)
+    if check_array("x", x).dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
     if x.ndim == 0:
         raise ValueError("`x` (a scalar) must have a last axis to round along")
@@ -173,6 +172,11 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
     if format.scale_dtype == _E8M0:
         return _quantize_by_powers_of_two(x, format)
     return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
+
+
+def _check_format(format: Any) -> None:
+    if format not in INPUT_FORMATS.values():
+        raise ValueError(f"`format` (={format!r}) must be one of `INPUT_FORMATS`")
 
 
 def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
@@ -300,8 +304,11 @@ def dequantize(q: Quantised, format: InputFormat) -> jax.Array:
     NaN, so is the result; a scale of infinity counts as NaN. Traceable.
 
     Raises:
-        ValueError: scales that do not fit the values.
+        ValueError: another format, scales that do not fit the values.
+        TypeError: no `Quantised`.
     """
+    _check_format(format)
+    check_instance("q", q, Quantised, "a jmx.inputs.Quantised")
     expected = format.scales_shape(q.values.shape)
     if q.scales.shape != expected:
         raise ValueError(
@@ -341,11 +348,11 @@ def reduce_static_scales(scales: Array) -> np.float32:
 
     Raises:
         ValueError: scales that are NaN, infinite, zero or negative; none at all; another rank; traced ones.
-        TypeError: another dtype.
+        TypeError: another dtype, or no array.
     """
     if isinstance(scales, Tracer):
         raise ValueError("`scales` must be looked at, and are traced: reduce them outside jit")
-    if scales.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if check_array("scales", scales).dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`scales` (dtype {scales.dtype}) must be float32, bfloat16 or float16")
     if scales.ndim not in (1, 2) or not scales.size:
         raise ValueError(f"`scales` (shape {scales.shape}) must be one an expert, (E,), or (E, P)")

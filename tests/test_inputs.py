@@ -389,10 +389,23 @@ def test_what_cannot_be_quantised_is_refused(format):
             quantize(x, format, static_for(format))
 
 
+@pytest.mark.parametrize("bad", [None, [[1.0]], "x", 3, 2.5], ids=repr)
+def test_what_is_no_array_is_refused(bad):
+    for name, call in (
+        ("x", lambda: quantize(bad, INT8_TOKEN)),
+        ("scales", lambda: reduce_static_scales(bad)),
+        ("q", lambda: dequantize(bad, INT8_TOKEN)),
+    ):
+        with pytest.raises(TypeError, match=rf"`{name}` \(.*{type(bad).__name__}\) must be an? "):
+            call()
+
+
 def test_formats_of_no_table_are_refused():
     for format in ("mxfp8", replace(NVFP4, block_size=32), replace(MXFP8, name="mine")):
         with pytest.raises(ValueError, match=r"`format` \(=.*\) must be one of `INPUT_FORMATS`"):
             quantize(np.ones(SHAPE, SINGLE), format)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match=r"`format` \(=.*\) must be one of `INPUT_FORMATS`"):
+            dequantize(quantize(np.ones(SHAPE, SINGLE), MXFP8), format)  # pyright: ignore[reportArgumentType]
 
 
 @formats
