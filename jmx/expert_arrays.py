@@ -4,7 +4,6 @@ A pytree of arrays may be cut, cast or mixed by whoever maps over it, while its 
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jmx.checks import check_array
 from jmx.experts import ROLES, Experts
 from jmx.formats import BlockScaled
 from jmx.inputs import INPUT_FORMATS
-from jmx.layouts import WeightSpec
 
 Array = Any
 
@@ -39,7 +37,7 @@ def _leading(experts: Experts) -> tuple[int, ...]:
     """Leading axes of the arrays, (E,) or (L, E), by the values of gate_up; those of one layer."""
     index, values = experts.index, experts.gate_up.values
     check_array("experts.gate_up_values", values)
-    rank = len(_abstract(experts.layout, experts.spec("gate_up"), None).values.shape) - 1  # of one expert's
+    rank = layouts.abstract(experts.layout, experts.spec("gate_up")).values.ndim - 1  # of one expert's
     stacked = int(index is not None)
     if index is None and len(values.shape) == rank + 2:
         raise ValueError(
@@ -67,7 +65,7 @@ def _expected(
     static = experts.input_format is not None and INPUT_FORMATS[experts.input_format].static
     for role in ROLES:
         q, spec = getattr(experts, role), experts.spec(role)
-        dtypes = [_abstract(experts.layout, spec, dtype) for dtype in spec.format.scale_dtypes]
+        dtypes = [layouts.abstract(experts.layout, spec, dtype) for dtype in spec.format.scale_dtypes]
         for field, array, *wanted in zip(BlockScaled._fields, q, *dtypes, strict=True):
             shape = None if wanted[0] is None else (*lead, *wanted[0].shape[1:])
             yield f"{role}_{field}", array, shape, tuple(w.dtype for w in wanted if w is not None)
@@ -76,14 +74,6 @@ def _expected(
             yield f"{role}_bias", bias, (*lead, spec.shape[0]), ()
         scale = getattr(experts, f"{role}_input_scale")
         yield f"{role}_input_scale", scale, lead[:-1] if static else None, (np.dtype(np.float32),)
-
-
-@lru_cache(1024)
-def _abstract(layout: str, spec: WeightSpec, scale_dtype: Any) -> BlockScaled:
-    """The arrays of one expert's weight, with an expert axis in front."""
-    canonical = spec.format.abstract((1, *spec.shape), scale_dtype=scale_dtype)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # whichever is in scope at the first call
-        return jax.eval_shape(lambda q: layouts.get(layout).forward(q, spec), canonical)
 
 
 def _check_array(

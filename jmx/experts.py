@@ -260,8 +260,9 @@ class Experts:
 
     def canonical_shape(self) -> tuple[int, ...]:
         """Shape of gate_up's canonical values: leading layer axes, E, then rows and H."""
-        inverse = layouts.get(self.layout).inverse
-        return jax.eval_shape(lambda q: inverse(q, self.spec("gate_up")), self.gate_up).values.shape
+        spec, shape = self.spec("gate_up"), self.gate_up.values.shape
+        rank = layouts.abstract(self.layout, spec).values.ndim - 1  # of one expert's
+        return (*shape[: len(shape) - rank], *spec.shape)
 
     def spec(self, role: str) -> WeightSpec:
         """Logical shape of one expert's "gate_up" or "down" weight, and what a layout needs to know of it."""
@@ -557,14 +558,15 @@ def check_axes(axes: Mapping[str, str | None]) -> None:
 def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[str, tuple[str | None, ...]]:
     """Mesh axis names of each array's axes, for arrays as `Experts.arrays` names them.
 
-    `axes`: mesh axis of the logical axes "expert", "hidden" and "intermediate"; one left out is not split.
+    `axes`: mesh axis of the logical axes "expert", "hidden" and "intermediate"; one left out is not split, nor is the
+    axis of layers that the arrays of a stack have in front.
     """
     check_axes(axes)
-    names = {}
+    names, layers = {}, len(experts.canonical_shape()) - 3
     for name, array in experts.arrays().items():
         expert, rows, columns = next(AXES[role] for role in ROLES if name.startswith(role))
-        logical = (expert, columns) if name.endswith("_order") else (expert, rows, columns)[: array.ndim]
-        names[name] = tuple(axes.get(axis) for axis in logical)
+        logical = (expert, columns) if name.endswith("_order") else (expert, rows, columns)
+        names[name] = (*(None,) * layers, *(axes.get(axis) for axis in logical[: array.ndim - layers]))
     return names
 
 

@@ -7,6 +7,8 @@ gradient. Leading axes are kept by every layout; the expert axis is the last of 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,17 @@ def register(layout: Layout) -> None:
 def get(name: str) -> Layout:
     """The layout called `name`. ValueError, naming those that exist, if there is none."""
     return LAYOUTS[check_one_of("layout", name, sorted(LAYOUTS))]
+
+
+@lru_cache(1024)
+def abstract(name: str, spec: WeightSpec, scale_dtype: Any = None) -> BlockScaled:
+    """Shapes and dtypes of one expert's weight in the layout called `name`, with an expert axis in front.
+
+    `scale_dtype`: see `Format.abstract`.
+    """
+    canonical = spec.format.abstract((1, *spec.shape), scale_dtype=scale_dtype)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # whichever is in scope at the first call
+        return jax.eval_shape(lambda q: get(name).forward(q, spec), canonical)
 
 
 register(CANONICAL)

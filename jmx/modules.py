@@ -137,8 +137,9 @@ def resolve_method(method: Method | str | None, top_k: int, num_experts: int, co
 
 def check_auto_axes(axes: Mapping[str, Any]) -> None:
     """Raises ValueError for `axes` along Explicit axes of the mesh in scope, where Linen places no weights."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
     for axis, name in axes.items():
-        if name in jax.sharding.get_abstract_mesh().explicit_axes:
+        if {*(name if isinstance(name, tuple) else (name,))} & {*explicit}:
             raise ValueError(
                 f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto axes "
                 "alone. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"

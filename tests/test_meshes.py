@@ -1,6 +1,7 @@
 """Mesh axes of each kind that split each axis of each argument: right where no array moves, else refused by name."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -274,8 +275,10 @@ def test_modules_name_weights_that_are_split(axis, rng):
         layer = jmx.nnx.MoE(64, 64, 4, 2, layout="packed", axes=axes, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match=r"`(router\.kernel|experts\.gate_up_values)` .*@a.*'a'.*jax\.reshard"):
             layer(x)
-        with pytest.raises(ValueError, match=rf"`axes\['{axis}'\]` \(='a'\) must not be an Explicit mesh axis"):
-            jmx.linen.MoE(64, 64, 4, 2, axes=axes).init(jax.random.key(0), x)
+        for name in ("a", ("a",)):
+            message = rf"`axes\['{axis}'\]` \(={re.escape(repr(name))}\) must not be an Explicit mesh axis"
+            with pytest.raises(ValueError, match=message):
+                jmx.linen.MoE(64, 64, 4, 2, axes={axis: name}).init(jax.random.key(0), x)
 
 
 def test_modules_name_a_split_hidden_axis(rng):
@@ -390,6 +393,29 @@ def test_weights_cut_inside_shard_map_are_named(axis, order, check, rng):
 
     with pytest.raises(ValueError, match=r"`experts\.gate_up_values` \(shape \(4, .*'hidden' or 'intermediate' yet"):
         sharded(body, on_mesh((2,), AUTO), (specs,), P(), check)(experts)
+
+
+@pytest.mark.parametrize("axis", ["expert", "hidden", "intermediate"])
+@pytest.mark.parametrize("layout", ["packed", "canonical", "mosaic_sm90"])
+def test_a_stack_split_inside_shard_map_keeps_its_layers(layout, axis, rng):
+    arrays, experts = draw(rng, hidden=256, intermediate=256)
+    stack = jmx.Experts.stack([draw(rng, hidden=256, intermediate=256)[1].prepare(layout), experts.prepare(layout)])
+    specs = stack.with_arrays({name: P(*axes) for name, axes in partition_names(stack, {axis: "a"}).items()})
+    x, ids, weights = (arrays[name] for name in ("x", "expert_ids", "weights"))
+
+    def body(stack, layer):
+        first = 2 * jax.lax.axis_index("a") if axis == "expert" else 0
+        return jax.lax.psum(
+            jmx.moe(x, Routing(ids - first, weights), stack.layer(layer), activation=CASE.activation), "a"
+        )
+
+    run = sharded(body, on_mesh((2,), AUTO), (specs, P()), P(), True)
+    if axis == "expert":
+        y = jmx.moe(x, Routing(ids, weights), experts, activation=CASE.activation)
+        assert near(run(stack, jnp.int32(1)), y)
+    else:
+        with pytest.raises(ValueError, match=r"`experts\.\w+` .*'hidden' or 'intermediate' yet|not evenly divisible"):
+            run(stack, jnp.int32(1))
 
 
 def test_tokens_split_over_an_explicit_axis_inside_shard_map(rng):
