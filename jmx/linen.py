@@ -13,7 +13,7 @@ from jmx.activations import Activation, SwiGLU
 from jmx.experts import Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import SIZES, Arguments, check_auto_axes, check_logits, check_router_split
+from jmx.modules import SIZES, Arguments, check_auto_axes, check_logits, check_router_split, router_product
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -121,6 +121,7 @@ class MoE(nn.Module):
                 dtype=jnp.float32,
                 param_dtype=given.param_dtype,
                 precision=jax.lax.Precision.HIGHEST,
+                dot_general=router_product,
                 kernel_init=boxed(nn.initializers.lecun_normal(), (axes.get("hidden"), axes.get("expert"))),
                 bias_init=boxed(nn.initializers.zeros_init(), (axes.get("expert"),)),
             )

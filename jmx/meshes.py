@@ -120,6 +120,16 @@ def _placed(array: Array, sharding: NamedSharding) -> Array:
     return array if _spec(array) == wanted else jax.reshard(array, NamedSharding(sharding.mesh, wanted))
 
 
+def beside(array: Array, tokens: Array) -> Array:
+    """`array`, whole, on each device of the mesh that splits `tokens`, inside a trace.
+
+    Gradients of jax's products lie as their types have it, which name no mesh where none is in scope.
+    """
+    mesh = jax.typeof(tokens).sharding.mesh
+    outside = any(_entries(tokens)) and jax.typeof(array).sharding.mesh.empty
+    return jax.reshard(array, NamedSharding(mesh, P(*(None,) * len(array.shape)))) if outside else array
+
+
 def varying_alike(*trees: Any) -> Any:
     """The pytrees with every array varying along each Manual mesh axis along which any of them does.
 

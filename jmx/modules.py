@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -144,6 +145,12 @@ def check_auto_axes(axes: Mapping[str, Any]) -> None:
                 f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto axes "
                 "alone. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"
             )
+
+
+@partial(jax.jit, static_argnames=("dimension_numbers", "precision", "preferred_element_type"))
+def router_product(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> jax.Array:
+    """`jax.lax.dot_general` of tokens, which Explicit mesh axes may split, and a router's kernel."""
+    return jax.lax.dot_general(x, meshes.beside(kernel, x), dimension_numbers, **options)
 
 
 def check_router_split(x: Any, weights: Mapping[str, Any]) -> None:

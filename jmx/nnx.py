@@ -13,7 +13,7 @@ from jmx.expert_arrays import check_arrays
 from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments, check_logits, check_router_split
+from jmx.modules import Arguments, check_logits, check_router_split, router_product
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection import Problem, check_x
 
@@ -144,6 +144,7 @@ class MoE(nnx.Module):
                 dtype=jnp.float32,
                 param_dtype=given.param_dtype,
                 precision=jax.lax.Precision.HIGHEST,
+                dot_general=router_product,
                 kernel_metadata=_metadata(axes.get("hidden"), axes.get("expert")),
                 bias_metadata=_metadata(axes.get("expert")),
                 rngs=rngs,

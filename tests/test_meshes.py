@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -247,8 +248,9 @@ def test_route_and_token_counts_name_what_must_be_whole(rng):
 # Flax modules on Explicit axes
 
 
+@pytest.mark.parametrize("in_scope", [True, False])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a")])
-def test_modules_take_split_tokens(spec, rng):
+def test_modules_take_split_tokens(spec, in_scope, rng):
     x = jnp.asarray(rng.standard_normal((4, 4, 64)), jnp.float32)
     sizes = {"bias": True, "param_dtype": jnp.float32, "layout": "packed"}
     layer, linen = jmx.nnx.MoE(64, 64, 4, 2, rngs=nnx.Rngs(0), **sizes), jmx.linen.MoE(64, 64, 4, 2, **sizes)
@@ -260,8 +262,8 @@ def test_modules_take_split_tokens(spec, rng):
 
     expected = jax.jit(run)(layer, variables, x)
     mesh = on_mesh()
-    with jax.set_mesh(mesh):
-        found = jax.jit(run)(layer, variables, jax.device_put(x, spec))
+    with jax.set_mesh(mesh) if in_scope else nullcontext():
+        found = jax.jit(run)(layer, variables, jax.device_put(x, NamedSharding(mesh, spec)))
     for y, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert near(y, wanted, 1e-5)
     assert jax.typeof(found[0]).sharding.spec == P(*spec, *(None,) * (3 - len(spec)))
