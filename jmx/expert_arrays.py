@@ -22,8 +22,8 @@ Array = Any
 def check_arrays(experts: Experts) -> None:
     """Raises ValueError or TypeError, naming the array, unless these are experts of one layer whose arrays fit.
 
-    These are to fit sizes, format, order of gate and up, layout and input format, and each other in the number of
-    experts. One layer's, or a stack's with an `index`. Arrays may be abstract or traced.
+    Arrays must fit the sizes, format, order of gate and up, layout and input format, and each other in the number of
+    experts. They may be abstract or traced, and those of one layer, or of a stack with an `index`.
     """
     for role in ROLES:
         if not isinstance(getattr(experts, role), BlockScaled):
@@ -34,7 +34,7 @@ def check_arrays(experts: Experts) -> None:
 
 
 def _leading(experts: Experts) -> tuple[int, ...]:
-    """Leading axes of the arrays, (E,) or (L, E), by the values of gate_up; those of one layer."""
+    """Leading axes of gate_up's values, (E,), or (L, E) of a stack with an index; errors where they have others."""
     index, values = experts.index, experts.gate_up.values
     check_array("experts.gate_up_values", values)
     rank = layouts.abstract(experts.layout, experts.spec("gate_up")).values.ndim - 1  # of one expert's

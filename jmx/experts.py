@@ -262,7 +262,7 @@ class Experts:
         """Shape of gate_up's canonical values: leading layer axes, E, then rows and H."""
         spec, shape = self.spec("gate_up"), self.gate_up.values.shape
         rank = layouts.abstract(self.layout, spec).values.ndim - 1  # of one expert's
-        return (*shape[: len(shape) - rank], *spec.shape)
+        return (*shape[: max(0, len(shape) - rank)], *spec.shape)
 
     def spec(self, role: str) -> WeightSpec:
         """Logical shape of one expert's "gate_up" or "down" weight, and what a layout needs to know of it."""

@@ -65,7 +65,7 @@ def moe(
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other, or arrays of `experts` that do not fit their sizes;
-            and what Explicit mesh axes split that is no token.
+            and arrays that Explicit mesh axes split along anything but tokens.
         NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
     """
     activation = activations.get(activation)
@@ -91,7 +91,7 @@ def _shaped(
     environment: Environment,
     backend: str | None,
 ) -> jax.Array:
-    """`moe` of arguments that are checked, of which no Explicit mesh axis splits any."""
+    """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
     return _run(tokens, routing, experts, computation, environment, backend).reshape(x.shape)

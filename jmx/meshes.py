@@ -34,7 +34,8 @@ class Split:
 def leading_split(num_leading: int, by_token: Mapping[str, Array], whole: Mapping[str, Array]) -> Split | None:
     """How Explicit mesh axes split the leading axes of a call's arrays; None where they split none.
 
-    An array that is not split where another one is follows it, which moves nothing: each device has all of it.
+    An array that is whole where another one is split is cut as that one is, which moves nothing: each device has all
+    of it.
 
     Args:
         num_leading: leading axes of what goes by token.
@@ -57,7 +58,7 @@ def leading_split(num_leading: int, by_token: Mapping[str, Array], whole: Mappin
                     f"{_quoted(leading[axis])}: jmx moves no array to another device. Give both the same sharding, "
                     "with jax.reshard"
                 )
-            if taken := {*entry} & {name for other in leading for name in other}:
+            if taken := {*entry} & {mesh_axis for other in leading for mesh_axis in other}:
                 raise ValueError(
                     f"`{name}` ({jax.typeof(array)}) must not be split along axis {axis} over {_quoted(taken)}, which "
                     "splits another axis of the tokens. Give all arrays the same sharding, with jax.reshard"
