@@ -12,6 +12,8 @@ from benchmarks.peers import llama_cpp
 from jmx import machine, roofline, shapes
 from jmx.roofline import Limits, Row
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 
 def test_blocks_hold_what_the_packed_bytes_hold(rng):
     codes = rng.integers(0, 16, (3, 5, 2 * BLOCK), dtype=np.uint8)

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from jmx import cli, tuning
+from jmx.atomic_files import Kind
 from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import build as cutlass_build
@@ -262,7 +263,10 @@ def build_slowly(target, log, seconds):
         made.write_text("whole")
         return made
 
-    return build.install(pathlib.Path(target), make, QUIET)
+    def fault(path):
+        return None if path.read_text() == "whole" else "it is not whole"
+
+    return build.install(pathlib.Path(target), make, QUIET, Kind("a library", fault))
 
 
 def test_of_processes_side_by_side_one_builds_and_the_others_wait(tmp_path):

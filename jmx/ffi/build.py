@@ -54,8 +54,8 @@ def install(
     target: pathlib.Path,
     make: Callable[[pathlib.Path], pathlib.Path],
     console: Console,
+    kind: Kind,
     *,
-    kind: Kind | None = None,
     again: bool = False,
 ) -> bool:
     """Lets `make` build `target` in an empty folder beside it, unless it is there; returns whether it was built now.

@@ -120,7 +120,7 @@ def run(
         raise BuildError("; ".join(map(str, found)))
     target = library_path(found) if output is None else output.absolute()
     jobs = _jobs() if jobs is None else jobs
-    made = build.install(target, lambda folder: _make(found, folder, jobs, console), console, kind=_KIND, again=again)
+    made = build.install(target, lambda folder: _make(found, folder, jobs, console), console, _KIND, again=again)
     return target, made
 
 
