@@ -35,6 +35,9 @@ ORDERS = (*GATE_UP_ORDERS, None)
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 OTHER_ARRAYS = ("bias", "input_scale")  # of a role, beside those of its weight
 
+MeshAxes = str | tuple[str, ...] | None  # along which one axis of an array is split
+Axes = Mapping[str, MeshAxes]  # by logical axis
+
 # Logical axes of the arrays of each role, for partitioning. Layouts keep the expert axis first.
 AXES = {"gate_up": ("expert", "intermediate", "hidden"), "down": ("expert", "hidden", "intermediate")}
 
@@ -542,7 +545,7 @@ def _layer_index(index: Array | int, num_layers: int) -> jax.Array:
     return jnp.asarray(int(index), jnp.int32)
 
 
-def check_axes(axes: Mapping[str, str | None]) -> None:
+def check_axes(axes: Axes) -> None:
     """Raises ValueError for logical axes that experts do not have, TypeError for what names no mesh axes."""
     check_instance("axes", axes, Mapping, "a mapping of logical axes to mesh axes")
     unknown = set(axes) - set(AXES["gate_up"])
@@ -555,7 +558,7 @@ def check_axes(axes: Mapping[str, str | None]) -> None:
             check_instance(f"axes[{logical!r}]", name, str | None, "the name of a mesh axis, a tuple of those, or None")
 
 
-def partition_names(experts: Experts, axes: Mapping[str, str | None]) -> dict[str, tuple[str | None, ...]]:
+def partition_names(experts: Experts, axes: Axes) -> dict[str, tuple[MeshAxes, ...]]:
     """Mesh axis names of each array's axes, for arrays as `Experts.arrays` names them.
 
     `axes`: mesh axis of the logical axes "expert", "hidden" and "intermediate"; one left out is not split, nor is the

@@ -1,7 +1,6 @@
 """The layer as a Flax Linen module, thin over `jmx.moe`."""
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jmx.activations import Activation, SwiGLU
-from jmx.experts import Experts, partition_names
+from jmx.experts import Axes, Experts, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
 from jmx.modules import SIZES, Arguments, check_auto_axes, check_logits, check_router_split, router_product
@@ -74,7 +73,7 @@ class MoE(nn.Module):
     backend: str | None = None
     layout: str = "auto"
     param_dtype: Any = jnp.bfloat16
-    axes: Mapping[str, str | None] | None = None
+    axes: Axes | None = None
     experts: Experts | None = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """The layer as a Flax NNX module, thin over `jmx.moe`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from flax import nnx
 from jmx.activations import Activation, SwiGLU
 from jmx.checks import check_instance
 from jmx.expert_arrays import check_arrays
-from jmx.experts import OTHER_ARRAYS, ROLES, Experts, partition_names
+from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes, partition_names
 from jmx.formats import MXFP4, Format
 from jmx.layer import moe
 from jmx.modules import Arguments, check_logits, check_router_split, router_product
@@ -32,7 +31,7 @@ class CorrectionBias(nnx.Variable):
     """A bias that steers which experts are selected, and is set by load balancing, not by gradients."""
 
 
-def _metadata(*names: str | None) -> dict[str, Any]:
+def _metadata(*names: MeshAxes) -> dict[str, Any]:
     """Partitioning metadata. Flax places such variables at once, which needs a mesh in scope."""
     in_mesh = not jax.sharding.get_abstract_mesh().empty
     return {"out_sharding": names, "eager_sharding": in_mesh and nnx.using_eager_sharding()}
@@ -57,7 +56,8 @@ class MoE(nnx.Module):
         backend: name of the backend that must run, or None.
         layout: layout of the weights; "auto" is that of this machine's engine family.
         param_dtype: dtype of biases and router. The router computes in float32.
-        axes: mesh axis names for the logical axes "expert", "hidden", "intermediate"; those left out are not split.
+        axes: mesh axis, or a tuple of them, for the logical axes "expert", "hidden", "intermediate"; those left out are
+            not split.
         experts: weights to start from, instead of random ones. Their arrays are shared where `layout` is theirs.
         rngs: `nnx.Rngs`, of which `params` is drawn.
 
@@ -94,7 +94,7 @@ class MoE(nnx.Module):
         backend: str | None = None,
         layout: str = "auto",
         param_dtype: Any = jnp.bfloat16,
-        axes: Mapping[str, str | None] | None = None,
+        axes: Axes | None = None,
         experts: Experts | None = None,
         rngs: nnx.Rngs,
     ):
