@@ -109,13 +109,14 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
     @call.def_vmap
     def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
         del axis_size  # a device of a mesh may have some of the batch
-        run = _flattened if together and not any(jax.tree.leaves(in_batched[2])) else _one_by_one
+        flatten = together and not any(jax.tree.leaves(in_batched[2]))
         leaves, tree = jax.tree.flatten(arguments)
         batched = jax.tree.leaves(in_batched)
 
         def batch(mapped: list[Array], whole: list[Array]) -> Any:
-            joined = _joined(tree, batched, mapped, whole)
-            return run(call, mapped[0].shape[0], in_batched, joined)
+            if flatten:
+                return _flattened(call, mapped[0].shape[0], in_batched, _joined(tree, batched, mapped, whole))
+            return jax.lax.map(lambda element: call(*_joined(tree, batched, element, whole)), mapped)
 
         out = meshes.over_batch(batch, *_parted(leaves, batched))
         return out, jax.tree.map(lambda _: True, out)
@@ -134,14 +135,6 @@ def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, argume
     x, routing, more = jax.tree.map(flat, by_token, (in_batched[0], in_batched[1], list(in_batched[3:])))
     out = call(x, routing, experts, *more)
     return jax.tree.map(lambda array: array.reshape(axis_size, num_tokens, *array.shape[1:]), out)
-
-
-def _one_by_one(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:
-    del axis_size
-    leaves, tree = jax.tree.flatten(arguments)
-    batched = jax.tree.leaves(in_batched)
-    mapped, whole = _parted(leaves, batched)
-    return jax.lax.map(lambda element: call(*_joined(tree, batched, element, whole)), mapped)
 
 
 def _parted(leaves: list[Array], batched: list[bool]) -> tuple[list[Array], list[Array]]:

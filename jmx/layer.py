@@ -3,7 +3,7 @@
 import dataclasses
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,45 +74,39 @@ def moe(
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
     computation = Computation(activation, weights_on, resolve_input_format(experts, input_format))
+    static = _Static(computation, environment, backend)
     split = _split(x, routing, experts, mask)
     if split is None:
-        return _shaped(x, routing, experts, mask, computation, environment, backend)
+        return _shaped(x, routing, experts, mask, static)
     if isinstance(routing, Routing):
         routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's
-    return _on_devices(x, routing, experts, mask, computation, environment, backend, split)
+    return _on_devices(x, routing, experts, mask, static, split)
 
 
-def _shaped(
-    x: Array,
-    routing: Routing | Logits,
-    experts: Experts,
-    mask: Array | None,
-    computation: Computation,
-    environment: Environment,
-    backend: str | None,
-) -> jax.Array:
+class _Static(NamedTuple):
+    """What a call is compiled for, beside shapes; `backend`: the one that must run, or None."""
+
+    computation: Computation
+    environment: Environment
+    backend: str | None
+
+
+def _shaped(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | None, static: _Static) -> jax.Array:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    return _run(tokens, routing, experts, computation, environment, backend).reshape(x.shape)
+    return _run(tokens, routing, experts, static).reshape(x.shape)
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@partial(jax.jit, static_argnums=(4, 5))
 def _on_devices(
-    x: Array,
-    routing: Routing | Logits,
-    experts: Experts,
-    mask: Array | None,
-    computation: Computation,
-    environment: Environment,
-    backend: str | None,
-    split: meshes.Split,
+    x: Array, routing: Routing | Logits, experts: Experts, mask: Array | None, static: _Static, split: meshes.Split
 ) -> jax.Array:
     """`_shaped` on each device of a mesh, of its own tokens."""
 
     def run(by_token: Any, whole: Any) -> jax.Array:
         (x, arrays, mask), (rest, experts) = by_token, whole
-        return _shaped(x, _with_arrays(rest, arrays), experts, mask, computation, environment, backend)
+        return _shaped(x, _with_arrays(rest, arrays), experts, mask, static)
 
     rest = _with_arrays(routing, dict.fromkeys(_arrays(routing)))
     return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts))
@@ -127,15 +121,10 @@ def _split(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | 
     return meshes.leading_split(x.ndim - 1, *given)
 
 
-@partial(jax.jit, static_argnums=(3, 4, 5))  # so that calls outside of any jit are traced and compiled once, too
-def _run(
-    x: Array,
-    routing: Routing,
-    experts: Experts,
-    computation: Computation,
-    environment: Environment,
-    backend: str | None,
-) -> jax.Array:
+@partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
+def _run(x: Array, routing: Routing, experts: Experts, static: _Static) -> jax.Array:
+    computation, environment, backend = static
+
     def run(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         # Selected in here, so that a vmapped call is judged by all the tokens it has.
         top_k = routing.expert_ids.shape[-1]
@@ -149,12 +138,13 @@ def _run(
 
 
 def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None = None) -> Routing:
-    """Routing of (T, k) out of routing or logits with `leading` axes; masked tokens route nowhere.
+    """Routing of (T, k) out of routing or logits that fit `leading` axes, as `check_routing` has it.
+
+    Masked tokens route nowhere.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit `leading`.
+        ValueError, TypeError: those of `jmx.route` and `routing.validate`.
     """
-    check_routing(routing, leading, mask)
     mask = None if mask is None else mask.reshape(-1)
     num_tokens = prod(leading)
     arrays = _arrays(routing)
