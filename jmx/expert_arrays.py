@@ -1,6 +1,6 @@
 """What arrays experts must hold, by their sizes, format and layout: shapes and dtypes, checked before anything is read.
 
-A pytree of arrays may be cut, cast or mixed by whoever maps over it, while its static sizes stay as they were.
+Mapping over a pytree may slice, cast or mix its arrays, while its static sizes stay as they were.
 """
 
 from collections.abc import Iterator

@@ -365,7 +365,7 @@ class Experts:
 
         Args:
             index: () of any integer type, in 0..L-1; negative ones do not count from the end. A traced one, whose value
-                nobody knows yet, is clamped into that range, as `jax.lax.dynamic_slice` clamps where a slice starts: to
+                is not known yet, is clamped into that range, as `jax.lax.dynamic_slice` clamps where a slice starts: to
                 0 below it, to L-1 above it, on every backend and in gradients.
 
         Raises:

@@ -68,7 +68,7 @@ def _make(path: Path) -> tuple[Path, int]:
 
 
 def _locked(lock: int) -> bool:
-    """Takes a lock; False where there are none: then nobody takes the directory for left over."""
+    """Takes a lock; False if the platform has none: then no process takes the directory for a leftover."""
     if fcntl is None:
         return False
     try:

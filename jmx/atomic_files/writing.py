@@ -81,7 +81,7 @@ def _rename_new(new: Path, path: Path) -> None:
 def _replace(part: Path, path: Path, kind: Kind, earlier: os.stat_result) -> None:
     """Puts what is new at `path`, and what is there, which must be what was there `earlier`, into `part`.
 
-    That is looked at once more when it has no longer its name, so that nobody adds anything to it in between.
+    That is checked again once it has lost its name, so that nothing can be added to it in between.
     """
 
     def check(place: Path) -> None:

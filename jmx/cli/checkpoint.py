@@ -45,7 +45,7 @@ def read_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | No
 
 
 def _config_entries(directory: str) -> dict[str, Any]:
-    """What config.json holds; nothing where it cannot be read, which whoever reads it next says better."""
+    """What config.json holds; {} if it cannot be read: the loader that reads it next raises the error."""
     from jmx.checkpoint import CheckpointError, shards
 
     try:

@@ -48,7 +48,7 @@ def add_json(command: Parser) -> None:
 
 
 def number(text: str) -> int:
-    """A whole number, for a parser. Whether it may be 0 or less, whoever takes it says."""
+    """A whole number, for a parser. Its callers check whether it may be 0 or less."""
     (value,) = _numbers([text], text, "must be a whole number")
     return value
 

@@ -11,7 +11,7 @@ INNER = "text_config"  # which may hold them instead, in models that take more t
 
 
 def find_quantization(file: Path, contents: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Where config.json's contents say how weights are quantized, and what stands there; None: nowhere.
+    """Where config.json's contents say how weights are quantized, and the entry itself; None if nowhere.
 
     Raises:
         CheckpointError: several places that differ, or one that is not known.

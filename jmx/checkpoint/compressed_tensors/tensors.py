@@ -63,7 +63,7 @@ QUANTISED = (
     "input_global_scale",
 )
 
-# Dtypes of scales of FP8 weights that are e8m0, beside floats; bytes are where the config says so.
+# Dtypes of e8m0 scales of FP8 weights, beside floats; bytes count as e8m0 only if the config declares it.
 _EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8")}
 _OF_INPUTS = ("input_", "activation_scale")  # how names of tensors of inputs begin
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
