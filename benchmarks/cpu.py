@@ -29,15 +29,15 @@ import numpy as np
 import rich
 
 from benchmarks.peers import llama_cpp
-from jmx import bench, machine, shapes
+from jmx.perf import bench, machine, shapes
 from jmx.activations import SwiGLU
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
-from jmx.formats import FORMATS
-from jmx.inputs import INPUT_FORMATS
-from jmx.roofline import Limits, Report, Row, check_outputs, draw
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.perf.roofline import Limits, Report, Row, check_outputs, draw
 from jmx.routing import Logits, route
-from jmx.selection import Environment
+from jmx.selection.environment import Environment
 
 PEER = "llama.cpp"
 SYSTEMS = ("cpu", "xla", PEER)

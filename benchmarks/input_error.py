@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.inputs import INPUT_FORMATS, InputFormat, dequantize, quantize
+from jmx.numerics.input_formats import INPUT_FORMATS, InputFormat, dequantize, quantize
 
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),

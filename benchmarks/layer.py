@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx import cli, roofline
+from jmx import cli
+from jmx.perf import roofline
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEERS = ("triton_kernels", "marlin", "humming")  # modules of benchmarks/peers
@@ -78,8 +79,8 @@ def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
 
     A peer that cannot run, or that ends early, has rows that say so.
     """
-    from jmx import bench, shapes
-    from jmx.roofline import Report, Row
+    from jmx.perf import bench, shapes
+    from jmx.perf.roofline import Report, Row
 
     report = Report.load(file)
     settings, machine = report.settings, dict(report.machine)
@@ -99,7 +100,7 @@ def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
 
 
 def peer_shape(shape: Any) -> dict[str, Any]:
-    """A `jmx.shapes.Shape` as the fields of `benchmarks.peers.problem.Shape`.
+    """A `jmx.perf.shapes.Shape` as the fields of `benchmarks.peers.problem.Shape`.
 
     The peers route by softmax over the largest logits, whatever the method: that costs the same or less.
     """

@@ -17,12 +17,14 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx import layouts, shapes
+from jmx.numerics import layouts
+from jmx.perf import shapes
 from jmx.backends import BACKENDS
 from jmx.ffi.blackwell import Prepared
-from jmx.formats import FORMATS, MXFP4
-from jmx.inputs import INPUT_FORMATS
-from jmx.selection import Backend, Environment, Reason, Rejection, known_devices
+from jmx.numerics.formats import FORMATS, MXFP4
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.selection.backend import Backend, Reason, Rejection
+from jmx.selection.environment import Environment, known_devices
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

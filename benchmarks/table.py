@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx.roofline import Report, Row
+from jmx.perf.roofline import Report, Row
 
 
 def main(paths: Sequence[str]) -> None:

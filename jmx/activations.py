@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jmx.checks import check_bool, check_finite, check_named
+from jmx.util.checks import check_bool, check_finite, check_named
 
 GATE_UP_ORDERS = ("interleaved", "concatenated")
 

@@ -9,17 +9,22 @@ import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
-from jmx import activations, formats, tuning
+from jmx import activations
+from jmx.numerics import formats
+from jmx.selection import tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
-from jmx.checks import is_array, shown
+from jmx.util.checks import is_array, shown
 from jmx.experts import Experts
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.layer import check_arguments
 from jmx.routing import Logits, Routing
-from jmx.selection import Environment, NoBackendError, Problem, Rejection, check_backend, select
-from jmx.tables import FoldingTable, decimal, words
-from jmx.tuning import Choice, Tunable
+from jmx.selection.environment import Environment
+from jmx.selection.select import NoBackendError, check_backend, select
+from jmx.selection.problem import Problem
+from jmx.selection.backend import Rejection
+from jmx.util.tables import FoldingTable, decimal, words
+from jmx.selection.tuning import Choice, Tunable
 
 
 @dataclass(frozen=True)

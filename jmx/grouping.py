@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmx.checks import check_array, check_int
+from jmx.util.checks import check_array, check_int
 
 Array = jax.Array
 

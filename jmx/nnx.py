@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.activations import Activation, SwiGLU
-from jmx.checks import check_instance
-from jmx.expert_arrays import check_arrays
+from jmx.util.checks import check_instance
+from jmx.experts.arrays import check_arrays
 from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes, partition_names
-from jmx.formats import MXFP4, Format
+from jmx.numerics.formats import MXFP4, Format
 from jmx.layer import moe
-from jmx.modules import Arguments, check_logits, check_router_split, router_product
+from jmx.module_arguments import Arguments, check_logits, check_router_split, router_product
 from jmx.routing import Logits, Method, Routing, route
-from jmx.selection import Problem, check_x
+from jmx.selection.problem import Problem, check_x
 
 Array = Any
 

@@ -19,12 +19,12 @@ from dequantized import dequantized, with_odd_scales
 import jmx
 from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
-from jmx.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
-from jmx.inputs import INPUT_FORMATS, dequantize, quantize
-from jmx.layouts import LAYOUTS
+from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
+from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
+from jmx.numerics.layouts import LAYOUTS
 from jmx.pallas.triton.backend import Triton
-from jmx.quantization import random
-from jmx.selection import Backend, Reason, Rejection
+from jmx.numerics.quantization import random
+from jmx.selection.backend import Backend, Reason, Rejection
 
 BLOCK = MXFP4.block_size
 ONE = 127  # scale code of 1.0

@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmx import ffi
-from jmx.formats import MXFP4, NVFP4, BlockScaled, Format
+from jmx.ffi.cpu import library as ffi
+from jmx.numerics.formats import MXFP4, NVFP4, BlockScaled, Format
 
 FLOAT32, BFLOAT16, FEW_BFLOAT16, INT8 = range(4)  # ways through the weights, as `Input` of product.h numbers them
 

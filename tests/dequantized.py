@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.formats import WHOLE_ROW, BlockScaled, Format
+from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 
 # Of the formats beyond MXFP4, one of each kind of arrays.
 KINDS = [

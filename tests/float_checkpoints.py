@@ -8,7 +8,7 @@ import numpy as np
 
 import jmx
 from jmx.checkpoint import shards
-from jmx.formats import BlockScaled
+from jmx.numerics.formats import BlockScaled
 
 TINY = Path(__file__).parents[1] / "examples" / "gpt_oss" / "tiny"
 

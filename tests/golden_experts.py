@@ -21,7 +21,7 @@ from examples.common.model import Model
 from examples.common.sampling import Sampler
 from jmx.checkpoint import compressed_tensors
 from jmx.checkpoint.compressed_tensors.layers import Layer
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 
 DATA = Path(__file__).parent / "data" / "compressed_tensors"
 EXPERTS = "model.layers.0.mlp.experts"

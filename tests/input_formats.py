@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.inputs import FP8_BLOCK_UE8M0, FP8_STATIC, MXFP4, MXFP8, NVFP4
+from jmx.numerics.input_formats import FP8_BLOCK_UE8M0, FP8_STATIC, MXFP4, MXFP8, NVFP4
 
 TINY = np.finfo(np.float32).tiny
 SINGLE = np.float32

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from jmx import cli
-from jmx.atomic_files import parts, renaming, writing
+from jmx.util.atomic_files import parts, renaming, writing
 from jmx.checkpoint.quantizing import files, writer
-from jmx.formats import BlockScaled, Format
+from jmx.numerics.formats import BlockScaled, Format
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 

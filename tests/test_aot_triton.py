@@ -16,12 +16,13 @@ from jax.experimental.pallas import triton as plgpu
 from memory import abstract_step, temporary_bytes
 
 import jmx
-from jmx import Environment, Experts, Routing, tuning
-from jmx.formats import FORMATS
+from jmx import Environment, Experts, Routing
+from jmx.selection import tuning
+from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import FEW_TOKENS
 from jmx.pallas.triton.elements import num_factors
-from jmx.shapes import MODELS
+from jmx.perf.shapes import MODELS
 
 pytestmark = pytest.mark.aot
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import jmx
-from jmx import atomic_files
-from jmx.atomic_files import Kind, parts, renaming
+from jmx.util import atomic_files
+from jmx.util.atomic_files import Kind, parts, renaming
 
 ROOT = Path(jmx.__file__).parents[1]
 
@@ -258,7 +258,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from jmx import atomic_files
-from jmx.atomic_files import renaming
+from jmx.util.atomic_files import renaming
 
 if sys.argv[2] == "swapping":
     renaming._system_call = lambda: None

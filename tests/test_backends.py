@@ -41,8 +41,8 @@ from jax.sharding import PartitionSpec as P
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import BACKENDS
-from jmx.formats import FORMATS
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 
 SIZES = [
     Case(tokens=0),

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 from jax.core import Tracer
 
-from jmx import bench, formats, machine, roofline, shapes
+from jmx.perf import bench, machine, roofline, shapes
+from jmx.numerics import formats
 from jmx.activations import SwiGLU
-from jmx.atomic_files import renaming
-from jmx.bench import RAGGED_DOT
-from jmx.layouts import LAYOUTS
+from jmx.util.atomic_files import renaming
+from jmx.perf.bench import RAGGED_DOT
+from jmx.numerics.layouts import LAYOUTS
 from jmx.routing import Logits, TopKSoftmax, route
-from jmx.selection import Environment, Reason, Rejection
-from jmx.shapes import Shape
-from jmx.xla import Xla
+from jmx.selection.environment import Environment
+from jmx.selection.backend import Reason, Rejection
+from jmx.perf.shapes import Shape
+from jmx.xla.backend import Xla
 
 TINY = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 LIMITS = roofline.Limits(copy_rate=1e9, dense_rate=5e9)

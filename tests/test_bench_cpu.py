@@ -9,8 +9,8 @@ from backend_cases import BLOCK
 
 from benchmarks import cpu
 from benchmarks.peers import llama_cpp
-from jmx import machine, roofline, shapes
-from jmx.roofline import Limits, Row
+from jmx.perf import machine, roofline, shapes
+from jmx.perf.roofline import Limits, Row
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

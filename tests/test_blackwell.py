@@ -11,8 +11,9 @@ import jmx
 from jmx import Environment, NoBackendError, Problem, Reason, cli
 from jmx.backends import BACKENDS
 from jmx.ffi.blackwell import ENGINES
-from jmx.layouts import LAYOUTS
-from jmx.selection import known_devices, select
+from jmx.numerics.layouts import LAYOUTS
+from jmx.selection.environment import known_devices
+from jmx.selection.select import select
 
 BLACKWELL = ("b100", "b200", "gb200")
 PROBLEM = Problem(

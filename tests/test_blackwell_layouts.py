@@ -9,14 +9,15 @@ import pytest
 from memory import compile_here, temporary_bytes
 
 import jmx
-from jmx import backends, formats
+from jmx import backends
+from jmx.numerics import formats
 from jmx.activations import GATE_UP_ORDERS
 from jmx.ffi import blackwell_layouts as blackwell
 from jmx.ffi.blackwell_layouts import CUTLASS, CUTLASS_LAYOUT, TRTLLM, TRTLLM_LAYOUT
-from jmx.formats import BlockScaled
-from jmx.layouts import LAYOUTS, WeightSpec
-from jmx.mxfp8 import quantize
-from jmx.selection import known_devices
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.layouts import LAYOUTS, WeightSpec
+from jmx.numerics.mxfp8 import quantize
+from jmx.selection.environment import known_devices
 
 ARRANGEMENTS = [CUTLASS, TRTLLM]
 NAMED = {"cutlass": CUTLASS, "trtllm": TRTLLM}

@@ -20,7 +20,7 @@ import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
 from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
-from jmx.formats import WHOLE_ROW
+from jmx.numerics.formats import WHOLE_ROW
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

@@ -16,8 +16,8 @@ from jmx.checkpoint.compressed_tensors.methods import quantization_of
 from jmx.checkpoint.compressed_tensors.spelling import entries
 from jmx.checkpoint.compressed_tensors.targets import parse_target
 from jmx.checkpoint.shards import CheckpointError
-from jmx.formats import FORMATS
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
 FILE = Path("somewhere/config.json")

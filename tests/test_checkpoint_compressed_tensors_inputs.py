@@ -19,7 +19,7 @@ from test_checkpoint_compressed_tensors import LAYER, floats, golden, read, read
 import jmx
 from jmx import cli
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing, shards
-from jmx.inputs import FP8_BLOCK_UE8M0, INPUT_FORMATS
+from jmx.numerics.input_formats import FP8_BLOCK_UE8M0, INPUT_FORMATS
 
 WHOLE = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}  # what sizes must be a multiple of
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -16,7 +16,7 @@ import jmx
 from jmx.backends import resolve_layout
 from jmx.checkpoint import CheckpointError, gpt_oss, shards
 from jmx.checkpoint.gpt_oss import forms
-from jmx.selection import Environment
+from jmx.selection.environment import Environment
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "gpt_oss" / "tiny"

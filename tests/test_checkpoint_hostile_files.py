@@ -14,7 +14,7 @@ import pytest
 
 from jmx import cli
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing, shards
-from jmx.formats import FORMATS
+from jmx.numerics.formats import FORMATS
 from tests.float_checkpoints import write
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

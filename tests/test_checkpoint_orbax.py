@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmx
 import jmx.nnx
 from jmx.checkpoint import CheckpointError, orbax, orbax_arrays
-from jmx.layouts import LAYOUTS
+from jmx.numerics.layouts import LAYOUTS
 
 
 class Model(nnx.Module):

@@ -19,8 +19,8 @@ import jmx.nnx
 from jmx.checkpoint import CheckpointError, orbax, orbax_arrays
 from jmx.checkpoint.orbax_note import KEY, VERSION, Layer, layouts_of, note_of
 from jmx.experts import Experts
-from jmx.formats import FORMATS
-from jmx.layouts import LAYOUTS
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.layouts import LAYOUTS
 
 
 def layouts_in(custom_metadata, layers):

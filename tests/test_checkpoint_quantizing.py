@@ -11,10 +11,10 @@ import pytest
 from float_checkpoints import TINY, float_gpt_oss, write
 
 import jmx
-from jmx import formats
+from jmx.numerics import formats
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing
 from jmx.checkpoint.quantizing import writer
-from jmx.formats import FORMATS, Format
+from jmx.numerics.formats import FORMATS, Format
 
 E, H, I = 2, 128, 160  # noqa: E741 (the field's name)
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -11,10 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jmx import bench, cli, doctor, roofline, selection, shapes
+from jmx.perf import bench, doctor, roofline, shapes
+from jmx import cli
+from jmx.selection import select as selection
 from jmx._version import __version__
 from jmx.checkpoint import gpt_oss, shards
-from jmx.selection import Reason, Rejection
+from jmx.selection.backend import Reason, Rejection
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKPOINT = str(ROOT / "examples" / "gpt_oss" / "tiny")

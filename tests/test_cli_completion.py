@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-from jmx import cli, formats, selection, shapes
+from jmx import cli
+from jmx.numerics import formats
+from jmx.selection import select as selection
+from jmx.perf import shapes
 
 shtab = pytest.importorskip("shtab")
 

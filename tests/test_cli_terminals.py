@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from jmx import cli, doctor, roofline
+from jmx import cli
+from jmx.perf import doctor, roofline
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROW = roofline.Row("mosaic_fp8", 8192, "mosaic_sm90_fp8", 16, 1234.5, 0.012, 1.02, 812.0, 127.96, 0.00123, 1.93, 1.2e-3)

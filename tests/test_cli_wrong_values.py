@@ -6,7 +6,8 @@ import pathlib
 
 import pytest
 
-from jmx import bench, cli, tuner
+from jmx.perf import bench, tuner
+from jmx import cli
 from jmx.checkpoint import quantizing
 from jmx.checkpoint.gpt_oss import writer as gpt_oss_writer
 from jmx.ffi.cutlass import build

@@ -24,10 +24,11 @@ from jax import export
 from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
 
 import jmx
-from jmx import Environment, Experts, Reason, ffi
-from jmx.ffi.cpu import Cpu
-from jmx.formats import BlockScaled
-from jmx.selection import Computation
+from jmx import Environment, Experts, Reason
+from jmx.ffi.cpu import library as ffi
+from jmx.ffi.cpu.backend import Cpu
+from jmx.numerics.formats import BlockScaled
+from jmx.selection.problem import Computation
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 FOUND = ffi.library()
@@ -101,8 +102,8 @@ def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
     root, program = request.config.rootpath, str(tmp_path / "check")
     command = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static", "-std=gnu++20"]
     flags = ["-O3", "-ffp-contract=fast", "-DJMX_KERNEL=kPortable", "-DJMX_CHECKED=kPortable"]
-    flags += [f"-I{root}/jmx/ffi/src", "-o", program]
-    files = [root / "jmx/ffi/src/product.cc", root / f"tests/{check}.cc"]
+    flags += [f"-I{root}/jmx/ffi/cpu/src", "-o", program]
+    files = [root / "jmx/ffi/cpu/src/product.cc", root / f"tests/{check}.cc"]
     subprocess.run([*command, *flags, *map(str, files)], check=True, timeout=600)
     assert EMULATOR is not None
     subprocess.run([EMULATOR, program], check=True, timeout=300)
@@ -112,13 +113,13 @@ def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):
     root = request.config.rootpath
-    command = ["g++", "-std=gnu++20", "-O2", "-ffp-contract=fast", f"-I{root}/jmx/ffi/src", "-DkAvx512Bf16=kPortable"]
+    command = ["g++", "-std=gnu++20", "-O2", "-ffp-contract=fast", f"-I{root}/jmx/ffi/cpu/src", "-DkAvx512Bf16=kPortable"]
     isa = ["-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"]
     emulated = ["-DJMX_KERNEL=kAmxBf16", "-include", str(root / "tests/emulated_tiles.h")]
     checked = ["-DJMX_CHECKED=kAmxBf16", "-DJMX_ROUNDS_WEIGHTS"]
     files = {
-        "tiles.o": [*isa, *emulated, "-c", root / "jmx/ffi/src/product.cc"],
-        "base.o": ["-DJMX_KERNEL=kPortable", "-c", root / "jmx/ffi/src/product.cc"],
+        "tiles.o": [*isa, *emulated, "-c", root / "jmx/ffi/cpu/src/product.cc"],
+        "base.o": ["-DJMX_KERNEL=kPortable", "-c", root / "jmx/ffi/cpu/src/product.cc"],
         "check": [*checked, root / "tests/check_product.cc", "tiles.o", "base.o"],
     }
     for name, arguments in files.items():

@@ -19,10 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jmx
-from jmx import Environment, Reason, ffi, inputs
-from jmx.ffi import cpu
-from jmx.ffi.cpu import Cpu
-from jmx.formats import FORMATS, WHOLE_ROW, BlockScaled, unpack
+from jmx import Environment, Reason
+from jmx.ffi.cpu import library as ffi
+from jmx.numerics import input_formats
+from jmx.ffi.cpu import backend as cpu
+from jmx.ffi.cpu.backend import Cpu
+from jmx.numerics.formats import FORMATS, WHOLE_ROW, BlockScaled, unpack
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 FOUND = ffi.library()
@@ -263,7 +265,7 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(dtype, rng):
     odd = rng.random((rows, k)) < 0.005
     x[odd] = rng.choice([0.0, -0.0, 127.0, 63.5, np.nan, np.inf, -np.inf, 1e-45], odd.sum())
     x = jnp.asarray(x.astype(dtype))
-    expected, (values, scales) = inputs.quantize(x, inputs.INT8_TOKEN), rounded(x)
+    expected, (values, scales) = input_formats.quantize(x, input_formats.INT8_TOKEN), rounded(x)
     np.testing.assert_array_equal(values, expected.values)
     np.testing.assert_array_equal(np.asarray(scales).view(np.uint32), np.asarray(expected.scales).view(np.uint32))
 
@@ -443,7 +445,7 @@ TAKEN = {name for name in FORMATS if name in ("mxfp4", "nvfp4", "mxint4") or nam
 
 
 @built
-@pytest.mark.parametrize("input_format", [None, *inputs.INPUT_FORMATS])
+@pytest.mark.parametrize("input_format", [None, *input_formats.INPUT_FORMATS])
 def test_which_pairs_it_takes(input_format):
     for name in FORMATS:
         problem = dataclasses.replace(

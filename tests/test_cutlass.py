@@ -29,7 +29,9 @@ from backend_cases import (
 )
 
 import jmx
-from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU, doctor, tuning
+from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU
+from jmx.perf import doctor
+from jmx.selection import tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.ffi.build import Missing
@@ -41,9 +43,10 @@ from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.config import TILES, Config, padded
 from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.ffi.cutlass.library import Library
-from jmx.formats import BlockScaled
-from jmx.layouts import WeightSpec
-from jmx.selection import Computation, select
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.layouts import WeightSpec
+from jmx.selection.problem import Computation
+from jmx.selection.select import select
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")

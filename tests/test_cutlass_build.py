@@ -16,8 +16,9 @@ import time
 import pytest
 from rich.console import Console
 
-from jmx import cli, tuning
-from jmx.atomic_files import Kind
+from jmx import cli
+from jmx.selection import tuning
+from jmx.util.atomic_files import Kind
 from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import build as cutlass_build

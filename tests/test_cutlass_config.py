@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from backend_cases import Case
 
-from jmx import tuning
+from jmx.selection import tuning
 from jmx.backends import BACKENDS
 from jmx.ffi.cutlass import config as cutlass_config
 from jmx.ffi.cutlass import source as cutlass_source

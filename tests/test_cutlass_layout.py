@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import jmx
-from jmx import formats
+from jmx.numerics import formats
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.layout import LAYOUT
-from jmx.formats import BlockScaled
-from jmx.layouts import WeightSpec
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.layouts import WeightSpec
 
 FOUND = cutlass_library.library()
 

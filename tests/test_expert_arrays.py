@@ -10,9 +10,9 @@ from backend_cases import Case, draw_routing, draw_weights, draw_x
 
 import jmx
 from jmx import Experts
-from jmx.expert_arrays import check_arrays
-from jmx.formats import FORMATS
-from jmx.layouts import LAYOUTS
+from jmx.experts.arrays import check_arrays
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.layouts import LAYOUTS
 
 E, HIDDEN, INTERMEDIATE = 4, 128, 256
 

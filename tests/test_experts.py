@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmx
-from jmx import BlockScaled, Experts, quantization
-from jmx.layouts import LAYOUTS
+from jmx import BlockScaled, Experts
+from jmx.numerics import quantization
+from jmx.numerics.layouts import LAYOUTS
 
 E, H, I = 4, 64, 96  # noqa: E741
 BOTH = ("packed", "canonical")

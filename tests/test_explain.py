@@ -17,12 +17,13 @@ from jax import export
 import jmx
 import jmx.linen
 import jmx.nnx
-from jmx import Environment, Problem, Reason, Rejection, tuning
+from jmx import Environment, Problem, Reason, Rejection
+from jmx.selection import tuning
 from jmx.backends import BACKENDS
 from jmx.explain import PEAKS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
-from jmx.selection import known_devices
+from jmx.selection.environment import known_devices
 
 MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name
 explain: Any = MODULE.explain  # Any: each test knows which fields are None
@@ -264,7 +265,7 @@ def test_a_backend_that_has_nothing_to_tune_has_no_configuration():
 
 def test_a_request_that_cannot_be_met_is_told_not_raised(monkeypatch):
     monkeypatch.setattr(MODULE, "BACKENDS", (Never(), *BACKENDS))
-    monkeypatch.setattr("jmx.modules.BACKENDS", (Never(), *BACKENDS))
+    monkeypatch.setattr("jmx.module_arguments.BACKENDS", (Never(), *BACKENDS))
     x = jnp.ones((5, 64))
     for found in (
         explain(small(), x, backend="never"),

@@ -16,8 +16,8 @@ import pytest
 from dequantized import dequantized
 from ffi_calls import DTYPES, Call, assert_every_element_type, assert_every_size, assert_names, assert_right, run
 
-from jmx import ffi
-from jmx.formats import FORMATS, BlockScaled
+from jmx.ffi.cpu import library as ffi
+from jmx.numerics.formats import FORMATS, BlockScaled
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 built = pytest.mark.skipif(ffi.library().fault is not None, reason=str(ffi.library().fault))

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import input_error
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "input_formats.md"
 ROW = re.compile(r"^\| `(\w+)` \| ([\d.]+)% \| ([\d.]+)% \|$", re.MULTILINE)

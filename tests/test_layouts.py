@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jmx
-from jmx import formats, layouts
-from jmx.formats import BlockScaled
-from jmx.layouts import LAYOUTS, Layout, WeightSpec
+from jmx.numerics import formats, layouts
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.layouts import LAYOUTS, Layout, WeightSpec
 
 SPEC = WeightSpec("gate_up", (96, 64), "interleaved", jmx.MXFP4)
 

@@ -8,12 +8,12 @@ import pytest
 from dequantized import dequantized, with_odd_scales
 from ptx import halves, run_ptx
 
-from jmx import formats
-from jmx.formats import FORMATS, BlockScaled
-from jmx.layouts import WeightSpec
+from jmx.numerics import formats
+from jmx.numerics.formats import FORMATS, BlockScaled
+from jmx.numerics.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90.dequantize import Decoder, decoder_of
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
-from jmx.quantization import random
+from jmx.numerics.quantization import random
 
 _HALF_UNIT = 2.0**-8  # of bfloat16, relative to the least number of an octave
 

@@ -28,16 +28,18 @@ from backend_cases import (
 from test_backends import check
 
 import jmx
-from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul, formats, inputs, tuning
+from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul
+from jmx.numerics import formats, input_formats
+from jmx.selection import tuning
 from jmx.backends import BACKENDS, resolve_layout
-from jmx.formats import FORMATS, MXFP4, BlockScaled
-from jmx.inputs import INPUT_FORMATS
-from jmx.layouts import WeightSpec
+from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.numerics.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RAISED, magnitudes, unit_bytes
-from jmx.quantization import random
+from jmx.numerics.quantization import random
 
 HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()
@@ -735,7 +737,7 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
         return np.where(elements & 0x7F == 0x7F, 0x7F, elements)  # a NaN has no sign
 
     for given, places in itertools.product(static, (None, row_of)):
-        wanted = inputs.quantize(x, format, None if given is None else given[0])
+        wanted = input_formats.quantize(x, format, None if given is None else given[0])
         num_rows = 77 if places is None else 3 * 77
         found = jax.jit(lambda x, s, to, n=num_rows: quantize(Unrounded(x, columns, format, s, to, n)))(
             x, given, places

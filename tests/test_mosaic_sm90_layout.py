@@ -12,9 +12,9 @@ from memory import compile_here, temporary_bytes
 from ptx import halves, run_ptx
 
 import jmx
-from jmx import formats
-from jmx.formats import FORMATS, BlockScaled
-from jmx.layouts import WeightSpec
+from jmx.numerics import formats
+from jmx.numerics.formats import FORMATS, BlockScaled
+from jmx.numerics.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90 import dequantize
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
 

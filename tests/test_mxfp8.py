@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jmx import codes
-from jmx.formats import FORMATS, MXFP8
-from jmx.mxfp8 import dequantize, quantize
+from jmx.numerics import element_codes
+from jmx.numerics.formats import FORMATS, MXFP8
+from jmx.numerics.mxfp8 import dequantize, quantize
 
 BLOCK = MXFP8.block_size
 GOLDEN = np.load(Path(__file__).parent / "data" / "blackwell.npz")  # see data/make_blackwell.py
@@ -111,7 +111,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(rng, bad):
     x[1, BLOCK + 3] = bad
     q = quantize(x)
     scales, values = bits(expected.scales).copy(), bits(expected.values).copy()
-    scales[1, 1], values[1, BLOCK : 2 * BLOCK] = codes.SCALE_NAN, 0
+    scales[1, 1], values[1, BLOCK : 2 * BLOCK] = element_codes.SCALE_NAN, 0
     np.testing.assert_array_equal(bits(q.scales), scales)
     np.testing.assert_array_equal(bits(q.values), values)
     nan = np.isnan(dequantize(q))

@@ -76,7 +76,7 @@ def test_the_package_is_typed():
 
 
 def test_importing_all_of_it_touches_no_device_and_compiles_nothing():
-    everything = "import jmx, jmx.nnx, jmx.linen, jmx.bench, jmx.cli, jmx.checkpoint"
+    everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint"
     nowhere = {"JAX_PLATFORMS": "nowhere"}  # initialising any device would fail
     told = run(
         f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')", **nowhere

@@ -12,21 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax import lax
 
-from jmx import quantization
-from jmx.formats import (
-    FORMATS,
-    FP8_BLOCK,
-    MXFP4,
-    NVFP4,
-    WHOLE_ROW,
-    BlockScaled,
-    is_packed,
-    logical_shape,
-    pack,
-    pad,
-    unpack,
-)
-from jmx.quantization import SCALE_RULES, dequantize, quantize, random
+from jmx.numerics import quantization
+from jmx.numerics.formats import FORMATS, FP8_BLOCK, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, is_packed, logical_shape, pack, pad, unpack
+from jmx.numerics.quantization import SCALE_RULES, dequantize, quantize, random
 
 BLOCK = MXFP4.block_size
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -16,7 +16,8 @@ import pytest
 import jmx
 from examples.gpt_oss import generate as gpt_oss
 from examples.qwen3_moe import generate as qwen3_moe
-from jmx import cli, ffi
+from jmx import cli
+from jmx.ffi.cpu import library as ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

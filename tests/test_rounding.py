@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmx import rounding
+from jmx.numerics import rounding
 
 COUNT = 1 << 18
 LARGEST = np.finfo(np.float32).max

@@ -17,9 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 import jmx
 import jmx.nnx
-from jmx import Environment, Experts, NoBackendError, Problem, Reason, Rejection, layer, selection
+from jmx import Environment, Experts, NoBackendError, Problem, Reason, Rejection, layer
+from jmx.selection import select as selection
 from jmx.backends import BACKENDS, resolve_layout
-from jmx.selection import Backend, known_devices, select, use_backend
+from jmx.selection.backend import Backend
+from jmx.selection.environment import known_devices
+from jmx.selection.select import select, use_backend
 
 H200 = Environment.named("h200")
 

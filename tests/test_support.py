@@ -10,9 +10,10 @@ import pytest
 from benchmarks import support
 from jmx.backends import BACKENDS
 from jmx.explain import explain_problem
-from jmx.formats import FORMATS
-from jmx.inputs import INPUT_FORMATS
-from jmx.selection import Environment, Reason
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.selection.environment import Environment
+from jmx.selection.backend import Reason
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jmx.tables import FoldingTable, decimal, numbers, words
+from jmx.util.tables import FoldingTable, decimal, numbers, words
 
 
 def printed(table, width):

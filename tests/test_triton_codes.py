@@ -7,7 +7,7 @@ import pytest
 from ptx import halves, run_ptx
 from test_triton_decode import every_code, registers, run_both, weights_of
 
-from jmx.formats import MXFP4, NVFP4
+from jmx.numerics.formats import MXFP4, NVFP4
 from jmx.pallas.triton import codes as scale_codes
 from jmx.pallas.triton import decode
 from jmx.pallas.triton.codes import Codes

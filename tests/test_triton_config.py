@@ -9,7 +9,7 @@ import jmx
 from jmx.backends import BACKENDS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, decodes_once, heuristic
-from jmx.tuning import Tunable
+from jmx.selection.tuning import Tunable
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
 EXPERTS = (1, 8, 32, 128, 256, 512)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from ptx import halves, run_ptx
 
-from jmx.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW
+from jmx.numerics.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW
 from jmx.pallas.triton import decode as decoding
 from jmx.pallas.triton import elements as ptx_elements
 from jmx.pallas.triton.decode import Groups

@@ -15,16 +15,21 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from jmx import backends, bench, cli, layer, machine, shapes, tuner, tuning, xla
+from jmx import backends, cli, layer
+from jmx.perf import bench, machine, shapes, tuner
+from jmx.selection import tuning
+from jmx.xla import backend as xla
 from jmx.activations import SwiGLU
-from jmx.formats import MXFP4
+from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import backend as mosaic_sm90
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.routing import TopKSoftmax
-from jmx.selection import Environment, Problem, Reason, Rejection
-from jmx.shapes import Shape
-from jmx.tuning import Key
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.selection.backend import Reason, Rejection
+from jmx.perf.shapes import Shape
+from jmx.selection.tuning import Key
 
 SHAPE = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 NAME = tuning.shape_class(SHAPE.problem(1, "packed"))

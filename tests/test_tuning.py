@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmx import backends, tuning
+from jmx import backends
+from jmx.selection import tuning
 from jmx.activations import ReLU, SiLU, SwiGLU
-from jmx.atomic_files import renaming
-from jmx.selection import Environment, Problem, known_devices
-from jmx.tuning import REACH, Entry, Key, Tunable
+from jmx.util.atomic_files import renaming
+from jmx.selection.environment import Environment, known_devices
+from jmx.selection.problem import Problem
+from jmx.selection.tuning import REACH, Entry, Key, Tunable
 
 H200 = Environment.named("h200")
 SHIPPED = pathlib.Path(tuning.__file__).parent / "tuned"
@@ -159,7 +161,7 @@ def test_counts_split_between_the_two_files(files):
 
 
 def test_the_default_token_counts_leave_no_gap():
-    from jmx.tuner import TOKENS
+    from jmx.perf.tuner import TOKENS
 
     tuned = entries(*TOKENS)
     assert all(tuning._serving(SHAPE, count, [tuned]) for count in range(1, max(TOKENS) + 1))

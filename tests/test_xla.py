@@ -15,11 +15,12 @@ from input_formats import worth
 from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
 
 import jmx
-from jmx import Environment, Problem, Reason, SwiGLU, inputs
+from jmx import Environment, Problem, Reason, SwiGLU
+from jmx.numerics import input_formats
 from jmx.experts import check_sizes
-from jmx.formats import FORMATS
-from jmx.selection import resolve_input_format
-from jmx.xla import Xla
+from jmx.numerics.formats import FORMATS
+from jmx.selection.problem import resolve_input_format
+from jmx.xla.backend import Xla
 
 SIZE = 1024
 # One token of stacked arrays is all that XLA can slice without a copy; see `Experts.layer`.
@@ -92,7 +93,7 @@ def test_it_runs_everywhere(device, dtype):
 
 
 def rounded(a, name, scale):
-    return worth(np.asarray(a, np.float32), inputs.INPUT_FORMATS[name], scale)
+    return worth(np.asarray(a, np.float32), input_formats.INPUT_FORMATS[name], scale)
 
 
 def nearly(rng, a, error):
@@ -103,7 +104,7 @@ def nearly(rng, a, error):
 
 def static_scales(name):
     """Under which a few elements saturate."""
-    format = inputs.INPUT_FORMATS[name]
+    format = input_formats.INPUT_FORMATS[name]
     return [jnp.float32(2.5 / format.largest) for _ in "12"] if format.static else [None, None]
 
 
@@ -139,19 +140,19 @@ def assert_inputs_are_rounded(rng, name, **sizes):
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("name", inputs.INPUT_FORMATS)
+@pytest.mark.parametrize("name", input_formats.INPUT_FORMATS)
 def test_inputs_are_rounded_before_each_product(name, tokens, rng):
     y, plain = assert_inputs_are_rounded(rng, name, tokens=tokens, hidden=128, intermediate=128, format="nvfp4")
     assert np.linalg.norm(y - plain) > 5e-3 * np.linalg.norm(y)
 
 
 SIZES = {256: 160, 160: 1, 96: 256, 100: 96, 1: 100}  # each as H, and as I
-PAIRS = [*itertools.product(inputs.INPUT_FORMATS, SIZES)]
+PAIRS = [*itertools.product(input_formats.INPUT_FORMATS, SIZES)]
 
 
 def whole_block(name):
     """What sizes must be a multiple of."""
-    format = inputs.INPUT_FORMATS[name]
+    format = input_formats.INPUT_FORMATS[name]
     return format.block_size if isinstance(format.block_size, int) and not format.short_block else 1
 
 
@@ -202,18 +203,18 @@ def test_gradients_pass_the_rounding_of_inputs(rng):
         assert 0 < np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("name", [name for name, format in inputs.INPUT_FORMATS.items() if format.short_block])
+@pytest.mark.parametrize("name", [name for name, format in input_formats.INPUT_FORMATS.items() if format.short_block])
 def test_gradients_pass_the_rounding_of_short_blocks(name, rng):
     """They are those of a layer in floats whose gradients pass straight through the rounding."""
     case = Case(tokens=20, num_experts=4, hidden=160, intermediate=100, activation=jmx.SiLUAndMul(), bias=NEITHER)
     case = dataclasses.replace(case, format="fp8_channel", order="concatenated")
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
-    experts, format = weights.experts(case), inputs.INPUT_FORMATS[name]
+    experts, format = weights.experts(case), input_formats.INPUT_FORMATS[name]
     gate_up, down = (jnp.asarray(each, jnp.float32) for each in weights.floats(case))
     dot = partial(jnp.einsum, precision="highest")
 
     def straight_through(x):
-        return x + jax.lax.stop_gradient(inputs.dequantize(inputs.quantize(x, format), format) - x)
+        return x + jax.lax.stop_gradient(input_formats.dequantize(input_formats.quantize(x, format), format) - x)
 
     def plain(x, shares):
         gate, up = jnp.split(dot("tkrh,th->tkr", gate_up[routing.expert_ids], straight_through(x)), 2, axis=-1)

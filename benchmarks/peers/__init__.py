@@ -1,7 +1,7 @@
 """Other systems' MXFP4 layers, timed on the same card as ours, one process a system.
 
     problem.py          one layer's shape, weights, tokens and reference, in PyTorch
-    timing.py           CUDA graphs, timed as `jmx.bench` times
+    timing.py           CUDA graphs, timed as `jmx.perf.bench` times
     run.py              one system at every token count: a JSON line each
     triton_kernels.py   OpenAI's Triton kernels        } a module a system, whose `prepare(shape, weights)`
     marlin.py           Marlin, out of vLLM's library  } gives `bind(case)`, which gives a call without

@@ -14,7 +14,7 @@ import zipfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from jmx import atomic_files
+from jmx.util import atomic_files
 
 VERSIONS = {"vllm": "0.33.0", "humming-kernels": "0.1.19"}
 LIBRARY = "vllm/_moe_C_stable_libtorch.abi3.so"

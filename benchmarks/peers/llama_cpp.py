@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from jmx import atomic_files
+from jmx.util import atomic_files
 
 VERSION = "0.3.36"  # of llama-cpp-python
 _SOURCE = "vendor/llama.cpp/ggml/"

@@ -89,7 +89,7 @@ def draw_weights(shape: Shape, device: str = "cuda") -> Weights:
 
 
 def draw_case(shape: Shape, num_tokens: int, routing: str, device: str = "cuda") -> Case:
-    """Random tokens, routed in one of the ways of `jmx.shapes.ROUTINGS` to the k largest logits."""
+    """Random tokens, routed in one of the ways of `jmx.perf.shapes.ROUTINGS` to the k largest logits."""
     x = torch.randn(num_tokens, shape.hidden_size, device=device).bfloat16()
     logits = draw_logits(num_tokens, shape.num_experts, shape.top_k, routing, device)
     top = logits.float().topk(shape.top_k, dim=-1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-_LEAST_SECONDS = 0.05  # a sample's length, as in jmx.bench
+_LEAST_SECONDS = 0.05  # a sample's length, as in jmx.perf.bench
 
 
 def replay(calls: Sequence[Callable[[], torch.Tensor]], repeats: int) -> tuple[float, float, torch.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from examples.common import flash_decode, flash_prefill
-from jmx.selection import Environment
+from jmx.selection.environment import Environment
 
 # Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128

@@ -14,8 +14,8 @@ from examples.common.model import Model, Variables
 from examples.common.sampling import check_seed
 from jmx.backends import resolve_layout
 from jmx.experts import Experts
-from jmx.formats import Format
-from jmx.selection import Environment
+from jmx.numerics.formats import Format
+from jmx.selection.environment import Environment
 
 
 class Source[C: Config](Protocol):

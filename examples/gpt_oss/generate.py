@@ -13,7 +13,7 @@ from examples.common.command import Family
 from examples.gpt_oss.load import CONFIGS, RandomSource, from_source, load
 from examples.gpt_oss.model import GptOss
 from jmx.checkpoint.gpt_oss import Config, read_config
-from jmx.formats import MXFP4, Format
+from jmx.numerics.formats import MXFP4, Format
 
 TINY = Path(__file__).resolve().parent / "tiny"
 

@@ -17,7 +17,7 @@ from jmx.checkpoint.gpt_oss import Config, Reader, read_config
 from jmx.checkpoint.gpt_oss.forms import HF, dense_shapes, top_shapes
 from jmx.checkpoint.gpt_oss.sources import TOP
 from jmx.experts import Experts
-from jmx.formats import FP8_CHANNEL, MXFP4, Format
+from jmx.numerics.formats import FP8_CHANNEL, MXFP4, Format
 
 
 def _published(num_hidden_layers: int, num_experts: int) -> Config:

@@ -10,7 +10,7 @@ from examples.gpt_oss.rope import yarn_angles
 from jmx.activations import SwiGLU
 from jmx.checkpoint.gpt_oss import Config
 from jmx.experts import Experts
-from jmx.formats import MXFP4, Format
+from jmx.numerics.formats import MXFP4, Format
 
 
 class GptOss(Model):

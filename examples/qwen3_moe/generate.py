@@ -13,7 +13,7 @@ from examples.common.command import Family
 from examples.qwen3_moe.config import Config, read_config
 from examples.qwen3_moe.load import CONFIGS, RandomSource, from_source, load
 from examples.qwen3_moe.model import Qwen3MoE
-from jmx.formats import MXFP4, Format
+from jmx.numerics.formats import MXFP4, Format
 
 
 def random_model(config: Config, seed: int, format: Format | None = None, **made: Any) -> Qwen3MoE:

@@ -15,7 +15,7 @@ from examples.common.load import RandomWeights, Source, fill
 from examples.qwen3_moe.config import Config, read_config
 from examples.qwen3_moe.model import Qwen3MoE
 from jmx.experts import Experts
-from jmx.formats import MXFP4, Format
+from jmx.numerics.formats import MXFP4, Format
 
 Shape = tuple[int, ...]
 

@@ -7,8 +7,8 @@ import jax
 from jmx.backends import resolve_layout
 from jmx.checkpoint.placement import ShardingLike, sharding_of
 from jmx.experts import ROLES, Experts
-from jmx.formats import BlockScaled, Format
-from jmx.selection import Environment
+from jmx.numerics.formats import BlockScaled, Format
+from jmx.selection.environment import Environment
 
 
 def experts_of(
@@ -25,7 +25,7 @@ def experts_of(
         read: gives the packed arrays, by name as `Experts.arrays` names them. Called once nothing else can be wrong.
         format: of the weights.
         gate_up_order: as `Experts` has it.
-        layout: a name in `jmx.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
+        layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
         sharding: of the arrays, before and after they are laid out; see `sharding_of`.
         input_format: in which the checkpoint declares both products' inputs, which "auto" goes by; None: of 16 bits.
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmx import layouts
+from jmx.numerics import layouts
 from jmx.checkpoint.entries import Entries
 from jmx.experts import Experts
 

@@ -23,8 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmx.atomic_files import named_errors, write_json
-from jmx.checks import check_int
+from jmx.util.atomic_files import named_errors, write_json
+from jmx.util.checks import check_int
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)

@@ -5,19 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    Parser,
-    check_directories,
-    check_known,
-    counts,
-    number,
-    print_json,
-    resolved_pair,
-    show,
-    to_stderr,
-)
+from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, check_directories, check_known, counts, number, print_json, resolved_pair, show, to_stderr
 
 
 def add(command: Parser) -> None:
@@ -54,7 +42,7 @@ def add(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx import roofline
+    from jmx.perf import roofline
 
     kept = None if arguments.json == "-" else arguments.json
     part = None if kept is None or arguments.saved is not None else pathlib.Path(f"{kept}.part")
@@ -84,7 +72,7 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
     """`part`: the file that has what is measured until all is."""
     import jax
 
-    from jmx import bench, shapes
+    from jmx.perf import bench, shapes
 
     on_cpu = jax.default_backend() == "cpu"
     model = arguments.model if arguments.model is not None else "small" if on_cpu else "gpt-oss-120b"

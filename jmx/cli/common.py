@@ -116,9 +116,9 @@ def check_pair(pair: str) -> tuple[str, str | None]:
 
     A family of inputs is its first variant, as it is where a layer is called.
     """
-    from jmx.formats import FORMATS
-    from jmx.inputs import FAMILIES, INPUT_FORMATS, resolve
-    from jmx.shapes import split_formats
+    from jmx.numerics.formats import FORMATS
+    from jmx.numerics.input_formats import FAMILIES, INPUT_FORMATS, resolve
+    from jmx.perf.shapes import split_formats
 
     weights, inputs = split_formats(pair)
     check_known("--format", weights, FORMATS)

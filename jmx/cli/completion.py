@@ -44,7 +44,9 @@ def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
 
 def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
     """Names that arguments take, by where a parser puts them."""
-    from jmx import formats, layouts, selection, shapes
+    from jmx.numerics import formats, layouts
+    from jmx.selection import select as selection
+    from jmx.perf import shapes
     from jmx.backends import BACKENDS
     from jmx.checkpoint.quantizing import WRITABLE
 

@@ -2,14 +2,7 @@
 
 import argparse
 
-from jmx.cli.common import (
-    EXIT_OK,
-    Parser,
-    check_directories,
-    check_known,
-    print_json,
-    show,
-)
+from jmx.cli.common import EXIT_OK, Parser, check_directories, check_known, print_json, show
 
 
 def add(command: Parser) -> None:
@@ -68,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_quantized(arguments: argparse.Namespace) -> int:
-    from jmx import formats
+    from jmx.numerics import formats
     from jmx.checkpoint import quantizing
 
     check_known("--quantize", arguments.quantize, formats.FORMATS)

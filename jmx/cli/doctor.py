@@ -10,7 +10,7 @@ def add(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx import doctor
+    from jmx.perf import doctor
 
     findings = doctor.examine()
     if arguments.json:

@@ -5,23 +5,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jmx.cli import checkpoint
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    MOST,
-    Parser,
-    add_json,
-    check_known,
-    check_pair,
-    counts,
-    number,
-    print_json,
-    show,
-)
+from jmx.cli.common import EXIT_NO, EXIT_OK, MOST, Parser, add_json, check_known, check_pair, counts, number, print_json, show
 
 if TYPE_CHECKING:
     from jmx.activations import Activation
-    from jmx.selection import Environment, Problem
+    from jmx.selection.environment import Environment
+    from jmx.selection.problem import Problem
 
 
 def add(command: Parser) -> None:
@@ -65,7 +54,7 @@ def add(command: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from jmx.backends import BACKENDS
     from jmx.explain import explain_problem
-    from jmx.selection import Environment, known_devices
+    from jmx.selection.environment import Environment, known_devices
 
     if arguments.backend is not None:
         check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
@@ -102,10 +91,11 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> tupl
 
     ValueError for one that cannot be.
     """
-    from jmx import experts, formats, layouts
+    from jmx.experts import experts
+    from jmx.numerics import formats, layouts
     from jmx.activations import SwiGLU
     from jmx.backends import resolve_layout
-    from jmx.selection import Problem
+    from jmx.selection.problem import Problem
 
     fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}
     floats = None
@@ -161,7 +151,7 @@ _FIELD = {"hidden": "hidden_size", "intermediate": "intermediate_size", "experts
 
 
 def _model_fields(name: str) -> dict[str, Any]:
-    from jmx.shapes import MODELS
+    from jmx.perf.shapes import MODELS
 
     check_known("--model", name, MODELS)
     problem = MODELS[name].problem(1, "packed")

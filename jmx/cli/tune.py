@@ -5,17 +5,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    Parser,
-    check_directories,
-    check_known,
-    counts,
-    fail,
-    resolved_pair,
-    show,
-)
+from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, check_directories, check_known, counts, fail, resolved_pair, show
 
 
 def add(command: Parser) -> None:
@@ -43,9 +33,11 @@ def add(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx import tuner, tuning
+    from jmx.perf import tuner
+    from jmx.selection import tuning
     from jmx.backends import BACKENDS
-    from jmx.selection import Environment, NoBackendError
+    from jmx.selection.environment import Environment
+    from jmx.selection.select import NoBackendError
 
     shape = _shape(arguments.shape, resolved_pair(arguments.format))
     tokens = arguments.tokens or tuner.TOKENS
@@ -80,11 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shape(text: str, pair: str) -> Any:
-    """The `jmx.shapes.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
+    """The `jmx.perf.shapes.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
 
     `pair`: what --format names.
     """
-    from jmx import shapes
+    from jmx.perf import shapes
     from jmx.routing import TopKSoftmax
 
     if not text[:1].isdigit():
@@ -102,7 +94,8 @@ def _shape(text: str, pair: str) -> Any:
 
 
 def _in_formats(shape: Any, pair: str) -> Any:
-    from jmx import experts, formats
+    from jmx.experts import experts
+    from jmx.numerics import formats
 
     shape = shape.in_formats(pair)
     sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import formats, layouts
-from jmx.formats import BlockScaled
-from jmx.layouts import Index, Layout, WeightSpec
+from jmx.numerics import formats, layouts
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.layouts import Index, Layout, WeightSpec
 
 SCALE_ROWS = 128  # of a scale tile
 SCALE_BLOCKS = 4  # along the contracted axis

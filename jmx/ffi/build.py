@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jmx.atomic_files import Kind, check_new, new_path
+from jmx.util.atomic_files import Kind, check_new, new_path
 
 _TOLD_LINES = 30  # of what a compiler says when it fails
 

@@ -12,7 +12,7 @@ from typing import Any
 from jmx.checkpoint.compressed_tensors.targets import Target, targets_of
 from jmx.checkpoint.entries import Entries
 from jmx.checkpoint.shards import CheckpointError
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 
 FILE = "config.json"
 METHOD = "compressed-tensors"
@@ -56,9 +56,9 @@ class Scheme:
     """How a module is quantised.
 
     Args:
-        weights: name of the weights' format, a key of `jmx.formats.FORMATS`.
+        weights: name of the weights' format, a key of `jmx.numerics.formats.FORMATS`.
         inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have. Where no
-            format of `jmx.inputs.INPUT_FORMATS` is meant: what the config says, in words.
+            format of `jmx.numerics.input_formats.INPUT_FORMATS` is meant: what the config says, in words.
         storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
     """
 

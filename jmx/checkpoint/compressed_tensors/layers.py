@@ -18,7 +18,7 @@ from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece, Shape
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
-from jmx.formats import Format
+from jmx.numerics.formats import Format
 
 # Names of the projections of each role, gate before up.
 PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (

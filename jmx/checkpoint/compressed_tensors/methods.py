@@ -9,7 +9,7 @@ from jmx.checkpoint.compressed_tensors import config, fp8, modelopt, quark
 from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.compressed_tensors.places import PLACES, find_quantization
 from jmx.checkpoint.shards import CheckpointError, read_json, read_object
-from jmx.checks import check_path
+from jmx.util.checks import check_path
 
 
 def read_quantization(path: str | os.PathLike[str]) -> Quantization:

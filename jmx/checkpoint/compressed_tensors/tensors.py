@@ -26,8 +26,8 @@ import numpy as np
 from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, GLOBAL, MODELOPT, QUARK, Scheme
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
-from jmx.formats import FORMATS, BlockScaled
-from jmx.inputs import INPUT_FORMATS, static_limits
+from jmx.numerics.formats import FORMATS, BlockScaled
+from jmx.numerics.input_formats import INPUT_FORMATS, static_limits
 
 Shape = tuple[int, ...]
 
@@ -113,7 +113,7 @@ class Module:
     Attributes:
         pieces: its tensors, by the names that compressed-tensors gives them, whichever tool wrote them.
         shape: (N, K), the contracted axis last.
-        format: the weights' `jmx.formats.Format`.
+        format: the weights' `jmx.numerics.formats.Format`.
 
     Raises:
         CheckpointError: a tensor that is missing, that its scheme does not know, or of another shape or dtype; a number

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jmx.checkpoint.gpt_oss.config import Config
 from jmx.checkpoint.shards import CheckpointError, Tensor
-from jmx.formats import MXFP4
+from jmx.numerics.formats import MXFP4
 
 Shape = tuple[int, ...]
 
@@ -118,7 +118,7 @@ def dense_shapes(config: Config) -> dict[str, Shape]:
 
 
 def layer_shapes(config: Config) -> dict[str, Shape]:
-    """Shapes of a layer's neutral tensors, packed ones as `jmx.formats` packs them."""
+    """Shapes of a layer's neutral tensors, packed ones as `jmx.numerics.formats` packs them."""
     hidden, experts, shapes = config.hidden_size, config.num_experts, dense_shapes(config)
     sizes = {"gate_up": (2 * config.intermediate_size, hidden), "down": (hidden, config.intermediate_size)}
     for role, (size, contracted) in sizes.items():

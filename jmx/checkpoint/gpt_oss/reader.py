@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jmx import codes
+from jmx.numerics import element_codes
 from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.gpt_oss import forms
@@ -18,9 +18,9 @@ from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_name
 from jmx.checkpoint.gpt_oss.sources import open_source
 from jmx.checkpoint.placement import Index, ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
-from jmx.checks import check_bool, check_int, check_path
+from jmx.util.checks import check_bool, check_int, check_path
 from jmx.experts import Experts
-from jmx.formats import MXFP4
+from jmx.numerics.formats import MXFP4
 
 
 class Reader:
@@ -74,7 +74,7 @@ class Reader:
 
         Args:
             layer: its number.
-            layout: a name in `jmx.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
+            layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
             sharding: a `jax.sharding.Sharding` for every array, or a mapping or function that gives one (or None) by
                 the array's name, as `Experts.arrays` names them. Only the slices that the devices need are read.
                 None is the default device.
@@ -111,9 +111,9 @@ class Reader:
 
     def check_scales(self, name: str, part: np.ndarray, index: Index = ()) -> None:
         """CheckpointError if `part`, which lies at `index` of the tensor with this neutral name, has a scale of 255."""
-        if name.endswith("_scales") and part.max() == codes.SCALE_NAN:
+        if name.endswith("_scales") and part.max() == element_codes.SCALE_NAN:
             starts = [s.start or 0 for s in index] or [0] * part.ndim
-            first = np.argwhere(part == codes.SCALE_NAN)[0]
+            first = np.argwhere(part == element_codes.SCALE_NAN)[0]
             place = tuple(int(i) + start for i, start in zip(first, starts, strict=True))
             file, its_name = self.source.where(name)
             raise CheckpointError(file, f"tensor {its_name!r} must have no scale of 255 (NaN), but has one at {place}")

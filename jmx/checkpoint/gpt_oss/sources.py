@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jmx import formats
+from jmx.numerics import formats
 from jmx.checkpoint import orbax_arrays, shards
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import Config
 from jmx.checkpoint.gpt_oss.forms import Shape
-from jmx.formats import MXFP4, BlockScaled
+from jmx.numerics.formats import MXFP4, BlockScaled
 
 ORBAX = "orbax"
 KEY, VERSION = "jmx_gpt_oss", 1  # of the note in the custom metadata of each Orbax checkpoint

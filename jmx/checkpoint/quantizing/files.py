@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from jmx.atomic_files import Kind, write_json
+from jmx.util.atomic_files import Kind, write_json
 from jmx.checkpoint import shards
 from jmx.checkpoint.shards import CheckpointError
 

@@ -13,7 +13,7 @@ from jmx.checkpoint.compressed_tensors.tensors import tensors
 from jmx.checkpoint.gpt_oss.config import QUANTIZATION
 from jmx.checkpoint.quantizing.experts import Layer, Matrix
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Output, Tensor
-from jmx.formats import FORMATS, MXFP4, BlockScaled, Format
+from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled, Format
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmx import atomic_files, formats
+from jmx.util import atomic_files
+from jmx.numerics import formats
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.compressed_tensors.places import find_quantization
@@ -20,10 +21,10 @@ from jmx.checkpoint.quantizing.files import CHECKPOINT
 from jmx.checkpoint.quantizing.forms import Form, check_writable, form_of
 from jmx.checkpoint.quantizing.report import REPORT, Report, measure
 from jmx.checkpoint.shards import INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
-from jmx.checks import check_bool, check_path
-from jmx.formats import BlockScaled, Format
-from jmx.formats import get as get_format
-from jmx.quantization import quantize
+from jmx.util.checks import check_bool, check_path
+from jmx.numerics.formats import BlockScaled, Format
+from jmx.numerics.formats import get as get_format
+from jmx.numerics.quantization import quantize
 
 # transformers' names of a model's first and last matrix.
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"

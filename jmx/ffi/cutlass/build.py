@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 from rich.console import Console
 
-from jmx.atomic_files import Kind
+from jmx.util.atomic_files import Kind
 from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import source

@@ -10,7 +10,7 @@ compiling.
 
 from dataclasses import dataclass, replace
 
-from jmx.selection import Problem
+from jmx.selection.problem import Problem
 
 PADDING = 128  # sizes of weights are padded to its multiples: scales lie in blocks of 64 rows by 128 columns
 

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import formats, layouts
+from jmx.numerics import formats, layouts
 from jmx.ffi.cutlass.config import padded
-from jmx.formats import BlockScaled
-from jmx.layouts import Index, Layout, WeightSpec
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.layouts import Index, Layout, WeightSpec
 
 # Where the bits of each of four codes go in a half word: (bits of the code, places to the left).
 _PLACES = (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 13), (6, 9), (8, 11)))

@@ -5,7 +5,7 @@ import functools
 import pathlib
 from typing import Any, NamedTuple
 
-from jmx import ffi
+from jmx.ffi.cpu import library as ffi
 from jmx.ffi.cutlass import source
 
 TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it

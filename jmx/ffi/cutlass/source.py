@@ -8,7 +8,7 @@ import functools
 import hashlib
 import pathlib
 
-from jmx import tuning
+from jmx.selection import tuning
 from jmx.ffi.cutlass.config import TILES
 
 FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: another one may have others

@@ -14,15 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmx import grouping, tuning
+from jmx import grouping
+from jmx.selection import tuning
 from jmx.experts import Experts
-from jmx.formats import FORMATS
+from jmx.numerics.formats import FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, Config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, Tile, alike
-from jmx.refusals import refusal
+from jmx.selection.requirements import refusal
 from jmx.routing import Routing
-from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.environment import Environment
+from jmx.selection.backend import Reason, Rejection
 
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
@@ -76,7 +79,7 @@ class MosaicSm90:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90.fragments import Rows  # Pallas takes a second to import
+        from jmx.pallas.mosaic_sm90.fragments import Rows
         from jmx.pallas.mosaic_sm90.kernel import Product, expert_products
         from jmx.pallas.mosaic_sm90.ordered import ordered_rows
 

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.formats import Format
+from jmx.numerics.formats import Format
 
 PAIRS = 16  # of a thread in a tile
 

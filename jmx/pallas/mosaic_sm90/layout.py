@@ -38,9 +38,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmx import formats, layouts
-from jmx.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, Format
-from jmx.layouts import Index, Layout, WeightSpec
+from jmx.numerics import formats, layouts
+from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, Format
+from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.elements import PAIRS, Elements, elements_of
 
 TILE = 64  # rows and columns of a tile

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jmx.formats import BlockScaled, Format
+from jmx.numerics.formats import BlockScaled, Format
 from jmx.pallas.mosaic_sm90.fragments import Rows
 
 Array = Any

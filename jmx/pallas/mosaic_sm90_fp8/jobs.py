@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmx.formats import MXFP4
+from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
 from jmx.pallas.mosaic_sm90.product import BaseProduct
 from jmx.pallas.mosaic_sm90_fp8.config import Config

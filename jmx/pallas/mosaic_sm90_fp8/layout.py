@@ -40,9 +40,9 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from jmx import formats, layouts
-from jmx.formats import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, BlockScaled
-from jmx.layouts import Index, Layout, WeightSpec
+from jmx.numerics import formats, layouts
+from jmx.numerics.formats import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, BlockScaled
+from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.layout import VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
 
 UNIT_COLUMNS = 128

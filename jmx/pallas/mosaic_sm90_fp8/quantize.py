@@ -4,7 +4,7 @@ By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products, to g
 multiprocessor's own shared memory (`keep_row`), as `one_launch` has it. A warpgroup takes a row: it loads all of it at
 once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what it still has in
 registers. So a row takes little more than one way to memory and back, which is what counts where rows are few. Its bits
-are those of `jmx.inputs.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
+are those of `jmx.numerics.input_formats.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
 
 A quotient is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem of Markstein (IBM
 Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded quotient, unless a
@@ -23,26 +23,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.inputs import InputFormat, static_limits
+from jmx.numerics.input_formats import InputFormat, static_limits
 from jmx.pallas.mosaic_sm90.fragments import load_words
 from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import THREADS
-from jmx.pallas.mosaic_sm90.mlir import (
-    SCALAR,
-    Fragment,
-    address_of,
-    constant,
-    i8,
-    i32,
-    i64,
-    less,
-    operation,
-    pair,
-    run,
-    thread_index,
-    utils,
-    wide,
-)
+from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, address_of, constant, i8, i32, i64, less, operation, pair, run, thread_index, utils, wide
 from jmx.pallas.mosaic_sm90_fp8.fragments import SWIZZLED
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
 

@@ -19,40 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90.fragments import (
-    Rows,
-    accumulator,
-    load_of_row,
-    of_registers,
-    row_array,
-    row_size,
-    sums_of,
-)
+from jmx.pallas.mosaic_sm90.fragments import Rows, accumulator, load_of_row, of_registers, row_array, row_size, sums_of
 from jmx.pallas.mosaic_sm90.layout import TILE
-from jmx.pallas.mosaic_sm90.mlir import (
-    SCALAR,
-    Fragment,
-    constant,
-    i32,
-    operation,
-    pair,
-    result,
-    thread_index,
-    utils,
-)
+from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, constant, i32, operation, pair, result, thread_index, utils
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.mosaic_sm90_fp8.fragments import (
-    SWIZZLED,
-    Unit,
-    descriptor,
-    load_float,
-    plus,
-    size_and_span,
-    start_product,
-    swizzled_rows,
-    wait,
-    zeros,
-)
+from jmx.pallas.mosaic_sm90_fp8.fragments import SWIZZLED, Unit, descriptor, load_float, plus, size_and_span, start_product, swizzled_rows, wait, zeros
 
 TILES = 2  # of the weight in a stage
 TOKENS = TILE  # of a warpgroup

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jmx import formats, grouping, tuning
+from jmx.numerics import formats
+from jmx import grouping
+from jmx.selection import tuning
 from jmx.experts import Experts
 from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, heuristic
 from jmx.pallas.triton.elements import NAMES, PLACES
-from jmx.refusals import refusal
+from jmx.selection.requirements import refusal
 from jmx.routing import Routing
-from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.environment import Environment
+from jmx.selection.backend import Reason, Rejection
 
 _INTERPRETED = (8, 0)  # the compute capability that stands for a machine where the kernel is interpreted
 
@@ -92,7 +96,7 @@ class Triton:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.triton.decode import index_of, turned  # Pallas takes a second to import
+        from jmx.pallas.triton.decode import index_of, turned
         from jmx.pallas.triton.kernel import Product, grouped_product
 
         num_tokens, top_k = routing.expert_ids.shape

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from jmx.formats import MXFP4, Format
+from jmx.numerics.formats import MXFP4, Format
 from jmx.pallas.triton.decode import pairs
 from jmx.pallas.triton.elements import SCALED_FACTORS, SHIFTED
 

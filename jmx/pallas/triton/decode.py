@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from jmx.formats import MXFP4, NVFP4, Format
+from jmx.numerics.formats import MXFP4, NVFP4, Format
 from jmx.pallas.triton.elements import FACTORS, OFFSET, PLACES, Elements, elements_of, num_factors
 
 Array = jax.Array

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW, Format
+from jmx.numerics.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW, Format
 
 PLACES = 4  # elements of a word
 

@@ -17,11 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx import activations, ffi, formats, grouping, inputs
+from jmx import activations, grouping
+from jmx.ffi.cpu import library as ffi
+from jmx.numerics import formats, input_formats
 from jmx.experts import Experts
 from jmx.grouping import Blocks
 from jmx.routing import Routing
-from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.environment import Environment
+from jmx.selection.backend import Reason, Rejection
 
 DTYPES = ("bfloat16", "float16", "float32")
 BEST = "best"
@@ -74,11 +78,11 @@ class Cpu:
                 f"weights are {problem.format!r}, of {_bits(problem.format)} bits, not of 4",
                 f"use xla, or quantise to one of {', '.join(FORMATS)}",
             )
-        if problem.input_format not in (None, inputs.INT8_TOKEN.name):
+        if problem.input_format not in (None, input_formats.INT8_TOKEN.name):
             return Rejection(
                 Reason.INPUT_FORMAT,
                 f"inputs in {problem.input_format!r}, which no CPU multiplies faster than x's dtype",
-                f"use xla, leave inputs in x's dtype, or take {inputs.INT8_TOKEN.name}",
+                f"use xla, leave inputs in x's dtype, or take {input_formats.INT8_TOKEN.name}",
             )
         if problem.input_format is not None and not _integers(problem.format):
             return Rejection(

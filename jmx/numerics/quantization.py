@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jmx import codes, formats, rounding
-from jmx.checks import check_array, check_dtype, check_key, check_one_of
-from jmx.formats import FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format, logical_shape, pack, unpack
+from jmx.numerics import element_codes, formats, rounding
+from jmx.util.checks import check_array, check_dtype, check_key, check_one_of
+from jmx.numerics.formats import FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format, logical_shape, pack, unpack
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
@@ -117,17 +117,17 @@ def _refuse_nonfinite(x: Array) -> None:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantize_mxfp4(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
-    bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
+    bits = element_codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
     scale = jnp.maximum(((amax + scale_addend) >> 23) - _E2M1_MAX_EXPONENT, 0)
     scale = jnp.where(amax == 0, _SCALE_ONE, scale)
-    scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
+    scale = jnp.where(amax >= element_codes.F32_INF, element_codes.SCALE_NAN, scale)
 
-    quotient = codes.over_power_of_two(magnitude, scale)
+    quotient = element_codes.over_power_of_two(magnitude, scale)
     elements = _e2m1(quotient) | (bits >> 28).astype(jnp.uint8) & 8
-    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
+    elements = jnp.where(scale == element_codes.SCALE_NAN, jnp.uint8(0), elements).reshape(x.shape)
     return unpack(BlockScaled(_pairs(elements), scale[..., 0].astype(jnp.uint8)))
 
 
@@ -184,13 +184,13 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
 def _divide(a: Array, b: Array) -> Array:
     """a / b, rounded once, for positive b; less than the least normal number is zero."""
     bits = rounding.divided(_extended(a), _extended(b))
-    bits = jnp.where((a == 0) | (bits < _LEAST_NORMAL), 0, jnp.minimum(bits, codes.F32_INF))
+    bits = jnp.where((a == 0) | (bits < _LEAST_NORMAL), 0, jnp.minimum(bits, element_codes.F32_INF))
     return jnp.copysign(lax.bitcast_convert_type(bits, jnp.float32), a)
 
 
 def _extended(x: Array) -> Array:
     """Extended bits of a float32's magnitude, as `rounding` takes them."""
-    return rounding.normalised((codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
+    return rounding.normalised((element_codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
 
 
 def _cut(x: Array, format: Format) -> Array:
@@ -235,7 +235,7 @@ def _scales(exact: Array, dtype: np.dtype, empty: Array) -> Array:
 
 def _e4m3(x: Array) -> Array:
     """float32 to float8_e4m3fn, saturated, and rounded once, which not every platform's own conversion does."""
-    sign = (codes.float32_bits(x) >> 24).astype(jnp.uint8) & 0x80
+    sign = (element_codes.float32_bits(x) >> 24).astype(jnp.uint8) & 0x80
     return lax.bitcast_convert_type(rounding.minifloat(_extended(x), jnp.float8_e4m3fn) | sign, jnp.float8_e4m3fn)
 
 
@@ -244,7 +244,7 @@ def _elements_of(quotients: Array, format: Format) -> Array:
     if format.element_dtype == jnp.float8_e4m3fn:
         return _e4m3(quotients)
     if format.element_dtype == jnp.float4_e2m1fn:
-        bits = codes.float32_bits(quotients)
+        bits = element_codes.float32_bits(quotients)
         elements = _e2m1((bits & 0x7FFFFFFF).astype(jnp.int32)) | (bits >> 28).astype(jnp.uint8) & 8
         pairs = lax.bitcast_convert_type(_pairs(elements), jnp.float4_e2m1fn)
         return pairs.reshape(quotients.shape)
@@ -296,7 +296,7 @@ def expand(q: BlockScaled, dtype: Any, format: Format) -> tuple[jax.Array, jax.A
     if format == MXFP4:
         blocks = q.values.reshape(*q.scales.shape, format.block_size // 2)
         *rows, num_bytes = q.values.shape
-        return codes.floats(blocks, q.scales[..., None], dtype).reshape(*rows, 2 * num_bytes), None
+        return element_codes.floats(blocks, q.scales[..., None], dtype).reshape(*rows, 2 * num_bytes), None
     weights = _elements(q.values, format)
     if q.zero_points is not None:
         weights -= _spread(q.zero_points.astype(jnp.float32), weights.shape, format)
@@ -317,8 +317,8 @@ def _elements(values: Array, format: Format) -> Array:
         signed = lax.bitcast_convert_type(values, jnp.int8)
         pair = [lax.shift_right_arithmetic(signed << shift, jnp.int8(4)).astype(jnp.float32) for shift in (4, 0)]
     else:
-        unit = codes.unit()
-        pair = [codes.element(values, index, unit) for index in (0, 1)]
+        unit = element_codes.unit()
+        pair = [element_codes.element(values, index, unit) for index in (0, 1)]
     return jnp.stack(pair, axis=-1).reshape(*values.shape[:-1], 2 * values.shape[-1])
 
 

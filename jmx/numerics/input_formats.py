@@ -28,8 +28,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jmx import codes, formats, mxfp8, quantization, rounding
-from jmx.checks import check_array, check_instance, check_one_of
+from jmx.numerics import element_codes, formats, mxfp8, quantization, rounding
+from jmx.util.checks import check_array, check_instance, check_one_of
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
@@ -141,8 +141,8 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
       least 1e-4 in both. No element saturates, and nothing but elements is rounded.
     * `int8_token`: amax / 127. vLLM (`dynamic_scaled_int8_quant`, which multiplies by 127 / amax; compressed-tensors
       divides amax by 127.5). No element reaches -128.
-    * `mxfp8`: that of `fp8_block_ue8m0` in blocks of 32, see `jmx.mxfp8`.
-    * `mxfp4`: see `jmx.quantization.quantize`, scale rule "round_even", that of compressed-tensors (`mxfp4_utils.py`).
+    * `mxfp8`: that of `fp8_block_ue8m0` in blocks of 32, see `jmx.numerics.mxfp8`.
+    * `mxfp4`: see `jmx.numerics.quantization.quantize`, scale rule "round_even", that of compressed-tensors (`mxfp4_utils.py`).
     * `nvfp4`: e4m3 of amax / (6 * static_scale), at most 448; elements are x / (scale * static_scale). ModelOpt
       (`NVFP4QTensor`; blocks whose scale would be 0 differ there). The global scale of compressed-tensors is the
       reciprocal of `static_scale`, which here always multiplies.
@@ -216,7 +216,7 @@ def _quantize_static(x: Array, static_scale: Array, format: InputFormat) -> Quan
     magnitude, negative = _magnitude_and_sign(x)
     scale = _in_range(static_scale, format)
     elements = rounding.minifloat(rounding.divided(rounding.normalised(magnitude), scale), format.element_dtype)
-    elements = jnp.where((magnitude >= codes.F32_INF) | (scale == rounding.NAN), jnp.uint8(_E4M3_NAN), elements)
+    elements = jnp.where((magnitude >= element_codes.F32_INF) | (scale == rounding.NAN), jnp.uint8(_E4M3_NAN), elements)
     return Quantised(_signed(elements, negative, format.element_dtype), lax.bitcast_convert_type(scale, jnp.float32))
 
 
@@ -225,7 +225,7 @@ def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat)
     magnitude, negative = _magnitude_and_sign(x)
     blocks = _in_blocks(magnitude, format)
     amax = blocks.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
-    is_nan = amax >= codes.F32_INF
+    is_nan = amax >= element_codes.F32_INF
     if static_scale is not None:
         given = _in_range(static_scale, format)
         is_nan |= given == rounding.NAN
@@ -246,7 +246,7 @@ def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat)
 
 @partial(jax.jit, static_argnums=1)
 def _quantize_by_powers_of_two(x: Array, format: InputFormat) -> Quantised:
-    elements, scales = mxfp8.quantize_blocks(_in_blocks(codes.float32_bits(x), format))
+    elements, scales = mxfp8.quantize_blocks(_in_blocks(element_codes.float32_bits(x), format))
     return Quantised(_out_of_blocks(elements, x.shape), scales)
 
 
@@ -266,7 +266,7 @@ def _out_of_blocks(blocks: Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _magnitude_and_sign(x: Array) -> tuple[jax.Array, jax.Array]:
-    bits = codes.float32_bits(x)
+    bits = element_codes.float32_bits(x)
     return (bits & 0x7FFFFFFF).astype(jnp.int32), bits >> 31 == 1
 
 
@@ -308,7 +308,7 @@ def dequantize(q: Quantised, format: InputFormat) -> jax.Array:
         TypeError: no `Quantised`.
     """
     _check_format(format)
-    check_instance("q", q, Quantised, "a jmx.inputs.Quantised")
+    check_instance("q", q, Quantised, "a jmx.numerics.input_formats.Quantised")
     expected = format.scales_shape(q.values.shape)
     if q.scales.shape != expected:
         raise ValueError(
@@ -332,7 +332,7 @@ def _dequantize(q: Quantised, format: InputFormat) -> jax.Array:
 def _float32_bits(x: Array) -> jax.Array:
     """Signed float32 bits (int32) of values or scales, which float32 holds exactly."""
     if x.dtype == _E8M0:
-        return lax.bitcast_convert_type(codes.power_of_two(lax.bitcast_convert_type(x, jnp.uint8)), jnp.int32)
+        return lax.bitcast_convert_type(element_codes.power_of_two(lax.bitcast_convert_type(x, jnp.uint8)), jnp.int32)
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 

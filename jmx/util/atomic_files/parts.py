@@ -22,8 +22,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jmx.atomic_files import renaming
-from jmx.atomic_files.errors import named_errors
+from jmx.util.atomic_files import renaming
+from jmx.util.atomic_files.errors import named_errors
 
 try:
     import fcntl

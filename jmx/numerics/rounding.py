@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jmx import codes
+from jmx.numerics import element_codes
 
 Array = jax.Array
 
@@ -33,7 +33,7 @@ def bits_of(number: float | np.floating) -> int:
 
 def normalised(magnitude: Array) -> Array:
     """float32 bits -> extended bits. Of zero: those of 2^-151, below every float32."""
-    return codes.over_power_of_two(magnitude, jnp.int32(_BIAS))
+    return element_codes.over_power_of_two(magnitude, jnp.int32(_BIAS))
 
 
 def divided(dividend: Array, divisor: Array | int) -> Array:
@@ -60,14 +60,14 @@ def times(a: Array | int, b: Array) -> Array:
     """Product of two magnitudes, float32 bits each, as float32 bits: rounded once, to nearest, ties to even, subnormals
     included. `a` has at most 8 significant bits, as every element and every narrow scale has. NaN where either is NaN
     or infinite."""
-    zero, finite = (a == 0) | (b == 0), (a < codes.F32_INF) & (b < codes.F32_INF)
+    zero, finite = (a == 0) | (b == 0), (a < element_codes.F32_INF) & (b < element_codes.F32_INF)
     a, b = normalised(jnp.asarray(a, jnp.int32)), normalised(b)
     product = (_significand(a) >> 16).astype(jnp.uint32) * _significand(b).astype(jnp.uint32)  # 31 or 32 bits
     carry = (product >> 31).astype(jnp.int32)
     word = (product >> 4).astype(jnp.int32) | (product & 15 != 0)  # what is cut off stays below every half
     field = (a >> _MANTISSA) + (b >> _MANTISSA) - _BIAS + carry
     significand = _shifted(word, jnp.minimum(3 + carry + jnp.maximum(1 - field, 0), 30))
-    bits = jnp.minimum((jnp.clip(field - 1, 0, 254) << _MANTISSA) + significand, codes.F32_INF)
+    bits = jnp.minimum((jnp.clip(field - 1, 0, 254) << _MANTISSA) + significand, element_codes.F32_INF)
     return jnp.where(finite, jnp.where(zero, 0, bits), NAN)
 
 

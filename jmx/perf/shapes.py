@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jmx import formats
+from jmx.numerics import formats
 from jmx.activations import Activation, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
-from jmx.inputs import INPUT_FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.routing import GroupedTopK, Method, TopKSoftmax
-from jmx.selection import Problem
+from jmx.selection.problem import Problem
 
 _STATIC_RANGE = 8.0  # that static scales of inputs cover: tokens are standard normal, and h is nearly
 

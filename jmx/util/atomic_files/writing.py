@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jmx.atomic_files import parts, renaming
-from jmx.atomic_files.errors import named_errors
-from jmx.atomic_files.paths import Kind, check_new, place
+from jmx.util.atomic_files import parts, renaming
+from jmx.util.atomic_files.errors import named_errors
+from jmx.util.atomic_files.paths import Kind, check_new, place
 
 
 @contextlib.contextmanager

@@ -22,13 +22,16 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jmx import bench, machine, tuning
+from jmx.perf import bench, machine
+from jmx.selection import tuning
 from jmx.backends import BACKENDS, resolve_layout
-from jmx.formats import FORMATS
-from jmx.selection import Environment, NoBackendError, Rejection
-from jmx.shapes import Shape
-from jmx.tables import FoldingTable, decimal, numbers, words
-from jmx.tuning import Entry, Key, Tunable
+from jmx.numerics.formats import FORMATS
+from jmx.selection.environment import Environment
+from jmx.selection.select import NoBackendError
+from jmx.selection.backend import Rejection
+from jmx.perf.shapes import Shape
+from jmx.util.tables import FoldingTable, decimal, numbers, words
+from jmx.selection.tuning import Entry, Key, Tunable
 
 Array = Any
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)  # no gap wider than the reach of an entry, `tuning.REACH`
@@ -105,7 +108,7 @@ def run(
         again: whether to measure token counts that the file has already.
         seconds: begin to trace and compile no further candidate of a token count after so many. Those begun by then
             are measured, at least the heuristic's own. None: all of them.
-        layers: as in `jmx.bench.run`.
+        layers: as in `jmx.perf.bench.run`.
         console: takes the progress bar and the lines about candidates that failed; default: stderr.
 
     Raises:

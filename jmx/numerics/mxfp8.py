@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import codes, rounding
-from jmx.formats import MXFP8, BlockScaled
+from jmx.numerics import element_codes, rounding
+from jmx.numerics.formats import MXFP8, BlockScaled
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
@@ -48,7 +48,7 @@ def quantize(x: Array) -> BlockScaled:
 
 @jax.jit
 def _quantize(x: Array) -> BlockScaled:
-    bits = codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // MXFP8.block_size, MXFP8.block_size)
+    bits = element_codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // MXFP8.block_size, MXFP8.block_size)
     elements, scales = quantize_blocks(bits)
     return BlockScaled(elements.reshape(x.shape), scales)
 
@@ -65,10 +65,10 @@ def quantize_blocks(bits: Array) -> tuple[Array, Array]:
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
     scale = jnp.maximum(((amax + _CARRY) >> 23) - _E4M3_MAX_EXPONENT, 0)
-    scale = jnp.where(amax >= codes.F32_INF, codes.SCALE_NAN, scale)
-    elements = rounding.minifloat(codes.over_power_of_two(magnitude, scale), MXFP8.element_dtype)
+    scale = jnp.where(amax >= element_codes.F32_INF, element_codes.SCALE_NAN, scale)
+    elements = rounding.minifloat(element_codes.over_power_of_two(magnitude, scale), MXFP8.element_dtype)
     elements |= (bits >> 24).astype(jnp.uint8) & 0x80
-    elements = jnp.where(scale == codes.SCALE_NAN, jnp.uint8(0), elements)
+    elements = jnp.where(scale == element_codes.SCALE_NAN, jnp.uint8(0), elements)
     return (
         lax.bitcast_convert_type(elements, MXFP8.element_dtype),
         lax.bitcast_convert_type(scale[..., 0].astype(jnp.uint8), MXFP8.scale_dtype),
@@ -82,4 +82,4 @@ def dequantize(q: BlockScaled) -> jax.Array:
     """
     scales = lax.bitcast_convert_type(q.scales, jnp.uint8)[..., None]
     values = q.values.astype(jnp.float32).reshape(*q.scales.shape, MXFP8.block_size)
-    return codes.scaled(values, scales).reshape(q.values.shape)
+    return element_codes.scaled(values, scales).reshape(q.values.shape)

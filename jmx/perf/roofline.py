@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx import atomic_files
-from jmx.atomic_files import Kind
-from jmx.tables import FoldingTable, decimal, numbers, words
+from jmx.util import atomic_files
+from jmx.util.atomic_files import Kind
+from jmx.util.tables import FoldingTable, decimal, numbers, words
 
 
 @dataclass(frozen=True)

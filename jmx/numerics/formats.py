@@ -5,7 +5,7 @@ A format cuts the last (contracted) axis of a weight into blocks that share one 
     weight[n, k] = (values[n, k] - zero_points[n, b]) * scales[n, b] * global_scales[n],  b = k // block_size
 
 where zero points and global scales are 0 and 1 in formats that lack them. MXFP4 is 32 elements e2m1 and one scale e8m0,
-as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. `jmx.quantization` turns floats into it and back.
+as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. `jmx.numerics.quantization` turns floats into it and back.
 
 Weights come in two forms. *Canonical* arrays have one element of the format's type a weight; *packed* arrays are the
 uint8 bytes of checkpoints: of 4-bit elements two a byte, the even one of the contracted axis in the low nibble.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmx.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
+from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 
@@ -136,7 +136,7 @@ FP8_TENSOR = Format("fp8_tensor", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
 FP8_CHANNEL = Format("fp8_channel", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
 FP8_BLOCK = Format("fp8_block", _E4M3, 8, 128, _FLOATS[::-1], short_block=True)
 
-# Of activations: what block-scaled products take beside MXFP4 weights. See `jmx.mxfp8`.
+# Of activations: what block-scaled products take beside MXFP4 weights. See `jmx.numerics.mxfp8`.
 MXFP8 = Format("mxfp8", _E4M3, 8, 32, (_E8M0,))
 
 

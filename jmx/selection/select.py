@@ -16,22 +16,13 @@ import jax.numpy as jnp
 import jaxlib.version
 from jax.core import Tracer
 
-from jmx import activations, layouts
+from jmx import activations
+from jmx.numerics import layouts
 from jmx.activations import Activation
-from jmx.checks import (
-    check_array,
-    check_bool,
-    check_dtype,
-    check_instance,
-    check_int,
-    check_one_of,
-    check_shape,
-    check_str,
-    shown,
-)
+from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_one_of, check_shape, check_str, shown
 from jmx.experts import ORDERS, Experts
-from jmx.formats import FORMATS
-from jmx.inputs import INPUT_FORMATS, resolve
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS, resolve
 from jmx.routing import Routing
 
 Array = Any

@@ -24,11 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import activations, grouping, inputs, xla_dot
+from jmx import activations, grouping
+from jmx.numerics import input_formats
+from jmx.xla import dot
 from jmx.experts import Experts
-from jmx.formats import MXFP4
+from jmx.numerics.formats import MXFP4
 from jmx.routing import Routing
-from jmx.selection import Computation, Environment, Problem, Reason, Rejection
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.environment import Environment
+from jmx.selection.backend import Reason, Rejection
 
 Array = jax.Array
 
@@ -39,7 +43,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Xla:
-    """The backend object of this file; see `jmx.selection.Backend`."""
+    """The backend object of this file; see `jmx.selection.backend.Backend`."""
 
     name: str = "xla"
     summary: str = "reference in plain jnp, any platform"
@@ -123,8 +127,8 @@ def _rounded(computation: Computation, experts: Experts, role: str, a: Array) ->
     """The inputs of a product as their format has them: what they are worth, in float32."""
     if computation.input_format is None:
         return a
-    format = inputs.INPUT_FORMATS[computation.input_format]
-    return inputs.dequantize(inputs.quantize(a, format, experts.input_scale(role)), format)
+    format = input_formats.INPUT_FORMATS[computation.input_format]
+    return input_formats.dequantize(input_formats.quantize(a, format, experts.input_scale(role)), format)
 
 
 class _Chosen:
@@ -145,7 +149,7 @@ class _Chosen:
 
     def _dot(self, role: str, a: Array, transposed: bool = False) -> Array:
         q = self._experts.take(role, self._chosen)
-        return xla_dot.expanded(a, q, self._experts.format, self._dtype, transposed=transposed)
+        return dot.expanded(a, q, self._experts.format, self._dtype, transposed=transposed)
 
 
 def _in_loop(experts: Experts) -> Experts:
@@ -194,15 +198,15 @@ def _forward_few(
         rows = (rows * weights[..., None]).astype(x.dtype)
     rows = jnp.broadcast_to(rows, (*inside.shape, x.shape[-1])).reshape(-1, x.shape[-1])
     if words:
-        gate_up, down = xla_dot.words(experts.gate_up), xla_dot.words(experts.down)
+        gate_up, down = dot.words(experts.gate_up), dot.words(experts.down)
         experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
 
     def product(role: str, chosen: Array, a: Array) -> Array:
         a, q = _rounded(computation, experts, role, a), experts.take(role, chosen)
         if experts.format == MXFP4:
-            y = xla_dot.fused(a, q)
+            y = dot.fused(a, q)
         else:
-            y = xla_dot.expanded(a[:, None], q, experts.format, _compute_dtype(computation, x))[:, 0]
+            y = dot.expanded(a[:, None], q, experts.format, _compute_dtype(computation, x))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 

@@ -4,7 +4,7 @@ A configuration (block shapes, stages, splits) comes from the first of these tha
 
     override    `with tuning.override(...)`, which is part of jit's cache key;
     user        this user's cache, which `jmx tune` writes;
-    table       the table that ships with jmx for this kind of device, jmx/tuned/<engine>-<device>.json;
+    table       the table that ships with jmx for this kind of device, jmx/selection/tuned/<engine>-<device>.json;
     heuristic   the engine's own rule, for whatever is in none of them.
 
 Nothing is measured here, nor while tracing. Files are read once in a process: jit would go on serving what it traced
@@ -29,9 +29,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jmx import atomic_files
-from jmx.atomic_files import Kind
-from jmx.selection import Environment, Problem
+from jmx.util import atomic_files
+from jmx.util.atomic_files import Kind
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
 
 Source = Literal["override", "user", "table", "heuristic"]
 
@@ -41,7 +42,7 @@ REACH = 4
 
 @typing.runtime_checkable
 class Tunable[C](Protocol):
-    """What an engine that can be tuned offers beside `jmx.selection.Backend`.
+    """What an engine that can be tuned offers beside `jmx.selection.backend.Backend`.
 
     A configuration is a frozen dataclass whose fields are int, bool, str, or another such dataclass.
     """

@@ -1,8 +1,9 @@
 """What kernels for quantised weights do not take, whatever the GPU."""
 
-from jmx.formats import MXFP4
-from jmx.inputs import INPUT_FORMATS
-from jmx.selection import Problem, Reason, Rejection
+from jmx.numerics.formats import MXFP4
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.selection.problem import Problem
+from jmx.selection.backend import Reason, Rejection
 
 
 def refusal(

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import codes, quantization
-from jmx.formats import BlockScaled, Format
+from jmx.numerics import element_codes, quantization
+from jmx.numerics.formats import BlockScaled, Format
 
 Array = jax.Array
 
@@ -60,11 +60,11 @@ def fused(a: Array, q: BlockScaled) -> Array:
     values = q.values.reshape(count, _ROWS, rows // _ROWS, blocks, block_words)
     scales = q.scales.reshape(count, _ROWS, rows // _ROWS, blocks, 1)
     a = a.astype(jnp.float32).reshape(count, 1, blocks, block_words, codes_per_word)
-    a, unit = lax.optimization_barrier(a), codes.unit()  # converted once, not once a weight row
+    a, unit = lax.optimization_barrier(a), element_codes.unit()  # converted once, not once a weight row
     sums = []
     for row in range(_ROWS):
-        products = [codes.element(values[:, row], i, unit) * a[..., i] for i in range(codes_per_word)]
-        sums.append(codes.scaled(sum(products[1:], products[0]), scales[:, row]))
+        products = [element_codes.element(values[:, row], i, unit) * a[..., i] for i in range(codes_per_word)]
+        sums.append(element_codes.scaled(sum(products[1:], products[0]), scales[:, row]))
     zeros = (jnp.float32(0),) * _ROWS
     totals = lax.reduce(tuple(sums), zeros, lambda x, y: tuple(i + j for i, j in zip(x, y, strict=True)), (2, 3))
     return jnp.stack(totals, axis=1).reshape(count, rows)

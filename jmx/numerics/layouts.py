@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmx import formats
-from jmx.checks import check_one_of
-from jmx.formats import BlockScaled, Format
+from jmx.numerics import formats
+from jmx.util.checks import check_one_of
+from jmx.numerics.formats import BlockScaled, Format
 
 Index = jax.Array | tuple[jax.Array, ...]
 

@@ -18,7 +18,7 @@ import jaxlib
 import numpy as np
 
 from jmx import _version
-from jmx.roofline import Limits
+from jmx.perf.roofline import Limits
 
 Device = Any  # a jax.Device
 

@@ -6,7 +6,7 @@ import platform
 from typing import Any
 
 from jmx._version import __version__
-from jmx.tables import FoldingTable, words
+from jmx.util.tables import FoldingTable, words
 
 # Distributions that jmx needs, and those that some of its parts need: what for, and the extra that brings them.
 _NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
@@ -64,7 +64,7 @@ def _version_of(distribution: str) -> str | None:
 def _examine_devices() -> list[dict[str, Any]]:
     import jax
 
-    from jmx.machine import memory_limit
+    from jmx.perf.machine import memory_limit
 
     return [
         {
@@ -81,9 +81,10 @@ def _examine_devices() -> list[dict[str, Any]]:
 def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
     """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
     from jmx.backends import BACKENDS, resolve_layout
-    from jmx.bench import usable_layout
-    from jmx.selection import Environment, NoBackendError
-    from jmx.shapes import MODELS
+    from jmx.perf.bench import usable_layout
+    from jmx.selection.environment import Environment
+    from jmx.selection.select import NoBackendError
+    from jmx.perf.shapes import MODELS
 
     environment = Environment.probe()
     layout = resolve_layout("auto", environment)
@@ -103,7 +104,7 @@ def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
 
 def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
     """What `jmx build cutlass` lacks, on a machine where that is all that keeps the backend from running."""
-    from jmx.selection import Reason
+    from jmx.selection.backend import Reason
 
     if not any(found["name"] == "cutlass" and found.get("reason") == Reason.NOT_BUILT.value for found in backends):
         return []
