@@ -48,7 +48,7 @@ test-sanitized: $(VENV)/installed-test$(extra)
 	cmake -S cmake -B $(sanitized)/address -DJMX_SANITIZE=address,undefined -DPython_EXECUTABLE=$(abspath $(bin)/python)
 	cmake --build $(sanitized)/address --target jmx_cpu --parallel
 	rm -rf $(sanitized)/tree && mkdir $(sanitized)/tree && cp -r jmx tests pyproject.toml $(sanitized)/tree
-	cp $(sanitized)/address/libjmx_cpu.so $(sanitized)/tree/jmx/ffi/
+	cp $(sanitized)/address/libjmx_cpu.so $(sanitized)/tree/jmx/ffi/cpu/
 	printf 'import sys\nsys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]\n' \
 	    > $(sanitized)/tree/sitecustomize.py  # or else the installed jmx is found first
 	cd $(sanitized)/tree && PYTHONPATH=. LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
@@ -67,12 +67,12 @@ bench: $(VENV)/installed-bench$(extra)
 	$(bin)/python benchmarks/layer.py $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis jmx/ffi/*.so
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis jmx/ffi/*/*.so
 	find cmake -mindepth 1 -not -name CMakeLists.txt -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
 
 # jmx is built and installed once: that compiles what is in C++, in an environment of its own, for a minute.
-$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/src/* jmx/ffi/include/*) | $(bin)/python
+$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/cpu/src/* jmx/ffi/include/*) | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
 	@echo "installing jmx into $(VENV)"
 	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable .

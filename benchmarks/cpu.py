@@ -29,12 +29,12 @@ import numpy as np
 import rich
 
 from benchmarks.peers import llama_cpp
-from jmx.perf import bench, machine, shapes
 from jmx.activations import SwiGLU
 from jmx.backends import BACKENDS
 from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.perf import bench, machine, shapes
 from jmx.perf.roofline import Limits, Report, Row, check_outputs, draw
 from jmx.routing import Logits, route
 from jmx.selection.environment import Environment

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx.numerics import layouts
-from jmx.perf import shapes
 from jmx.backends import BACKENDS
 from jmx.ffi.blackwell import Prepared
+from jmx.numerics import layouts
 from jmx.numerics.formats import FORMATS, MXFP4
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.perf import shapes
 from jmx.selection.backend import Backend, Reason, Rejection
 from jmx.selection.environment import Environment, known_devices
 

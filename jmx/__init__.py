@@ -5,15 +5,39 @@ from jmx._version import __version__
 from jmx.activations import ACTIVATIONS, GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
 from jmx.explain import Explanation, explain
-from jmx.numerics.formats import FORMATS, MXFP4, MXINT4, NVFP4, BlockScaled, Format, from_offset_binary, pack, pad, unpack, unpad
 from jmx.grouping import Groups, group
 from jmx.layer import moe
+from jmx.numerics.formats import (
+    FORMATS,
+    MXFP4,
+    MXINT4,
+    NVFP4,
+    BlockScaled,
+    Format,
+    from_offset_binary,
+    pack,
+    pad,
+    unpack,
+    unpad,
+)
 from jmx.numerics.quantization import dequantize, quantize
-from jmx.routing import NOWHERE, ROUTING_METHODS, Custom, GroupedTopK, Logits, Routing, SigmoidTopK, SoftmaxTopK, TopKSoftmax, route, token_counts
-from jmx.selection.environment import Environment
-from jmx.selection.select import NoBackendError, Selection, select, use_backend
-from jmx.selection.problem import Problem
+from jmx.routing import (
+    NOWHERE,
+    ROUTING_METHODS,
+    Custom,
+    GroupedTopK,
+    Logits,
+    Routing,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopKSoftmax,
+    route,
+    token_counts,
+)
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.selection.select import NoBackendError, Selection, select, use_backend
 
 __all__ = [
     "ACTIVATIONS",

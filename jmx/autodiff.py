@@ -14,11 +14,11 @@ from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jmx import meshes
-from jmx.xla import backend as xla
 from jmx.experts import Experts
 from jmx.first_order import not_differentiable, reverse_mode_only
 from jmx.routing import Routing
 from jmx.selection.problem import Computation
+from jmx.xla import backend as xla
 
 Array = jax.Array
 Run = Callable[[Array, Routing, Experts], Array]

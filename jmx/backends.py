@@ -1,11 +1,10 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
-from jmx.numerics import layouts
-from jmx.util.checks import check_one_of
 from jmx.ffi import blackwell, blackwell_layouts
 from jmx.ffi.cpu.backend import Cpu
 from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
+from jmx.numerics import layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT as MOSAIC_SM90
@@ -14,6 +13,7 @@ from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT as MOSAIC_SM90_FP8
 from jmx.pallas.triton.backend import Triton
 from jmx.selection.backend import Backend
 from jmx.selection.environment import Environment
+from jmx.util.checks import check_one_of
 from jmx.xla.backend import Xla
 
 # `xla` runs everything: what stands behind it runs on request alone, as `cutlass` does, which `mosaic` outruns, or not

@@ -10,21 +10,21 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from jmx import activations
-from jmx.numerics import formats
-from jmx.selection import tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
-from jmx.util.checks import is_array, shown
 from jmx.experts import Experts
-from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.layer import check_arguments
+from jmx.numerics import formats
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.routing import Logits, Routing
-from jmx.selection.environment import Environment
-from jmx.selection.select import NoBackendError, check_backend, select
-from jmx.selection.problem import Problem
+from jmx.selection import tuning
 from jmx.selection.backend import Rejection
-from jmx.util.tables import FoldingTable, decimal, words
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.selection.select import NoBackendError, check_backend, select
 from jmx.selection.tuning import Choice, Tunable
+from jmx.util.checks import is_array, shown
+from jmx.util.tables import FoldingTable, decimal, words
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
-from jmx.util.checks import check_array, check_instance, check_one_of
-from jmx.experts.arrays import check_arrays
 from jmx.experts import Experts
+from jmx.experts.arrays import check_arrays
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
-from jmx.selection.problem import WEIGHTS_ON, Computation, Problem, check_x, resolve_input_format
 from jmx.selection.environment import Environment
+from jmx.selection.problem import WEIGHTS_ON, Computation, Problem, check_x, resolve_input_format
 from jmx.selection.select import check_backend, select
+from jmx.util.checks import check_array, check_instance, check_one_of
 
 Array = Any
 

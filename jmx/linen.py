@@ -10,9 +10,9 @@ from flax import linen as nn
 
 from jmx.activations import Activation, SwiGLU
 from jmx.experts import Axes, Experts, partition_names
-from jmx.numerics.formats import MXFP4, Format
 from jmx.layer import moe
 from jmx.module_arguments import SIZES, Arguments, check_auto_axes, check_logits, check_router_split, router_product
+from jmx.numerics.formats import MXFP4, Format
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
 

@@ -8,18 +8,18 @@ from typing import Any
 import jax
 
 from jmx import activations, meshes, routing
-from jmx.numerics import formats
 from jmx.activations import Activation
 from jmx.backends import BACKENDS, resolve_layout
-from jmx.util.checks import check_bool, check_dtype, check_instance, check_int, check_one_of, is_array, shown
 from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_axes
+from jmx.numerics import formats
 from jmx.numerics.formats import Format
 from jmx.numerics.input_formats import FAMILIES, INPUT_FORMATS
 from jmx.numerics.layouts import LAYOUTS
 from jmx.routing import Method, TopKSoftmax
-from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
 from jmx.selection.environment import Environment
+from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
 from jmx.selection.select import check_backend
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_int, check_one_of, is_array, shown
 
 Array = Any
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.activations import Activation, SwiGLU
-from jmx.util.checks import check_instance
-from jmx.experts.arrays import check_arrays
 from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes, partition_names
-from jmx.numerics.formats import MXFP4, Format
+from jmx.experts.arrays import check_arrays
 from jmx.layer import moe
 from jmx.module_arguments import Arguments, check_logits, check_router_split, router_product
+from jmx.numerics.formats import MXFP4, Format
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
+from jmx.util.checks import check_instance
 
 Array = Any
 

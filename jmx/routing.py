@@ -18,7 +18,16 @@ import numpy as np
 from jax import lax
 
 from jmx import meshes
-from jmx.util.checks import check_array, check_bool, check_callable, check_finite, check_instance, check_int, check_one_of, shown
+from jmx.util.checks import (
+    check_array,
+    check_bool,
+    check_callable,
+    check_finite,
+    check_instance,
+    check_int,
+    check_one_of,
+    shown,
+)
 
 Array = Any  # a jax.Array, a numpy array, or a tracer
 

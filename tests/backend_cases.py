@@ -22,8 +22,8 @@ from jmx.backends import BACKENDS
 from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
 from jmx.numerics.layouts import LAYOUTS
-from jmx.pallas.triton.backend import Triton
 from jmx.numerics.quantization import random
+from jmx.pallas.triton.backend import Triton
 from jmx.selection.backend import Backend, Reason, Rejection
 
 BLOCK = MXFP4.block_size

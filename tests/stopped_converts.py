@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from jmx import cli
-from jmx.util.atomic_files import parts, renaming, writing
 from jmx.checkpoint.quantizing import files, writer
 from jmx.numerics.formats import BlockScaled, Format
+from jmx.util.atomic_files import parts, renaming, writing
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 

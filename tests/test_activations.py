@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmx import activations
-from jmx.activations import GATE_UP_ORDERS, GELU, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU, join_gate_up, split_gate_up
+from jmx.activations import (
+    GATE_UP_ORDERS,
+    GELU,
+    GELUAndMul,
+    ReLU,
+    ReLU2,
+    SiLU,
+    SiLUAndMul,
+    SwiGLU,
+    join_gate_up,
+    split_gate_up,
+)
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 GATED = [SwiGLU(), GPT_OSS, SwiGLU(alpha=0.5, limit=2.0), SiLUAndMul(), GELUAndMul(True), GELUAndMul(False)]

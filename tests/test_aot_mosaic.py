@@ -16,12 +16,12 @@ from sass import hazards, parse, register_limits
 
 import jmx
 from jmx import Environment, Experts, Routing
-from jmx.selection import tuning
 from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY, Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.perf.shapes import MODELS, Shape
+from jmx.selection import tuning
 
 ENGINE, H200 = MosaicSm90(), Environment.named("h200")
 TABLES = sorted((pathlib.Path(jmx.__file__).parent / "tuned").glob(f"{ENGINE.name}-*.json"))

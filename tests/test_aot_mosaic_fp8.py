@@ -11,12 +11,12 @@ from sass import hazards, parse, register_limits
 
 import jmx
 from jmx import Environment, Experts
-from jmx.selection import tuning
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.mosaic_sm90_fp8.backend import MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, unit_bytes
+from jmx.selection import tuning
 from jmx.selection.problem import Problem
 
 MAX_SPILLED = 96  # bytes of a thread: addresses for the most part, once an item

@@ -17,12 +17,12 @@ from memory import abstract_step, temporary_bytes
 
 import jmx
 from jmx import Environment, Experts, Routing
-from jmx.selection import tuning
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import FEW_TOKENS
 from jmx.pallas.triton.elements import num_factors
 from jmx.perf.shapes import MODELS
+from jmx.selection import tuning
 
 pytestmark = pytest.mark.aot
 

@@ -22,7 +22,20 @@ from backend_cases import (
 )
 
 import jmx
-from jmx import Experts, GELUAndMul, GroupedTopK, Logits, ReLU2, Routing, SiLUAndMul, SoftmaxTopK, SwiGLU, TopKSoftmax, activations, route
+from jmx import (
+    Experts,
+    GELUAndMul,
+    GroupedTopK,
+    Logits,
+    ReLU2,
+    Routing,
+    SiLUAndMul,
+    SoftmaxTopK,
+    SwiGLU,
+    TopKSoftmax,
+    activations,
+    route,
+)
 from jmx.backends import BACKENDS
 
 # Backward is the reference's, whatever ran forward. A gradient passes one product more than the result does, and its

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from jax.core import Tracer
 
-from jmx.perf import bench, machine, roofline, shapes
-from jmx.numerics import formats
 from jmx.activations import SwiGLU
-from jmx.util.atomic_files import renaming
-from jmx.perf.bench import RAGGED_DOT
+from jmx.numerics import formats
 from jmx.numerics.layouts import LAYOUTS
-from jmx.routing import Logits, TopKSoftmax, route
-from jmx.selection.environment import Environment
-from jmx.selection.backend import Reason, Rejection
+from jmx.perf import bench, machine, roofline, shapes
+from jmx.perf.bench import RAGGED_DOT
 from jmx.perf.shapes import Shape
+from jmx.routing import Logits, TopKSoftmax, route
+from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.util.atomic_files import renaming
 from jmx.xla.backend import Xla
 
 TINY = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)

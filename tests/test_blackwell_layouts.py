@@ -10,10 +10,10 @@ from memory import compile_here, temporary_bytes
 
 import jmx
 from jmx import backends
-from jmx.numerics import formats
 from jmx.activations import GATE_UP_ORDERS
 from jmx.ffi import blackwell_layouts as blackwell
 from jmx.ffi.blackwell_layouts import CUTLASS, CUTLASS_LAYOUT, TRTLLM, TRTLLM_LAYOUT
+from jmx.numerics import formats
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import LAYOUTS, WeightSpec
 from jmx.numerics.mxfp8 import quantize

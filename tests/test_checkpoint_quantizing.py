@@ -11,9 +11,9 @@ import pytest
 from float_checkpoints import TINY, float_gpt_oss, write
 
 import jmx
-from jmx.numerics import formats
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, quantizing
 from jmx.checkpoint.quantizing import writer
+from jmx.numerics import formats
 from jmx.numerics.formats import FORMATS, Format
 
 E, H, I = 2, 128, 160  # noqa: E741 (the field's name)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jmx
-from jmx.util import checks
 from jmx import routing
+from jmx.util import checks
 
 
 @pytest.mark.parametrize("three", [3, np.int64(3), np.uint8(3), np.array(3), jnp.int32(3)], ids=lambda v: str(type(v)))

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jmx.perf import bench, doctor, roofline, shapes
 from jmx import cli
-from jmx.selection import select as selection
 from jmx._version import __version__
 from jmx.checkpoint import gpt_oss, shards
+from jmx.perf import bench, doctor, roofline, shapes
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKPOINT = str(ROOT / "examples" / "gpt_oss" / "tiny")
@@ -159,15 +159,15 @@ def test_only_names_that_are_near_are_suggested(argv, near, jmx):
 @pytest.mark.parametrize("name", ["h200", "H200", "GB200", "Gb200", "L40s", "CPU"])
 def test_devices_are_named_in_any_case(name, jmx):
     code, out, _ = jmx("explain", *SIZES, "--device", name, "--json")
-    expected = selection.Environment.named(name.lower())
+    expected = Environment.named(name.lower())
     assert (code, json.loads(out)[0]["device"]) == (0, expected.device_kind)
-    assert selection.Environment.named(name) == expected
+    assert Environment.named(name) == expected
 
 
 @pytest.mark.parametrize("argv", [["tune"], ["tune", "--backend", "mosaic"], ["tune", "--shape", "8,2,64,64"]])
 def test_tune_exits_with_1_where_nothing_can_be_tuned_here(argv, jmx, monkeypatch):
-    environment = selection.Environment.named("cpu")
-    monkeypatch.setattr(selection.Environment, "probe", classmethod(lambda cls, *arguments: environment))
+    environment = Environment.named("cpu")
+    monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: environment))
     code, out, err = jmx(*argv)
     assert (code, out) == (1, "")
     assert_one_line_error(err, "platform is 'cpu', not 'gpu'")
@@ -338,8 +338,8 @@ def test_doctor_tells_versions_devices_and_backends(jmx):
     ],
 )
 def test_doctor_says_whether_the_hopper_kernels_run_here_and_why_not(device, layout, mosaic, jmx, monkeypatch):
-    environment = selection.Environment.named(device)
-    monkeypatch.setattr(selection.Environment, "probe", classmethod(lambda cls, *arguments: environment))
+    environment = Environment.named(device)
+    monkeypatch.setattr(Environment, "probe", classmethod(lambda cls, *arguments: environment))
     code, out, _ = jmx("doctor", "--json")
     found = json.loads(out)
     assert (code, found["layout"]) == (0, layout)

@@ -8,8 +8,8 @@ import pytest
 
 from jmx import cli
 from jmx.numerics import formats
-from jmx.selection import select as selection
 from jmx.perf import shapes
+from jmx.selection.environment import known_devices
 
 shtab = pytest.importorskip("shtab")
 
@@ -47,7 +47,7 @@ def test_bash_completes_commands_options_names_and_files(tmp_path, capsys):
     assert completed("jmx ex", tmp_path, capsys) == {"explain"}
     assert completed("jmx ", tmp_path, capsys) >= {"explain", "doctor", "convert", "bench", "tune", "build"}
     assert completed("jmx explain --dev", tmp_path, capsys) == {"--device"}
-    assert completed("jmx explain --device ", tmp_path, capsys) == {*selection.known_devices()}
+    assert completed("jmx explain --device ", tmp_path, capsys) == {*known_devices()}
     assert completed("jmx explain --format nv", tmp_path, capsys) == {"nvfp4"}
     assert completed("jmx bench --model ", tmp_path, capsys) == {*shapes.MODELS}
     assert completed("jmx convert --quantize int4", tmp_path, capsys) <= {*formats.FORMATS}

@@ -18,10 +18,10 @@ from flax import nnx
 from float_checkpoints import TINY
 
 from jmx import cli
-from jmx.util.atomic_files import renaming
 from jmx.checkpoint import compressed_tensors, gpt_oss, orbax, quantizing, shards
 from jmx.checkpoint.quantizing import writer
 from jmx.numerics.formats import FORMATS
+from jmx.util.atomic_files import renaming
 
 ROOT = Path(__file__).parents[1]
 LAYER = "model.layers.3.mlp.experts"

@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 
-from jmx.perf import bench, tuner
 from jmx import cli
 from jmx.checkpoint import quantizing
 from jmx.checkpoint.gpt_oss import writer as gpt_oss_writer
 from jmx.ffi.cutlass import build
+from jmx.perf import bench, tuner
 
 TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_oss" / "tiny")
 

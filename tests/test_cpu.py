@@ -113,7 +113,14 @@ def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):
     root = request.config.rootpath
-    command = ["g++", "-std=gnu++20", "-O2", "-ffp-contract=fast", f"-I{root}/jmx/ffi/cpu/src", "-DkAvx512Bf16=kPortable"]
+    command = [
+        "g++",
+        "-std=gnu++20",
+        "-O2",
+        "-ffp-contract=fast",
+        f"-I{root}/jmx/ffi/cpu/src",
+        "-DkAvx512Bf16=kPortable",
+    ]
     isa = ["-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"]
     emulated = ["-DJMX_KERNEL=kAmxBf16", "-include", str(root / "tests/emulated_tiles.h")]
     checked = ["-DJMX_CHECKED=kAmxBf16", "-DJMX_ROUNDS_WEIGHTS"]

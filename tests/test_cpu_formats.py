@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 import jmx
 from jmx import Environment, Reason
-from jmx.ffi.cpu import library as ffi
-from jmx.numerics import input_formats
 from jmx.ffi.cpu import backend as cpu
+from jmx.ffi.cpu import library as ffi
 from jmx.ffi.cpu.backend import Cpu
+from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, WHOLE_ROW, BlockScaled, unpack
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

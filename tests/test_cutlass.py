@@ -30,8 +30,6 @@ from backend_cases import (
 
 import jmx
 from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU
-from jmx.perf import doctor
-from jmx.selection import tuning
 from jmx.activations import Activation
 from jmx.backends import BACKENDS
 from jmx.ffi.build import Missing
@@ -45,6 +43,8 @@ from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.ffi.cutlass.library import Library
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import WeightSpec
+from jmx.perf import doctor
+from jmx.selection import tuning
 from jmx.selection.problem import Computation
 from jmx.selection.select import select
 

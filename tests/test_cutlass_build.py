@@ -17,14 +17,14 @@ import pytest
 from rich.console import Console
 
 from jmx import cli
-from jmx.selection import tuning
-from jmx.util.atomic_files import Kind
 from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import build as cutlass_build
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass import source as cutlass_source
 from jmx.ffi.cutlass.config import TILES
+from jmx.selection import tuning
+from jmx.util.atomic_files import Kind
 
 QUIET = Console(quiet=True)
 ROOT = pathlib.Path(cutlass_build.__file__).parents[3]

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from backend_cases import Case
 
-from jmx.selection import tuning
 from jmx.backends import BACKENDS
 from jmx.ffi.cutlass import config as cutlass_config
 from jmx.ffi.cutlass import source as cutlass_source
 from jmx.ffi.cutlass.config import TILES, Config, Tile
+from jmx.selection import tuning
 
 GPT_OSS_SIZES = Case(tokens=1, hidden=2880, intermediate=2880, num_experts=128, top_k=4, dtype="bfloat16").problem()
 SIZES = [(2880, 2880, 128, 4), (7168, 2048, 256, 8), (4096, 14336, 8, 2), (32, 32, 1, 1), (160, 96, 3, 2)]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jmx
-from jmx.numerics import formats
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.layout import LAYOUT
+from jmx.numerics import formats
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import WeightSpec
 

@@ -37,12 +37,12 @@ from examples.common.text import TextStream
 from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
 from examples.gpt_oss.generate import TINY, main
 from examples.gpt_oss.rope import yarn_angles, yarn_frequencies
-from jmx.ffi.cpu import library as ffi
 from jmx.checkpoint import CheckpointError, quantizing
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
 from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
+from jmx.ffi.cpu import library as ffi
 from jmx.selection.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,11 +18,11 @@ import jmx
 import jmx.linen
 import jmx.nnx
 from jmx import Environment, Problem, Reason, Rejection
-from jmx.selection import tuning
 from jmx.backends import BACKENDS
 from jmx.explain import PEAKS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
+from jmx.selection import tuning
 from jmx.selection.environment import known_devices
 
 MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name

@@ -185,7 +185,7 @@ def test_a_library_for_another_jax_stops_nothing(tmp_path):
     command = ["gcc", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir(), "-o", "other.so", "other.c"]
     subprocess.run(command, cwd=tmp_path, check=True)
     code = (
-        "import pathlib\nimport jax.numpy as jnp\nfrom jmx import ffi\n"
+        "import pathlib\nimport jax.numpy as jnp\nfrom jmx.ffi.cpu import library as ffi\n"
         f"ffi._PATH = pathlib.Path({str(tmp_path / 'other.so')!r})\n"
         "print(ffi.library().fault, jnp.arange(3).sum())"
     )

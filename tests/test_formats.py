@@ -10,7 +10,19 @@ import pytest
 from bits import assert_same_bits, bits
 from dequantized import KINDS
 
-from jmx.numerics.formats import FORMATS, MXFP4, NVFP4, BlockScaled, from_offset_binary, is_packed, logical_shape, pack, pad, unpack, unpad
+from jmx.numerics.formats import (
+    FORMATS,
+    MXFP4,
+    NVFP4,
+    BlockScaled,
+    from_offset_binary,
+    is_packed,
+    logical_shape,
+    pack,
+    pad,
+    unpack,
+    unpad,
+)
 from jmx.numerics.quantization import dequantize, random
 
 SHAPE = (2, 6, 256)

@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from input_formats import SINGLE, TINY, as_element, reference, shared, worth
 
-from jmx.numerics.input_formats import FAMILIES, FP8_BLOCK_UE8M0, FP8_STATIC, INPUT_FORMATS, INT8_TOKEN, MXFP8, NVFP4, InputFormat, Quantised, dequantize, quantize, reduce_static_scales, resolve
+from jmx.numerics.input_formats import (
+    FAMILIES,
+    FP8_BLOCK_UE8M0,
+    FP8_STATIC,
+    INPUT_FORMATS,
+    INT8_TOKEN,
+    MXFP8,
+    NVFP4,
+    InputFormat,
+    Quantised,
+    dequantize,
+    quantize,
+    reduce_static_scales,
+    resolve,
+)
 
 ALL = [*INPUT_FORMATS.values()]
 DYNAMIC = [format for format in ALL if format.dynamic]

@@ -25,7 +25,6 @@ from test_backends import check
 
 import jmx
 from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul
-from jmx.selection import tuning
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import WeightSpec, rows_in_order
@@ -33,6 +32,7 @@ from jmx.pallas.mosaic_sm90 import kernel, ordered
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
+from jmx.selection import tuning
 from jmx.selection.problem import Computation
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()

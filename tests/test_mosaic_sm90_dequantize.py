@@ -11,9 +11,9 @@ from ptx import halves, run_ptx
 from jmx.numerics import formats
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.layouts import WeightSpec
+from jmx.numerics.quantization import random
 from jmx.pallas.mosaic_sm90.dequantize import Decoder, decoder_of
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
-from jmx.numerics.quantization import random
 
 _HALF_UNIT = 2.0**-8  # of bfloat16, relative to the least number of an octave
 

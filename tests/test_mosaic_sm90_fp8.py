@@ -29,17 +29,17 @@ from test_backends import check
 
 import jmx
 from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul
-from jmx.numerics import formats, input_formats
-from jmx.selection import tuning
 from jmx.backends import BACKENDS, resolve_layout
+from jmx.numerics import formats, input_formats
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
+from jmx.numerics.quantization import random
 from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RAISED, magnitudes, unit_bytes
-from jmx.numerics.quantization import random
+from jmx.selection import tuning
 
 HOPPER = Environment.named("h200")
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name, input_format="fp8_token").problem()

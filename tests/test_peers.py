@@ -13,9 +13,9 @@ import pytest
 import jmx
 from benchmarks import layer, table
 from benchmarks.peers import fetch
-from jmx.perf import bench, roofline, shapes
 from jmx.experts import Experts
 from jmx.numerics.formats import BlockScaled
+from jmx.perf import bench, roofline, shapes
 
 LIMITS = roofline.Limits(copy_rate=4e12, dense_rate=8e14)
 SETTINGS = {"model": "gpt-oss-120b", "tokens": [1, 64], "routing": "uniform", "layers": 3, "repeats": 2}

@@ -13,7 +13,19 @@ from hypothesis.extra import numpy as hnp
 from jax import lax
 
 from jmx.numerics import quantization
-from jmx.numerics.formats import FORMATS, FP8_BLOCK, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, is_packed, logical_shape, pack, pad, unpack
+from jmx.numerics.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    MXFP4,
+    NVFP4,
+    WHOLE_ROW,
+    BlockScaled,
+    is_packed,
+    logical_shape,
+    pack,
+    pad,
+    unpack,
+)
 from jmx.numerics.quantization import SCALE_RULES, dequantize, quantize, random
 
 BLOCK = MXFP4.block_size

@@ -15,7 +15,19 @@ from safetensors.numpy import load_file
 
 import jmx
 from jmx.numerics.formats import BlockScaled
-from jmx.routing import NOWHERE, Custom, GroupedTopK, Logits, Routing, SigmoidTopK, SoftmaxTopK, TopKSoftmax, route, token_counts, validate
+from jmx.routing import (
+    NOWHERE,
+    Custom,
+    GroupedTopK,
+    Logits,
+    Routing,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopKSoftmax,
+    route,
+    token_counts,
+    validate,
+)
 
 T, E = 64, 16  # most tests share one shape, and so one compilation a method
 METHODS = [

@@ -1,8 +1,6 @@
 """Selection: problems and environments as they are probed, the order of preference, requests, and what errors tell."""
 
-import ast
 import enum
-import inspect
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jmx
 import jmx.nnx
 from jmx import Environment, Experts, NoBackendError, Problem, Reason, Rejection, layer
-from jmx.selection import select as selection
 from jmx.backends import BACKENDS, resolve_layout
+from jmx.selection import select as selection
 from jmx.selection.backend import Backend
 from jmx.selection.environment import known_devices
 from jmx.selection.select import select, use_backend
@@ -368,12 +366,3 @@ def test_a_layer_on_a_mesh_of_a_gpu_gets_that_gpus_layout():
     assert resolve_layout("canonical", H200) == "canonical"
     with pytest.raises(ValueError, match=re.escape("`layout` (='fancy') must be one of")):
         resolve_layout("fancy", H200)
-
-
-def test_selection_needs_nothing_above_it():
-    tree = ast.parse(inspect.getsource(selection))
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {node.module or "" for node in nodes if node.module != "jmx"}
-    imported |= {f"jmx.{alias.name}" for node in nodes if node.module == "jmx" for alias in node.names}
-    below = {f"jmx.{name}" for name in ("activations", "checks", "experts", "formats", "inputs", "layouts", "routing")}
-    assert {name for name in imported if name.startswith("jmx")} <= below

@@ -12,8 +12,8 @@ from jmx.backends import BACKENDS
 from jmx.explain import explain_problem
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.selection.environment import Environment
 from jmx.selection.backend import Reason
+from jmx.selection.environment import Environment
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"

@@ -25,12 +25,12 @@ from backend_cases import (
 
 import jmx
 from jmx import GELU, Environment, Experts, GELUAndMul, NoBackendError, Reason, Routing, SiLU
-from jmx.selection import tuning
 from jmx.backends import BACKENDS
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import Config
 from jmx.pallas.triton.elements import NAMES
+from jmx.selection import tuning
 from jmx.selection.select import select
 
 interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there

@@ -16,20 +16,20 @@ from jax import lax
 from rich.console import Console
 
 from jmx import backends, cli, layer
-from jmx.perf import bench, machine, shapes, tuner
-from jmx.selection import tuning
-from jmx.xla import backend as xla
 from jmx.activations import SwiGLU
 from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import backend as mosaic_sm90
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.perf import bench, machine, shapes, tuner
+from jmx.perf.shapes import Shape
 from jmx.routing import TopKSoftmax
+from jmx.selection import tuning
+from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.backend import Reason, Rejection
-from jmx.perf.shapes import Shape
 from jmx.selection.tuning import Key
+from jmx.xla import backend as xla
 
 SHAPE = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 NAME = tuning.shape_class(SHAPE.problem(1, "packed"))

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from jmx import backends
-from jmx.selection import tuning
 from jmx.activations import ReLU, SiLU, SwiGLU
-from jmx.util.atomic_files import renaming
+from jmx.selection import tuning
 from jmx.selection.environment import Environment, known_devices
 from jmx.selection.problem import Problem
 from jmx.selection.tuning import REACH, Entry, Key, Tunable
+from jmx.util.atomic_files import renaming
 
 H200 = Environment.named("h200")
 SHIPPED = pathlib.Path(tuning.__file__).parent / "tuned"
@@ -96,7 +96,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning.importlib.resources, "files", lambda package: tmp_path / package)
     tuning._tables.cache_clear()
     tuning._warn_once.cache_clear()
-    yield tuning.cache_file("fake", H200.device_kind), tmp_path / "jmx" / "tuned" / "fake-nvidia-h200.json"
+    yield tuning.cache_file("fake", H200.device_kind), tmp_path / "jmx.selection" / "tuned" / "fake-nvidia-h200.json"
     tuning._tables.cache_clear()
     tuning._warn_once.cache_clear()
 

@@ -16,8 +16,8 @@ from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
 
 import jmx
 from jmx import Environment, Problem, Reason, SwiGLU
-from jmx.numerics import input_formats
 from jmx.experts import check_sizes
+from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS
 from jmx.selection.problem import resolve_input_format
 from jmx.xla.backend import Xla

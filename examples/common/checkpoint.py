@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.common.float_moe import FloatExperts
-from jmx.numerics import quantization
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
 from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.compressed_tensors.modelopt import FILE as MODELOPT_FILE
@@ -19,6 +18,7 @@ from jmx.checkpoint.compressed_tensors.places import find_quantization
 from jmx.checkpoint.placement import place
 from jmx.checkpoint.quantizing import experts as float_experts
 from jmx.experts import Experts
+from jmx.numerics import quantization
 from jmx.numerics.formats import Format
 
 _CHUNK = 1 << 24  # bytes compared at a time

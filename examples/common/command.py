@@ -22,11 +22,11 @@ from examples.common.model import Model
 from examples.common.runner import Runner, check_prompts
 from examples.common.sampling import Sampler
 from examples.common.text import IdStream, TextStream, read_tokenizer
-from jmx.util import atomic_files
 from jmx.backends import BACKENDS
 from jmx.checkpoint import CheckpointError
 from jmx.explain import Floor
 from jmx.numerics.formats import FORMATS
+from jmx.util import atomic_files
 
 RANDOM_PROMPT_LENGTH = 1024
 

@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jmx.util.atomic_files import check_new, new_path
 from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
-from jmx.util.checks import check_instance, check_path
 from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
+from jmx.util.atomic_files import check_new, new_path
+from jmx.util.checks import check_instance, check_path
 
 
 def save(path: str | os.PathLike[str], module: nnx.Module) -> None:

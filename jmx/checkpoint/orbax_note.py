@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmx.numerics import layouts
 from jmx.checkpoint.entries import Entries
 from jmx.experts import Experts
+from jmx.numerics import layouts
 
 KEY = "jmx_experts"
 VERSION = 1

@@ -5,7 +5,19 @@ import os
 import pathlib
 from typing import Any
 
-from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, check_directories, check_known, counts, number, print_json, resolved_pair, show, to_stderr
+from jmx.cli.common import (
+    EXIT_NO,
+    EXIT_OK,
+    Parser,
+    check_directories,
+    check_known,
+    counts,
+    number,
+    print_json,
+    resolved_pair,
+    show,
+    to_stderr,
+)
 
 
 def add(command: Parser) -> None:

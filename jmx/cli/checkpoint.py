@@ -13,7 +13,7 @@ _GPT_OSS = "gpt_oss"
 
 
 def read_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
-    """Fields of `jmx.selection.problem.Problem`, and the dtype (as safetensors spells it) of experts that are floats, or None.
+    """Fields of `jmx.Problem`, and the dtype (as safetensors spells it) of experts that are floats, or None.
 
     Args:
         arguments: of `jmx explain`: --checkpoint, --gate-up-order, which some files leave open, --format, in which
@@ -101,9 +101,9 @@ def _gpt_oss_in_floats(directory: str, config: dict[str, Any]) -> bool:
 
 def _float_fields(directory: str, config: dict[str, Any], format: str | None) -> tuple[dict[str, Any], str]:
     """Of a checkpoint's first layer of experts that are floats, as `jmx convert --quantize` would write it."""
-    from jmx.numerics import formats
     from jmx.checkpoint import shards
     from jmx.checkpoint.quantizing import experts
+    from jmx.numerics import formats
     from jmx.perf.shapes import split_formats
 
     path = Path(directory)

@@ -44,15 +44,15 @@ def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
 
 def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
     """Names that arguments take, by where a parser puts them."""
-    from jmx.numerics import formats, layouts
-    from jmx.selection import select as selection
-    from jmx.perf import shapes
     from jmx.backends import BACKENDS
     from jmx.checkpoint.quantizing import WRITABLE
+    from jmx.numerics import formats, layouts
+    from jmx.perf import shapes
+    from jmx.selection.environment import known_devices
 
     return {
         "backend": lambda: [backend.name for backend in BACKENDS],
-        "device": selection.known_devices,
+        "device": known_devices,
         "engine": lambda: ["cutlass"],
         "format": lambda: formats.FORMATS,
         "layout": lambda: ["auto", *layouts.LAYOUTS],

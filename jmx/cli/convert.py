@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_quantized(arguments: argparse.Namespace) -> int:
-    from jmx.numerics import formats
     from jmx.checkpoint import quantizing
+    from jmx.numerics import formats
 
     check_known("--quantize", arguments.quantize, formats.FORMATS)
     check_directories(arguments.report)

@@ -5,7 +5,19 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jmx.cli import checkpoint
-from jmx.cli.common import EXIT_NO, EXIT_OK, MOST, Parser, add_json, check_known, check_pair, counts, number, print_json, show
+from jmx.cli.common import (
+    EXIT_NO,
+    EXIT_OK,
+    MOST,
+    Parser,
+    add_json,
+    check_known,
+    check_pair,
+    counts,
+    number,
+    print_json,
+    show,
+)
 
 if TYPE_CHECKING:
     from jmx.activations import Activation
@@ -91,10 +103,10 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> tupl
 
     ValueError for one that cannot be.
     """
-    from jmx.experts import experts
-    from jmx.numerics import formats, layouts
     from jmx.activations import SwiGLU
     from jmx.backends import resolve_layout
+    from jmx.experts import experts
+    from jmx.numerics import formats, layouts
     from jmx.selection.problem import Problem
 
     fields: dict[str, Any] = {"dtype": "bfloat16", "format": "mxfp4", "activation": SwiGLU(), "bias": False}

@@ -33,9 +33,9 @@ def add(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from jmx.backends import BACKENDS
     from jmx.perf import tuner
     from jmx.selection import tuning
-    from jmx.backends import BACKENDS
     from jmx.selection.environment import Environment
     from jmx.selection.select import NoBackendError
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.numerics import layouts
-from jmx.util.checks import check_array
 from jmx.experts import ROLES, Experts
+from jmx.numerics import layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.util.checks import check_array
 
 Array = Any
 

@@ -12,12 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmx.numerics import formats, layouts, quantization
 from jmx.activations import GATE_UP_ORDERS, Activation, join_gate_up, split_gate_up
-from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_key, check_one_of, shown
+from jmx.numerics import formats, layouts, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS, check_static_range
 from jmx.numerics.layouts import WeightSpec
+from jmx.util.checks import (
+    check_array,
+    check_bool,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_key,
+    check_one_of,
+    shown,
+)
 
 Array = Any
 

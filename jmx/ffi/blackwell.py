@@ -11,9 +11,9 @@ import jax
 from jmx.experts import Experts
 from jmx.ffi.blackwell_layouts import CUTLASS, TRTLLM
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
 
 _ELSEWHERE = "for Blackwell, and bound nowhere yet"
 

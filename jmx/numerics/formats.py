@@ -5,7 +5,7 @@ A format cuts the last (contracted) axis of a weight into blocks that share one 
     weight[n, k] = (values[n, k] - zero_points[n, b]) * scales[n, b] * global_scales[n],  b = k // block_size
 
 where zero points and global scales are 0 and 1 in formats that lack them. MXFP4 is 32 elements e2m1 and one scale e8m0,
-as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. `jmx.numerics.quantization` turns floats into it and back.
+as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. `quantization` turns floats into it and back.
 
 Weights come in two forms. *Canonical* arrays have one element of the format's type a weight; *packed* arrays are the
 uint8 bytes of checkpoints: of 4-bit elements two a byte, the even one of the contracted axis in the low nibble.

@@ -142,7 +142,7 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
     * `int8_token`: amax / 127. vLLM (`dynamic_scaled_int8_quant`, which multiplies by 127 / amax; compressed-tensors
       divides amax by 127.5). No element reaches -128.
     * `mxfp8`: that of `fp8_block_ue8m0` in blocks of 32, see `jmx.numerics.mxfp8`.
-    * `mxfp4`: see `jmx.numerics.quantization.quantize`, scale rule "round_even", that of compressed-tensors (`mxfp4_utils.py`).
+    * `mxfp4`: see `quantization.quantize`, scale rule "round_even", that of compressed-tensors (`mxfp4_utils.py`).
     * `nvfp4`: e4m3 of amax / (6 * static_scale), at most 448; elements are x / (scale * static_scale). ModelOpt
       (`NVFP4QTensor`; blocks whose scale would be 0 differ there). The global scale of compressed-tensors is the
       reciprocal of `static_scale`, which here always multiplies.

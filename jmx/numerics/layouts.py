@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jmx.numerics import formats
-from jmx.util.checks import check_one_of
 from jmx.numerics.formats import BlockScaled, Format
+from jmx.util.checks import check_one_of
 
 Index = jax.Array | tuple[jax.Array, ...]
 

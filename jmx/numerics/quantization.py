@@ -17,8 +17,19 @@ from jax import lax
 from jax.core import Tracer
 
 from jmx.numerics import element_codes, formats, rounding
+from jmx.numerics.formats import (
+    FP8_BLOCK,
+    FP8_TENSOR,
+    MXFP4,
+    NVFP4,
+    WHOLE_ROW,
+    BlockScaled,
+    Format,
+    logical_shape,
+    pack,
+    unpack,
+)
 from jmx.util.checks import check_array, check_dtype, check_key, check_one_of
-from jmx.numerics.formats import FP8_BLOCK, FP8_TENSOR, MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format, logical_shape, pack, unpack
 
 Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
 

@@ -18,19 +18,19 @@ import numpy as np
 from jax import lax
 
 from jmx import activations
-from jmx.numerics import formats, layouts, quantization
 from jmx.backends import BACKENDS
 from jmx.experts import Experts, check_sizes
 from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
-from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.layer import moe
+from jmx.numerics import formats, layouts, quantization
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.perf.machine import check_memory, describe_machine, measure_limits, out_of_memory, seconds
 from jmx.perf.roofline import Limits, Report, Row
+from jmx.perf.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape, split_formats
 from jmx.routing import Logits, Method, route
 from jmx.selection.environment import Environment
-from jmx.selection.select import NoBackendError, select
 from jmx.selection.problem import Problem
-from jmx.perf.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape, split_formats
+from jmx.selection.select import NoBackendError, select
 
 Array = Any
 

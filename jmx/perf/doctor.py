@@ -82,9 +82,9 @@ def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
     """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
     from jmx.backends import BACKENDS, resolve_layout
     from jmx.perf.bench import usable_layout
+    from jmx.perf.shapes import MODELS
     from jmx.selection.environment import Environment
     from jmx.selection.select import NoBackendError
-    from jmx.perf.shapes import MODELS
 
     environment = Environment.probe()
     layout = resolve_layout("auto", environment)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jmx.numerics import formats
 from jmx.activations import Activation, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
+from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.routing import GroupedTopK, Method, TopKSoftmax
 from jmx.selection.problem import Problem

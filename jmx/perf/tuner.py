@@ -22,16 +22,16 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jmx.perf import bench, machine
-from jmx.selection import tuning
 from jmx.backends import BACKENDS, resolve_layout
 from jmx.numerics.formats import FORMATS
+from jmx.perf import bench, machine
+from jmx.perf.shapes import Shape
+from jmx.selection import tuning
+from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.select import NoBackendError
-from jmx.selection.backend import Rejection
-from jmx.perf.shapes import Shape
-from jmx.util.tables import FoldingTable, decimal, numbers, words
 from jmx.selection.tuning import Entry, Key, Tunable
+from jmx.util.tables import FoldingTable, decimal, numbers, words
 
 Array = Any
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)  # no gap wider than the reach of an entry, `tuning.REACH`

@@ -2,8 +2,8 @@
 
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.selection.problem import Problem
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.problem import Problem
 
 
 def refusal(

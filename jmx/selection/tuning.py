@@ -29,10 +29,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jmx.util import atomic_files
-from jmx.util.atomic_files import Kind
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
+from jmx.util import atomic_files
+from jmx.util.atomic_files import Kind
 
 Source = Literal["override", "user", "table", "heuristic"]
 
@@ -191,7 +191,7 @@ class _Table(NamedTuple):
 @functools.cache
 def _tables(engine: Tunable[Any], device_kind: str) -> list[_Table]:
     """The user's and the shipped table, in the order in which they are asked."""
-    shipped = importlib.resources.files("jmx") / "tuned" / _file_name(engine.name, device_kind)
+    shipped = importlib.resources.files("jmx.selection") / "tuned" / _file_name(engine.name, device_kind)
     tables = [_Table("table", shipped, read(shipped, engine, device_kind))]
     with contextlib.suppress(RuntimeError):  # nobody's home: no cache
         file = cache_file(engine.name, device_kind)

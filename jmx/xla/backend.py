@@ -25,14 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
-from jmx.numerics import input_formats
-from jmx.xla import dot
 from jmx.experts import Experts
+from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
+from jmx.xla import dot
 
 Array = jax.Array
 

@@ -1,4 +1,4 @@
-"""Integers of 4 and 8 bits in 32-bit words, as compressed-tensors packs them, and in bytes, as `jmx.numerics.formats` does.
+"""Integers of 4 and 8 bits in 32-bit words, as compressed-tensors packs them, and in bytes, as `formats` does.
 
 Words hold elements of a row from the least significant bit up, each as offset binary: q + 2^(bits - 1). Bytes hold
 two's complement, the even element of two in the low nibble. On a little-endian machine only the sign bit differs.

@@ -17,9 +17,9 @@ from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece
 from jmx.checkpoint.model_sizes import check_model_sizes
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
-from jmx.util.checks import check_bool, check_one_of, check_path, check_str
 from jmx.experts import ORDERS, ROLES, Experts
 from jmx.numerics.input_formats import INPUT_FORMATS, reduce_static_scales
+from jmx.util.checks import check_bool, check_one_of, check_path, check_str
 
 _WAY_OUT = "; with `inputs=False` experts load without, and inputs stay as they are"
 
@@ -92,7 +92,7 @@ class Reader:
         return experts.with_inputs(declared, *reduced)
 
     def declared_inputs(self, name: str) -> str | None:
-        """The format in which the scheme of a layer has inputs, a key of `jmx.numerics.input_formats.INPUT_FORMATS`; None: none.
+        """The format in which the scheme of a layer has inputs, a key of `INPUT_FORMATS`; None: none.
 
         Raises:
             CheckpointError: another format, or one whose blocks do not divide the sizes of the layer.

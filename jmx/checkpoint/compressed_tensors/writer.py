@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from jmx.util import atomic_files
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.reader import Reader
 from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
 from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
-from jmx.util.checks import check_bool, check_instance, check_path
 from jmx.experts import ROLES
+from jmx.util import atomic_files
+from jmx.util.checks import check_bool, check_instance, check_path
 
 
 def convert(

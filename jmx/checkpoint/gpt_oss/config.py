@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.shards import CheckpointError, read_json
-from jmx.util.checks import check_instance, check_path, check_str
 from jmx.numerics.formats import MXFP4
+from jmx.util.checks import check_instance, check_path, check_str
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import numpy as np
 
-from jmx.numerics import element_codes
 from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.gpt_oss import forms
@@ -18,9 +17,10 @@ from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_name
 from jmx.checkpoint.gpt_oss.sources import open_source
 from jmx.checkpoint.placement import Index, ShardingLike, place
 from jmx.checkpoint.shards import CheckpointError
-from jmx.util.checks import check_bool, check_int, check_path
 from jmx.experts import Experts
+from jmx.numerics import element_codes
 from jmx.numerics.formats import MXFP4
+from jmx.util.checks import check_bool, check_int, check_path
 
 
 class Reader:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jmx.numerics import formats
 from jmx.checkpoint import orbax_arrays, shards
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import Config
 from jmx.checkpoint.gpt_oss.forms import Shape
+from jmx.numerics import formats
 from jmx.numerics.formats import MXFP4, BlockScaled
 
 ORBAX = "orbax"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jmx.util import atomic_files
 from jmx.checkpoint import shards
 from jmx.checkpoint.gpt_oss import forms
 from jmx.checkpoint.gpt_oss.config import FILE, GENERATION_FILE, entries, read_config, token_entries
@@ -16,6 +15,7 @@ from jmx.checkpoint.gpt_oss.forms import FileTensor
 from jmx.checkpoint.gpt_oss.reader import Reader
 from jmx.checkpoint.gpt_oss.sources import ORBAX, write_orbax
 from jmx.checkpoint.shards import CheckpointError, Output
+from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_one_of, check_path
 
 FORMS = (*forms.FORMS, ORBAX)

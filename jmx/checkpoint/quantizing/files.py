@@ -4,9 +4,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from jmx.util.atomic_files import Kind, write_json
 from jmx.checkpoint import shards
 from jmx.checkpoint.shards import CheckpointError
+from jmx.util.atomic_files import Kind, write_json
 
 FILE = "jmx-files.json"
 _SCHEMA = "jmx.quantized-checkpoint/1"

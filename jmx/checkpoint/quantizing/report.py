@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from jmx.util.atomic_files import Kind
 from jmx.checkpoint import shards
 from jmx.checkpoint.quantizing.experts import PARTS
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
+from jmx.util.atomic_files import Kind
 from jmx.util.tables import FoldingTable, numbers, words
 
 _SCHEMA = "jmx.quantize-report/1"

@@ -10,8 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmx.util import atomic_files
-from jmx.numerics import formats
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.compressed_tensors.places import find_quantization
@@ -21,10 +19,12 @@ from jmx.checkpoint.quantizing.files import CHECKPOINT
 from jmx.checkpoint.quantizing.forms import Form, check_writable, form_of
 from jmx.checkpoint.quantizing.report import REPORT, Report, measure
 from jmx.checkpoint.shards import INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
-from jmx.util.checks import check_bool, check_path
+from jmx.numerics import formats
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.numerics.formats import get as get_format
 from jmx.numerics.quantization import quantize
+from jmx.util import atomic_files
+from jmx.util.checks import check_bool, check_path
 
 # transformers' names of a model's first and last matrix.
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx import activations, grouping
-from jmx.ffi.cpu import library as ffi
-from jmx.numerics import formats, input_formats
 from jmx.experts import Experts
+from jmx.ffi.cpu import library as ffi
 from jmx.grouping import Blocks
+from jmx.numerics import formats, input_formats
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
 
 DTYPES = ("bfloat16", "float16", "float32")
 BEST = "best"

@@ -1,13 +1,11 @@
-"""Engines in C++, called by XLA through its FFI. One shared library holds them; `library` loads it when first asked."""
+"""Loads the library of the backend `cpu` when it is first asked for, and registers its handlers with XLA."""
 
-import contextlib
 import ctypes
 import functools
 import pathlib
-from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax
+from jmx.ffi import register
 
 # The custom calls' names, as an exported program has them.
 TARGET = "jmx_cpu_grouped_product"
@@ -37,15 +35,3 @@ def library() -> Library:
     except Exception as e:  # of another machine, or built for another jax: whatever it is, the other backends still run
         return Library(fault=f"{_PATH.name} does not load: {' '.join(str(e).split())}")
     return Library(tuple(names))
-
-
-def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None:
-    """Tells XLA of a library's handlers, which have their targets' names.
-
-    The platform is initialised first, if it is here: a handler for another jax is an error then, which the caller sees.
-    Else jax keeps it until it initialises the platform, which then fails, and every program with it.
-    """
-    with contextlib.suppress(RuntimeError):
-        jax.devices(platform)
-    for target in targets:
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform=platform)

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.selection import tuning
 from jmx.activations import GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
 from jmx.ffi.cutlass.config import Config, candidates, check, heuristic, padded
 from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.ffi.cutlass.library import BUILD, TARGET, library, workspace_bytes
-from jmx.selection.requirements import refusal
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
+from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.requirements import refusal
 
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MOST_PAIRS = 2**31 - 1  # of a token and an expert: FlashInfer counts them in an int

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import jax
 from rich.console import Console
 
-from jmx.util.atomic_files import Kind
 from jmx.ffi import build
 from jmx.ffi.build import BuildError, Missing, Step
 from jmx.ffi.cutlass import source
 from jmx.ffi.cutlass.config import TILES
 from jmx.ffi.cutlass.source import ARCHITECTURE, FLASHINFER, FOLDER, LIBRARY, OWN, SHARED, THEIRS
+from jmx.util.atomic_files import Kind
 
 OLDEST_NVCC = (12, 8)  # which knows float4
 # Headers beside the compiler's own that FlashInfer's sources include, by a pattern of all that they include in turn.

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.numerics import formats, layouts
 from jmx.ffi.cutlass.config import padded
+from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 

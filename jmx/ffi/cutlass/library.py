@@ -5,7 +5,7 @@ import functools
 import pathlib
 from typing import Any, NamedTuple
 
-from jmx.ffi.cpu import library as ffi
+from jmx.ffi import register
 from jmx.ffi.cutlass import source
 
 TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it
@@ -58,7 +58,7 @@ def _load() -> tuple[Library, Any]:
             if loaded.jmx_cutlass_key().decode() != source.key():
                 fault = f"{path} was compiled from other sources than these"
                 continue
-            ffi.register(loaded, (TARGET, INTERLEAVE), "gpu")
+            register(loaded, (TARGET, INTERLEAVE), "gpu")
         except Exception as e:  # of another machine, or built for another jax: the other backends still run
             fault = f"{path} does not load: {' '.join(str(e).split())}"
             continue

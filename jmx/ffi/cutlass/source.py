@@ -8,8 +8,8 @@ import functools
 import hashlib
 import pathlib
 
-from jmx.selection import tuning
 from jmx.ffi.cutlass.config import TILES
+from jmx.selection import tuning
 
 FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: another one may have others
 FOLDER = pathlib.Path(__file__).parent / "src"

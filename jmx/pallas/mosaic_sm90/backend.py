@@ -15,17 +15,17 @@ import numpy as np
 from jax import lax
 
 from jmx import grouping
-from jmx.selection import tuning
 from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, Config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, Tile, alike
-from jmx.selection.requirements import refusal
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
+from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.requirements import refusal
 
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)

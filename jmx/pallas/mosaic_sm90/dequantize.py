@@ -21,7 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.numerics.formats import MXFP4, Format
-from jmx.pallas.mosaic_sm90.elements import E2M1, E4M3, E4M3_LOWER, E4M3_PLACE, E4M3_UPPER, EVEN, INT4, NIBBLES, PLACE, ROTATIONS
+from jmx.pallas.mosaic_sm90.elements import (
+    E2M1,
+    E4M3,
+    E4M3_LOWER,
+    E4M3_PLACE,
+    E4M3_UPPER,
+    EVEN,
+    INT4,
+    NIBBLES,
+    PLACE,
+    ROTATIONS,
+)
 from jmx.pallas.mosaic_sm90.layout import TILE, Tile
 
 Register = Any  # 32 bits

@@ -25,7 +25,24 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, THREADS, TILE
-from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, address_of, constant, f32, i8, i32, i64, less, operation, pair, result, run, thread_index, utils, wide
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    f32,
+    i8,
+    i32,
+    i64,
+    less,
+    operation,
+    pair,
+    result,
+    run,
+    thread_index,
+    utils,
+    wide,
+)
 
 _ORDER_COPIES = "fence.proxy.async.global;"
 _SHIFT_BYTES = 2 * TILE  # of a chunk of MXFP4's scales

@@ -30,8 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.numerics.formats import MXFP4
 from jmx.grouping import Blocks
+from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import fragments
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of

@@ -17,7 +17,19 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import THREADS
-from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, address_of, constant, i32, i64, less, operation, thread_index, utils, wide
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    i32,
+    i64,
+    less,
+    operation,
+    thread_index,
+    utils,
+    wide,
+)
 
 Array = Any
 ROWS = 8  # that follow each other and have one expert

@@ -12,21 +12,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jmx.numerics import formats, input_formats
 from jmx import grouping
-from jmx.selection import tuning
 from jmx.experts import Experts
+from jmx.numerics import formats, input_formats
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import FEW_TOKENS
 from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, alike
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
-from jmx.selection.requirements import refusal
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
+from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.requirements import refusal
 
 COLUMN_ALIGNMENT = 8  # of inputs, which are read by so many
 ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
@@ -146,7 +146,10 @@ def _scale(experts: Experts, role: str) -> jax.Array | None:
 
 
 def _shape(problem: Problem, environment: Environment) -> Shape:
-    decoded, blocks_of_inputs = problem.format == formats.MXFP4.name, problem.input_format == input_formats.FP8_BLOCK.name
+    decoded, blocks_of_inputs = (
+        problem.format == formats.MXFP4.name,
+        problem.input_format == input_formats.FP8_BLOCK.name,
+    )
     by_block = blocks_of_inputs or problem.format == formats.FP8_BLOCK.name
     sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile

@@ -15,9 +15,34 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90.fragments import Rows, accumulator, index_of_row, load_words, of_registers, row_array, row_size, sums_of
+from jmx.pallas.mosaic_sm90.fragments import (
+    Rows,
+    accumulator,
+    index_of_row,
+    load_words,
+    of_registers,
+    row_array,
+    row_size,
+    sums_of,
+)
 from jmx.pallas.mosaic_sm90.layout import THREADS, TILE
-from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, address_of, constant, f32, i32, i64, less, operation, pair, result, run, thread_index, utils, wide
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    f32,
+    i32,
+    i64,
+    less,
+    operation,
+    pair,
+    result,
+    run,
+    thread_index,
+    utils,
+    wide,
+)
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
 

@@ -27,7 +27,22 @@ from jmx.numerics.input_formats import InputFormat, static_limits
 from jmx.pallas.mosaic_sm90.fragments import load_words
 from jmx.pallas.mosaic_sm90.launch import launch
 from jmx.pallas.mosaic_sm90.layout import THREADS
-from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, address_of, constant, i8, i32, i64, less, operation, pair, run, thread_index, utils, wide
+from jmx.pallas.mosaic_sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    i8,
+    i32,
+    i64,
+    less,
+    operation,
+    pair,
+    run,
+    thread_index,
+    utils,
+    wide,
+)
 from jmx.pallas.mosaic_sm90_fp8.fragments import SWIZZLED
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
 

@@ -23,7 +23,18 @@ from jmx.pallas.mosaic_sm90.fragments import Rows, accumulator, load_of_row, of_
 from jmx.pallas.mosaic_sm90.layout import TILE
 from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, constant, i32, operation, pair, result, thread_index, utils
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.mosaic_sm90_fp8.fragments import SWIZZLED, Unit, descriptor, load_float, plus, size_and_span, start_product, swizzled_rows, wait, zeros
+from jmx.pallas.mosaic_sm90_fp8.fragments import (
+    SWIZZLED,
+    Unit,
+    descriptor,
+    load_float,
+    plus,
+    size_and_span,
+    start_product,
+    swizzled_rows,
+    wait,
+    zeros,
+)
 
 TILES = 2  # of the weight in a stage
 TOKENS = TILE  # of a warpgroup

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jmx.numerics import formats
 from jmx import grouping
-from jmx.selection import tuning
 from jmx.experts import Experts
+from jmx.numerics import formats
 from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, heuristic
 from jmx.pallas.triton.elements import NAMES, PLACES
-from jmx.selection.requirements import refusal
 from jmx.routing import Routing
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.environment import Environment
+from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Computation, Problem
+from jmx.selection.requirements import refusal
 
 _INTERPRETED = (8, 0)  # the compute capability that stands for a machine where the kernel is interpreted
 

@@ -25,12 +25,22 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jmx.activations import Activation
-from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.grouping import Blocks
+from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.triton.codes import Codes, any_large, reader
 from jmx.pallas.triton.config import Config
-from jmx.pallas.triton.decode import CHUNK, RUN, Groups, are_nan, column_at, elements, index_of, weights_by_place, weights_turned
+from jmx.pallas.triton.decode import (
+    CHUNK,
+    RUN,
+    Groups,
+    are_nan,
+    column_at,
+    elements,
+    index_of,
+    weights_by_place,
+    weights_turned,
+)
 from jmx.pallas.triton.elements import PLACES
 
 Array = jax.Array

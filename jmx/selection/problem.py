@@ -1,0 +1,164 @@
+"""What is asked of a backend: a `Problem`, all of it static."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmx import activations
+from jmx.activations import Activation
+from jmx.experts import ORDERS, Experts
+from jmx.numerics import layouts
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS, resolve
+from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_one_of, check_str
+
+Array = Any
+WEIGHTS_ON = ("output", "input")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the layer, as a backend may judge it.
+
+    Args:
+        num_tokens: tokens of the call, or None where it is symbolic (`jax.export`).
+        hidden_size, intermediate_size, num_experts, top_k: sizes.
+        dtype: name of the activations' dtype.
+        format: name of the weights' format.
+        input_format: name of the format that activations are rounded to before each product; None: `dtype` itself.
+        activation: the activation between the two products.
+        gate_up_order: "interleaved", "concatenated", or None for un-gated experts.
+        bias: whether the experts have biases.
+        layout: name of the layout in which the weights lie.
+        weights_on: whether routing weights multiply the experts' "output" or "input".
+        mesh_axes: names of the manual mesh axes in scope.
+
+    Raises:
+        ValueError, TypeError: a field that is not as above.
+    """
+
+    num_tokens: int | None
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    dtype: str
+    format: str
+    activation: Activation
+    gate_up_order: str | None
+    bias: bool
+    layout: str
+    weights_on: str = "output"
+    input_format: str | None = None
+    mesh_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_tokens is not None:
+            self._set("num_tokens", check_int("num_tokens", self.num_tokens, least=0))
+        sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
+        for name, size in sizes.items():
+            self._set(name, check_int(name, size, least=1))
+        self._set("top_k", check_int("top_k", self.top_k, least=0))
+        check_str("dtype", self.dtype)
+        self._set("dtype", check_dtype("dtype", self.dtype, jnp.floating).name)
+        check_one_of("format", self.format, FORMATS)
+        check_one_of("input_format", self.input_format, (*INPUT_FORMATS, None))
+        self._set("activation", activations.get(self.activation))
+        check_one_of("gate_up_order", self.gate_up_order, ORDERS)
+        self._set("bias", check_bool("bias", self.bias))
+        layouts.get(self.layout)
+        check_one_of("weights_on", self.weights_on, WEIGHTS_ON)
+        for i, axis in enumerate(check_instance("mesh_axes", self.mesh_axes, tuple, "a tuple of names")):
+            check_str(f"mesh_axes[{i}]", axis)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(
+        cls,
+        x: Array,
+        top_k: int,
+        experts: Experts,
+        activation: Activation | str,
+        weights_on: str = "output",
+        input_format: str | None = None,
+    ) -> "Problem":
+        """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`.
+
+        `input_format`: a name or a family that the caller asks for; see `inputs.resolve`.
+        """
+        check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
+        tokens: int | None = 1
+        for size in x.shape[:-1]:
+            tokens = tokens * size if isinstance(size, int) and tokens is not None else None
+        return cls(
+            num_tokens=tokens,
+            hidden_size=experts.hidden_size,
+            intermediate_size=experts.intermediate_size,
+            num_experts=experts.num_experts,
+            top_k=top_k,
+            dtype=jnp.dtype(x.dtype).name,
+            format=experts.format.name,
+            activation=activations.get(activation),
+            gate_up_order=experts.gate_up_order,
+            bias=experts.gate_up_bias is not None or experts.down_bias is not None,
+            layout=experts.layout,
+            weights_on=weights_on,
+            input_format=resolve_input_format(experts, input_format),
+            mesh_axes=tuple(jax.sharding.get_abstract_mesh().manual_axes),
+        )
+
+    def __str__(self) -> str:
+        tokens = {None: "a symbolic number of tokens", 1: "1 token"}.get(self.num_tokens, f"{self.num_tokens} tokens")
+        return (
+            f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
+            f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
+        )
+
+
+def check_x(x: Array, hidden_size: int) -> None:
+    """Raises ValueError or TypeError, naming it, unless `x` is a floating (..., hidden_size), as jax keeps it."""
+    check_array("x", x)
+    if not x.shape or x.shape[-1] != hidden_size:
+        raise ValueError(f"`x` (of shape {x.shape}) must be (..., {hidden_size}), the experts' hidden size")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise TypeError(f"`x` (dtype {x.dtype}) must be floating, of a width that jax keeps as it is")
+
+
+def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
+    """The format that both products' inputs are rounded to: a key of `inputs.INPUT_FORMATS`, or None for 16 or 32 bits.
+
+    Args:
+        experts: which may declare one, as a checkpoint does.
+        wanted: a format or family that the caller asks for, or None.
+
+    Raises:
+        ValueError: `inputs.resolve`'s, a format whose blocks do not divide the experts' sizes, and a static one for
+            experts that have no static scales.
+    """
+    name = resolve(experts.input_format, wanted, (None, *INPUT_FORMATS))
+    if name is None:
+        return None
+    format = INPUT_FORMATS[name]
+    format.check_sizes(experts.hidden_size, experts.intermediate_size)
+    if format.static and experts.gate_up_input_scale is None:
+        raise ValueError(f"`input_format` (={name!r}) is static: give `experts` its scales, by `experts.with_inputs`")
+    return name
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What the layer computes beside its arrays; static.
+
+    Args:
+        activation: the activation between the two products.
+        weights_on: whether routing weights multiply the experts' "output" or "input".
+        input_format: name of the format that the inputs of both products are rounded to; None: of 16 or 32 bits.
+    """
+
+    activation: Activation
+    weights_on: str = "output"
+    input_format: str | None = None

@@ -1,0 +1,1 @@
+"""What every part uses: checks of arguments, files that appear whole, tables for a terminal."""

@@ -1,0 +1,1 @@
+"""The reference in plain jax.numpy, an engine like the others."""
