@@ -18,13 +18,14 @@ import jmx
 from jmx import Environment, Experts, Routing
 from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
-from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY, Config
+from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
+from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.perf.shapes import MODELS, Shape
 from jmx.selection import tuning
 
 ENGINE, H200 = MosaicSm90(), Environment.named("h200")
-TABLES = sorted((pathlib.Path(jmx.__file__).parent / "tuned").glob(f"{ENGINE.name}-*.json"))
+TABLES = sorted((pathlib.Path(jmx.__file__).parent / "selection" / "tuned").glob(f"{ENGINE.name}-*.json"))
 SHAPES = ("gpt-oss-20b", "gpt-oss-120b", "deepseek-v3")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)
 ALWAYS = (  # few that differ most; the others take minutes: see the marker `slow`

@@ -28,7 +28,7 @@ from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import WeightSpec, rows_in_order
-from jmx.pallas.mosaic_sm90 import kernel, ordered
+from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
@@ -143,7 +143,7 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
 
 
 def ordered_rows(x, tokens, order, experts):
-    """As `ordered.ordered_rows` says."""
+    """As `act_order.ordered_rows` says."""
     tokens, order, experts = (np.asarray(array) for array in (tokens, order, experts))
     assert tokens.size == 8 * experts.size
     return jnp.asarray(x)[tokens[:, None], order[np.repeat(experts, 8)]]
@@ -179,7 +179,7 @@ AROUND = [
 )
 def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     monkeypatch.setattr(kernel, "expert_products", expert_products)
-    monkeypatch.setattr(ordered, "ordered_rows", ordered_rows)
+    monkeypatch.setattr(act_order, "ordered_rows", ordered_rows)
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -237,7 +237,7 @@ def test_rows_in_the_order_of_their_experts(columns, dtype, rng):
     x = jnp.asarray(rng.normal(size=(40, columns)), dtype)
     order = jnp.asarray(rng.permuted(np.tile(np.arange(columns, dtype=np.int32), (5, 1)), axis=1))
     tokens, experts = (jnp.asarray(rng.integers(0, n, size), jnp.int32) for n, size in ((40, 72), (5, 9)))
-    out = jax.jit(ordered.ordered_rows)(x, tokens, order, experts)
+    out = jax.jit(act_order.ordered_rows)(x, tokens, order, experts)
     np.testing.assert_array_equal(out, ordered_rows(x, tokens, order, experts))
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import jmx
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
-from jmx.pallas.mosaic_sm90.config import MAX_STAGES, SHARED_MEMORY, Config, candidates, deepest, heuristic
+from jmx.pallas.mosaic_sm90.config import MAX_STAGES, Config, candidates, deepest, heuristic
+from jmx.pallas.sm90.config import SHARED_MEMORY
 
 TOKENS = sorted({*range(1, 130), *(2**i + d for i in range(7, 17) for d in (-1, 0, 1)), 300, 1000, 2880, 50000})
 TILES = (2048, 2176, 4096, 4864)  # bytes: of 4 and of 8 bits, with and without scales

@@ -13,7 +13,8 @@ from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.layouts import WeightSpec
 from jmx.numerics.quantization import random
 from jmx.pallas.mosaic_sm90.dequantize import Decoder, decoder_of
-from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
+from jmx.pallas.mosaic_sm90.layout import LAYOUT
+from jmx.pallas.sm90.tiles import TILE, num_tiles
 
 _HALF_UNIT = 2.0**-8  # of bfloat16, relative to the least number of an octave
 

@@ -35,10 +35,10 @@ from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
 from jmx.numerics.quantization import random
-from jmx.pallas.mosaic_sm90.config import SHARED_MEMORY
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RAISED, magnitudes, unit_bytes
+from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.selection import tuning
 
 HOPPER = Environment.named("h200")
@@ -713,7 +713,8 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("name", INPUTS)
 def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
-    from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
+    from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
+    from jmx.pallas.mosaic_sm90_fp8.quantize_row import Unrounded
 
     format, columns = INPUT_FORMATS[name], 640
     x = rng.standard_normal((77, columns)) * 2.0 ** rng.uniform(-40, 4, (77, 1))

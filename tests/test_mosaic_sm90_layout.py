@@ -16,7 +16,8 @@ from jmx.numerics import formats
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90 import dequantize
-from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
+from jmx.pallas.mosaic_sm90.layout import LAYOUT
+from jmx.pallas.sm90.tiles import TILE, num_tiles
 
 SCALE_BYTES = 128  # of a tile of MXFP4
 

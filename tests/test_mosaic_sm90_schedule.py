@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jmx.pallas.mosaic_sm90.config import Config
-from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
-from jmx.pallas.mosaic_sm90.schedule import schedules
+from jmx.pallas.mosaic_sm90.scheduler import schedules
+from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 
 CONFIGS = [
     Config(8, 1, 3, 5, 2, split_k=3),

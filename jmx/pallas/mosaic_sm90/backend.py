@@ -1,7 +1,7 @@
 """Backend `mosaic`: the whole layer over quantised weights on Hopper, by the kernel of `kernel`.
 
 Two grouped products, the activation in the first one's epilogue. Around them plain jnp: rows are gathered by expert
-(not for a few tokens: there every active expert sees them all), by `ordered` where columns have an order, and each
+(not for a few tokens: there every active expert sees them all), by `act_order` where columns have an order, and each
 token's results are summed with its routing weights in float32. Products take bfloat16 and add up in float32; float16
 activations are rounded to bfloat16, whose range float16 does not exceed.
 """
@@ -18,8 +18,10 @@ from jmx import grouping
 from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, Config, candidates, heuristic
-from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, Tile, alike
+from jmx.pallas.mosaic_sm90.config import Config, candidates, heuristic
+from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
+from jmx.pallas.sm90.config import FEW_TOKENS
+from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
@@ -79,9 +81,9 @@ class MosaicSm90:
         experts: Experts,
         environment: Environment,
     ) -> jax.Array:
-        from jmx.pallas.mosaic_sm90.fragments import Rows
+        from jmx.pallas.mosaic_sm90.act_order import ordered_rows
         from jmx.pallas.mosaic_sm90.kernel import Product, expert_products
-        from jmx.pallas.mosaic_sm90.ordered import ordered_rows
+        from jmx.pallas.sm90.gemm import Rows
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:

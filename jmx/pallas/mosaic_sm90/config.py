@@ -2,56 +2,16 @@
 
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any
 
-from jmx.pallas.mosaic_sm90.layout import TILE
-from jmx.pallas.mosaic_sm90.widths import widths
+from jmx.pallas.sm90.config import MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check_stages, widths
+from jmx.pallas.sm90.tiles import TILE
 
-SHARED_MEMORY = 227 * 1024  # bytes a block may use on Hopper
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
-MAX_BLOCK_N = 256  # wgmma's largest N
 _BY_EIGHT = 192  # rows of a block: larger ones are compiled for half as many widths
-FEW_TOKENS = 8  # up to here every active expert sees all tokens, so that nothing is sorted
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
-COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104, 5: 88}  # a thread, by compute warpgroups: what a launch can give
-
-
-class BaseConfig:
-    """What configurations of both kernels for Hopper have in common: how warpgroups share a block's work."""
-
-    block_n: int
-    warpgroups_m: int
-    warpgroups_k: int
-
-    def check_cut(self, *names: str) -> None:
-        """Raises ValueError unless blocks and warpgroups can be such, and what `names` name is 1 or more."""
-        if self.block_n % 8 or not 8 <= self.block_n <= MAX_BLOCK_N:
-            raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of 8 in 8..{MAX_BLOCK_N}")
-        for name in ("warpgroups_m", "warpgroups_k", *names):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` (={getattr(self, name)}) must be 1 or more")
-        if self.num_warpgroups not in COMPUTE_REGISTERS:
-            raise ValueError(
-                f"`warpgroups_m * warpgroups_k` (={self.num_warpgroups}) must be at most {max(COMPUTE_REGISTERS)}"
-            )
-
-    @property
-    def num_warpgroups(self) -> int:
-        """Warpgroups that compute; one more fetches."""
-        return self.warpgroups_m * self.warpgroups_k
-
-    @property
-    def registers(self) -> int:
-        """Registers of a computing thread."""
-        return COMPUTE_REGISTERS[self.num_warpgroups]
-
-    @property
-    def partial_sums(self) -> int:
-        """Float32 sums that warpgroups along the columns hand over."""
-        return self.warpgroups_m * (self.warpgroups_k - 1) * TILE * self.block_n
 
 
 @dataclass(frozen=True)
@@ -114,15 +74,6 @@ class Config(BaseConfig):
     def stage_bytes(self, tile_bytes: int) -> int:
         """Bytes of one stage: weights, and `block_n` rows."""
         return self.stage_tiles * (self.warpgroups_m * tile_bytes + self.block_n * TILE * 2)
-
-
-def check_stages(config: Any, needed: int) -> None:
-    """Raises ValueError unless shared memory holds the stages of a configuration, which needs so many bytes."""
-    if needed > SHARED_MEMORY:
-        raise ValueError(
-            f"`num_stages` (={config.num_stages}) must be such that {SHARED_MEMORY} bytes of shared memory hold "
-            f"them, and {config!r} needs {needed}"
-        )
 
 
 def deepest(

@@ -33,14 +33,13 @@ from jmx.pallas.mosaic_sm90.elements import (
     PLACE,
     ROTATIONS,
 )
-from jmx.pallas.mosaic_sm90.layout import TILE, Tile
+from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.sm90.tiles import TILE
 
 Register = Any  # 32 bits
 Run = Callable[..., Register]  # (PTX text, operands $1, $2, ...) -> $0
-
 _EIGHTS = TILE // 8  # groups of 8 columns in a tile, of which a thread has a pair for each of its two rows
 _RAISED = 96  # scales of 16 and 32 bits are multiplied by two to this power
-
 # Even bits of $1, odd bits of $2. lop3's table is that of (a & c) | (b & ~c).
 _MIX = f"lop3.b32 $0, $1, $2, {EVEN:#x}, 0xE4;"
 # Up to 6 nothing wraps around: a shift will do.
@@ -53,7 +52,6 @@ _E4M3 = (
     f"{{ .reg .b32 t, u; shf.l.wrap.b32 t, $1, $1, 28; and.b32 t, t, {E4M3_UPPER:#x}; shl.b32 u, $1, 4; "
     f"lop3.b32 $0, u, {E4M3_LOWER:#x}, t, 0xEA; }}",  # (a & b) | c
 )
-
 # Byte {byte} of $1, twice, as the exponents of two bfloat16; $2 is added to both.
 _EXPONENT = "{{ .reg .b32 t; prmt.b32 t, $1, 0, {select:#x}; mad.lo.u32 $0, t, 0x80, $2; }}"
 # Bytes 0 and 2, or 1 and 3, of e4m3 as bfloat16 of 2^118 times as much. Placed they are 2^-120 times as much.
@@ -78,7 +76,6 @@ _LOW = (
     "sub.f32 f, f, g; cvt.rn.bf16x2.f32 $0, f, f; }}"
 )
 _ROW = "mov.b32 $0, 0x6F806F80;"
-
 _OFFSET = "{{ .reg .b32 c; mov.b32 c, {less:#x}; mul.bf16x2 $0, $1, c; }}"  # $1 times -offset * 2^-133
 _ZERO = "mov.b32 $0, {zero:#x};"
 _SUBTRACT = "sub.bf16x2 $0, $1, $2;"

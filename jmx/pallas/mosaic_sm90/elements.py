@@ -34,7 +34,6 @@ import numpy as np
 from jmx.numerics.formats import Format
 
 PAIRS = 16  # of a thread in a tile
-
 PLACE = np.uint32(0x81C081C0)  # bits of two bfloat16 that hold signs and magnitudes of e2m1
 EVEN = np.uint32(0x55555555)  # bits of a mixed word that come from the first of two words
 # By how much a pair's word is rotated to the left, where pair 4 * s + 2 * h + r holds columns + 16 * s + 8 * h and rows
@@ -140,7 +139,6 @@ E2M1 = Elements(4, 126, 0, _spread_e2m1, _gather_e2m1)
 INT4 = Elements(4, 133, 8, _spread_int4, _gather_int4)
 INT8 = Elements(8, 133, 128, _spread_int8, _gather_int8)
 E4M3 = Elements(8, 120, 0, _spread_e4m3, _gather_e4m3)
-
 _BY_DTYPE: dict[Any, Elements] = {
     np.dtype(jnp.float4_e2m1fn): E2M1,
     np.dtype(jnp.int4): INT4,

@@ -32,16 +32,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
 from jmx.numerics.formats import MXFP4
-from jmx.pallas.mosaic_sm90 import fragments
+from jmx.pallas.mosaic_sm90 import tile_mma
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
-from jmx.pallas.mosaic_sm90.fragments import Weights
-from jmx.pallas.mosaic_sm90.launch import launch
-from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, Tile
-from jmx.pallas.mosaic_sm90.product import BaseProduct
-from jmx.pallas.mosaic_sm90.schedule import Place, Schedule, schedules
-from jmx.pallas.mosaic_sm90.sharing import Sums
-from jmx.pallas.mosaic_sm90.widths import for_width
+from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.mosaic_sm90.scheduler import Place, Schedule, schedules
+from jmx.pallas.mosaic_sm90.tile_mma import Weights
+from jmx.pallas.sm90 import accumulator, counters, epilogue
+from jmx.pallas.sm90.gemm import BaseProduct
+from jmx.pallas.sm90.launch import for_width, launch
+from jmx.pallas.sm90.reduction import Sums
+from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 
 Array = Any
 _FETCH_REGISTERS = 40
@@ -195,9 +196,9 @@ def expert_products(
                 inside = jnp.minimum(at.tile, schedule.m_tiles - 1)
                 exponent = raised = None
                 if product.format == MXFP4:
-                    exponent, raised = fragments.tile_scalars(refs.scales, expert, inside)
+                    exponent, raised = tile_mma.tile_scalars(refs.scales, expert, inside)
                 by_row, bias = (
-                    None if ref is None else fragments.load_row(ref, rows, expert, at.tile, refs.order)
+                    None if ref is None else epilogue.load_row(ref, rows, expert, at.tile, refs.order)
                     for ref in (refs.by_row, refs.bias)
                 )
                 first, count = work.first_row(work.out_rows, at.block), work.count_of(at.block)
@@ -211,7 +212,7 @@ def expert_products(
             def multiply(turn: Array, item: _Item, width: int) -> None:
                 acc = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
                 acc = (accumulate_few if few else accumulate)(turn, item, width, acc)
-                sums = fragments.split_rows(acc)
+                sums = accumulator.split_rows(acc)
                 if config.warpgroups_k == 1:
                     finish(item, width, sums)
                 else:
@@ -234,7 +235,7 @@ def expert_products(
                     plgpu.barrier_wait(full.at[slot])
                     weights, x = share(slot, width)
                     for i in range(config.k_tiles):
-                        acc = fragments.multiply_few(acc, decoder, weights, item.exponent, x, i)
+                        acc = tile_mma.multiply_few(acc, decoder, weights, item.exponent, x, i)
                     plgpu.barrier_arrive(empty.at[slot])
                     return acc, after(slot)
 
@@ -246,10 +247,10 @@ def expert_products(
                     plgpu.barrier_wait(full.at[slot])
                     weights, x = share(slot, width)
                     for i in range(config.k_tiles):
-                        for half, a in enumerate(fragments.dequantize(decoder, weights, item.exponent, i)):
-                            acc = fragments.multiply(acc, a, x, i, half)
-                            fragments.wait_for_earlier_products()
-                    acc = fragments.wait_for_product(acc)
+                        for half, a in enumerate(tile_mma.dequantize(decoder, weights, item.exponent, i)):
+                            acc = tile_mma.multiply(acc, a, x, i, half)
+                            accumulator.wait_for_earlier_products()
+                    acc = tile_mma.wait_for_product(acc)
                     plgpu.barrier_arrive(empty.at[slot])
                     return acc, after(slot)
 
@@ -258,18 +259,18 @@ def expert_products(
             def finish(item: _Item, width: int, sums: tuple[Array, Array]) -> None:
                 outs = [total * (2.0**decoder.raised if item.raised is None else item.raised) for total in sums]
                 if item.by_row is not None:
-                    outs = [out * fragments.repeat(row, width) for out, row in zip(outs, item.by_row, strict=True)]
+                    outs = [out * epilogue.repeat(row, width) for out, row in zip(outs, item.by_row, strict=True)]
                 if item.bias is not None:
                     once = jnp.where(item.place.part == 0, jnp.float32(1), jnp.float32(0))
-                    outs = [out + fragments.repeat(row, width) * once for out, row in zip(outs, item.bias, strict=True)]
+                    outs = [out + epilogue.repeat(row, width) * once for out, row in zip(outs, item.bias, strict=True)]
                 if activation is not None:
                     gated = rows.gate_up_order is not None
                     outs = [activation(*outs)] if gated else [activation(out) for out in outs]
                 first = item.place.part * num_rows + item.first
                 outs = [out.astype(product.dtype) for out in outs]
-                fragments.store(phase.out, outs, rows, item.place.tile, first, item.count)
+                epilogue.store(phase.out, outs, rows, item.place.tile, first, item.count)
                 if phase.before is None:
-                    fragments.signal(written, schedule.counter(item.place))
+                    counters.signal(written, schedule.counter(item.place))
 
             lax.fori_loop(0, phase.num_mine, compute_item, look_up(jnp.int32(0)))
 
@@ -312,7 +313,7 @@ def expert_products(
             def item(at: Place) -> Callable[[Array, Array], None]:
                 first, count = work.first_row(phase.x_rows, at.block), work.count_of(at.block)
                 if phase.before is not None:
-                    fragments.wait(written, *phase.before.needed(at, num_blocks))
+                    counters.wait(written, *phase.before.needed(at, num_blocks))
 
                 def fill(step: Array, slot: Array) -> None:
                     columns = pl.ds(phase.schedule.first_tile(at.part, step) * TILE, config.stage_tiles * TILE)
@@ -369,7 +370,7 @@ def expert_products(
         num_threads=num_compute + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=fragments.SWIZZLED),
+            plgpu.SMEM((num_stages, block_n, config.stage_tiles * TILE), x.dtype, transforms=tile_mma.SWIZZLED),
             *(stage for stage in stages if stage is not None),
             sums.values,
             plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),

@@ -42,11 +42,8 @@ from jmx.numerics import formats, layouts
 from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.elements import PAIRS, Elements, elements_of
+from jmx.pallas.sm90.tiles import THREADS, TILE, VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
 
-TILE = 64  # rows and columns of a tile
-GATED_ROWS = TILE // 2  # of gate, and as many of up
-THREADS = 128
-VALUE_COLUMNS = 256  # as a tile's values are shaped: no axis of a TMA box exceeds 256
 _MAX_UNSHIFTED = 128  # the largest scale code of MXFP4 whose multiplier, 2^(code - 1), is a bfloat16
 _WORDS = 4  # in one load
 
@@ -89,54 +86,6 @@ class Tile:
         return self.value_rows * VALUE_COLUMNS + TILE * rest
 
 
-def alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
-    """Both weights with scales of one dtype, where these come by the tile: a launch of both has one stage for them."""
-    if not Tile.of(format).scales or gate_up.scales.dtype == down.scales.dtype:
-        return gate_up, down
-    gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
-    return gate_up, down
-
-
-def num_tiles(spec: WeightSpec) -> tuple[int, int]:
-    """Tiles of a weight along its rows and its columns."""
-    rows, columns = spec.shape
-    halves = 2 if _gated(spec) else 1
-    return halves * -(-rows // halves // TILE), -(-columns // TILE)
-
-
-def _gated(spec: WeightSpec) -> bool:
-    return spec.role == "gate_up" and spec.gate_up_order is not None
-
-
-def pad(array: jax.Array, axis: int, size: int, fill: Any) -> jax.Array:
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, size - array.shape[axis])
-    return jnp.pad(array, widths, constant_values=fill)
-
-
-def tile_rows(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
-    """(N, C) -> (row tiles, 4 warps, 2, 8, C): the rows that the threads of a warp hold."""
-    tiles, _ = num_tiles(spec)
-    if not _gated(spec):
-        return pad(array, 0, tiles * TILE, fill).reshape(tiles, 4, 2, 8, -1)
-    halves = (-1, 2) if spec.gate_up_order == "interleaved" else (2, -1)
-    array = array.reshape(*halves, array.shape[-1])
-    array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
-    return pad(array, 0, tiles * GATED_ROWS, fill).reshape(tiles, 4, 8, 2, -1).swapaxes(2, 3)
-
-
-def untile_rows(array: jax.Array, spec: WeightSpec) -> jax.Array:
-    rows, tiles = spec.shape[0], array.shape[0]
-    if not _gated(spec):
-        return array.reshape(tiles * TILE, -1)[:rows]
-    array = array.swapaxes(2, 3).reshape(tiles * GATED_ROWS, 2, -1)[: rows // 2]
-    array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
-    return array.reshape(rows, -1)
-
-
-# Values: bytes (N, K * bits / 8) <-> (row tiles, column tiles * value_rows, 256)
-
-
 def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     (tiles, columns), elements = num_tiles(spec), elements_of(spec.format)
     if elements.bits == 8:
@@ -157,9 +106,6 @@ def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     if elements.bits == 8:
         pairs = lax.bitcast_convert_type(pairs, jnp.uint8).reshape(spec.shape[0], -1)
     return pairs[:, : spec.shape[1] * elements.bits // 8]
-
-
-# Of blocks: (N, blocks) <-> (row tiles, column tiles, 64 * those of a row of a tile)
 
 
 def _tiles_of_block(spec: WeightSpec) -> int:
@@ -201,9 +147,6 @@ def _biased(zero_points: jax.Array, offset: int) -> jax.Array:
 def _unbiased(bits: jax.Array, offset: int) -> jax.Array:
     biased = bits.astype(jnp.int32)
     return (jnp.where(biased < 0x8000, biased, 0x8000 - biased) - offset).astype(jnp.int8)
-
-
-# A weight of one expert, by the arrays that come by the tile; None for others
 
 
 def _forward_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec, one: np.ndarray) -> BlockScaled:
@@ -248,9 +191,6 @@ def _each(
     out = jax.tree.map(lambda array: array.reshape(*lead, *array.shape[1:]), out)
     scales = lax.bitcast_convert_type(out.scales, q.scales.dtype) if of_blocks else q.scales
     return out._replace(scales=scales, global_scales=q.global_scales, order=q.order)
-
-
-# `rows`: as `layouts.rows_in_order` has them, or None.
 
 
 def _forward(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None = None) -> BlockScaled:

@@ -2,7 +2,7 @@
 
 Inputs are rounded to e4m3, grouped by expert and multiplied; h is rounded anew and multiplied. Rounding, each token
 once and to the rows of all its experts, is a kernel of its own (`quantize`), or, where rows are few, a part of that
-which multiplies (`one_launch`). Each token's results are summed with its routing weights in float32.
+which multiplies (`fused_quantize`). Each token's results are summed with its routing weights in float32.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from jmx.experts import Experts
 from jmx.numerics import formats, input_formats
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.mosaic_sm90.config import FEW_TOKENS
-from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE, alike
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT, UNIT_COLUMNS, unit_bytes
+from jmx.pallas.sm90.config import FEW_TOKENS
+from jmx.pallas.sm90.tiles import GATED_ROWS, TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
@@ -84,10 +84,11 @@ class MosaicSm90Fp8:
         environment: Environment,
     ) -> jax.Array:
         # These take a second to import.
-        from jmx.pallas.mosaic_sm90.fragments import Rows
-        from jmx.pallas.mosaic_sm90_fp8.jobs import Job, Product
+        from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Job, Product
         from jmx.pallas.mosaic_sm90_fp8.kernel import grouped_products
-        from jmx.pallas.mosaic_sm90_fp8.quantize import Unrounded, quantize
+        from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
+        from jmx.pallas.mosaic_sm90_fp8.quantize_row import Unrounded
+        from jmx.pallas.sm90.gemm import Rows
 
         num_tokens, top_k = routing.expert_ids.shape
         if num_tokens * top_k == 0:

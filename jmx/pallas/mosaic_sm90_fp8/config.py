@@ -7,8 +7,7 @@ from functools import partial
 from math import sqrt
 from typing import NamedTuple
 
-from jmx.pallas.mosaic_sm90.config import FEW_TOKENS, MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check_stages
-from jmx.pallas.mosaic_sm90.widths import widths
+from jmx.pallas.sm90.config import FEW_TOKENS, MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check_stages, widths
 
 ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
@@ -135,7 +134,7 @@ class Config(BaseConfig):
 
     @property
     def tokens_may_be_a(self) -> bool:
-        """Whether blocks are such that tokens may be the operand A, for which see `token_fragments`."""
+        """Whether blocks are such that tokens may be the operand A, for which see `tokens_as_a`."""
         return (self.warpgroups_m, self.warpgroups_k) == (2, 1) and self.block_n % MAX_WIDTH == 0
 
     def check(self, shape: "Shape") -> None:

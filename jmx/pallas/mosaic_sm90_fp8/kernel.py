@@ -30,17 +30,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90.launch import launch
-from jmx.pallas.mosaic_sm90.sharing import Sums
-from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
-from jmx.pallas.mosaic_sm90_fp8.computing import compute
+from jmx.pallas.mosaic_sm90_fp8 import staging, wgmma
 from jmx.pallas.mosaic_sm90_fp8.config import Config
-from jmx.pallas.mosaic_sm90_fp8.fetching import fetch_rows, fetch_weights
-from jmx.pallas.mosaic_sm90_fp8.jobs import Job, Operands
+from jmx.pallas.mosaic_sm90_fp8.consumer import compute
+from jmx.pallas.mosaic_sm90_fp8.fused_quantize import KEPT_BARRIERS, Rounding, new_counters
+from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Job, Operands
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
-from jmx.pallas.mosaic_sm90_fp8.one_launch import KEPT_BARRIERS, Rounding, counters
-from jmx.pallas.mosaic_sm90_fp8.quantize import WORDS, Sources, Unrounded
+from jmx.pallas.mosaic_sm90_fp8.producer import fetch_rows, fetch_weights
+from jmx.pallas.mosaic_sm90_fp8.quantize import Sources
+from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, Unrounded
 from jmx.pallas.mosaic_sm90_fp8.task import Place, Shared, Task
+from jmx.pallas.sm90.launch import launch
+from jmx.pallas.sm90.reduction import Sums
 
 Array = Any
 _FETCH_REGISTERS = 40
@@ -144,11 +145,11 @@ def grouped_products(
     value_stages = (num_stages, tiles, units * value_rows(first.product.format), values.shape[-1])
     row_slots = config.row_slots(max(job.product.units for job in jobs))
     of_weights = [
-        plgpu.SMEM(value_stages, values.dtype, transforms=() if decoded else fp8.SWIZZLED),
+        plgpu.SMEM(value_stages, values.dtype, transforms=() if decoded else wgmma.SWIZZLED),
         None if scales is None else plgpu.SMEM((num_stages, tiles, units, scales.shape[-1]), scales.dtype),
     ]
     of_rows = [
-        plgpu.SMEM((row_slots, block_n, UNIT_COLUMNS), jnp.float8_e4m3fn, transforms=fp8.SWIZZLED),
+        plgpu.SMEM((row_slots, block_n, UNIT_COLUMNS), jnp.float8_e4m3fn, transforms=wgmma.SWIZZLED),
         plgpu.SMEM((row_slots, 1, config.scales_n), jnp.float32) if by_block else None,
     ]
     copies = sum(one is not None for one in of_weights)  # into a stage
@@ -170,7 +171,7 @@ def grouped_products(
     on_their_way = []
     for job in jobs:
         columns, staged = job.product.tile_columns, job.product.staged(config)
-        transforms = fp8.swizzled_rows(columns, job.product.dtype)
+        transforms = staging.swizzled_rows(columns, job.product.dtype)
         on_their_way.append(plgpu.SMEM((tiles, staged, columns), job.product.dtype, transforms=transforms))
     kernel = plgpu.kernel(
         body,
@@ -187,5 +188,5 @@ def grouped_products(
         ),
     )
     operands = [array for one in given for array in one if array is not None]
-    told = [jax.new_ref(counters(blocks.experts))] if unrounded else []
+    told = [jax.new_ref(new_counters(blocks.experts))] if unrounded else []
     return launch(kernel, *operands, *blocks.arrays, *told)[len(jobs) - 1]

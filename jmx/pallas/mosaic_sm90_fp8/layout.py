@@ -43,7 +43,7 @@ from jax import lax
 from jmx.numerics import formats, layouts
 from jmx.numerics.formats import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, BlockScaled
 from jmx.numerics.layouts import Index, Layout, WeightSpec
-from jmx.pallas.mosaic_sm90.layout import VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
+from jmx.pallas.sm90.tiles import VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
 
 UNIT_COLUMNS = 128
 RAISED = 13  # elements of a row's largest block are multiplied by two to this power
@@ -78,9 +78,6 @@ def magnitudes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return largest.view(np.uint32), steps.view(np.uint32)
 
 
-# Values: bytes (N, K * bits / 8) <-> (row tiles, units * value_rows, 256 or 128)
-
-
 def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     if spec.format.element_bits == 4:
@@ -113,9 +110,6 @@ def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     return rows[:, ::2] | rows[:, 1::2] << 4
 
 
-# Of blocks: (N, blocks) <-> (row tiles, units, 64 * those of a row of a unit)
-
-
 def _tile_blocks(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     per_unit = max(1, UNIT_COLUMNS // spec.format.block_size)
@@ -127,9 +121,6 @@ def _untile_blocks(array: jax.Array, spec: WeightSpec) -> jax.Array:
     tiles, units, _ = array.shape
     array = array.reshape(tiles, units, 4, 8, 2, -1).transpose(0, 2, 4, 3, 1, 5).reshape(tiles, 4, 2, 8, -1)
     return untile_rows(array, spec)[:, : spec.format.num_blocks(spec.shape[1], "shape[-1]")]
-
-
-# A weight of one expert. Scales of whole rows stay as they are
 
 
 def _forward_one(q: BlockScaled, spec: WeightSpec, one: Any) -> BlockScaled:

@@ -1,10 +1,10 @@
 """Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales.
 
 By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products, to global memory (`round_row`) or to the
-multiprocessor's own shared memory (`keep_row`), as `one_launch` has it. A warpgroup takes a row: it loads all of it at
-once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what it still has in
-registers. So a row takes little more than one way to memory and back, which is what counts where rows are few. Its bits
-are those of `jmx.numerics.input_formats.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
+SM's shared memory (`keep_row`), as `fused_quantize` has it. A warpgroup takes a row: it loads all of it at once, finds
+the largest magnitude, across warps by way of shared memory, then divides and rounds what it still has in registers. So
+a row takes little more than one way to memory and back, which is what counts where rows are few. Its bits are those of
+`jmx.numerics.input_formats.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
 
 A quotient is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem of Markstein (IBM
 Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded quotient, unless a
@@ -12,133 +12,20 @@ remainder underflows. So small scales are raised by 2^64, with what they divide,
 rounds to zero. `div.rn` takes twice as many instructions, and a branch.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.numerics.input_formats import InputFormat, static_limits
-from jmx.pallas.mosaic_sm90.fragments import load_words
-from jmx.pallas.mosaic_sm90.launch import launch
-from jmx.pallas.mosaic_sm90.layout import THREADS
-from jmx.pallas.mosaic_sm90.mlir import (
-    SCALAR,
-    Fragment,
-    address_of,
-    constant,
-    i8,
-    i32,
-    i64,
-    less,
-    operation,
-    pair,
-    run,
-    thread_index,
-    utils,
-    wide,
-)
-from jmx.pallas.mosaic_sm90_fp8.fragments import SWIZZLED
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
-
-WORDS = 4  # of a row's largest magnitudes: one of each warp
-_LANES = 32
-_VECTOR = 8  # elements of a row that a thread takes at a time
-_PIECE = THREADS * _VECTOR  # columns that a warpgroup takes at a time
-_INFINITY = {2: 0x7F80, 4: 0x7F800000}  # bits; of float16 0x7C00
-_MOST_448 = 0x43E00000
-_LEAST_SCALE = 0x00800000  # 2^-126
-_NAN = 0x7FC00000
-_AS_FLOAT = {
-    "bfloat16": ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;"),
-    "float16": tuple(
-        f"{{ .reg .b16 l, h; .reg .f32 f; mov.b32 {{l, h}}, $1; cvt.f32.f16 f, {half}; mov.b32 $0, f; }}"
-        for half in "lh"
-    ),
-}
-_LARGER = {2: "max.u16x2 $0, $1, $2;", 4: "max.u32 $0, $1, $2;"}
-_MAGNITUDE = {2: "and.b32 $0, $1, 0x7FFF7FFF;", 4: "and.b32 $0, $1, 0x7FFFFFFF;"}
-_LARGER_HALF = "{ .reg .b32 h; shr.u32 h, $1, 16; and.b32 $0, $1, 0xFFFF; max.u32 $0, $0, h; }"
-_ACROSS = "shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-_QUOTIENT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; div.rn.f32 a, a, b; mov.b32 $0, a; }"
-_SMALL, _RAISE, _ONE = 0x1F800000, 0x5F800000, 0x3F800000  # 2^-64, 2^64, 1
-_PRODUCT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; mul.rn.f32 a, a, b; mov.b32 $0, a; }"
-_CORRECTED = (  # of a value, a scale, its reciprocal, and the power of two that both are raised by; -0 stays what it is
-    "{ .reg .f32 a, b, r, k, q, e; .reg .b32 s; mov.b32 a, $1; mov.b32 b, $2; mov.b32 r, $3; mov.b32 k, $4; "
-    "mul.rn.f32 a, a, k; mul.rn.f32 q, a, r; neg.f32 b, b; "
-    "fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; "
-    "mov.b32 s, q; lop3.b32 $0, $1, 0x80000000, s, 0xEA; }"  # (value & sign) | quotient
-)
-_BEYOND = 0x44000000  # 512, whose quotients are the largest element, as those of all above
-_LIMITED = (  # of two numbers `min` and `max` take the one that is none away; so NaN has to be brought back
-    "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; neg.f32 c, b; "
-    "min.f32 a, a, b; max.f32 a, a, c; mov.b32 $0, a; }"
-)
-_SPOIL = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; fma.rn.f32 b, a, 0f00000000, b; mov.b32 $0, b; }"
-_ROUND = (
-    "{ .reg .b16 l, h; .reg .f32 a, b, c, d; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; mov.b32 d, $4; "
-    "cvt.rn.satfinite.e4m3x2.f32 l, b, a; cvt.rn.satfinite.e4m3x2.f32 h, d, c; mov.b32 $0, {l, h}; }"
-)
-
-
-class Inputs(NamedTuple):
-    """Rows in FP8.
-
-    Args:
-        values: float8_e4m3fn (R, K), K a multiple of 128.
-        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
-    """
-
-    values: jax.Array
-    scales: jax.Array
-
-    @property
-    def by_block(self) -> bool:
-        return self.scales.ndim == 2
-
-
-class Unrounded(NamedTuple):
-    """Rows that are to be rounded, each to every place that it has.
-
-    Args:
-        x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape where a launch has made it by then.
-        columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
-        format: of e4m3.
-        static_scale: float32 (1,), where `format` is static; None elsewhere.
-        row_of: int32 (T, k), the rows of the result that each row of x goes to, of which negative ones are none; None:
-            its own.
-        num_rows: R, of the result. Rows that nothing goes to may hold anything.
-    """
-
-    x: jax.Array | jax.ShapeDtypeStruct
-    columns: int
-    format: InputFormat
-    static_scale: jax.Array | None
-    row_of: jax.Array | None
-    num_rows: int
-
-    @property
-    def padded(self) -> int:
-        return -(-self.columns // UNIT_COLUMNS) * UNIT_COLUMNS
-
-    @property
-    def by_block(self) -> bool:
-        return isinstance(self.format.block_size, int)
-
-    @property
-    def rounded(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what becomes of them, as `Inputs` has it."""
-        scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
-        scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
-        return [
-            jax.ShapeDtypeStruct((self.num_rows, self.padded), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct(scales, jnp.float32),
-        ]
+from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, GlobalRows, Inputs, RowQuantizer, SharedRow, Unrounded
+from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
+from jmx.pallas.sm90.launch import launch
+from jmx.pallas.sm90.mlir import SCALAR, Fragment, address_of, constant, i32, i64, operation, wide
 
 
 def quantize(rows: Unrounded) -> Inputs:
@@ -187,7 +74,7 @@ def round_row(rows: Unrounded, row: jax.Array, sources: Sources, values: Any, sc
         rest, number = [*others], row.registers.item()
         places = [number] if sources.row_of is None else _row_of(rest.pop(0), number)
         static = None if sources.static_scale is None else rest.pop(0)
-        _Row(rows, x, number, of_warps, _Everywhere(values, scales, rows, places)).round(static)
+        RowQuantizer(rows, x, number, of_warps, GlobalRows(values, scales, rows, places)).round(static)
 
     body(row, *refs)
 
@@ -221,8 +108,8 @@ def keep_row(
     def body(_: Any, row: Fragment, place: Fragment, first: Fragment, values: ir.Value, *others: ir.Value) -> None:
         scales, of_warps, x, *static = others
         at = place.registers.item(), first.registers.item()
-        here = _Here(values, scales, *at, num_units, all_units * UNIT_COLUMNS)
-        _Row(rows, x, row.registers.item(), of_warps, here).round(static[0] if static else None)
+        here = SharedRow(values, scales, *at, num_units, all_units * UNIT_COLUMNS)
+        RowQuantizer(rows, x, row.registers.item(), of_warps, here).round(static[0] if static else None)
 
     body(row, place, first_unit, values, *refs)
 
@@ -232,213 +119,3 @@ def _row_of(row_of: ir.Value, number: ir.Value) -> list[ir.Value]:
     first = arith.muli(wide(number), constant(places, i64()))
     at = (arith.addi(first, constant(nth, i64())) for nth in range(places))
     return [llvm.load(i32(), address_of(row_of, one, i32())) for one in at]
-
-
-def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
-    """Bits of the static scale; NaN where it is none."""
-    given = llvm.load(i32(), address_of(static, constant(0), i32()))
-    least, most = (constant(int(limit.view(np.int32))) for limit in static_limits(format))
-    fits = arith.andi(
-        arith.cmpi(arith.CmpIPredicate.sge, given, least), arith.cmpi(arith.CmpIPredicate.sle, given, most)
-    )
-    return arith.select(fits, given, constant(_NAN))
-
-
-class _Everywhere:
-    """Every place of a row, in global memory."""
-
-    def __init__(self, values: ir.Value, scales: ir.Value, rows: Unrounded, places: list[ir.Value]):
-        self._values, self._scales, self._places = values, scales, places
-        self.columns = rows.padded
-
-    def store(self, two: ir.Value, column: ir.Value) -> None:
-        """Eight elements, in two words."""
-        self._each(lambda row: self._store_at(two, row, column))
-
-    def _store_at(self, two: ir.Value, row: ir.Value, column: ir.Value) -> None:
-        at = arith.addi(arith.muli(row, constant(self.columns, i64())), wide(column))
-        llvm.store(two, address_of(self._values, at, i8()), alignment=8)
-
-    def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
-        """Of all columns, or of a unit."""
-        first = constant(0) if unit is None else arith.muli(unit, constant(ir.MemRefType(self._scales.type).shape[-1]))
-        self._each(lambda row: llvm.store(scale, address_of(self._scales, arith.addi(wide(first), row), i32())))
-
-    def _each(self, store: Callable[[ir.Value], Any]) -> None:
-        for place in self._places:
-            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))):
-                store(wide(place))
-
-
-class _Here:
-    """A row's place in shared memory, of some of its units; see `keep_row`."""
-
-    def __init__(
-        self, values: ir.Value, scales: ir.Value, place: ir.Value, first: ir.Value, num_units: int, columns: int
-    ):
-        self._values, self._scales, self._place = values, scales, place
-        self._first, self._num_units = first, num_units
-        self.columns = columns
-
-    def store(self, two: ir.Value, column: ir.Value) -> None:
-        """Eight elements, in two words."""
-
-        def store(slot: ir.Value) -> None:
-            strides, _ = ir.MemRefType(self._values.type).get_strides_and_offset()
-            line = arith.addi(arith.muli(slot, constant(strides[0])), arith.muli(self._place, constant(UNIT_COLUMNS)))
-            sixteen = arith.xori(
-                arith.divui(arith.remui(column, constant(UNIT_COLUMNS)), constant(16)),
-                arith.remui(self._place, constant(8)),
-            )
-            at = arith.addi(arith.muli(sixteen, constant(16)), arith.remui(column, constant(16)))
-            llvm.store(two, address_of(self._values, arith.addi(line, at), i8()), alignment=8)
-
-        self._if_kept(arith.divui(column, constant(UNIT_COLUMNS)), store)
-
-    def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
-        """Of all columns, or of a unit."""
-        if unit is None:
-            llvm.store(scale, address_of(self._scales, self._place, i32()))
-            return
-        *_, rows = ir.MemRefType(self._scales.type).shape
-
-        def store(slot: ir.Value) -> None:
-            at = arith.addi(arith.muli(slot, constant(rows)), self._place)
-            llvm.store(scale, address_of(self._scales, at, i32()))
-
-        self._if_kept(unit, store)
-
-    def _if_kept(self, unit: ir.Value, store: Callable[[ir.Value], None]) -> None:
-        slot = arith.subi(unit, self._first)
-        with utils.when(less(slot, constant(self._num_units))):
-            store(slot)
-
-
-class _Row:
-    """One row, as a thread of the warpgroup that rounds it sees it."""
-
-    def __init__(self, rows: Unrounded, x: ir.Value, source: ir.Value, of_warps: ir.Value, to: _Everywhere | _Here):
-        self.dtype, self.columns, self.format = np.dtype(rows.x.dtype), rows.columns, rows.format
-        self.x, self.of_warps, self.to = x, of_warps, to
-        # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
-        self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
-        _, stride = ir.MemRefType(self.x.type).shape
-        self.line = arith.muli(wide(source), constant(stride, i64()))
-        self.pieces = range(-(-to.columns // _PIECE))
-
-    def round(self, static: ir.Value | None) -> None:
-        static_scale = None if static is None else _in_range(static, self.format)
-        pieces = [self._load(piece) for piece in self.pieces]
-        if static_scale is not None:
-            self._store_scale(static_scale, None)
-            scales = [(static_scale, None)] * len(pieces)
-        elif self.format.block_size == "row":
-            largest = self._largest([self._largest(words) for words in pieces])
-            scale, finite = self._scale(self._across_warps(self._across_lanes(largest, _LANES)))
-            self._store_scale(scale, None)
-            scales = [(scale, finite)] * len(pieces)
-        else:
-            of_block = UNIT_COLUMNS // _VECTOR
-            scales = [self._scale(self._across_lanes(self._largest(words), of_block)) for words in pieces]
-            for piece, (scale, _) in enumerate(scales):
-                self._store_scale(scale, piece)
-        for piece, (words, scale) in enumerate(zip(pieces, scales, strict=True)):
-            self._store(piece, words, *scale)
-
-    def _column(self, piece: int) -> ir.Value:
-        return arith.addi(self.first, constant(piece * _PIECE))
-
-    def _load(self, piece: int) -> list[ir.Value]:
-        """The thread's 8 elements, in 4 or 8 words; zeros behind the last column."""
-        column, element = self._column(piece), ir.MemRefType(self.x.type).element_type
-        inside = less(column, constant(self.columns))
-        at = arith.addi(self.line, wide(arith.select(inside, column, constant(0))))
-        words = []
-        for part in range(self.dtype.itemsize // 2):
-            address = address_of(self.x, arith.addi(at, constant(4 * part, i64())), element)
-            loaded = llvm.load(ir.VectorType.get((4,), i32()), address, alignment=16)
-            words += [llvm.extractelement(loaded, constant(i)) for i in range(4)]
-        return [arith.select(inside, word, constant(0)) for word in words]
-
-    def _largest(self, words: list[ir.Value]) -> ir.Value:
-        """The largest magnitude in words, or in each half of them."""
-        size = self.dtype.itemsize
-        magnitudes = [run(_MAGNITUDE[size], word) for word in words]
-        while len(magnitudes) > 1:
-            pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
-            rest = magnitudes[len(magnitudes) // 2 * 2 :]
-            magnitudes = [run(_LARGER[size], one, other) for one, other in pairs] + rest
-        return magnitudes[0]
-
-    def _across_lanes(self, largest: ir.Value, lanes: int) -> ir.Value:
-        """The largest, in words or in each half of them, of what so many lanes have."""
-        distance = lanes // 2
-        while distance:
-            other = utils.inline_ptx(
-                _ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True
-            )
-            largest = run(_LARGER[self.dtype.itemsize], largest, other)
-            distance //= 2
-        return largest
-
-    def _across_warps(self, largest: ir.Value) -> ir.Value:
-        """The same of what the warps have, each of which has it in all of its lanes."""
-        warp = arith.divui(thread_index(), constant(_LANES))
-        utils.warpgroup_barrier()  # where there was a row before, all have read its words
-        llvm.store(largest, address_of(self.of_warps, warp, i32()))  # all lanes the same
-        utils.warpgroup_barrier()
-        return self._largest(load_words(self.of_warps, constant(0), WORDS))
-
-    def _scale(self, largest: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Float32 bits of the scale of what has this largest magnitude, and whether all of it is finite."""
-        size = self.dtype.itemsize
-        if size == 2:
-            largest = run(_LARGER_HALF, largest)
-        infinity = 0x7C00 if self.dtype == np.float16 else _INFINITY[size]
-        finite = less(largest, constant(infinity))
-        if size == 2:
-            largest = run(_AS_FLOAT[self.dtype.name][0], largest)
-        scale = run(_QUOTIENT, largest, constant(_MOST_448))
-        scale = arith.maxui(scale, constant(_LEAST_SCALE))
-        return arith.select(finite, scale, constant(_NAN)), finite
-
-    def _store_scale(self, scale: ir.Value, piece: int | None) -> None:
-        if piece is None:
-            with utils.when(less(thread_index(), constant(1))):
-                self.to.store_scale(scale, None)
-            return
-        column = self._column(piece)
-        leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(column, constant(UNIT_COLUMNS)), constant(0))
-        with utils.when(arith.andi(leads, less(column, constant(self.to.columns)))):
-            self.to.store_scale(scale, arith.divui(column, constant(UNIT_COLUMNS)))
-
-    def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
-        """Rounds. `finite`: whether the scale's elements are; None where the scale does not come from them.
-
-        All of it stands behind the branch: else ptxas rounds all pieces at once, in twice as many registers.
-        """
-        column = self._column(piece)
-        with utils.when(less(column, constant(self.to.columns))):
-            self.to.store(pair(*self._rounded(words, scale, finite)), column)
-
-    def _rounded(self, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> list[ir.Value]:
-        """Two words of four elements each."""
-        if self.dtype.itemsize == 2:
-            floats = [run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
-        else:
-            floats = words
-        if finite is None:  # values may be any, and infinity becomes NaN
-            beyond = run(_PRODUCT, scale, constant(_BEYOND))
-            quotients = self._quotients([run(_LIMITED, value, beyond) for value in floats], scale)
-            quotients = [run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
-        else:
-            quotients = self._quotients(floats, scale)
-        rounded = [run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
-        return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
-
-    def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
-        """Of values that are no larger than 512 times the scale, so that none is raised beyond float32."""
-        power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
-        raised = run(_PRODUCT, scale, power)
-        reciprocal = run(_QUOTIENT, constant(_ONE), raised)
-        return [run(_CORRECTED, value, raised, reciprocal, power) for value in values]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.grouping import Blocks
-from jmx.pallas.mosaic_sm90.layout import TILE
-from jmx.pallas.mosaic_sm90.sharing import Sums
 from jmx.pallas.mosaic_sm90_fp8.config import Config
-from jmx.pallas.mosaic_sm90_fp8.jobs import Job, Operands
-from jmx.pallas.mosaic_sm90_fp8.one_launch import Rounding
+from jmx.pallas.mosaic_sm90_fp8.fused_quantize import Rounding
+from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Job, Operands
+from jmx.pallas.sm90.reduction import Sums
+from jmx.pallas.sm90.tiles import TILE
 
 Array = Any
 

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jmx.numerics.formats import MXFP4
-from jmx.pallas.mosaic_sm90.layout import GATED_ROWS, TILE
-from jmx.pallas.mosaic_sm90.product import BaseProduct
 from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
-from jmx.pallas.mosaic_sm90_fp8.quantize import Inputs, Unrounded
-
-Array = Any
+from jmx.pallas.mosaic_sm90_fp8.quantize_row import Inputs, Unrounded
+from jmx.pallas.sm90.gemm import BaseProduct
+from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 
 
 class Product(BaseProduct):

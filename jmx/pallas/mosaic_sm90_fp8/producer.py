@@ -8,9 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.mosaic_sm90.widths import for_width
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, unit_bytes, value_rows
 from jmx.pallas.mosaic_sm90_fp8.task import Task
+from jmx.pallas.sm90.launch import for_width
 
 Array = Any
 _AHEAD_BYTES = 96 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded

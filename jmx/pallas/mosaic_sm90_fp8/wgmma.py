@@ -1,60 +1,42 @@
-"""What one thread of a warpgroup does in the kernel of `kernel`, in MLIR and PTX.
+"""Products on the FP8 tensor cores, one thread at a time: MXFP4 to e5m2, `wgmma`, and sums times scales.
 
-As in `mosaic_sm90.fragments`, whose words these are: a thread's *first* and *second* row, and its own elements.
+See `jmx.pallas.sm90.accumulator` for what a thread holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90.fragments import (
-    Rows,
-    accumulator,
-    index_of_row,
-    load_words,
-    of_registers,
-    row_array,
-    row_size,
-    sums_of,
-)
-from jmx.pallas.mosaic_sm90.layout import THREADS, TILE
-from jmx.pallas.mosaic_sm90.mlir import (
-    SCALAR,
+from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
+from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
+from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
+from jmx.pallas.sm90.mlir import (
     Fragment,
     address_of,
     constant,
     f32,
     i32,
     i64,
-    less,
     operation,
-    pair,
     result,
     run,
     thread_index,
     utils,
-    wide,
 )
-from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
+from jmx.pallas.sm90.tiles import THREADS, TILE
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 _SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
-_SLICES = 4  # of 32 columns
+SLICES = 4  # of 32 columns
 _SLICE_BYTES = 32
 _SUMS_AND_OPERANDS = 192  # registers of a thread that may hold them
-
-_ONE_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_WORDS: Any = result((THREADS,), jnp.int32, _ONE_EACH)  # of which each thread has one
-
 _FAR = (  # the upper bit of each byte is whether it is EXACT_BELOW or more
     f"{{ .reg .b32 t; and.b32 t, $1, 0x7f7f7f7f; add.u32 t, t, {(128 - EXACT_BELOW) * 0x01010101:#x}; "
     "or.b32 $0, t, $1; }"
@@ -100,9 +82,9 @@ def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
     """A unit's elements as e5m2. Of blocks too far below their row's largest they are zeros."""
     distances = _row_bytes(scales)
     far = [run(_FAR, word) for word in distances]
-    words = [word for nth in range(_SLICES // 2) for word in _piece(values, nth)]
+    words = [word for nth in range(SLICES // 2) for word in _piece(values, nth)]
     out = []
-    for slice_ in range(_SLICES):
+    for slice_ in range(SLICES):
         halves = []
         for row in range(2):
             word = words[2 * slice_ + row]
@@ -142,7 +124,7 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], decoded: bool)
         parts, new = range(len(old)), [sums_of(total) for total in old]
         apart = mine[0].x_scales is not None or (mine[0].scales is not None and not decoded)
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
-        beside = len(old) * n // 2 + n + 4 * _SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
+        beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
         sums, done, operand = None, None, _operand(mine[0], decoded)
 
         def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
@@ -236,7 +218,7 @@ def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int
     names = ", ".join(f"${i}" for i in range(size))
     utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
     values = [] if sums is None else sums
-    for nth in range(_SLICES):
+    for nth in range(SLICES):
         first = size + len(values)  # the operands behind the sums
         offset = nth * _SLICE_BYTES >> 4
         if isinstance(operand, ir.Value):
@@ -322,148 +304,3 @@ def plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Valu
         return arith.addf(total, product)
     factor = reduce(arith.mulf, factors)
     return utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", product, factor, total, result_types=f32())
-
-
-def load_row_words(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `array` (E, N) in global memory has for the thread's first and second row of a tile, as words of its bits.
-
-    A warp waits for a load where it first computes with what came, so that is left to `values_of`, behind the products.
-    In the padding it is what some other row has.
-    """
-    bits = 8 * jnp.dtype(array.dtype).itemsize
-
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
-    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
-        both = rows.weight(rows.output(tile.registers.item()))
-        found = (index_of_row(rows.num_rows, expert.registers.item(), row) for row in both)
-        return tuple(_word(array, at, bits) for at, _ in found)
-
-    return body(array, expert, tile)
-
-
-def values_of(words: tuple[jax.Array, jax.Array], dtype: Any, n: int) -> tuple[jax.Array, ...]:
-    """What `load_row_words` of a `dtype` loaded, float32, for each of the thread's own elements of n columns."""
-
-    def value(word: ir.Value) -> ir.Value:
-        element = utils.dtype_to_ir_type(jnp.dtype(dtype))
-        if element == f32():
-            return llvm.bitcast(element, word)
-        return arith.extf(f32(), llvm.bitcast(element, arith.trunci(ir.IntegerType.get_signless(16), word)))
-
-    return _repeated(words, value, n)
-
-
-def load_codes(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """MXFP4's largest scale codes of the thread's first and second row of a tile; as for `load_row_words`.
-
-    `scales`: the layout's, uint8 (E, row tiles, units + 1, 256) in global memory, of which each row has the last chunk.
-    """
-
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
-    def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
-        _, tiles, chunks, chunk_bytes = ir.MemRefType(scales.type).shape
-        row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
-        last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
-        chunk = arith.muli(last, constant(chunk_bytes, i64()))
-        group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2 * _SLICES))
-        both = (arith.addi(group, constant(below * _SLICES)) for below in range(2))
-        return tuple(_word(scales, arith.addi(chunk, wide(mine)), 8) for mine in both)
-
-    return body(scales, expert, tile)
-
-
-def powers_of(codes: tuple[jax.Array, jax.Array], n: int) -> tuple[jax.Array, ...]:
-    """What `load_codes` loaded as powers of two, as `values_of` has it."""
-
-    def power(code: ir.Value) -> ir.Value:
-        bits = arith.shli(code, constant(23))
-        bits = arith.select(less(code, constant(1)), constant(1 << 22), bits)  # 2^-127 is subnormal
-        return llvm.bitcast(f32(), arith.select(less(code, constant(255)), bits, constant(0x7FC00000)))
-
-    return _repeated(codes, power, n)
-
-
-def _repeated(words: Sequence[jax.Array], convert: Callable[[ir.Value], ir.Value], n: int) -> tuple[jax.Array, ...]:
-    @operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
-    def body(_: Any, word: Fragment) -> Fragment:
-        value = convert(llvm.extractelement(word.registers.item(), constant(0)))
-        return of_registers([pair(value, value)] * (n // 8), row_size(n))
-
-    return tuple(body(word) for word in words)
-
-
-def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
-    """An element of so many bits, with zeros above: the thread's own of `_WORDS`."""
-    element = ir.IntegerType.get_signless(bits)
-    loaded = llvm.load(element, address_of(array, index, element))
-    word = loaded if bits == 32 else arith.extui(i32(), loaded)
-    one = ir.VectorType.get((1,), i32())
-    registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, constant(0))], dtype=object)
-    layout = mgpu.WGStridedFragLayout((THREADS,), 1)
-    return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
-
-
-def load_columns(scales: Any, n: int, first: jax.Array, count: jax.Array) -> jax.Array:
-    """scales[first + column], a ref (R,) float32 in global memory, for a thread's own elements of a row of n columns;
-    from `count` on, anything."""
-
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
-    def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
-        start, last = first.registers.item(), arith.subi(count.registers.item(), constant(1))
-        column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
-
-        def load(nth: int) -> ir.Value:
-            at = arith.minsi(arith.addi(column, constant(nth)), last)
-            return llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32()))
-
-        return of_registers([pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
-
-    return body(scales, first, count)
-
-
-def swizzled_rows(columns: int, dtype: Any) -> Any:
-    """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
-    size, span = size_and_span(columns, dtype)
-    return (plgpu.TilingTransform((8, span // size)), plgpu.SwizzleTransform(span))  # pyright: ignore[reportAbstractUsage]
-
-
-def size_and_span(columns: int, dtype: Any) -> tuple[int, int]:
-    """Bytes of an element, and of the rows' pieces that are swizzled."""
-    size = jnp.dtype(dtype).itemsize
-    return size, min(ROW_BYTES, columns * size)
-
-
-def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
-    """Writes a tile's outputs, transposed, to shared memory.
-
-    Args:
-        ref: (count, columns), with transforms `swizzled_rows`.
-        arrays: own elements of the thread's first row, and of its second where there is no gate; ref's dtype.
-        columns: outputs of the tile.
-        first, count: which of the accumulator's columns.
-    """
-    dtype = arrays[0].dtype
-    size, span = size_and_span(columns, dtype)
-    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
-
-    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
-    def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
-        base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
-        warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
-        output = arith.addi(arith.muli(warp, constant(columns // 4)), arith.divui(lane, constant(4)))
-        for second, array in enumerate(arrays):
-            byte = arith.muli(arith.addi(output, constant(8 * second)), constant(size))
-            start = arith.addi(base, arith.muli(arith.divui(byte, constant(span)), constant(8 * span)))
-            byte = arith.remui(byte, constant(span))
-            for i in range(2):
-                row = arith.addi(arith.muli(arith.remui(lane, constant(4)), constant(2)), constant(i))
-                turn = arith.muli(arith.divui(row, constant(ROW_BYTES // span)), constant(16))
-                at = arith.addi(arith.muli(row, constant(span)), arith.xori(byte, turn))
-                at = arith.addi(start, at)
-                for eight in range(count // 8):
-                    value = llvm.extractelement(array.registers.flat[first // 8 + eight], constant(i))
-                    value = utils.bitcast(value, ir.IntegerType.get_signless(8 * size))
-                    text = f"st.shared.b{8 * size} [$0 + {8 * eight * columns * size}], $1;"
-                    utils.inline_ptx(text, at, value, has_side_effects=True)
-
-    body(ref, *arrays)

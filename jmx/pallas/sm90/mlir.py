@@ -1,4 +1,4 @@
-"""Short words for the MLIR that kernels for Hopper write for one thread, beside Pallas' arrays."""
+"""Short names for the MLIR that the Hopper kernels write for one thread, beside Pallas' arrays."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90.layout import THREADS
+from jmx.pallas.sm90.tiles import THREADS
 
 Fragment = mgpu.FragmentedArray
 SCALAR = plgpu.Layout.WG_SPLAT

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.pallas.mosaic_sm90.config import Config
-from jmx.pallas.mosaic_sm90.layout import TILE
+from jmx.pallas.sm90.tiles import TILE
 
 Scalar = Any  # an int, or an int32 array
 

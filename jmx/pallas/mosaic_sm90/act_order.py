@@ -15,9 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90.launch import launch
-from jmx.pallas.mosaic_sm90.layout import THREADS
-from jmx.pallas.mosaic_sm90.mlir import (
+from jmx.pallas.sm90.launch import launch
+from jmx.pallas.sm90.mlir import (
     SCALAR,
     Fragment,
     address_of,
@@ -30,6 +29,7 @@ from jmx.pallas.mosaic_sm90.mlir import (
     utils,
     wide,
 )
+from jmx.pallas.sm90.tiles import THREADS
 
 Array = Any
 ROWS = 8  # that follow each other and have one expert

@@ -1,6 +1,6 @@
 """What a warpgroup that computes does: its rows of each item, from sums of units to results on their way.
 
-What it does to one unit is in `fragments`, and where tokens are the operand A in `token_fragments`.
+What it does to one unit is in `wgmma`, and where tokens are the operand A in `tokens_as_a`.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.mosaic_sm90 import fragments
-from jmx.pallas.mosaic_sm90.layout import TILE
-from jmx.pallas.mosaic_sm90.widths import for_width
-from jmx.pallas.mosaic_sm90_fp8 import fragments as fp8
-from jmx.pallas.mosaic_sm90_fp8 import token_fragments as by_token
+from jmx.pallas.mosaic_sm90_fp8 import row_scales, staging, tokens_as_a, wgmma
 from jmx.pallas.mosaic_sm90_fp8.layout import RAISED, value_rows
 from jmx.pallas.mosaic_sm90_fp8.task import Task
+from jmx.pallas.sm90 import accumulator
+from jmx.pallas.sm90.launch import for_width
+from jmx.pallas.sm90.tiles import TILE
 
 Array = Any
 _FEW_COLUMNS = 64  # whose scales may wait in registers
@@ -74,15 +73,16 @@ def _look_up(task: Task, turn: Array) -> _Item:
     x_row, out_row = work.first_row(work.x_rows, block), work.first_row(work.out_rows, block)
     tokens_are_a = jnp.bool_(task.tokens_may_be_a) & (count > _MANY_TOKENS)
     if task.tokens_may_be_a and g.scales is not None:
-        for nth in range(by_token.TILES):
+        for nth in range(tokens_as_a.TILES):
             one = jnp.minimum(tile + nth, product.m_tiles - 1)
             tokens_are_a = tokens_are_a & (g.scales[expert, one, product.units, 0] != 0)
     tile += task.wm
     by_row, bias = (
-        None if ref is None else fp8.load_row_words(ref, product.rows, expert, tile) for ref in (g.by_row, g.bias)
+        None if ref is None else row_scales.load_row_words(ref, product.rows, expert, tile)
+        for ref in (g.by_row, g.bias)
     )
     if product.decoded:
-        by_row = fp8.load_codes(g.scales, expert, jnp.minimum(tile, product.m_tiles - 1))
+        by_row = row_scales.load_codes(g.scales, expert, jnp.minimum(tile, product.m_tiles - 1))
     return _Item(expert, tile, part, x_row, out_row, count, tokens_are_a, by_row, bias)
 
 
@@ -99,7 +99,7 @@ def _compute_item(task: Task, turn: Array, item: _Item) -> _Item:
         _keep_rows(task, item)
     transposed = partial(for_width, task.config.widths, item.count, partial(_multiply, task, turn, item))
     if task.tokens_may_be_a:
-        whole = tuple(range(by_token.BOTH, task.config.block_n + 1, by_token.BOTH))
+        whole = tuple(range(tokens_as_a.BOTH, task.config.block_n + 1, tokens_as_a.BOTH))
         as_a = partial(for_width, whole, item.count, partial(_multiply_by_token, task, turn, item))
         pl.when(item.tokens_are_a)(as_a)
         pl.when(~item.tokens_are_a)(transposed)
@@ -144,8 +144,8 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
     decoded, wm, wk, staged = product.decoded, task.wm, task.wk, product.staged(config)
     size = value_rows(product.format)
 
-    def unit(slots: _Slots) -> fp8.Unit:
-        return fp8.Unit(
+    def unit(slots: _Slots) -> wgmma.Unit:
+        return wgmma.Unit(
             shared.values.at[slots.of_weights, wm, pl.ds(wk * size, size)],
             None if shared.scales is None else shared.scales.at[slots.of_weights, wm, wk],
             shared.x.at[slots.of_rows, pl.ds(0, width)],
@@ -153,19 +153,19 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
         )
 
     def add_at_once(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
-        totals = fp8.add_units(totals, [unit(one) for one in slots], decoded)
+        totals = wgmma.add_units(totals, [unit(one) for one in slots], decoded)
         for one in slots:
             plgpu.barrier_arrive(shared.empty.at[one.of_weights])
         return totals
 
     def add_in_turn(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
         (total,) = totals
-        sums = fp8.start(total if config.own_sums else None, unit(slots[0]), decoded)
+        sums = wgmma.start(total if config.own_sums else None, unit(slots[0]), decoded)
         for before, one in pairwise(slots):
-            sums = fp8.start(sums, unit(one), decoded)
-            fragments.wait_for_earlier_products()
+            sums = wgmma.start(sums, unit(one), decoded)
+            accumulator.wait_for_earlier_products()
             plgpu.barrier_arrive(shared.empty.at[before.of_weights])
-        total = fp8.finish(None if config.own_sums else total, sums)
+        total = wgmma.finish(None if config.own_sums else total, sums)
         plgpu.barrier_arrive(shared.empty.at[slots[-1].of_weights])
         return (total,)
 
@@ -178,7 +178,7 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
         if g.x_row_scales is None:
             return None
         first = jnp.int32(0) if config.keeps_rows else item.x_row
-        return fp8.load_columns(g.x_row_scales, n, first + part * n, item.count - part * n)
+        return row_scales.load_columns(g.x_row_scales, n, first + part * n, item.count - part * n)
 
     early = by_column(0) if width <= _FEW_COLUMNS else None
 
@@ -187,17 +187,17 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
         if scales is not None:
             sums = sums[0] * scales, sums[1] * scales
         by_row, bias = (
-            None if ref is None else fp8.values_of(words, ref.dtype, n)
+            None if ref is None else row_scales.values_of(words, ref.dtype, n)
             for ref, words in ((g.by_row, item.by_row), (g.bias, item.bias))
         )
-        outs = _finish(task, item, sums, fp8.powers_of(item.by_row, n) if decoded else by_row, bias)
+        outs = _finish(task, item, sums, row_scales.powers_of(item.by_row, n) if decoded else by_row, bias)
         for nth, start in enumerate(range(0, n, room), part * -(-n // room)):
             size = min(room, n - start)
-            write = partial(fp8.stage, arrays=outs, columns=product.tile_columns, first=start, count=size)
+            write = partial(staging.stage, arrays=outs, columns=product.tile_columns, first=start, count=size)
             _send(task, write, item, first + start, item.tile, size, nth, room)
 
     for part, total in enumerate(_add_units(task, turn, (_zeros(n),) * num_parts, add, config.units)):
-        sums = fragments.split_rows(total)
+        sums = accumulator.split_rows(total)
         if config.warpgroups_k == 1:
             send(part, sums)
         else:  # then there is one part
@@ -209,31 +209,32 @@ def _multiply(task: Task, turn: Array, item: _Item, width: int) -> None:
 def _multiply_by_token(task: Task, turn: Array, item: _Item, width: int) -> None:
     """`width` rows of x are the operand A, a half of each 128 this warpgroup's, and B are both tiles of the weight."""
     product, shared, g, warpgroup = task.job.product, task.shared, task.g, task.here.warpgroup
-    mine = [part + warpgroup * TILE for part in range(0, width, by_token.BOTH)]
+    mine = [part + warpgroup * TILE for part in range(0, width, tokens_as_a.BOTH)]
 
     def add(totals: tuple[Array, ...], slots: list[_Slots]) -> tuple[Array, ...]:
         ((slot, _),) = slots
         here = (shared.values, shared.scales, shared.x, shared.x_scales)
-        unit = fp8.Unit(*(None if ref is None else ref.at[slot] for ref in here))
+        unit = wgmma.Unit(*(None if ref is None else ref.at[slot] for ref in here))
         new = []
         for first, total in zip(mine, totals, strict=True):
             plgpu.barrier_wait(shared.turns.at[warpgroup])
-            sums = by_token.multiply(unit, first)
+            sums = tokens_as_a.multiply(unit, first)
             plgpu.barrier_arrive(shared.turns.at[1 - warpgroup])
-            new.append(by_token.add(total, sums, unit, first))
+            new.append(tokens_as_a.add(total, sums, unit, first))
         plgpu.barrier_arrive(shared.empty.at[slot])
         return tuple(new)
 
-    totals = _add_units(task, turn, (_zeros(by_token.WIDTH),) * len(mine), add, 1)
+    totals = _add_units(task, turn, (_zeros(tokens_as_a.WIDTH),) * len(mine), add, 1)
     _, tile, _ = task.item(turn)
     of_rows = [
-        None if ref is None else by_token.load_rows(ref, product.rows, item.expert, tile) for ref in (g.by_row, g.bias)
+        None if ref is None else tokens_as_a.load_rows(ref, product.rows, item.expert, tile)
+        for ref in (g.by_row, g.bias)
     ]
     for part, (first, total) in enumerate(zip(mine, totals, strict=True)):
-        outs = _finish(task, item, by_token.split_rows(total), *of_rows)
-        for nth in range(by_token.TILES):
-            write = partial(by_token.stage, arrays=outs, columns=product.tile_columns, tile=nth)
-            _send(task, write, item, first, tile + nth, TILE, part * by_token.TILES + nth, TILE)
+        outs = _finish(task, item, tokens_as_a.split_rows(total), *of_rows)
+        for nth in range(tokens_as_a.TILES):
+            write = partial(tokens_as_a.stage, arrays=outs, columns=product.tile_columns, tile=nth)
+            _send(task, write, item, first, tile + nth, TILE, part * tokens_as_a.TILES + nth, TILE)
 
 
 def _finish(task: Task, item: _Item, sums: tuple[Array, Array], by_row: Any, bias: Any) -> list[Array]:

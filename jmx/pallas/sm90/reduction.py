@@ -1,4 +1,4 @@
-"""How warpgroups that share columns add up what they have: all but the first hand their sums over in shared memory."""
+"""Reduction across warpgroups that share a tile's columns: partial sums pass through shared memory."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.mosaic_sm90 import fragments
+from jmx.pallas.sm90 import accumulator
 
 Array = Any
 
@@ -28,7 +28,7 @@ class Sums(NamedTuple):
     def scratch(cls, warpgroups_m: int, warpgroups_k: int, block_n: int) -> "Sums":
         others = warpgroups_k - 1
         return cls(
-            plgpu.SMEM((warpgroups_m, others, 2, fragments.row_size(block_n)), jnp.float32),
+            plgpu.SMEM((warpgroups_m, others, 2, accumulator.row_size(block_n)), jnp.float32),
             plgpu.Barrier(num_barriers=warpgroups_m, num_arrivals=others),
             plgpu.Barrier(num_barriers=warpgroups_m),
         )
@@ -41,15 +41,15 @@ class Sums(NamedTuple):
             plgpu.barrier_wait(self.empty.at[wm])
 
         for row in range(2):
-            self.values[wm, wk - 1, row, pl.ds(0, fragments.row_size(width))] = sums[row]
+            self.values[wm, wk - 1, row, pl.ds(0, accumulator.row_size(width))] = sums[row]
         plgpu.barrier_arrive(self.full.at[wm])
 
     def take_over(self, wm: Array, width: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """By the first of them: `sums`, with those of the others, in their order."""
-        size, totals = fragments.row_size(width), [*sums]
+        size, totals = accumulator.row_size(width), [*sums]
         plgpu.barrier_wait(self.full.at[wm])
         for other in range(self.values.shape[1]):
             for row in range(2):
-                totals[row] += fragments.load_rows(self.values.at[wm, other, row, pl.ds(0, size)], size)
+                totals[row] += accumulator.load_rows(self.values.at[wm, other, row, pl.ds(0, size)], size)
         plgpu.barrier_arrive(self.empty.at[wm])
         return totals[0], totals[1]

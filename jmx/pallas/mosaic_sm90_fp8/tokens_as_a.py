@@ -3,7 +3,7 @@
 A product is then not transposed: each of two warpgroups takes 64 rows of x, and as B all 128 rows of the two tiles of
 the weight that lie in a stage. A thread of warp `w` and lane `l` has the *tokens* `16 * w + l // 4` and the one 8
 below, of both the tiles' rows `8 * i + 2 * (l % 4) + {0, 1}`. These are *first* rows where i is even and *second* ones
-where it is odd, as in `mosaic_sm90.fragments`: of a gated weight gates, and the ups that belong to them.
+where it is odd, as in `sm90.accumulator`: of a gated weight gates, and the ups that belong to them.
 
 It is worth it where a tile's first rows share their scales, and its second rows theirs: a thread then multiplies its
 sums by eight numbers, which it makes of six scales. Which number is whose is known while the kernel is compiled.
@@ -19,22 +19,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from jmx.pallas.mosaic_sm90.fragments import Rows, accumulator, load_of_row, of_registers, row_array, row_size, sums_of
-from jmx.pallas.mosaic_sm90.layout import TILE
-from jmx.pallas.mosaic_sm90.mlir import SCALAR, Fragment, constant, i32, operation, pair, result, thread_index, utils
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.mosaic_sm90_fp8.fragments import (
-    SWIZZLED,
-    Unit,
-    descriptor,
-    load_float,
-    plus,
-    size_and_span,
-    start_product,
-    swizzled_rows,
-    wait,
-    zeros,
-)
+from jmx.pallas.mosaic_sm90_fp8.staging import size_and_span, swizzled_rows
+from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, Unit, descriptor, load_float, plus, start_product, wait, zeros
+from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
+from jmx.pallas.sm90.epilogue import load_of_row
+from jmx.pallas.sm90.gemm import Rows
+from jmx.pallas.sm90.mlir import SCALAR, Fragment, constant, i32, operation, pair, result, thread_index, utils
+from jmx.pallas.sm90.tiles import TILE
 
 TILES = 2  # of the weight in a stage
 TOKENS = TILE  # of a warpgroup

@@ -16,15 +16,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.mosaic_sm90 import fragments
-from jmx.pallas.mosaic_sm90_fp8.quantize import Sources, Unrounded, keep_row, round_row
+from jmx.pallas.mosaic_sm90_fp8.quantize import Sources, keep_row, round_row
+from jmx.pallas.mosaic_sm90_fp8.quantize_row import Unrounded
+from jmx.pallas.sm90 import counters
 
 Array = Any
 _COUNTERS = 4  # of how far a launch is
 KEPT_BARRIERS = 2  # that nobody multiplies the rows that are kept any more, and that others are there
 
 
-def counters(experts: jax.Array) -> jax.Array:
+def new_counters(experts: jax.Array) -> jax.Array:
     """Those of two jobs. Zeros, which XLA makes in the kernel that makes `experts`, if these are enough."""
     zeros = experts >> 30
     return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
@@ -78,7 +79,7 @@ class Rounding(NamedTuple):
                 row = first + nth * step
                 round_row(self.rows, row, self.sources, self.values, self.scales, self.of_warps)
 
-            fragments.signal(self.counters, self._rounded)
+            counters.signal(self.counters, self._rounded)
 
         self.wait_for_rows(warpgroup=True)
 
@@ -112,18 +113,18 @@ class Rounding(NamedTuple):
     def wait_for_rows(self, *, warpgroup: bool = False) -> None:
         """A warp waits until it may fetch them, or a warpgroup until it may read their scales."""
         rounding = min(self.rows.x.shape[0], self._everyone)
-        fragments.wait(self.counters, self._rounded, jnp.int32(rounding), warpgroup=warpgroup)
+        counters.wait(self.counters, self._rounded, jnp.int32(rounding), warpgroup=warpgroup)
 
     def wait_for_results(self) -> None:
         """A warpgroup waits until all those of the job before are there."""
         if self.job:
             written = self._written(self.job - 1)
-            fragments.wait(self.counters, written, jnp.int32(self._everyone), warpgroup=True)
+            counters.wait(self.counters, written, jnp.int32(self._everyone), warpgroup=True)
 
     def results_are_written(self) -> None:
         """By this warpgroup: all of its own."""
         if not self.last:
-            fragments.signal(self.counters, self._written(self.job))
+            counters.signal(self.counters, self._written(self.job))
 
     @property
     def _rounded(self) -> Array:

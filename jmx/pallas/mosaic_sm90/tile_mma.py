@@ -1,0 +1,256 @@
+"""Products of dequantized tiles with rows, one thread at a time: weights become bfloat16 in registers on the way.
+
+See `jmx.pallas.sm90.accumulator` for what a thread holds.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.mosaic_sm90.dequantize import Decoder
+from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
+from jmx.pallas.sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    f32,
+    i8,
+    i32,
+    i64,
+    less,
+    operation,
+    result,
+    run,
+    thread_index,
+    utils,
+    wide,
+)
+from jmx.pallas.sm90.tiles import THREADS, TILE
+
+_SHIFT_BYTES = 2 * TILE  # of a chunk of MXFP4's scales
+
+
+class Weights(NamedTuple):
+    """What has come of a weight by the tile: refs of tiles along the columns, None where the format lacks it."""
+
+    values: Any
+    scales: Any
+    zero_points: Any
+
+
+def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.Value | None, tile: int) -> np.ndarray:
+    """`Decoder.pairs` of a tile in shared memory; `weights`: those of `Weights` that there are."""
+    thread, rest = thread_index(), [*weights]
+    bits, values = decoder.tile.elements.bits, rest.pop(0)
+    mine = arith.muli(thread, constant(4))
+    words = [
+        word
+        for first in range(0, bits, 4)  # four words a load
+        for word in load_words(values, arith.addi(mine, constant((tile * bits + first) * THREADS)), 4)
+    ]
+    group = arith.shrui(thread, constant(2))
+
+    def of_group(count: int) -> list[ir.Value]:
+        if not count:
+            return []
+        mine = arith.addi(arith.muli(group, constant(count)), constant(tile * THREADS // 4 * count))
+        return load_words(rest.pop(0), mine, count)
+
+    scales, zero_points = of_group(decoder.scale_words), of_group(decoder.zero_point_words)
+    return decoder.pairs(words, scales, zero_points, exponent, run)
+
+
+def _given(weights: Weights, exponent: jax.Array | None) -> tuple[list[Any], list[Any]]:
+    """What there is of `weights`, and then `exponent`: arguments of an operation, and their types."""
+    refs = [ref for ref in weights if ref is not None]
+    scalars = [] if exponent is None else [exponent]
+    return [*refs, *scalars], [*[plgpu.RefType()] * len(refs), *[SCALAR] * len(scalars)]
+
+
+def _taken(given: Sequence[Any]) -> tuple[Sequence[ir.Value], ir.Value | None]:
+    """`_given` as an operation's body sees it."""
+    if isinstance(given[-1], Fragment):
+        return given[:-1], given[-1].registers.item()
+    return given, None
+
+
+def dequantize(
+    decoder: Decoder, weights: Weights, exponent: jax.Array | None, tile: int
+) -> tuple[jax.Array, jax.Array]:
+    """A tile's bytes in shared memory -> its two halves, bfloat16 (64, 32), as wgmma takes A.
+
+    Args:
+        exponent: int32, from `tile_scalars`; None but for MXFP4.
+        tile: which of those in `weights`. That it is static makes it a part of the instructions, here and below.
+    """
+    half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
+    arguments, types = _given(weights, exponent)
+
+    @operation(arg_types=types, return_type=(half, half))
+    def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
+        two = ir.VectorType.get((2,), ir.BF16Type.get())
+        layout = mgpu.WGMMA_LAYOUT
+        halves = np.split(_pairs_of_tile(decoder, *_taken(given), tile), 2)
+        return tuple(
+            Fragment(
+                _registers=np.array([utils.bitcast(pair, two) for pair in registers.flat], dtype=object).reshape(
+                    layout.registers_shape((TILE, TILE // 2))
+                ),
+                _layout=layout,
+                _is_signed=None,
+            )
+            for registers in halves
+        )
+
+    return body(*arguments)
+
+
+# How rows lie in shared memory: tiles of 8 rows by 64 columns, as wgmma and ldmatrix read them without conflicts.
+SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
+
+
+def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int, half: int) -> jax.Array:
+    """acc (64, n) plus a (64, 32) times 32 columns of x, transposed, by `wgmma`; `wait_for_product` before it is used.
+
+    `plgpu.wgmma` does the same with 5 instructions more a tile: its descriptors of x are sums of 64 bits each, where
+    here all of a stage are one and a constant.
+
+    Args:
+        acc: float32, n a multiple of 8.
+        a: bfloat16, from `dequantize`.
+        x: ref (n, columns) in shared memory, in tiles of 8 rows by 64 columns swizzled by 128 bytes.
+        tile, half: which columns.
+    """
+    n = acc.shape[1]
+    size = n // 2
+    operands = [f"${i}" for i in range(2 * size, 2 * size + 5)]  # behind the sums, which are outputs and inputs
+    sums = ", ".join(f"${i}" for i in range(size))
+    constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["r"] * 4 + ["l"])
+
+    @operation(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED)),
+        return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, acc: Fragment, a: Fragment, x: ir.Value) -> Fragment:
+        (eight_stride, tile_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
+        upper = _SWIZZLE_128_BYTES | 2 * eight_stride >> 4
+        lower = arith.shrui(llvm.ptrtoint(i32(), utils.memref_ptr(x)), constant(4))
+        descriptor = utils.inline_ptx(f"mov.b64 $0, {{$1, {upper:#x}}};", lower, result_types=i64())
+        pieces = np.array([utils.bitcast(two, i32()) for two in a.registers.flat], dtype=object).reshape(-1, 4)
+        values = sums_of(acc)
+        out = llvm.StructType.get_literal([f32()] * size)
+        utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
+        for piece, mine in enumerate(pieces):
+            offset = 2 * (tile * tile_stride + half * TILE // 2 + piece * 16) >> 4
+            text = (
+                f"{{ .reg .b64 d; add.s64 d, {operands[4]}, {offset}; "
+                f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, "
+                f"{{{', '.join(operands[:4])}}}, d, 1, 1, 1, 0; }}"
+            )
+            made = llvm.inline_asm(
+                out, [*values, *mine, descriptor], text, constraints, has_side_effects=True, asm_dialect=0
+            )
+            values = [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
+        utils.inline_ptx("wgmma.commit_group.sync.aligned;", has_side_effects=True)
+        return accumulator(acc, values)
+
+    return body(acc, a, x)
+
+
+def wait_for_product(acc: jax.Array) -> jax.Array:
+    """What `multiply` returned, once it is there."""
+
+    @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=result(acc.shape, jnp.float32, plgpu.Layout.WGMMA))
+    def body(_: Any, acc: Fragment) -> Fragment:
+        values = sums_of(acc)
+        tied = ",".join(["=f"] * len(values) + [str(i) for i in range(len(values))])
+        out = llvm.StructType.get_literal([f32()] * len(values))
+        text = "wgmma.wait_group.sync.aligned 0;"
+        made = llvm.inline_asm(out, values, text, tied, has_side_effects=True, asm_dialect=0)
+        return accumulator(acc, [llvm.extractvalue(f32(), made, [i]) for i in range(len(values))])
+
+    return body(acc)
+
+
+_LOAD_MATRICES = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+_MULTIPLY = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+
+
+def multiply_few(
+    acc: jax.Array, decoder: Decoder, weights: Weights, exponent: jax.Array | None, x: Any, tile: int
+) -> jax.Array:
+    """acc (64, n) plus a tile times 64 columns of x, transposed, by `mma.sync`, each warp 16 of the rows.
+
+    wgmma keeps four warps in step, cannot be awaited but as a whole, and at 8 columns takes twice as long.
+
+    Args:
+        acc: float32, n a multiple of 8.
+        decoder, weights, exponent, tile: as for `dequantize`.
+        x: as for `multiply`.
+    """
+    n = acc.shape[1]
+    arguments, types = _given(weights, exponent)
+
+    @operation(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED), *types),
+        return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
+    )
+    def body(_: Any, acc: Fragment, x: ir.Value, *given: Any) -> Fragment:
+        a = _pairs_of_tile(decoder, *_taken(given), tile)
+        sums, out = sums_of(acc), []
+        (eight_stride, tile_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
+        base = llvm.ptrtoint(i32(), utils.memref_ptr(x))
+        lane = arith.remui(thread_index(), constant(32))
+        row, chunk = arith.remui(lane, constant(8)), arith.divui(lane, constant(8))
+        for eight in range(n // 8):
+            b = []
+            for half in range(2):  # ldmatrix takes 32 of the 64 columns: 4 chunks of 16 bytes, where swizzling has them
+                at = arith.xori(arith.addi(chunk, constant(4 * half)), row)
+                at = arith.addi(arith.muli(row, constant(2 * TILE)), arith.muli(at, constant(16)))
+                at = arith.addi(base, arith.addi(at, constant(2 * (eight * eight_stride + tile * tile_stride))))
+                b += utils.inline_ptx(_LOAD_MATRICES, at, result_types=[i32()] * 4, has_side_effects=True)
+            c = sums[4 * eight : 4 * eight + 4]
+            for piece in range(TILE // 16):
+                mine = [a[2 * piece + eights, r] for eights in range(2) for r in range(2)]
+                c = utils.inline_ptx(_MULTIPLY, *mine, *b[2 * piece : 2 * piece + 2], *c, result_types=[f32()] * 4)
+            out += c
+        return accumulator(acc, out)
+
+    return body(acc, x, *arguments)
+
+
+def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of one row of tiles of MXFP4: what `dequantize` wants as `exponent`, and the float32 by which results are raised.
+
+    A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift. A shift of 127
+    tells of a code 255, NaN, which no multiplier is: results are then raised by NaN.
+    """
+    returns = tuple(result((), dtype, SCALAR) for dtype in (jnp.int32, jnp.float32))
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=returns)
+    def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
+        _, tiles, chunks, _ = ir.MemRefType(scales.type).shape
+        row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
+        last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
+        at = address_of(scales, arith.muli(last, constant(_SHIFT_BYTES, i64())), i8())
+        shift = arith.extui(i32(), llvm.load(i8(), at))
+        exponent = arith.muli(arith.subi(constant(126), shift), constant(0x00800080))
+        raised = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
+        raised = arith.select(less(shift, constant(127)), raised, utils.c(float("nan"), f32()))
+        splat = partial(Fragment.splat, shape=())
+        return splat(exponent, is_signed=True), splat(raised)
+
+    return body(scales, expert, tile)

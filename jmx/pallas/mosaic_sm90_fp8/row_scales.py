@@ -1,0 +1,134 @@
+"""Scales and biases by row or column, loaded early and converted behind the products, one thread at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jmx.pallas.mosaic_sm90_fp8.wgmma import SLICES
+from jmx.pallas.sm90.accumulator import of_registers, row_array, row_size
+from jmx.pallas.sm90.epilogue import index_of_row
+from jmx.pallas.sm90.gemm import Rows
+from jmx.pallas.sm90.mlir import (
+    SCALAR,
+    Fragment,
+    address_of,
+    constant,
+    f32,
+    i32,
+    i64,
+    less,
+    operation,
+    pair,
+    result,
+    thread_index,
+    utils,
+    wide,
+)
+from jmx.pallas.sm90.tiles import THREADS
+
+_ONE_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+_WORDS: Any = result((THREADS,), jnp.int32, _ONE_EACH)  # of which each thread has one
+
+
+def load_row_words(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `array` (E, N) in global memory has for the thread's first and second row of a tile, as words of its bits.
+
+    A warp waits for a load where it first computes with what came, so that is left to `values_of`, behind the products.
+    In the padding it is what some other row has.
+    """
+    bits = 8 * jnp.dtype(array.dtype).itemsize
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
+    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
+        both = rows.weight(rows.output(tile.registers.item()))
+        found = (index_of_row(rows.num_rows, expert.registers.item(), row) for row in both)
+        return tuple(_word(array, at, bits) for at, _ in found)
+
+    return body(array, expert, tile)
+
+
+def values_of(words: tuple[jax.Array, jax.Array], dtype: Any, n: int) -> tuple[jax.Array, ...]:
+    """What `load_row_words` of a `dtype` loaded, float32, for each of the thread's own elements of n columns."""
+
+    def value(word: ir.Value) -> ir.Value:
+        element = utils.dtype_to_ir_type(jnp.dtype(dtype))
+        if element == f32():
+            return llvm.bitcast(element, word)
+        return arith.extf(f32(), llvm.bitcast(element, arith.trunci(ir.IntegerType.get_signless(16), word)))
+
+    return _repeated(words, value, n)
+
+
+def load_codes(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """MXFP4's largest scale codes of the thread's first and second row of a tile; as for `load_row_words`.
+
+    `scales`: the layout's, uint8 (E, row tiles, units + 1, 256) in global memory, of which each row has the last chunk.
+    """
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
+    def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
+        _, tiles, chunks, chunk_bytes = ir.MemRefType(scales.type).shape
+        row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
+        last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
+        chunk = arith.muli(last, constant(chunk_bytes, i64()))
+        group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2 * SLICES))
+        both = (arith.addi(group, constant(below * SLICES)) for below in range(2))
+        return tuple(_word(scales, arith.addi(chunk, wide(mine)), 8) for mine in both)
+
+    return body(scales, expert, tile)
+
+
+def powers_of(codes: tuple[jax.Array, jax.Array], n: int) -> tuple[jax.Array, ...]:
+    """What `load_codes` loaded as powers of two, as `values_of` has it."""
+
+    def power(code: ir.Value) -> ir.Value:
+        bits = arith.shli(code, constant(23))
+        bits = arith.select(less(code, constant(1)), constant(1 << 22), bits)  # 2^-127 is subnormal
+        return llvm.bitcast(f32(), arith.select(less(code, constant(255)), bits, constant(0x7FC00000)))
+
+    return _repeated(codes, power, n)
+
+
+def _repeated(words: Sequence[jax.Array], convert: Callable[[ir.Value], ir.Value], n: int) -> tuple[jax.Array, ...]:
+    @operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
+    def body(_: Any, word: Fragment) -> Fragment:
+        value = convert(llvm.extractelement(word.registers.item(), constant(0)))
+        return of_registers([pair(value, value)] * (n // 8), row_size(n))
+
+    return tuple(body(word) for word in words)
+
+
+def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
+    """An element of so many bits, with zeros above: the thread's own of `_WORDS`."""
+    element = ir.IntegerType.get_signless(bits)
+    loaded = llvm.load(element, address_of(array, index, element))
+    word = loaded if bits == 32 else arith.extui(i32(), loaded)
+    one = ir.VectorType.get((1,), i32())
+    registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, constant(0))], dtype=object)
+    layout = mgpu.WGStridedFragLayout((THREADS,), 1)
+    return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
+
+
+def load_columns(scales: Any, n: int, first: jax.Array, count: jax.Array) -> jax.Array:
+    """scales[first + column], a ref (R,) float32 in global memory, for a thread's own elements of a row of n columns;
+    from `count` on, anything."""
+
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
+    def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
+        start, last = first.registers.item(), arith.subi(count.registers.item(), constant(1))
+        column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+
+        def load(nth: int) -> ir.Value:
+            at = arith.minsi(arith.addi(column, constant(nth)), last)
+            return llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32()))
+
+        return of_registers([pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
+
+    return body(scales, first, count)
