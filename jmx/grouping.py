@@ -119,14 +119,14 @@ class Blocks(NamedTuple):
         number = number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
         return self._replace(experts=ids, num_blocks=number)
 
-    def taken_from(self, refs: list[Any]) -> "Blocks":
-        """The same inside a kernel that takes ints, too: the list's first refs, which go, in place of `arrays`."""
-        return Blocks._make(field if isinstance(field, int) else refs.pop(0) for field in self)
-
     @property
-    def arrays(self) -> list[Any]:
-        """The fields that are no ints."""
-        return [field for field in self if not isinstance(field, int)]
+    def arrays(self) -> "Blocks":
+        """The fields that are no ints, as a kernel's operands; None for the others."""
+        return Blocks._make(None if isinstance(field, int) else field for field in self)
+
+    def with_refs(self, refs: "Blocks") -> "Blocks":
+        """The same inside a kernel that takes ints, too: with refs of `arrays` in place of these."""
+        return Blocks._make(field if isinstance(field, int) else ref for field, ref in zip(self, refs, strict=True))
 
     @property
     def number(self) -> Any:

@@ -714,7 +714,7 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(rng):
 @pytest.mark.parametrize("name", INPUTS)
 def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
-    from jmx.pallas.mosaic_sm90_fp8.quantize_row import Unrounded
+    from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 
     format, columns = INPUT_FORMATS[name], 640
     x = rng.standard_normal((77, columns)) * 2.0 ** rng.uniform(-40, 4, (77, 1))
@@ -740,7 +740,7 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     for given, places in itertools.product(static, (None, row_of)):
         wanted = input_formats.quantize(x, format, None if given is None else given[0])
         num_rows = 77 if places is None else 3 * 77
-        found = jax.jit(lambda x, s, to, n=num_rows: quantize(Unrounded(x, columns, format, s, to, n)))(
+        found = jax.jit(lambda x, s, to, n=num_rows: quantize(UnquantizedRows(x, columns, format, s, to, n)))(
             x, given, places
         )
         rows = np.arange(77) if places is None else source

@@ -40,7 +40,7 @@ def test_every_piece_of_work_is_one_item(config, sizes, gated):
     for num_blocks in (1, 2, 4):
         for schedule in make(config, sizes, gated, max_blocks=4):
             items = np.arange(schedule.num_items(num_blocks), dtype=np.int32)
-            at = [np.broadcast_to(np.asarray(field), items.shape) for field in schedule.place(items, num_blocks)]
+            at = [np.broadcast_to(np.asarray(field), items.shape) for field in schedule.work_item(items, num_blocks)]
             block, tile, part, section = at
             found = Counter(zip(block.tolist(), (tile // config.warpgroups_m).tolist(), part.tolist(), strict=True))
             assert found == Counter(work_of(schedule, num_blocks))
@@ -60,7 +60,7 @@ def test_an_item_waits_for_all_the_columns_it_reads_and_for_no_more_than_there_a
     num_blocks = max_blocks
     counted, writers = Counter(), {}
     for item in range(first.num_items(num_blocks)):
-        at = first.place(np.int32(item), num_blocks)
+        at = first.work_item(np.int32(item), num_blocks)
         counter = int(first.counter(at))
         assert 0 <= counter < max_blocks
         counted[counter] += config.warpgroups_m
@@ -68,7 +68,7 @@ def test_an_item_waits_for_all_the_columns_it_reads_and_for_no_more_than_there_a
             for column in range(tile * columns_of_tile, (tile + 1) * columns_of_tile, 32):
                 writers[int(at.block), column] = counter
     for item in range(second.num_items(num_blocks)):
-        at = second.place(np.int32(item), num_blocks)
+        at = second.work_item(np.int32(item), num_blocks)
         counter, value = (int(number) for number in first.needed(at, num_blocks))
         assert value == counted[counter]
         tiles = int(second.first_tile(at.part, 0)), int(second.first_tile(at.part, second.k_steps))
@@ -82,7 +82,7 @@ def test_past_the_end_there_is_some_item(num_cores):
         for num_blocks in (0, 1, 4):
             end = schedule.num_items(num_blocks)
             for item in (end, end + num_cores, end + 1000):
-                at = schedule.place(np.int32(item), num_blocks)
+                at = schedule.work_item(np.int32(item), num_blocks)
                 assert 0 <= at.block < max(num_blocks, 1)
                 assert 0 <= at.tile < schedule.m_tiles
                 assert 0 <= at.part < schedule.num_parts

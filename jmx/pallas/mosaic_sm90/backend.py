@@ -82,7 +82,8 @@ class MosaicSm90:
         environment: Environment,
     ) -> jax.Array:
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows
-        from jmx.pallas.mosaic_sm90.kernel import Product, expert_products
+        from jmx.pallas.mosaic_sm90.grouped_gemm import Product
+        from jmx.pallas.mosaic_sm90.kernel import expert_products
         from jmx.pallas.sm90.gemm import Rows
 
         num_tokens, top_k = routing.expert_ids.shape

@@ -19,7 +19,7 @@ from jmx.pallas.sm90.tiles import TILE
 Scalar = Any  # an int, or an int32 array
 
 
-class Place(NamedTuple):
+class WorkItem(NamedTuple):
     """Where an item is: its block of rows, its first tile of the weight's rows, its part of the columns; and the
     section or part that it belongs to, 0 where all are one."""
 
@@ -68,7 +68,7 @@ class Schedule:
         """The first tile of the columns that a part's `step`th stage holds."""
         return (part * self.k_steps + step) * self.config.stage_tiles
 
-    def place(self, item: Scalar, num_blocks: Scalar) -> Place:
+    def work_item(self, item: Scalar, num_blocks: Scalar) -> WorkItem:
         """Sections run slowest, then blocks, then steps along the rows. Past the end: where some item is."""
         num_blocks = jnp.maximum(num_blocks, 1)
         item = jnp.minimum(item, self.num_items(num_blocks) - 1)
@@ -81,7 +81,7 @@ class Schedule:
         if self.num_parts == 1:
             step = step + section * self.section_steps
         part = section if self.num_parts > 1 else jnp.int32(0)
-        return Place(lax.div(item, steps), step * self.config.warpgroups_m, part, section)
+        return WorkItem(lax.div(item, steps), step * self.config.warpgroups_m, part, section)
 
     def _steps(self, section: Scalar) -> Scalar:
         """Steps along the rows of a section."""
@@ -89,11 +89,11 @@ class Schedule:
             return jnp.int32(self.m_steps)
         return jnp.minimum(self.section_steps, self.m_steps - section * self.section_steps)
 
-    def counter(self, place: Place) -> Scalar:
+    def counter(self, item: WorkItem) -> Scalar:
         """Which counter tells of an item's rows of h: one a section, or, where there is but one, one a block."""
-        return place.section if self.num_sections > 1 else place.block
+        return item.section if self.num_sections > 1 else item.block
 
-    def needed(self, follower: Place, num_blocks: Scalar) -> tuple[Scalar, Scalar]:
+    def needed(self, follower: WorkItem, num_blocks: Scalar) -> tuple[Scalar, Scalar]:
         """The counter that an item of the second product waits for, and its value when all rows of h are written."""
         if self.num_sections == 1:
             return follower.block, jnp.int32(self.m_steps * self.config.warpgroups_m)

@@ -5,7 +5,7 @@ See `jmx.pallas.sm90.accumulator` for what a thread holds.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +34,14 @@ from jmx.pallas.sm90.mlir import (
     utils,
     wide,
 )
+from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
 
 _SHIFT_BYTES = 2 * TILE  # of a chunk of MXFP4's scales
 
 
-class Weights(NamedTuple):
-    """What has come of a weight by the tile: refs of tiles along the columns, None where the format lacks it."""
-
-    values: Any
-    scales: Any
-    zero_points: Any
-
-
 def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.Value | None, tile: int) -> np.ndarray:
-    """`Decoder.pairs` of a tile in shared memory; `weights`: those of `Weights` that there are."""
+    """`Decoder.pairs` of a tile in shared memory; `weights`: what there is of values, scales, zero points."""
     thread, rest = thread_index(), [*weights]
     bits, values = decoder.tile.elements.bits, rest.pop(0)
     mine = arith.muli(thread, constant(4))
@@ -69,9 +62,9 @@ def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.V
     return decoder.pairs(words, scales, zero_points, exponent, run)
 
 
-def _given(weights: Weights, exponent: jax.Array | None) -> tuple[list[Any], list[Any]]:
-    """What there is of `weights`, and then `exponent`: arguments of an operation, and their types."""
-    refs = [ref for ref in weights if ref is not None]
+def _given(stage: Stage, exponent: jax.Array | None) -> tuple[list[Any], list[Any]]:
+    """What there is of a weight in `stage`, and then `exponent`: arguments of an operation, and their types."""
+    refs = [ref for ref in (stage.values, stage.scales, stage.zero_points) if ref is not None]
     scalars = [] if exponent is None else [exponent]
     return [*refs, *scalars], [*[plgpu.RefType()] * len(refs), *[SCALAR] * len(scalars)]
 
@@ -83,17 +76,15 @@ def _taken(given: Sequence[Any]) -> tuple[Sequence[ir.Value], ir.Value | None]:
     return given, None
 
 
-def dequantize(
-    decoder: Decoder, weights: Weights, exponent: jax.Array | None, tile: int
-) -> tuple[jax.Array, jax.Array]:
+def dequantize(decoder: Decoder, stage: Stage, exponent: jax.Array | None, tile: int) -> tuple[jax.Array, jax.Array]:
     """A tile's bytes in shared memory -> its two halves, bfloat16 (64, 32), as wgmma takes A.
 
     Args:
         exponent: int32, from `tile_scalars`; None but for MXFP4.
-        tile: which of those in `weights`. That it is static makes it a part of the instructions, here and below.
+        tile: which of those in `stage`. That it is static makes it a part of the instructions, here and below.
     """
     half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
-    arguments, types = _given(weights, exponent)
+    arguments, types = _given(stage, exponent)
 
     @operation(arg_types=types, return_type=(half, half))
     def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
@@ -189,20 +180,17 @@ _MULTIPLY = (
 )
 
 
-def multiply_few(
-    acc: jax.Array, decoder: Decoder, weights: Weights, exponent: jax.Array | None, x: Any, tile: int
-) -> jax.Array:
+def multiply_few(acc: jax.Array, decoder: Decoder, stage: Stage, exponent: jax.Array | None, tile: int) -> jax.Array:
     """acc (64, n) plus a tile times 64 columns of x, transposed, by `mma.sync`, each warp 16 of the rows.
 
     wgmma keeps four warps in step, cannot be awaited but as a whole, and at 8 columns takes twice as long.
 
     Args:
         acc: float32, n a multiple of 8.
-        decoder, weights, exponent, tile: as for `dequantize`.
-        x: as for `multiply`.
+        decoder, stage, exponent, tile: as for `dequantize`; `stage.x` as `x` for `multiply`.
     """
     n = acc.shape[1]
-    arguments, types = _given(weights, exponent)
+    arguments, types = _given(stage, exponent)
 
     @operation(
         arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED), *types),
@@ -229,7 +217,7 @@ def multiply_few(
             out += c
         return accumulator(acc, out)
 
-    return body(acc, x, *arguments)
+    return body(acc, stage.x, *arguments)
 
 
 def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:

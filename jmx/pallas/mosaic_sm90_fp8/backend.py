@@ -84,10 +84,10 @@ class MosaicSm90Fp8:
         environment: Environment,
     ) -> jax.Array:
         # These take a second to import.
-        from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Job, Product
+        from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
         from jmx.pallas.mosaic_sm90_fp8.kernel import grouped_products
         from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
-        from jmx.pallas.mosaic_sm90_fp8.quantize_row import Unrounded
+        from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
         from jmx.pallas.sm90.gemm import Rows
 
         num_tokens, top_k = routing.expert_ids.shape
@@ -100,14 +100,14 @@ class MosaicSm90Fp8:
         on_input = computation.weights_on == "input"
         if num_tokens <= min(FEW_TOKENS, config.block_n) and not on_input:
             work = grouping.unsorted(routing.expert_ids, experts.num_experts, ROW_ALIGNMENT)
-            rows = Unrounded(x, x.shape[-1], format, _scale(experts, "gate_up"), None, num_tokens)
+            rows = UnquantizedRows(x, x.shape[-1], format, _scale(experts, "gate_up"), None, num_tokens)
             num_rows = work.blocks.experts.size * work.blocks.out_rows
         else:
             whole = _shape(problem, environment).tokens_as_a and config.tokens_may_be_a
             work = grouping.many(routing.expert_ids, experts.num_experts, config.block_n, ROW_ALIGNMENT, whole=whole)
             assert work.token_of_row is not None
             num_rows = work.token_of_row.size
-            rows = Unrounded(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, num_rows)
+            rows = UnquantizedRows(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, num_rows)
             if on_input:  # an expert's inputs are then its own
                 weighed = grouping.weigh(x[work.token_of_row], work, routing.weights)
                 rows = rows._replace(x=weighed, row_of=None)
@@ -131,12 +131,12 @@ class MosaicSm90Fp8:
         summed = jnp.float32 if config.split_k > 1 else dtype
         down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
         h = jax.ShapeDtypeStruct((num_rows, gate_up.rows.num_outputs), dtype)
-        h = Unrounded(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
+        h = UnquantizedRows(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
         if config.one_launch:
-            out = products([Job(rows, gate_up), Job(h, down, True, config.split_k)])
+            out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
         else:
-            h = h._replace(x=products([Job(quantize(rows), gate_up)]))
-            out = products([Job(quantize(h), down, True, config.split_k)])
+            h = h._replace(x=products([gate_up.times(quantize(rows))]))
+            out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
         out = out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
         return grouping.combine(out, work, None if on_input else routing.weights).astype(x.dtype)
 

@@ -1,14 +1,14 @@
-"""How rows are rounded in the launch that multiplies them, and how its threads tell each other how far it is.
+"""Quantization of rows fused with the products' launch, and the counters by which its CTAs signal how far they are.
 
-All warpgroups that compute round a share of a job's rows into global memory, and wait for each other. Or, with
-`keeps_rows`, a multiprocessor rounds all rows of a block into its own shared memory, a warpgroup each, where they stay
-while they are multiplied: nobody has to be told of them, and nothing fetches them. Of x that is done once; of h for
-each item anew, which is why there are not two rows a warpgroup.
+All consumer warpgroups quantize a share of a GEMM's rows into global memory, and wait for each other. Or, with
+`keeps_rows`, a CTA quantizes all rows of a block into its own shared memory, a warpgroup each, where they stay while
+they are multiplied: no other CTA needs them, and nothing copies them. Of x that is done once; of h for each item anew,
+which is why there are not two rows a warpgroup.
 
-For h either begins once all of its columns are there, which counters in global memory tell.
+For h either begins once all of its columns are there, which counters in global memory signal.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,120 +16,112 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jmx.pallas.mosaic_sm90_fp8.quantize import Sources, keep_row, round_row
-from jmx.pallas.mosaic_sm90_fp8.quantize_row import Unrounded
+from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
+from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
+from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 from jmx.pallas.sm90 import counters
 
 Array = Any
 _COUNTERS = 4  # of how far a launch is
-KEPT_BARRIERS = 2  # that nobody multiplies the rows that are kept any more, and that others are there
 
 
 def new_counters(experts: jax.Array) -> jax.Array:
-    """Those of two jobs. Zeros, which XLA makes in the kernel that makes `experts`, if these are enough."""
+    """Those of two GEMMs. Zeros, which XLA makes in the kernel that makes `experts`, if these are enough."""
     zeros = experts >> 30
     return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
 
 
-class Rounding(NamedTuple):
-    """Of a job's rows, as one thread sees it.
+def _unquantized(gemm: Gemm) -> UnquantizedRows:
+    assert gemm.unquantized is not None
+    return gemm.unquantized
 
-    Args:
-        rows, sources: what is rounded.
-        values, scales: refs of what becomes of it: as in `rows.rounded`, or as `keep_row` has it.
-        of_warps: int32 (WORDS,) of the warpgroup's, in shared memory.
-        counters: see `counters`.
-        barriers: `KEPT_BARRIERS`, at which all warpgroups that compute arrive; None where no rows are kept.
-        job: of the launch, which has so many before it.
-        last: whether it has none behind it.
-        core, warpgroup: the thread's.
-        num_cores, num_compute: multiprocessors, and warpgroups of each that compute.
-    """
 
-    rows: Unrounded
-    sources: Sources
-    values: Any
-    scales: Any
-    of_warps: Any
-    counters: Any
-    barriers: Any
-    job: int
-    last: bool
-    core: Array
-    warpgroup: Array
-    num_cores: int
-    num_compute: int
+def _targets(gemm: Gemm) -> tuple[Any, Any]:
+    """Where values and scales are written to."""
+    of_rows = gemm.operands.x_row_scales
+    return gemm.operands.x, gemm.operands.x_block_scales if of_rows is None else of_rows
 
-    @property
-    def _everyone(self) -> int:
-        return self.num_cores * self.num_compute
 
-    def round_share(self) -> None:
-        """This warpgroup's share of the rows, and then until all others have theirs."""
-        num_rows = self.rows.x.shape[0]
-        first = self.core + self.num_cores * self.warpgroup
+def _everyone(gemm: Gemm) -> int:
+    """Consumer warpgroups of all CTAs."""
+    return gemm.share.num_ctas * gemm.config.num_warpgroups
 
-        @pl.when(first < num_rows)
-        def _() -> None:
-            step = self._everyone
-            self.wait_for_results()
 
-            @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
-            def _(nth: Array) -> None:
-                row = first + nth * step
-                round_row(self.rows, row, self.sources, self.values, self.scales, self.of_warps)
+def quantize_share(gemm: Gemm) -> None:
+    """This warpgroup's share of the rows, and then until all others have theirs."""
+    rows = _unquantized(gemm)
+    num_rows = rows.x.shape[0]
+    first = gemm.cta + gemm.share.num_ctas * gemm.warpgroup
 
-            counters.signal(self.counters, self._rounded)
+    @pl.when(first < num_rows)
+    @jax.named_scope("quantize")
+    def _() -> None:
+        step = _everyone(gemm)
+        wait_for_results(gemm)
 
-        self.wait_for_rows(warpgroup=True)
+        @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
+        def _(nth: Array) -> None:
+            row = first + nth * step
+            quantize_row(rows, row, *_targets(gemm), gemm.shared.warp_maxima.at[gemm.warpgroup])
 
-    def keep(self, first_row: Array, count: Array, first_unit: Array, num_units: int, all_units: int) -> None:
-        """Rows from `first_row` on, in place of what was kept before; for the rest see `keep_row`."""
-        if self.job:
-            self._meet(0)
+        counters.signal(gemm.counters, _quantized(gemm))
 
-        @pl.when(self.warpgroup < count)
-        def _() -> None:
-            keep_row(
-                self.rows,
-                first_row + self.warpgroup,
-                self.sources,
-                self.values,
-                self.scales,
-                self.of_warps,
-                place=self.warpgroup,
-                first_unit=first_unit,
-                num_units=num_units,
-                all_units=all_units,
-            )
+    wait_for_rows(gemm, warpgroup=True)
 
-        plgpu.commit_smem()
-        self._meet(1)
 
-    def _meet(self, barrier: int) -> None:
-        plgpu.barrier_arrive(self.barriers.at[barrier])
-        plgpu.barrier_wait(self.barriers.at[barrier])
+def keep_rows(gemm: Gemm, first_row: Array, count: Array, part: Array) -> None:
+    """Rows from `first_row` on, of a part of the columns, in place of what was kept before."""
+    units = gemm.share.item_stages  # nobody shares columns of rows that are kept
+    first_unit = part * units
+    if gemm.index:
+        _meet(gemm, 0)
 
-    def wait_for_rows(self, *, warpgroup: bool = False) -> None:
-        """A warp waits until it may fetch them, or a warpgroup until it may read their scales."""
-        rounding = min(self.rows.x.shape[0], self._everyone)
-        counters.wait(self.counters, self._rounded, jnp.int32(rounding), warpgroup=warpgroup)
+    @pl.when(gemm.warpgroup < count)
+    @jax.named_scope("quantize")
+    def _() -> None:
+        quantize_row_to_shared(
+            _unquantized(gemm),
+            first_row + gemm.warpgroup,
+            *_targets(gemm),
+            gemm.shared.warp_maxima.at[gemm.warpgroup],
+            place=gemm.warpgroup,
+            first_unit=first_unit,
+            num_units=units,
+            all_units=units * gemm.product.split_k,
+        )
 
-    def wait_for_results(self) -> None:
-        """A warpgroup waits until all those of the job before are there."""
-        if self.job:
-            written = self._written(self.job - 1)
-            counters.wait(self.counters, written, jnp.int32(self._everyone), warpgroup=True)
+    plgpu.commit_smem()
+    _meet(gemm, 1)
 
-    def results_are_written(self) -> None:
-        """By this warpgroup: all of its own."""
-        if not self.last:
-            counters.signal(self.counters, self._written(self.job))
 
-    @property
-    def _rounded(self) -> Array:
-        return jnp.int32(2 * self.job)
+def _meet(gemm: Gemm, barrier: int) -> None:
+    plgpu.barrier_arrive(gemm.shared.kept.at[barrier])
+    plgpu.barrier_wait(gemm.shared.kept.at[barrier])
 
-    @staticmethod
-    def _written(job: int) -> Array:
-        return jnp.int32(2 * job + 1)
+
+def wait_for_rows(gemm: Gemm, *, warpgroup: bool = False) -> None:
+    """A warp waits until it may copy them, or a warpgroup until it may read their scales."""
+    quantizing = min(_unquantized(gemm).x.shape[0], _everyone(gemm))
+    with jax.named_scope("wait_for_rows"):
+        counters.wait(gemm.counters, _quantized(gemm), jnp.int32(quantizing), warpgroup=warpgroup)
+
+
+def wait_for_results(gemm: Gemm) -> None:
+    """A warpgroup waits until all those of the GEMM before are there."""
+    if gemm.index:
+        with jax.named_scope("wait_for_results"):
+            counters.wait(gemm.counters, _written(gemm.index - 1), jnp.int32(_everyone(gemm)), warpgroup=True)
+
+
+def signal_results(gemm: Gemm) -> None:
+    """By this warpgroup: all of its own are written."""
+    if not gemm.last:
+        counters.signal(gemm.counters, _written(gemm.index))
+
+
+def _quantized(gemm: Gemm) -> Array:
+    return jnp.int32(2 * gemm.index)
+
+
+def _written(index: int) -> Array:
+    return jnp.int32(2 * index + 1)

@@ -1,4 +1,4 @@
-"""What the warps do that fetch: weights and rows of one item after the other into the ring, stage by stage."""
+"""Producer warps: TMA copies of weights and of rows into pipeline stages, one work item after the other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,95 +8,83 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jmx.pallas.mosaic_sm90_fp8 import fused_quantize
+from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, unit_bytes, value_rows
-from jmx.pallas.mosaic_sm90_fp8.task import Task
 from jmx.pallas.sm90.launch import for_width
 
 Array = Any
-_AHEAD_BYTES = 96 * 1024  # of weights, of a multiprocessor, that may come before rows are rounded
+_AHEAD_BYTES = 96 * 1024  # of weights, of an SM, that may come before rows are quantized
 
 
-def fetch_weights(task: Task) -> None:
-    """All of them; past the weight's end TMA writes zeros.
+def copy_weights(gemm: Gemm) -> None:
+    """Weights of all of the CTA's work items; past the weight's end TMA writes zeros.
 
-    Few before the first rows are rounded: what that loads, and tells, would take 6 us behind many, not 2.
+    Few before the first rows are quantized: what that loads, and signals, would take 6 us behind many, not 2.
     """
-    format, rounding, shared = task.job.product.format, task.rounding, task.shared
-    units = task.config.warpgroups_k
+    format, config, pipeline, buffers = gemm.product.format, gemm.config, gemm.pipeline, gemm.shared.stages
+    units = config.warpgroups_k
     size = units * value_rows(format)
+    ahead = None  # stages, where there is a limit
+    if gemm.unquantized is not None and gemm.index == 0:
+        ahead = max(1, _AHEAD_BYTES // (config.num_warpgroups * unit_bytes(format)))
 
-    def item(block: Array, tile: Array) -> Callable[[Array, Array], None]:
-        expert, m = task.work.experts[block], pl.ds(tile, task.config.warpgroups_m)
+    @jax.named_scope("weights_prologue")
+    def prologue(turn: Array) -> Callable[[Array, Array], None]:
+        block, tile, part = gemm.item(turn)
+        expert, m = gemm.blocks.experts[block], pl.ds(tile, config.warpgroups_m)
+        first = part * gemm.share.item_stages
 
-        def fill(stage: Array, slot: Array) -> None:
-            values = task.g.values.at[expert, m, pl.ds(stage * size, size)]
-            plgpu.copy_gmem_to_smem(values, shared.values.at[slot], shared.full.at[slot])
-            if shared.scales is not None:
-                scales = task.g.scales.at[expert, m, pl.ds(stage * units, units)]
-                plgpu.copy_gmem_to_smem(scales, shared.scales.at[slot], shared.full.at[slot])
+        @jax.named_scope("copy_weights")
+        def fill(step: Array, slot: Array) -> None:
+            nth = gemm.share.stage(turn, step)
+            pipeline.acquire(slot, nth)
+            if ahead is not None:
+                pl.when(nth == ahead)(lambda: plgpu.barrier_wait(gemm.shared.quantized))
+            stage = first + step
+            values = gemm.operands.values.at[expert, m, pl.ds(stage * size, size)]
+            pipeline.copy(values, buffers.values.at[slot], slot)
+            if buffers.scales is not None:
+                scales = gemm.operands.scales.at[expert, m, pl.ds(stage * units, units)]
+                pipeline.copy(scales, buffers.scales.at[slot], slot)
 
         return fill
 
-    if rounding is None or rounding.job:
-        _each_stage(task, item)
-    else:
-        ahead = max(1, _AHEAD_BYTES // (task.config.num_warpgroups * unit_bytes(format)))
-        _each_stage(task, item, lambda nth: pl.when(nth == ahead)(lambda: plgpu.barrier_wait(shared.rounded)))
+    pipeline.produce(gemm.share, prologue)
 
 
-def fetch_rows(task: Task) -> None:
-    """All of them, once they are there; none of those that are kept."""
-    work, g, shared, units = task.work, task.g, task.shared, task.config.warpgroups_k
-    if task.config.keeps_rows:
+def copy_rows(gemm: Gemm) -> None:
+    """Rows of all of the CTA's work items, once they are there; none of those that are kept."""
+    blocks, operands, pipeline, buffers = gemm.blocks, gemm.operands, gemm.pipeline, gemm.shared.stages
+    units = gemm.config.warpgroups_k
+    if gemm.config.keeps_rows:
         return
 
-    def item(block: Array, _: Array) -> Callable[[Array, Array], None]:
-        first = lax.div(work.first_row(work.x_rows, block), 8) * 8  # by 8, for TMA to see
-        count = work.count_of(block)
+    @jax.named_scope("rows_prologue")
+    def prologue(turn: Array) -> Callable[[Array, Array], None]:
+        block, _, part = gemm.item(turn)
+        first_row = lax.div(blocks.first_row(blocks.x_rows, block), 8) * 8  # by 8, for TMA to see
+        count = blocks.count_of(block)
+        first = part * gemm.share.item_stages
 
-        def fill(stage: Array, slot: Array) -> None:
+        @jax.named_scope("copy_rows")
+        def fill(step: Array, slot: Array) -> None:
+            pipeline.acquire(slot, gemm.share.stage(turn, step))
+            stage = first + step
+
             def copy(width: int) -> None:
                 for nth in range(units):
                     unit, at = stage * units + nth, slot * units + nth
-                    here = g.x.at[pl.ds(first, width), pl.ds(unit * UNIT_COLUMNS, UNIT_COLUMNS)]
-                    plgpu.copy_gmem_to_smem(here, shared.x.at[at, pl.ds(0, width)], shared.full.at[slot])
-                    if shared.x_scales is not None:
-                        here = g.x_block_scales.at[pl.ds(unit, 1), pl.ds(first, width)]
-                        plgpu.copy_gmem_to_smem(here, shared.x_scales.at[at, :, pl.ds(0, width)], shared.full.at[slot])
+                    rows = operands.x.at[pl.ds(first_row, width), pl.ds(unit * UNIT_COLUMNS, UNIT_COLUMNS)]
+                    pipeline.copy(rows, buffers.x.at[at, pl.ds(0, width)], slot)
+                    if buffers.x_scales is not None:
+                        scales = operands.x_block_scales.at[pl.ds(unit, 1), pl.ds(first_row, width)]
+                        pipeline.copy(scales, buffers.x_scales.at[at, :, pl.ds(0, width)], slot)
 
-            for_width(task.config.widths, count, copy)
+            for_width(gemm.config.widths, count, copy)
 
         return fill
 
-    if task.rounding is not None:
-        task.rounding.wait_for_rows()
-    _each_stage(task, item)
-
-
-def _each_stage(
-    task: Task,
-    item: Callable[[Array, Array], Callable[[Array, Array], None]],
-    before: Callable[[Array], None] | None = None,
-) -> None:
-    """For each item what `item` returns of its block and its first tile, for each stage and its slot; `before` of how
-    many there were."""
-    stages, stages_before = task.stages, task.here.stages_before
-
-    @pl.loop(0, task.num_mine)
-    def _(turn: Array) -> None:
-        block, tile, part = task.item(turn)
-        fill, first = item(block, tile), part * stages
-
-        def stage(step: Array, slot: Array) -> jax.Array:
-            nth = stages_before + turn * stages + step
-
-            @pl.when(nth >= task.config.num_stages)
-            def _() -> None:
-                plgpu.barrier_wait(task.shared.empty.at[slot])
-
-            if before is not None:
-                before(nth)
-            fill(first + step, slot)
-            return task.after(slot)
-
-        lax.fori_loop(0, stages, stage, task.first_slot(turn))
+    if gemm.unquantized is not None:
+        fused_quantize.wait_for_rows(gemm)
+    pipeline.produce(gemm.share, prologue)

@@ -1,16 +1,15 @@
 """Quantizes one row to e4m3, as a thread of the warpgroup does it: load, largest magnitude, divide, round."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.numerics.input_formats import InputFormat, static_limits
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
+from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import address_of, constant, i8, i32, i64, less, pair, run, thread_index, utils, wide
 from jmx.pallas.sm90.tiles import THREADS
@@ -55,61 +54,6 @@ _ROUND = (
 )
 
 
-class Inputs(NamedTuple):
-    """Rows in FP8.
-
-    Args:
-        values: float8_e4m3fn (R, K), K a multiple of 128.
-        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
-    """
-
-    values: jax.Array
-    scales: jax.Array
-
-    @property
-    def by_block(self) -> bool:
-        return self.scales.ndim == 2
-
-
-class Unrounded(NamedTuple):
-    """Rows that are to be rounded, each to every place that it has.
-
-    Args:
-        x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape where a launch has made it by then.
-        columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
-        format: of e4m3.
-        static_scale: float32 (1,), where `format` is static; None elsewhere.
-        row_of: int32 (T, k), the rows of the result that each row of x goes to, of which negative ones are none; None:
-            its own.
-        num_rows: R, of the result. Rows that nothing goes to may hold anything.
-    """
-
-    x: jax.Array | jax.ShapeDtypeStruct
-    columns: int
-    format: InputFormat
-    static_scale: jax.Array | None
-    row_of: jax.Array | None
-    num_rows: int
-
-    @property
-    def padded(self) -> int:
-        return -(-self.columns // UNIT_COLUMNS) * UNIT_COLUMNS
-
-    @property
-    def by_block(self) -> bool:
-        return isinstance(self.format.block_size, int)
-
-    @property
-    def rounded(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what becomes of them, as `Inputs` has it."""
-        scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
-        scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
-        return [
-            jax.ShapeDtypeStruct((self.num_rows, self.padded), jnp.float8_e4m3fn),
-            jax.ShapeDtypeStruct(scales, jnp.float32),
-        ]
-
-
 def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
     """Bits of the static scale; NaN where it is none."""
     given = llvm.load(i32(), address_of(static, constant(0), i32()))
@@ -123,7 +67,7 @@ def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
 class GlobalRows:
     """Every place of a row, in global memory."""
 
-    def __init__(self, values: ir.Value, scales: ir.Value, rows: Unrounded, places: list[ir.Value]):
+    def __init__(self, values: ir.Value, scales: ir.Value, rows: UnquantizedRows, places: list[ir.Value]):
         self._values, self._scales, self._places = values, scales, places
         self.columns = rows.padded
 
@@ -147,7 +91,7 @@ class GlobalRows:
 
 
 class SharedRow:
-    """A row's place in shared memory, of some of its units; see `keep_row`."""
+    """A row's place in shared memory, of some of its units; see `quantize_row_to_shared`."""
 
     def __init__(
         self, values: ir.Value, scales: ir.Value, place: ir.Value, first: ir.Value, num_units: int, columns: int
@@ -193,9 +137,11 @@ class SharedRow:
 class RowQuantizer:
     """One row, as a thread of the warpgroup that rounds it sees it."""
 
-    def __init__(self, rows: Unrounded, x: ir.Value, source: ir.Value, of_warps: ir.Value, to: GlobalRows | SharedRow):
+    def __init__(
+        self, rows: UnquantizedRows, x: ir.Value, source: ir.Value, warp_maxima: ir.Value, to: GlobalRows | SharedRow
+    ):
         self.dtype, self.columns, self.format = np.dtype(rows.x.dtype), rows.columns, rows.format
-        self.x, self.of_warps, self.to = x, of_warps, to
+        self.x, self.warp_maxima, self.to = x, warp_maxima, to
         # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
         self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
         _, stride = ir.MemRefType(self.x.type).shape
@@ -261,9 +207,9 @@ class RowQuantizer:
         """The same of what the warps have, each of which has it in all of its lanes."""
         warp = arith.divui(thread_index(), constant(_LANES))
         utils.warpgroup_barrier()  # where there was a row before, all have read its words
-        llvm.store(largest, address_of(self.of_warps, warp, i32()))  # all lanes the same
+        llvm.store(largest, address_of(self.warp_maxima, warp, i32()))  # all lanes the same
         utils.warpgroup_barrier()
-        return self._largest(load_words(self.of_warps, constant(0), WORDS))
+        return self._largest(load_words(self.warp_maxima, constant(0), WORDS))
 
     def _scale(self, largest: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Float32 bits of the scale of what has this largest magnitude, and whether all of it is finite."""

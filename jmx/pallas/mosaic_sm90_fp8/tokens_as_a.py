@@ -21,11 +21,12 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
 from jmx.pallas.mosaic_sm90_fp8.staging import size_and_span, swizzled_rows
-from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, Unit, descriptor, load_float, plus, start_product, wait, zeros
+from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, plus, start_product, wait, zeros
 from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
 from jmx.pallas.sm90.epilogue import load_of_row
 from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.mlir import SCALAR, Fragment, constant, i32, operation, pair, result, thread_index, utils
+from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import TILE
 
 TILES = 2  # of the weight in a stage
@@ -47,7 +48,7 @@ def _column() -> ir.Value:
     return arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
 
 
-def multiply(unit: Unit, first: jax.Array) -> jax.Array:
+def multiply(unit: Stage, first: jax.Array) -> jax.Array:
     """64 tokens of a unit times its rows, float32 (64, 128): on their way, until `add` awaits them.
 
     Args:
@@ -64,7 +65,7 @@ def multiply(unit: Unit, first: jax.Array) -> jax.Array:
     return body(first, unit.x, unit.values)
 
 
-def add(totals: jax.Array, sums: jax.Array, unit: Unit, first: jax.Array) -> jax.Array:
+def add(totals: jax.Array, sums: jax.Array, unit: Stage, first: jax.Array) -> jax.Array:
     """`totals` plus `sums` of a unit times its scales, as soon as they are there."""
     refs = [ref for ref in (unit.x_scales, unit.scales) if ref is not None]
 

@@ -3,9 +3,10 @@
 See `jmx.pallas.sm90.accumulator` for what a thread holds.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jmx.pallas.sm90.mlir import (
     thread_index,
     utils,
 )
+from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
@@ -52,19 +54,6 @@ _SIGNS = (
     "lop3.b32 $0, $1, 0x80808080, $2, 0xEA;",  # (a & b) | c
     "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0x80808080, $2, 0xEA; }",
 )
-
-
-class Unit(NamedTuple):
-    """What has come of one unit, refs in shared memory; None for what there is not.
-
-    `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,) uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3,
-    `x_scales` (n,).
-    """
-
-    values: Any
-    scales: Any
-    x: Any
-    x_scales: Any
 
 
 def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
@@ -98,7 +87,13 @@ def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
     return out
 
 
-def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], decoded: bool) -> tuple[jax.Array, ...]:
+def _refs(unit: Stage) -> dict[str, Any]:
+    """What there is of a unit."""
+    named = {"values": unit.values, "scales": unit.scales, "x": unit.x, "x_scales": unit.x_scales}
+    return {name: ref for name, ref in named.items() if ref is not None}
+
+
+def add_units(totals: Sequence[jax.Array], units: Sequence[Stage], decoded: bool) -> tuple[jax.Array, ...]:
     """Totals (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
 
     The tensor cores' own sums keep some 14 bits, so they go over these units only, where no scale is theirs alone, else
@@ -106,28 +101,30 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Unit], decoded: bool)
 
     Args:
         totals: float32, n a multiple of 8: of the units' first n rows, of the next n, and so on.
+        units: of one unit each, refs in shared memory: `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,)
+            uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3, `x_scales` (n,).
         decoded: whether weights are MXFP4, not e4m3.
     """
     n = totals[0].shape[1]
-    refs = [ref for unit in units for ref in unit if ref is not None]
+    refs = [ref for unit in units for ref in _refs(unit).values()]
     of_wgmma = [ref for unit in units for ref in (unit.x, *([] if decoded else [unit.values]))]
     kinds = [plgpu.RefType(SWIZZLED) if any(ref is one for one in of_wgmma) else plgpu.RefType() for ref in refs]
-    there = [ref is not None for ref in units[0]]
+    names = [*_refs(units[0])]
 
     @operation(
         arg_types=(*[plgpu.Layout.WGMMA] * len(totals), *kinds),
         return_type=(result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),) * len(totals),
     )
     def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
-        old, rest = given[: len(totals)], [*given[len(totals) :]]
-        mine = [Unit(*(rest.pop(0) if one else None for one in there)) for _ in units]
+        old, of_units = given[: len(totals)], itertools.batched(given[len(totals) :], len(names))
+        mine = [Stage(**dict(zip(names, one, strict=True))) for one in of_units]
         parts, new = range(len(old)), [sums_of(total) for total in old]
         apart = mine[0].x_scales is not None or (mine[0].scales is not None and not decoded)
         order = [(u, p) for u in mine for p in parts] if apart else [(u, p) for p in parts for u in mine]
         beside = len(old) * n // 2 + n + 4 * SLICES * decoded * len(mine) <= _SUMS_AND_OPERANDS
         sums, done, operand = None, None, _operand(mine[0], decoded)
 
-        def add(done: tuple[list[ir.Value], Unit, int], pending: int) -> None:
+        def add(done: tuple[list[ir.Value], Stage, int], pending: int) -> None:
             products, unit, part = done
             row_scales = None if decoded else _row_scales(unit)
             new[part] = _added(new[part], wait(products, pending), row_scales, unit.x_scales, part * n)
@@ -154,12 +151,12 @@ def zeros(n: int) -> Fragment:
     return Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
 
 
-def _operand(unit: Unit, decoded: bool) -> Any:
+def _operand(unit: Stage, decoded: bool) -> Any:
     """The operand A: four registers of e5m2 for each slice of 32 columns, or a descriptor of e4m3 in shared memory."""
     return _e2m1_slices(unit.values, unit.scales) if decoded else descriptor(unit.values)
 
 
-def start(sums: jax.Array | None, unit: Unit, decoded: bool) -> jax.Array:
+def start(sums: jax.Array | None, unit: Stage, decoded: bool) -> jax.Array:
     """`sums` (64, n), or zeros, plus a unit times its rows, transposed: on their way, until `finish` awaits them.
 
     A unit of MXFP4 is decoded first, while what `sums` are of is still on its way.
@@ -175,7 +172,7 @@ def start(sums: jax.Array | None, unit: Unit, decoded: bool) -> jax.Array:
     )
     def body(_: Any, *args: Any) -> Fragment:
         before, (values, *scales, x) = args[: len(given)], args[len(given) :]
-        operand = _operand(Unit(values, scales[0] if scales else None, x, None), decoded)
+        operand = _operand(Stage(x, values, scales[0] if scales else None), decoded)
         like = before[0] if before else zeros(n)
         return accumulator(like, start_product(sums_of(before[0]) if before else None, operand, descriptor(x), n))
 
@@ -251,7 +248,7 @@ def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
     return [llvm.extractvalue(f32(), made, [i]) for i in range(size)]
 
 
-def _row_scales(unit: Unit) -> list[ir.Value] | None:
+def _row_scales(unit: Stage) -> list[ir.Value] | None:
     """Float32 scales of the thread's two rows, where the unit has them."""
     scales = unit.scales
     if scales is None:

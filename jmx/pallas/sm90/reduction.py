@@ -11,7 +11,7 @@ from jmx.pallas.sm90 import accumulator
 Array = Any
 
 
-class Sums(NamedTuple):
+class PartialSums(NamedTuple):
     """Refs, or what `scratch` makes of them.
 
     Args:
@@ -25,7 +25,7 @@ class Sums(NamedTuple):
     empty: Any
 
     @classmethod
-    def scratch(cls, warpgroups_m: int, warpgroups_k: int, block_n: int) -> "Sums":
+    def scratch(cls, warpgroups_m: int, warpgroups_k: int, block_n: int) -> "PartialSums":
         others = warpgroups_k - 1
         return cls(
             plgpu.SMEM((warpgroups_m, others, 2, accumulator.row_size(block_n)), jnp.float32),
