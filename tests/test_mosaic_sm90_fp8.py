@@ -29,7 +29,7 @@ from test_backends import check
 
 import jmx
 from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul
-from jmx.backends import BACKENDS, resolve_layout
+from jmx.backends import registered_backends, resolve_layout
 from jmx.numerics import formats, input_formats
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -85,7 +85,7 @@ def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
     """Which reads the kernel's layout, too."""
     problem = dataclasses.replace(PROBLEM, format="fp8_block", input_format="fp8_block")
     problem = dataclasses.replace(problem, hidden_size=sizes[0], intermediate_size=sizes[1])
-    selection = jmx.select(problem, HOPPER, None, BACKENDS)
+    selection = jmx.select(problem, HOPPER, None, registered_backends())
     assert selection.backend.name == "xla"
     told = next(str(no) for name, no in selection.trail if name == "mosaic_fp8")
     assert "must be a multiple of 128 for fp8_block inputs" in told

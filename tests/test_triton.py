@@ -25,12 +25,13 @@ from backend_cases import (
 
 import jmx
 from jmx import GELU, Environment, Experts, GELUAndMul, NoBackendError, Reason, Routing, SiLU
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import Config
 from jmx.pallas.triton.elements import NAMES
 from jmx.selection import tuning
+from jmx.selection.registry import Registry
 from jmx.selection.select import select
 
 interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
@@ -40,7 +41,7 @@ AMPERE, HOPPER = Environment.named("a100"), Environment.named("h200")
 
 @pytest.fixture(autouse=True)
 def interpreted_too(monkeypatch):
-    monkeypatch.setattr("jmx.layer.BACKENDS", TESTED)
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry(TESTED))
 
 
 # Who gets it
@@ -84,7 +85,7 @@ def test_what_it_refuses_of_a_machine(environment, reason, told):
 
 
 def test_interpreted_it_runs_on_a_cpu_alone():
-    assert INTERPRETED not in BACKENDS
+    assert INTERPRETED not in registered_backends()
     assert INTERPRETED.supports(PROBLEM, Environment.named("cpu")) is None
     rejection = INTERPRETED.supports(PROBLEM, AMPERE)
     assert rejection is not None
@@ -110,13 +111,13 @@ def test_interpreted_it_runs_on_a_cpu_alone():
 def test_where_it_is_chosen(device, change, runs):
     problem, environment = dataclasses.replace(PROBLEM, **change), Environment.named(device)
     assert (Triton().supports(problem, environment) is None) == runs
-    assert (select(problem, environment, None, BACKENDS).backend.name == "triton") == runs
+    assert (select(problem, environment, None, registered_backends()).backend.name == "triton") == runs
 
 
 def test_asked_for_where_it_cannot_run_it_says_what_would_help():
     problem = dataclasses.replace(PROBLEM, layout="mosaic_sm90")
     with pytest.raises(NoBackendError, match=r"triton: layout: .* experts\.prepare\('packed'\)"):
-        select(problem, HOPPER, "triton", BACKENDS)
+        select(problem, HOPPER, "triton", registered_backends())
 
 
 # Interpreted
