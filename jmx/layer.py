@@ -15,7 +15,7 @@ from jmx.experts import Experts
 from jmx.experts.arrays import check_arrays
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
 from jmx.selection.environment import Environment
-from jmx.selection.problem import WEIGHTS_ON, Problem, check_x
+from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, with_tokens
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_instance, check_one_of
 
@@ -120,7 +120,7 @@ def _run(x: Array, routing: Routing, experts: Experts, static: _Static) -> jax.A
 
     def run(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         # A vmapped call is judged by all its tokens, a split one by those of a device.
-        problem = static.problem.with_tokens(x.shape[0])
+        problem = with_tokens(static.problem, x.shape[0])
         chosen = select(problem, environment, static.backend, registered_backends()).backend
         if problem.num_tokens == 0 or problem.top_k == 0:
             return jnp.zeros_like(x)

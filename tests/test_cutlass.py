@@ -294,14 +294,6 @@ def test_the_configuration_in_use_is_the_calls(in_numpy, monkeypatch, rng):
     assert seen == [(TILES[1].name, TILES[2].name, False)]
 
 
-def test_no_tokens_need_no_library(nowhere, rng):
-    case = Case(tokens=0, dtype="bfloat16", layout=LAYOUT.name)
-    assert apply(case, draw_x(rng, case), draw_routing(rng, case), draw_weights(rng, case).experts(case)).shape == (
-        0,
-        64,
-    )
-
-
 # The library, wherever it is built
 
 

@@ -63,13 +63,17 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("change", "reason", "told"),
     [
-        ({"input_format": None}, Reason.INPUT_FORMAT, "of 16 bits"),
+        ({"input_format": None}, Reason.INPUT_FORMAT, "of 16 or 32 bits"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"format": "int4_g32"}, Reason.FORMAT, "'int4_g32'"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
-        ({"hidden_size": 100}, Reason.SHAPE, "hidden_size 100"),
-        ({"input_format": "fp8_block"}, Reason.SHAPE, "hidden_size 64 must be a multiple of 128 for fp8_block inputs"),
+        ({"hidden_size": 100}, Reason.SHAPE, "hidden_size (=100)"),
+        (
+            {"input_format": "fp8_block"},
+            Reason.SHAPE,
+            "hidden_size (=64) must be a multiple of 128, the columns of a scale",
+        ),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )

@@ -203,6 +203,18 @@ def test_a_vmapped_call_is_judged_by_all_its_tokens(fakes):
     assert int(y[0, 0, 0]) == len("big")
 
 
+def test_a_call_without_assignments_reaches_no_backend(monkeypatch):
+    class Never(Fake):
+        def apply(self, problem, x, routing, experts, environment):
+            raise AssertionError
+
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Never("never"),)))
+    for tokens, top_k in ((0, 2), (3, 0)):
+        routing = jmx.Routing(jnp.zeros((tokens, top_k), jnp.int32), jnp.ones((tokens, top_k)))
+        y = jmx.moe(jnp.ones((tokens, 64), jnp.bfloat16), routing, experts(), activation=jmx.SwiGLU(limit=3.0))
+        assert (y.shape, y.dtype, float(jnp.abs(y).sum())) == ((tokens, 64), jnp.bfloat16, 0)
+
+
 # Problem
 
 

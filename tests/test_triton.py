@@ -35,6 +35,7 @@ from jmx.selection.registry import Registry
 from jmx.selection.select import select
 
 interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
+REGISTERED = registered_backends()
 PROBLEM = Case(dtype="bfloat16").problem()
 AMPERE, HOPPER = Environment.named("a100"), Environment.named("h200")
 
@@ -52,8 +53,8 @@ def interpreted_too(monkeypatch):
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "canonical"}, Reason.LAYOUT, "'canonical'"),
-        ({"format": "fp8_block"}, Reason.FORMAT, "'fp8_block', of 8 bits, not of 4"),
-        ({"format": "int8_g32"}, Reason.FORMAT, "'int8_g32', of 8 bits, not of 4"),
+        ({"format": "fp8_block"}, Reason.FORMAT, "'fp8_block'"),
+        ({"format": "int8_g32"}, Reason.FORMAT, "'int8_g32'"),
         ({"format": "int4_channel", "hidden_size": 66}, Reason.SHAPE, "hidden_size (=66) must be a multiple of 4"),
         ({"intermediate_size": 98}, Reason.SHAPE, "intermediate_size (=98) must be a multiple of 4"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
@@ -85,7 +86,7 @@ def test_what_it_refuses_of_a_machine(environment, reason, told):
 
 
 def test_interpreted_it_runs_on_a_cpu_alone():
-    assert INTERPRETED not in registered_backends()
+    assert INTERPRETED not in REGISTERED
     assert INTERPRETED.supports(PROBLEM, Environment.named("cpu")) is None
     rejection = INTERPRETED.supports(PROBLEM, AMPERE)
     assert rejection is not None

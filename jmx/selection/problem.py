@@ -107,10 +107,6 @@ class Problem:
             input_format=resolve_input_format(experts, input_format),
         )
 
-    def with_tokens(self, num_tokens: Any) -> "Problem":
-        """The same for another number of tokens: `x.shape[0]` of (T, H), which may be symbolic."""
-        return dataclasses.replace(self, num_tokens=num_tokens if isinstance(num_tokens, int) else None)
-
     @property
     def on_input(self) -> bool:
         """Whether routing weights multiply the experts' input."""
@@ -122,6 +118,11 @@ class Problem:
             f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
             f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
         )
+
+
+def with_tokens(problem: Problem, num_tokens: Any) -> Problem:
+    """The same problem for another number of tokens: `x.shape[0]` of (T, H), which may be symbolic."""
+    return dataclasses.replace(problem, num_tokens=num_tokens if isinstance(num_tokens, int) else None)
 
 
 def check_x(x: Array, hidden_size: int) -> None:

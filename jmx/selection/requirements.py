@@ -59,8 +59,9 @@ class Limits:
             return Rejection(Reason.PLATFORM, detail, f"run on {machine}")
         found = environment.compute_capability
         if self.capabilities is not None and found not in self.capabilities:
-            known = " or ".join(map(str, self.capabilities))
-            return Rejection(Reason.COMPUTE_CAPABILITY, f"{found} is not {known}", f"run on {self.machine}")
+            known = ", ".join(map(str, self.capabilities))
+            rule = "not" if len(self.capabilities) == 1 else "none of"
+            return Rejection(Reason.COMPUTE_CAPABILITY, f"{found} is {rule} {known}", f"run on {self.machine}")
         return None
 
     def _format(self, problem: Problem) -> Rejection | None:
@@ -76,8 +77,9 @@ class Limits:
         # One that needs no scales of a checkpoint.
         asked = next((name for name in taken if name is None or not INPUT_FORMATS[name].static), taken[0])
         remedy = "leave inputs as they are" if asked is None else f"input_format={asked!r}"
-        given, *wanted = ("of 16 or 32 bits" if name is None else repr(name) for name in (problem.input_format, *taken))
-        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {' or '.join(wanted)}", remedy)
+        given = "of 16 or 32 bits" if problem.input_format is None else repr(problem.input_format)
+        wanted = " or ".join("of 16 or 32 bits" if name is None else name for name in taken)
+        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {wanted}", remedy)
 
     def _dtype(self, problem: Problem) -> Rejection | None:
         if problem.dtype in self.dtypes:
