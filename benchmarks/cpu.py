@@ -30,7 +30,7 @@ import rich
 
 from benchmarks.peers import llama_cpp
 from jmx.activations import SwiGLU
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -115,7 +115,7 @@ def _measure_formats(arguments: argparse.Namespace, seed: int, limits: list[Limi
     experts = {kind.format: [_draw_experts(kind, key) for key in layer_keys] for kind in kinds}
     if arguments.input_format is not None:
         kinds += [dataclasses.replace(kind, input_format=arguments.input_format) for kind in kinds]
-    cpu = next(backend for backend in BACKENDS if backend.name == "cpu")
+    cpu = next(backend for backend in registered_backends() if backend.name == "cpu")
     measured = []
     for tokens in arguments.tokens:
         key = jax.random.fold_in(data_key, tokens)

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx.backends import BACKENDS
-from jmx.ffi.blackwell import Prepared
+from jmx.backends import registered_backends
 from jmx.numerics import layouts
 from jmx.numerics.formats import FORMATS, MXFP4
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -33,7 +32,7 @@ TOKENS = 64
 
 _HEAD = """# What runs where
 
-Every format of weights and of inputs on every backend: yes, or the number of the reason that `jmx.explain` gives; those [for Blackwell](blackwell.md), which run nothing yet, are left out. [Weight formats](weight_formats.md) and [input formats](input_formats.md) say what they are, to the bit, and [backends](backends.md)
+Every format of weights and of inputs on every backend: yes, or the number of the reason that `jmx.explain` gives. [Weight formats](weight_formats.md) and [input formats](input_formats.md) say what they are, to the bit, and [backends](backends.md)
 what these need. This page is written by [a script](../benchmarks/support.py) that asks the backends themselves, each on the devices on which it runs, in the layout that it reads, as if it had been built; a test holds the page to it:
 
     python benchmarks/support.py > docs/support.md
@@ -160,8 +159,7 @@ class _Notes:
 
 def page(found: Measured) -> str:
     """The page, in Markdown, with the times that were `measured`."""
-    bound = [backend for backend in BACKENDS if not isinstance(backend, Prepared)]
-    places = {backend: its for backend in bound if (its := homes(backend))}
+    places = {backend: its for backend in registered_backends() if (its := homes(backend))}
     notes = _Notes()
     titles = [f"`{backend.name}`" for backend in places]
 

@@ -3,6 +3,7 @@
 from jmx import checkpoint as checkpoint
 from jmx._version import __version__
 from jmx.activations import ACTIVATIONS, GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
+from jmx.backends import register_backend
 from jmx.experts import Experts
 from jmx.explain import Explanation, explain
 from jmx.grouping import Groups, group
@@ -83,6 +84,7 @@ __all__ = [
     "pack",
     "pad",
     "quantize",
+    "register_backend",
     "route",
     "select",
     "token_counts",

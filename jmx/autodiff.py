@@ -1,23 +1,28 @@
 """Derivatives and batching of the layer: custom_vjp around it, custom_vmap inside.
 
 Whatever backend ran forward, the backward pass is the reference's, a few experts at a time out of any layout, so
-weights stay as they are. First-order reverse mode only. A vmapped call becomes one call on all tokens together.
+weights stay as they are. A vmapped call becomes one call on all tokens together.
+
+First-order reverse mode only: marks on the arguments make every other derivative an error of jmx's own, which says what
+to do instead. `jax.custom_vjp` alone refuses forward mode in terms of jax, and leaves second derivatives to whatever
+runs inside: an error of XLA's calls, an assertion, or numbers that nothing tested.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
 from jmx.experts import Experts
-from jmx.first_order import not_differentiable, reverse_mode_only
 from jmx.routing import Routing
-from jmx.selection.problem import Computation
+from jmx.selection.problem import Problem
 from jmx.xla import backend as xla
 
 Array = jax.Array
@@ -37,10 +42,10 @@ class _Wanted:
         return self.gate_up_bias, self.down_bias
 
 
-def differentiable(run: Run, computation: Computation) -> Run:
+def differentiable(run: Run, problem: Problem) -> Run:
     """`run` (x (T, H), routing (T, k), experts) -> y (T, H), made differentiable and batchable.
 
-    Gradients flow to x, routing weights and biases. One asked of a quantised weight is a TypeError that names it.
+    Gradients flow to x, routing weights and biases. One asked of a quantized weight is a TypeError that names it.
     """
 
     @jax.custom_vjp
@@ -53,17 +58,17 @@ def differentiable(run: Run, computation: Computation) -> Run:
         x, routing, experts = jax.tree.map(
             lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
         )
-        x, routing, experts = not_differentiable((x, routing, experts))
+        x, routing, experts = _no_second_order((x, routing, experts))
         return _batchable(run)(x, routing, experts), (x, routing, experts, wanted)
 
     def call_bwd(residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
         x, routing, experts, wanted = residuals
         if isinstance(dy, SymbolicZero):
             return None, None, None
-        x, routing, experts, dy = not_differentiable((x, routing, experts, dy))
+        x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
         def backward(x: Array, routing: Routing, experts: Experts, dy: Array) -> xla.Gradients:
-            return xla.backward(computation, x, routing, experts, dy, biases=wanted.flags)
+            return xla.backward(problem, x, routing, experts, dy, biases=wanted.flags)
 
         # An element of a batch has bias gradients of its own, which one call on all tokens would add up.
         dx, dweights, *dbiases = _batchable(backward, together=not any(wanted.flags))(x, routing, experts, dy)
@@ -80,7 +85,7 @@ def differentiable(run: Run, computation: Computation) -> Run:
         return dx, Routing(None, dweights), dexperts  # None: no cotangent
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
-    return lambda *arguments: call(*reverse_mode_only(arguments))
+    return lambda *arguments: call(*_reverse_mode_only(arguments))
 
 
 def _refuse_weight_gradients(experts: Any) -> None:
@@ -91,7 +96,7 @@ def _refuse_weight_gradients(experts: Any) -> None:
         for name, leaf in getattr(experts, role)._asdict().items():
             if leaf is not None and leaf.perturbed:
                 raise TypeError(
-                    f"a gradient was asked of `{role}.{name}` ({leaf.value.dtype}): quantised weights have none; "
+                    f"a gradient was asked of `{role}.{name}` ({leaf.value.dtype}): quantized weights have none; "
                     "differentiate with respect to x, the routing weights or the biases"
                 )
 
@@ -119,7 +124,7 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
                 return _flattened(call, mapped[0].shape[0], in_batched, _joined(tree, batched, mapped, whole))
             return jax.lax.map(lambda element: call(*_joined(tree, batched, element, whole)), mapped)
 
-        out = meshes.over_batch(batch, *_parted(leaves, batched))
+        out = meshes.over_batch(batch, *_split_by(leaves, batched))
         return out, jax.tree.map(lambda _: True, out)
 
     return call
@@ -138,13 +143,67 @@ def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, argume
     return jax.tree.map(lambda array: array.reshape(axis_size, num_tokens, *array.shape[1:]), out)
 
 
-def _parted(leaves: list[Array], batched: list[bool]) -> tuple[list[Array], list[Array]]:
+def _split_by(leaves: list[Array], batched: list[bool]) -> tuple[list[Array], list[Array]]:
     """The leaves that are batched, and the others."""
     pairs = list(zip(leaves, batched, strict=True))
     return [leaf for leaf, of_batch in pairs if of_batch], [leaf for leaf, of_batch in pairs if not of_batch]
 
 
 def _joined(tree: Any, batched: list[bool], mapped: list[Array], whole: list[Array]) -> Any:
-    """The pytree whose leaves `_parted` has parted."""
+    """The pytree whose leaves `_split_by` has split."""
     of_batch, others = iter(mapped), iter(whole)
     return jax.tree.unflatten(tree, [next(of_batch if b else others) for b in batched])
+
+
+def _refuse_forward_mode(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(
+        "forward-mode derivatives of `jmx.moe` (jax.jvp, jax.jacfwd, jax.linearize) are not implemented: use reverse "
+        "mode, which is jax.grad, jax.vjp and jax.jacrev"
+    )
+
+
+def _refuse_second(*_: Any) -> NoReturn:
+    raise TypeError(
+        "second derivatives of `jmx.moe` (jax.hessian, a gradient of a gradient) are not implemented: take the inner "
+        "gradient at jax.lax.stop_gradient of its argument, or compute with the floats of `experts.dequantize()`"
+    )
+
+
+# The identity of tangents. Reverse mode transposes it; what evaluates, compiles or batches it is forward mode.
+_tangent_p = Primitive("jmx_reverse_mode_tangent")
+_tangent_p.def_abstract_eval(lambda aval: aval)
+_tangent_p.def_impl(_refuse_forward_mode)
+mlir.register_lowering(_tangent_p, _refuse_forward_mode)
+batching.primitive_batchers[_tangent_p] = _refuse_forward_mode
+ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
+
+# The identity, of such tangents. (As a custom_jvp its rule would be batched where a vmapped call is differentiated.)
+_reverse_mode_only_p = Primitive("jmx_reverse_mode_only")
+_reverse_mode_only_p.def_abstract_eval(lambda aval: aval)
+_reverse_mode_only_p.def_impl(lambda x: x)
+mlir.register_lowering(_reverse_mode_only_p, lambda _, x: [x])
+batching.defvectorized(_reverse_mode_only_p)
+ad.defjvp2(_reverse_mode_only_p, lambda tangent, *_: _tangent_p.bind(tangent))
+
+
+@jax.custom_jvp
+def _once_differentiable(x: jax.Array) -> jax.Array:
+    return x
+
+
+_once_differentiable.defjvp(_refuse_second)
+
+
+def _of_floats(mark: Any, tree: Any) -> Any:
+    """`tree` with `mark` on each array of floats."""
+    return jax.tree.map(lambda a: mark(a) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def _reverse_mode_only(tree: Any) -> Any:
+    """`tree` as it is; forward-mode derivatives with respect to its floats are a TypeError."""
+    return _of_floats(_reverse_mode_only_p.bind, tree)
+
+
+def _no_second_order(tree: Any) -> Any:
+    """`tree` as it is; derivatives of what is computed of its floats are a TypeError, which calls them second ones."""
+    return _of_floats(_once_differentiable, tree)

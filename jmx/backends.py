@@ -1,11 +1,14 @@
 """The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
 
-from jmx.ffi import blackwell, blackwell_layouts
+from collections.abc import Sequence
+
+from jmx.ffi import blackwell_layouts
 from jmx.ffi.cpu.backend import Cpu
 from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
-from jmx.numerics import layouts
+from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
+from jmx.numerics.layouts import Layout
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT as MOSAIC_SM90
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
@@ -13,20 +16,48 @@ from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT as MOSAIC_SM90_FP8
 from jmx.pallas.triton.backend import Triton
 from jmx.selection.backend import Backend
 from jmx.selection.environment import Environment
+from jmx.selection.registry import GROUP, Registry
 from jmx.util.checks import check_one_of
 from jmx.xla.backend import Xla
 
-# `xla` runs everything: what stands behind it runs on request alone, as `cutlass` does, which `mosaic` outruns, or not
-# at all: the engines for Blackwell have no kernel yet.
-BACKENDS: tuple[Backend, ...] = (
-    *(MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Xla()),
-    *(Cutlass(), *blackwell.ENGINES),
-)
-layouts.register(MOSAIC_SM90)
-layouts.register(MOSAIC_SM90_FP8)
-layouts.register(CUTLASS)
-layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
-layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
+# `xla` runs everything, so backends behind it run on request alone: `mosaic` is faster than `cutlass` on the same GPUs.
+REGISTRY = Registry((MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Xla(), Cutlass()), GROUP)
+
+known_layouts.register(MOSAIC_SM90)
+known_layouts.register(MOSAIC_SM90_FP8)
+known_layouts.register(CUTLASS)
+# Without a backend yet: see docs/blackwell.md.
+known_layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
+known_layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
+
+
+def registered_backends() -> tuple[Backend, ...]:
+    """All backends, in order of preference: jmx's own and those registered since."""
+    return REGISTRY.backends()
+
+
+known_layouts.on_unknown_name(registered_backends)
+
+
+def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before: str | None = "xla") -> None:
+    """Adds a backend, which `jmx.moe`, `jmx.use_backend`, `jmx.explain` and the command line then know like jmx's own.
+
+    A package registers its backends by an entry point of the group `jmx.backends`, a function without arguments that
+    calls this one. Entry points are loaded when backends are first asked for, not by `import jmx`; one that fails is a
+    warning. Registering clears jax's caches (`jax.clear_caches`), so that calls traced before choose anew; what was
+    compiled ahead of time stays as it is.
+
+    Args:
+        backend: see `jmx.selection.backend.Backend`; with `jmx.selection.tuning.Tunable`, `jmx tune` measures it, too.
+        layouts: those that it reads and that jmx does not have, made known with it.
+        before: name of the registered backend that it is preferred to; None: of the lowest preference. `xla` runs
+            everything, so that behind it a backend runs on request alone.
+
+    Raises:
+        TypeError: `backend` lacks a member of the protocol, or `layouts` are none.
+        ValueError: the name of the backend or of a layout is taken, or no backend is called `before`.
+    """
+    REGISTRY.register(backend, layouts, before)
 
 
 def resolve_layout(
@@ -39,7 +70,8 @@ def resolve_layout(
     Raises:
         ValueError: no layout has that name.
     """
-    if check_one_of("layout", layout, ("auto", *sorted(layouts.LAYOUTS))) == "auto":
+    registered_backends()  # and so their layouts
+    if check_one_of("layout", layout, ("auto", *sorted(known_layouts.LAYOUTS))) == "auto":
         if environment.compute_capability == (9, 0):
             if input_format is None and MOSAIC_SM90.holds(format):
                 return MOSAIC_SM90.name

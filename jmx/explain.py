@@ -1,4 +1,4 @@
-"""The trail of a selection, as an object and as a table, with configuration, bytes, flops and time floor."""
+"""Why a backend was chosen, as an object and as a table, with configuration, bytes, flops and the least time."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from rich.text import Text
 
 from jmx import activations
 from jmx.activations import Activation
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.experts import Experts
-from jmx.layer import check_arguments
+from jmx.layer import check_arguments, slots_of
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.routing import Logits, Routing
 from jmx.selection import tuning
-from jmx.selection.backend import Rejection
+from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.select import NoBackendError, check_backend, select
+from jmx.selection.select import NoBackendError, check_backend, requested, select
 from jmx.selection.tuning import Choice, Tunable
-from jmx.util.checks import is_array, shown
+from jmx.util.checks import check_bool, is_array, shown
 from jmx.util.tables import FoldingTable, decimal, words
 
 
@@ -137,6 +137,8 @@ class Explanation:
         flops: of both products.
         floor: by the device's data sheet; None for devices not known, too.
         inputs_declared: whether the experts declare the problem's input format, and the caller named none.
+        request: name of the backend that was asked for, or None.
+        all: whether the printed table lists backends of other platforms, too.
     """
 
     problem: Problem
@@ -150,6 +152,8 @@ class Explanation:
     flops: float | None
     floor: Floor | None
     inputs_declared: bool = False
+    request: str | None = None
+    all: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -173,8 +177,11 @@ class Explanation:
 
     def __rich__(self) -> Group:
         table = FoldingTable(words("backend", "", "why"))
+        elsewhere = []
         for name, summary, no in self.trail:
-            if no is not None:
+            if no is not None and no.reason is Reason.PLATFORM and name != self.request and not self.all:
+                elsewhere.append(name)
+            elif no is not None:
                 table.add_row(name, Text("no", "red"), str(no))
             elif name == self.chosen:
                 how = summary if self.configuration is None else f"{summary}\n{tuning.describe(*self.configuration)}"
@@ -182,6 +189,8 @@ class Explanation:
             else:
                 table.add_row(name, "can", summary)
         lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table]
+        if elsewhere:
+            lines.append(Text(f"not on this platform: {', '.join(elsewhere)} (--all, or all=True, lists them)"))
         if self.problem.input_format is not None:  # else the first line says their dtype
             by = "declared by the experts" if self.inputs_declared else "asked for"
             lines.append(Text(f"inputs: {self.problem.input_format}, {by}"))
@@ -216,11 +225,12 @@ def explain_problem(
     backend: str | None = None,
     *,
     inputs_declared: bool = False,
+    all: bool = False,
 ) -> Explanation:
     """The explanation of a problem that need not have arrays, on a machine that need not be here (default: this one).
 
     `backend` is a request as a layer's own. A request that cannot be met does not raise here: it is `error`.
-    `inputs_declared` is told as it is given.
+    `inputs_declared` and `all` are the explanation's own.
 
     Raises:
         ValueError: no backend is called `backend`.
@@ -229,24 +239,38 @@ def explain_problem(
     environment = environment if environment is not None else Environment.probe()
     chosen = configuration = error = None
     try:
-        selection = select(problem, environment, backend, BACKENDS)
+        selection = select(problem, environment, backend, registered_backends())
         chosen, answers = selection.backend.name, dict(selection.trail)
         if isinstance(selection.backend, Tunable):
             configuration = tuning.config(selection.backend, problem, environment)
     except NoBackendError as e:
         error, answers = str(e), dict(e.trail)
-    trail = tuple((b.name, b.summary, answers[b.name]) for b in BACKENDS)
+    trail = tuple((b.name, b.summary, answers[b.name]) for b in registered_backends())
+    return Explanation(
+        problem,
+        environment,
+        chosen,
+        configuration,
+        trail,
+        error,
+        *_costs(problem, environment),
+        inputs_declared,
+        requested(backend),
+        all,
+    )
+
+
+def _costs(problem: Problem, environment: Environment) -> tuple[Any, Any, Any, Floor | None]:
+    """Active experts, bytes, flops and the floor; None for a symbolic token count."""
     if problem.num_tokens is None:
-        unknown = None, None, None, None
-        return Explanation(problem, environment, chosen, configuration, trail, error, *unknown, inputs_declared)
+        return None, None, None, None
     active, operations = active_experts(problem), flops(problem)
     activations = problem.num_tokens * problem.hidden_size * jnp.dtype(problem.dtype).itemsize
     moved = weight_bytes(problem, active) + 2 * activations
     peak = PEAKS.get(environment.device_kind)
     if peak is not None:
         peak = Peak(peak.bandwidth, peak.flops * times_bfloat16(problem, environment))
-    costs = active, moved, operations, None if peak is None else Floor.of(moved, operations, peak)
-    return Explanation(problem, environment, chosen, configuration, trail, error, *costs, inputs_declared)
+    return active, moved, operations, None if peak is None else Floor.of(moved, operations, peak)
 
 
 def explain(
@@ -257,6 +281,7 @@ def explain(
     activation: Activation | str | None = None,
     weights_on: str | None = None,
     input_format: str | None = None,
+    all: bool = False,
 ) -> Explanation:
     """What runs a layer, why nothing else does, and what the call costs at least.
 
@@ -271,13 +296,15 @@ def explain(
             arguments, or else new arrays, lie on.
         backend: requested instead of the layer's own. Where it cannot run, the explanation's `error` says so.
         activation, weights_on, input_format: of the second form alone, as `jmx.moe` has them.
+        all: whether the printed table lists the backends of other platforms, which are one line else.
 
     Raises:
         TypeError, ValueError: `device` or `backend` has no such name, a call would refuse these arguments, or the
             backend cannot run with the configuration of a `tuning.override` in scope.
     """
     environment = None if device is None else Environment.named(device)
-    check_backend(backend, BACKENDS)
+    check_bool("all", all)
+    check_backend(backend, registered_backends())
     of_moe = {"activation": activation, "weights_on": weights_on, "input_format": input_format}
     of_moe = {name: value for name, value in of_moe.items() if value is not None}
     if is_array(subject):
@@ -286,7 +313,8 @@ def explain(
             raise TypeError(
                 "`activation` (=None) must be given with `x`, `routing` and `experts`, as `jmx.moe` takes it"
             )
-        return _explain_arrays(subject, *arguments, environment=environment, backend=backend, **of_moe)
+        found = _explain_arrays(subject, *arguments, environment=environment, backend=backend, **of_moe)
+        return dataclasses.replace(found, all=all)
     is_problem = isinstance(subject, Problem)
     if not is_problem and not (hasattr(subject, "problem") and not isinstance(subject, type)):
         raise TypeError(
@@ -297,8 +325,9 @@ def explain(
         raise TypeError(f"`{name}` (={value!r}) must be left out for a {type(subject).__name__}, which has its own")
     _check_form(f"a {type(subject).__name__}", arguments, () if is_problem else ("x",))
     if is_problem:
-        return explain_problem(subject, environment, backend)
-    return _explain_layer(subject, *arguments, environment=environment, backend=backend)
+        return explain_problem(subject, environment, backend, all=all)
+    found = _explain_layer(subject, *arguments, environment=environment, backend=backend)
+    return dataclasses.replace(found, all=all)
 
 
 def _check_form(subject: str, arguments: tuple[Any, ...], names: tuple[str, ...]) -> None:
@@ -327,8 +356,7 @@ def _explain_arrays(
 ) -> Explanation:
     activation = activations.get(activation)
     check_arguments(x, routing, experts, activation, weights_on)
-    top_k = routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
-    problem = Problem.of(x, top_k, experts, activation, weights_on, input_format)
+    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format)
     declared = problem.input_format is not None and input_format is None
     environment = environment or Environment.probe(x, routing, experts)
     return explain_problem(problem, environment, backend, inputs_declared=declared)

@@ -163,6 +163,13 @@ class Work(NamedTuple):
     row_of: Array
     token_of_row: Array | None
 
+    @property
+    def num_rows(self) -> int:
+        """R, the rows that results need."""
+        if self.token_of_row is not None:
+            return self.token_of_row.size
+        return self.blocks.experts.size * self.blocks.out_rows
+
 
 def few(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     """A block for every expert that any of `expert_ids` (T, k), of any integer dtype, names: it reads all T tokens.

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.experts import Experts
 from jmx.experts.arrays import check_arrays
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
 from jmx.selection.environment import Environment
-from jmx.selection.problem import WEIGHTS_ON, Computation, Problem, check_x, resolve_input_format
+from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, with_tokens
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_instance, check_one_of
 
@@ -48,8 +48,8 @@ def moe(
         experts: the weights.
         activation: gated if and only if the experts are; or its name in `jmx.ACTIVATIONS`.
         weights_on: "output": routing weights multiply what an expert returns; "input": what it is given.
-        input_format: what both products' inputs are rounded to first: a key of `inputs.INPUT_FORMATS`, or a family of
-            them; None: what the experts declare, else nothing. Gradients pass the rounding as if it were not there.
+        input_format: what both products' inputs are rounded to first: a key of `input_formats.INPUT_FORMATS`, or a
+            family of them; None: what the experts declare, else nothing. Gradients pass straight through the rounding.
         mask: (...) bool or None; False is a padding token, which routes nowhere and gets y = 0.
         backend: name of the backend that must run; None takes the `use_backend` context, else the first that can.
 
@@ -63,11 +63,11 @@ def moe(
     """
     activation = activations.get(activation)
     check_arguments(x, routing, experts, activation, weights_on)
-    check_backend(backend, BACKENDS)
+    check_backend(backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
-    computation = Computation(activation, weights_on, resolve_input_format(experts, input_format))
-    static = _Static(computation, environment, backend)
+    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format)
+    static = _Static(problem, environment, backend)
     split = _split(x, routing, experts, mask)
     if split is None:
         return _shaped(x, routing, experts, mask, static)
@@ -77,9 +77,9 @@ def moe(
 
 
 class _Static(NamedTuple):
-    """What a call is compiled for, beside shapes; `backend`: the one that must run, or None."""
+    """What a call is compiled for; `backend`: the one that must run, or None."""
 
-    computation: Computation
+    problem: Problem
     environment: Environment
     backend: str | None
 
@@ -116,18 +116,17 @@ def _split(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | 
 
 @partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
 def _run(x: Array, routing: Routing, experts: Experts, static: _Static) -> jax.Array:
-    computation, environment, backend = static
+    environment = static.environment
 
     def run(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
-        # Selected in here, so that a vmapped call is judged by all the tokens it has.
-        top_k = routing.expert_ids.shape[-1]
-        problem = Problem.of(
-            x, top_k, experts, computation.activation, computation.weights_on, computation.input_format
-        )
-        selection = select(problem, environment, backend, BACKENDS)
-        return selection.backend.apply(computation, x, routing, experts, environment)
+        # A vmapped call is judged by all its tokens, a split one by those of a device.
+        problem = with_tokens(static.problem, x.shape[0])
+        chosen = select(problem, environment, static.backend, registered_backends()).backend
+        if problem.num_tokens == 0 or problem.top_k == 0:
+            return jnp.zeros_like(x)
+        return chosen.apply(problem, x, routing, experts, environment)
 
-    return autodiff.differentiable(run, computation)(*meshes.varying_alike(x, routing, experts))
+    return autodiff.differentiable(run, static.problem)(*meshes.varying_alike(x, routing, experts))
 
 
 def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None = None) -> Routing:
@@ -159,6 +158,11 @@ def check_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arr
         check_array("mask", mask, jnp.bool_)
         if tuple(mask.shape) != tuple(leading):
             raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of x")
+
+
+def slots_of(routing: Routing | Logits) -> int:
+    """k, the number of experts that each token is routed to."""
+    return routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
 
 
 def _arrays(routing: Routing | Logits) -> dict[str, Array]:

@@ -9,7 +9,7 @@ import jax
 
 from jmx import activations, meshes, routing
 from jmx.activations import Activation
-from jmx.backends import BACKENDS, resolve_layout
+from jmx.backends import registered_backends, resolve_layout
 from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_axes
 from jmx.numerics import formats
 from jmx.numerics.formats import Format
@@ -67,7 +67,7 @@ class Arguments:
             order = experts.gate_up_order
         check_one_of("weights_on", given["weights_on"], WEIGHTS_ON)
         check_one_of("input_format", given["input_format"], (*INPUT_FORMATS, *FAMILIES, None))
-        check_backend(given["backend"], BACKENDS)
+        check_backend(given["backend"], registered_backends())
         check_one_of("layout", given["layout"], ("auto", *sorted(LAYOUTS)))
         check_dtype("param_dtype", given["param_dtype"], *BIAS_DTYPES)
         if given["axes"] is not None:

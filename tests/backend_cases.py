@@ -18,7 +18,7 @@ from dequantized import dequantized, with_odd_scales
 
 import jmx
 from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
 from jmx.numerics.layouts import LAYOUTS
@@ -56,7 +56,7 @@ TAKES = {
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 BOTH, NEITHER = (True, True), (False, False)
 INTERPRETED = Triton(interpret=True)
-TESTED = (*BACKENDS, INTERPRETED)
+TESTED = (*registered_backends(), INTERPRETED)
 
 
 @dataclass(frozen=True)

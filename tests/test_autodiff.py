@@ -36,7 +36,7 @@ from jmx import (
     activations,
     route,
 )
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 
 # Backward is the reference's, whatever ran forward. A gradient passes one product more than the result does, and its
 # sums cancel.
@@ -44,7 +44,7 @@ FACTOR = 3
 FEW = 16
 
 
-@pytest.fixture(params=[b.name for b in BACKENDS])
+@pytest.fixture(params=[b.name for b in registered_backends()])
 def backend(request):
     """Every layer of the test runs forward on it."""
     with jmx.use_backend(request.param):
@@ -94,7 +94,7 @@ CASES = [
 ]
 
 
-EACH = [pytest.param(b.name, case, id=f"{b.name}-{case}") for b in BACKENDS for case in CASES]
+EACH = [pytest.param(b.name, case, id=f"{b.name}-{case}") for b in registered_backends() for case in CASES]
 
 
 @pytest.mark.sampled(8)

@@ -40,9 +40,10 @@ from jax.sharding import PartitionSpec as P
 
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.selection.registry import Registry
 
 SIZES = [
     Case(tokens=0),
@@ -100,7 +101,7 @@ def other_formats(environment):
         for (format, inputs), how in itertools.product(pairs, FORMS)
     ]
     found = []
-    for case, backend in itertools.product(cases, BACKENDS):
+    for case, backend in itertools.product(cases, registered_backends()):
         taken = form(backend, case, environment)
         if isinstance(taken, Case) and taken.input_format == case.input_format:
             found.append((backend.name, case))
@@ -110,12 +111,12 @@ def other_formats(environment):
 OTHER_FORMATS = other_formats(jmx.Environment.probe())
 
 # What is interpreted takes minutes; tests/test_triton.py has a part of it that always runs.
-NAMES = [*(b.name for b in BACKENDS), pytest.param(INTERPRETED.name, marks=pytest.mark.slow)]
+NAMES = [*(b.name for b in registered_backends()), pytest.param(INTERPRETED.name, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
 def interpreted_too(monkeypatch):
-    monkeypatch.setattr("jmx.layer.BACKENDS", TESTED)
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry(TESTED))
 
 
 @pytest.fixture(params=NAMES)
@@ -144,7 +145,7 @@ def test_other_formats(backend, case, rng):
 
 def test_other_formats_are_all_that_a_backend_takes():
     """On a GPU that is not here, too: what runs there is asked for in its own layout."""
-    found = {backend.name: set() for backend in BACKENDS}
+    found = {backend.name: set() for backend in registered_backends()}
     for name, case in other_formats(jmx.Environment.named("h200")):
         found[name].add((case.format, case.input_format))
     assert found["mosaic"] == {(format, None) for format in FORMATS}

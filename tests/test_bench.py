@@ -22,6 +22,7 @@ from jmx.perf.shapes import Shape
 from jmx.routing import Logits, TopKSoftmax, route
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
+from jmx.selection.registry import Registry
 from jmx.util.atomic_files import renaming
 from jmx.xla.backend import Xla
 
@@ -93,7 +94,7 @@ def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
         return None if problem.num_tokens == 3 else Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens", "take 3")
 
     picky, xla = SimpleNamespace(name="picky", supports=supports), Xla()
-    monkeypatch.setattr(bench, "BACKENDS", (picky, xla))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((picky, xla)))  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(bench, "_measure_row", lambda name, shape, case, *rest: roofline.Row(name, case.num_tokens))
     for tokens, names in [([5, 3], ["picky", "xla", RAGGED_DOT]), ([5], ["xla", RAGGED_DOT])]:
         lines = []
@@ -107,7 +108,7 @@ def test_of_several_formats_a_named_backend_is_timed_in_those_that_it_takes(tiny
         return None if problem.format == "nvfp4" else Rejection(Reason.FORMAT, "not nvfp4", "quantise to it")
 
     picky = SimpleNamespace(name="picky", supports=supports)
-    monkeypatch.setattr(bench, "BACKENDS", (picky, Xla()))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((picky, Xla())))  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(bench, "_measure_row", lambda name, shape, case, *rest: roofline.Row(name, case.num_tokens))
     lines = []
     options = {"backends": ["picky", "xla"], "layers": 1, "progress": lines.append}
@@ -274,7 +275,7 @@ def test_a_backend_is_measured_in_a_layout_that_it_can_read(monkeypatch):
 
     picky = SimpleNamespace(name="picky", supports=supports)
     never = SimpleNamespace(name="never", supports=lambda p, e: Rejection(Reason.PLATFORM, f"in {p.layout}", "buy one"))
-    monkeypatch.setattr(bench, "BACKENDS", (picky, never))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((picky, never)))  # pyright: ignore[reportArgumentType]
     problem, environment = TINY.problem(1, "packed"), Environment.named("cpu")
     assert len(LAYOUTS) > 1
     assert bench.usable_layout(problem, environment, "picky") == "canonical"

@@ -17,6 +17,7 @@ from jmx.checkpoint import gpt_oss, shards
 from jmx.perf import bench, doctor, roofline, shapes
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
+from jmx.selection.registry import Registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKPOINT = str(ROOT / "examples" / "gpt_oss" / "tiny")
@@ -355,12 +356,9 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):
         def supports(self, problem, environment):
             return Rejection(Reason.NOT_BUILT, "no kernels here", "run `make kernels`")
 
-    from jmx import backends
-
     versions = doctor._version_of
     monkeypatch.setattr(doctor, "_version_of", lambda name: None if name == "tokenizers" else versions(name))
-    monkeypatch.setattr(backends, "BACKENDS", (Lacking(),))
-    monkeypatch.setattr(bench, "BACKENDS", (Lacking(),))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Lacking(),)))  # pyright: ignore[reportArgumentType]
     code, out, _ = jmx("doctor")
     assert code == 1
     assert "not built: no kernels here; run `make kernels`" in out

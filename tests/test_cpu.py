@@ -28,7 +28,6 @@ from jmx import Environment, Experts, Reason
 from jmx.ffi.cpu import library as ffi
 from jmx.ffi.cpu.backend import Cpu
 from jmx.numerics.formats import BlockScaled
-from jmx.selection.problem import Computation
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 FOUND = ffi.library()
@@ -41,7 +40,7 @@ WAYS = [(np.float32, False), (ml_dtypes.bfloat16, False), (ml_dtypes.bfloat16, T
 
 def apply(case, x, routing, experts, instructions="best"):
     def run(x, routing, experts):
-        return Cpu(instructions).apply(Computation(case.activation, case.weights_on), x, routing, experts, HERE)
+        return Cpu(instructions).apply(case.problem(), x, routing, experts, HERE)
 
     return np.asarray(jax.jit(run)(x, routing, experts))
 
@@ -235,9 +234,7 @@ def test_calls_from_many_threads_do_not_meet(rng):
     weights, _, routing = draw(rng, case)
     experts = weights.experts(case)
     xs = [draw_x(rng, case) for _ in range(8)]
-    run = jax.jit(
-        lambda x: Cpu().apply(Computation(case.activation), x, jax.tree.map(jnp.asarray, routing), experts, HERE)
-    )
+    run = jax.jit(lambda x: Cpu().apply(case.problem(), x, jax.tree.map(jnp.asarray, routing), experts, HERE))
     expected = [np.asarray(run(x)) for x in xs]
     found = [[] for _ in xs]
     threads = [

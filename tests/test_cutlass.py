@@ -31,7 +31,7 @@ from backend_cases import (
 import jmx
 from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU
 from jmx.activations import Activation
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.ffi.build import Missing
 from jmx.ffi.cutlass import backend as cutlass
 from jmx.ffi.cutlass import build as cutlass_build
@@ -45,7 +45,6 @@ from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import WeightSpec
 from jmx.perf import doctor
 from jmx.selection import tuning
-from jmx.selection.problem import Computation
 from jmx.selection.select import select
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
@@ -130,8 +129,8 @@ def test_unbuilt_it_names_first_what_building_would_not_mend(nowhere):
 
 def test_it_runs_on_request_alone(there):
     problem = dataclasses.replace(PROBLEM, layout=LAYOUT.name)
-    assert select(problem, HOPPER, None, BACKENDS).backend.name == "xla"
-    assert select(problem, HOPPER, "cutlass", BACKENDS).backend.name == "cutlass"
+    assert select(problem, HOPPER, None, registered_backends()).backend.name == "xla"
+    assert select(problem, HOPPER, "cutlass", registered_backends()).backend.name == "cutlass"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
@@ -237,7 +236,7 @@ def in_numpy(there, monkeypatch):
 
 
 def apply(case, x, routing, experts):
-    return np.asarray(Cutlass().apply(Computation(case.activation, case.weights_on), x, routing, experts, HOPPER))
+    return np.asarray(Cutlass().apply(case.problem(), x, routing, experts, HOPPER))
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
@@ -293,14 +292,6 @@ def test_the_configuration_in_use_is_the_calls(in_numpy, monkeypatch, rng):
     with tuning.override("cutlass", config):
         apply(case, draw_x(rng, case), draw_routing(rng, case), experts)
     assert seen == [(TILES[1].name, TILES[2].name, False)]
-
-
-def test_no_tokens_need_no_library(nowhere, rng):
-    case = Case(tokens=0, dtype="bfloat16", layout=LAYOUT.name)
-    assert apply(case, draw_x(rng, case), draw_routing(rng, case), draw_weights(rng, case).experts(case)).shape == (
-        0,
-        64,
-    )
 
 
 # The library, wherever it is built

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from backend_cases import Case
 
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.ffi.cutlass import config as cutlass_config
 from jmx.ffi.cutlass import source as cutlass_source
 from jmx.ffi.cutlass.config import TILES, Config, Tile
@@ -70,7 +70,7 @@ def test_a_tile_that_is_not_compiled_is_refused():
 
 
 def test_a_table_holds_configurations(tmp_path):
-    (engine,) = (backend for backend in BACKENDS if backend.name == "cutlass")
+    (engine,) = (backend for backend in registered_backends() if backend.name == "cutlass")
     assert isinstance(engine, tuning.Tunable)
     config = Config(TILES[1], TILES[-1], overlap=False)
     key = tuning.Key(tuning.shape_class(GPT_OSS_SIZES), 64)

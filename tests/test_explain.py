@@ -18,12 +18,13 @@ import jmx
 import jmx.linen
 import jmx.nnx
 from jmx import Environment, Problem, Reason, Rejection
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.explain import PEAKS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.selection import tuning
 from jmx.selection.environment import known_devices
+from jmx.selection.registry import Registry
 
 MODULE = sys.modules["jmx.explain"]  # in `jmx` the function hides the module of its name
 explain: Any = MODULE.explain  # Any: each test knows which fields are None
@@ -214,7 +215,7 @@ def test_what_is_missing_or_not_known_is_an_error():
         explain(layer, x, weights_no="input")
     with pytest.raises(ValueError, match=re.escape("`device` (='h9000') must be one of")):
         explain(layer, x, device="h9000")
-    known = [backend.name for backend in BACKENDS]
+    known = [backend.name for backend in registered_backends()]
     with pytest.raises(ValueError, match=re.escape(f"`backend` (='xlaa') must be one of {known}")):
         explain(layer, x, backend="xlaa")
 
@@ -264,8 +265,7 @@ def test_a_backend_that_has_nothing_to_tune_has_no_configuration():
 
 
 def test_a_request_that_cannot_be_met_is_told_not_raised(monkeypatch):
-    monkeypatch.setattr(MODULE, "BACKENDS", (Never(), *BACKENDS))
-    monkeypatch.setattr("jmx.module_arguments.BACKENDS", (Never(), *BACKENDS))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Never(), *registered_backends())))  # pyright: ignore[reportArgumentType]
     x = jnp.ones((5, 64))
     for found in (
         explain(small(), x, backend="never"),
@@ -297,7 +297,7 @@ def test_symbolic_tokens_are_told(rng):
 
 
 def test_as_dict_is_json(monkeypatch):
-    monkeypatch.setattr(MODULE, "BACKENDS", (Never(), *BACKENDS))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Never(), *registered_backends())))  # pyright: ignore[reportArgumentType]
     found = explain(gpt_oss_120b(1), device="h200")
     values = json.loads(json.dumps(found.as_dict()))
     assert values["problem"]["activation"] == "SwiGLU(alpha=1.702, beta=1.0, limit=7.0)"

@@ -116,7 +116,7 @@ def test_eager_and_jitted_calls_agree_bit_for_bit(inputs):
 
 def test_a_second_call_is_not_traced_again(inputs, monkeypatch):
     traces = []
-    engine = next(b for b in jmx.backends.BACKENDS if b.name == "xla")
+    engine = next(b for b in jmx.backends.registered_backends() if b.name == "xla")
     apply = type(engine).apply
     monkeypatch.setattr(type(engine), "apply", lambda self, *args: traces.append(1) or apply(self, *args))
     x, routing, experts = inputs

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import jmx
+from jmx.backends import registered_backends
 from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import LAYOUTS, Layout, WeightSpec
 
+registered_backends()  # of other packages, too, which have layouts
 SPEC = WeightSpec("gate_up", (96, 64), "interleaved", jmx.MXFP4)
 
 

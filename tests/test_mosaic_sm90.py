@@ -33,7 +33,6 @@ from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.selection import tuning
-from jmx.selection.problem import Computation
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")
@@ -187,8 +186,7 @@ def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     if layers is not None:
         others = [draw_weights(rng, case).experts(case) for _ in range(layers - 1)]
         experts = jmx.Experts.stack([*others, experts]).layer(layers - 1)
-    computation = Computation(case.activation, case.weights_on)
-    y = MosaicSm90().apply(computation, jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts, HOPPER)
+    y = MosaicSm90().apply(case.problem(), jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts, HOPPER)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
 

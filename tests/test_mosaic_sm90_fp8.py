@@ -29,7 +29,7 @@ from test_backends import check
 
 import jmx
 from jmx import Environment, Experts, Reason, ReLU2, Routing, SiLU, SiLUAndMul
-from jmx.backends import BACKENDS, resolve_layout
+from jmx.backends import registered_backends, resolve_layout
 from jmx.numerics import formats, input_formats
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -63,13 +63,17 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("change", "reason", "told"),
     [
-        ({"input_format": None}, Reason.INPUT_FORMAT, "of 16 bits"),
+        ({"input_format": None}, Reason.INPUT_FORMAT, "of 16 or 32 bits"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"format": "int4_g32"}, Reason.FORMAT, "'int4_g32'"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
-        ({"hidden_size": 100}, Reason.SHAPE, "hidden_size 100"),
-        ({"input_format": "fp8_block"}, Reason.SHAPE, "hidden_size 64 must be a multiple of 128 for fp8_block inputs"),
+        ({"hidden_size": 100}, Reason.SHAPE, "hidden_size (=100)"),
+        (
+            {"input_format": "fp8_block"},
+            Reason.SHAPE,
+            "hidden_size (=64) must be a multiple of 128, the columns of a scale",
+        ),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
@@ -85,7 +89,7 @@ def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
     """Which reads the kernel's layout, too."""
     problem = dataclasses.replace(PROBLEM, format="fp8_block", input_format="fp8_block")
     problem = dataclasses.replace(problem, hidden_size=sizes[0], intermediate_size=sizes[1])
-    selection = jmx.select(problem, HOPPER, None, BACKENDS)
+    selection = jmx.select(problem, HOPPER, None, registered_backends())
     assert selection.backend.name == "xla"
     told = next(str(no) for name, no in selection.trail if name == "mosaic_fp8")
     assert "must be a multiple of 128 for fp8_block inputs" in told

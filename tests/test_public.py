@@ -15,11 +15,12 @@ from jmx import _version
 ROOT = pathlib.Path(jmx.__file__).parent
 # Each file may import those before it; files of one entry stand side by side.
 ORDER = [
-    {"_version", "util", "first_order", "meshes"},
+    {"_version", "util", "meshes"},
     {"numerics"},
     {"activations", "routing", "grouping"},
     {"experts"},
     {"selection"},
+    {"engines"},
     {"xla", "pallas", "ffi"},
     {"backends"},
     {"autodiff"},

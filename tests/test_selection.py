@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 import jmx
 import jmx.nnx
 from jmx import Environment, Experts, NoBackendError, Problem, Reason, Rejection, layer
-from jmx.backends import BACKENDS, resolve_layout
-from jmx.selection import select as selection
+from jmx.backends import registered_backends, resolve_layout
 from jmx.selection.backend import Backend
 from jmx.selection.environment import known_devices
+from jmx.selection.registry import Registry
 from jmx.selection.select import select, use_backend
 
 H200 = Environment.named("h200")
@@ -41,7 +41,7 @@ class Fake:
             return Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens, of {self.least} at least", "send more tokens")
         return None
 
-    def apply(self, computation, x, routing, experts, environment):
+    def apply(self, problem, x, routing, experts, environment):
         return jnp.full_like(x, len(self.name))
 
 
@@ -127,9 +127,9 @@ def test_reasons_are_closed():
 
 
 def test_the_registered_backends_keep_the_protocol():
-    names = [backend.name for backend in BACKENDS]
+    names = [backend.name for backend in registered_backends()]
     assert len({*names}) == len(names)
-    for backend in BACKENDS:
+    for backend in registered_backends():
         like: Backend = backend
         assert like.summary
         hash(backend)
@@ -143,7 +143,7 @@ def test_the_registered_backends_keep_the_protocol():
 
 @pytest.fixture
 def fakes(monkeypatch):
-    monkeypatch.setattr(layer, "BACKENDS", FAKES)
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry(FAKES))
     jitted: Any = layer._run
     jitted.clear_cache()  # traces of other backends
     yield
@@ -165,7 +165,7 @@ def called(backend=None):
 
 
 def test_use_backend_retraces_nests_and_ends(fakes, monkeypatch):
-    monkeypatch.setattr(layer, "BACKENDS", (Fake("a"), Fake("bb"), Fake("ccc")))
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Fake("a"), Fake("bb"), Fake("ccc"))))
     call, traces = called()
     assert call() == 1
     with use_backend("bb"):
@@ -201,6 +201,18 @@ def test_a_vmapped_call_is_judged_by_all_its_tokens(fakes):
     routing = jmx.Routing(jnp.zeros((8, 16, 1), jnp.int32), jnp.ones((8, 16, 1)))
     y = jax.vmap(lambda x, r: jmx.moe(x, r, weights, activation=jmx.SwiGLU()))(jnp.ones((8, 16, 64)), routing)
     assert int(y[0, 0, 0]) == len("big")
+
+
+def test_a_call_without_assignments_reaches_no_backend(monkeypatch):
+    class Never(Fake):
+        def apply(self, problem, x, routing, experts, environment):
+            raise AssertionError
+
+    monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Never("never"),)))
+    for tokens, top_k in ((0, 2), (3, 0)):
+        routing = jmx.Routing(jnp.zeros((tokens, top_k), jnp.int32), jnp.ones((tokens, top_k)))
+        y = jmx.moe(jnp.ones((tokens, 64), jnp.bfloat16), routing, experts(), activation=jmx.SwiGLU(limit=3.0))
+        assert (y.shape, y.dtype, float(jnp.abs(y).sum())) == ((tokens, 64), jnp.bfloat16, 0)
 
 
 # Problem
@@ -240,20 +252,6 @@ def test_problem_of_symbolic_dimensions():
         found = Problem.of(x, 2, experts(), jmx.SwiGLU())
         assert found.num_tokens is None
         assert str(found).startswith("a symbolic number of tokens, top-2 of 8")
-
-
-@pytest.mark.devices(2)
-def test_problem_names_manual_mesh_axes():
-    mesh, seen = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), []
-
-    def body(x):
-        seen.append(Problem.of(x, 2, experts(), jmx.SwiGLU()).mesh_axes)
-        return x
-
-    x = jnp.ones((4, 64))
-    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(x)
-    body(x)
-    assert seen == [("x",), ()]
 
 
 # Environment
@@ -325,7 +323,7 @@ def test_platforms_that_cannot_meet_are_an_error(monkeypatch):
     class Elsewhere:
         platform: str = "gpu"
 
-    monkeypatch.setattr(selection, "_committed_devices", lambda _: [*here.devices(), Elsewhere()])
+    monkeypatch.setattr("jmx.selection.environment._committed_devices", lambda _: [*here.devices(), Elsewhere()])
     with pytest.raises(ValueError, match="committed to cpu and gpu devices cannot meet"):
         Environment.probe(here)
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks import support
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.explain import explain_problem
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -42,7 +42,7 @@ def expand(names: str) -> list[str]:
 
 def test_answers_are_those_of_explain():
     asked = 0
-    for backend in BACKENDS:
+    for backend in registered_backends():
         for home in support.homes(backend)[:1]:
             for format, input_format in (("mxfp4", None), ("int8_g64", None), ("int4_g32", "int8_token")):
                 problem = dataclasses.replace(

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 import jmx
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, decodes_once, heuristic
 from jmx.selection.tuning import Tunable
@@ -82,6 +82,6 @@ def test_candidates_are_distinct_and_begin_with_the_heuristics_own(tokens, capab
 
 
 def test_the_engine_can_be_tuned():
-    (engine,) = (backend for backend in BACKENDS if backend.name == "triton")
+    (engine,) = (backend for backend in registered_backends() if backend.name == "triton")
     assert isinstance(engine, Tunable)
     assert engine.config_type is Config

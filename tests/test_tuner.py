@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from jmx import backends, cli, layer
+from jmx import backends, cli
 from jmx.activations import SwiGLU
 from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90 import backend as mosaic_sm90
@@ -28,6 +28,7 @@ from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
+from jmx.selection.registry import Registry
 from jmx.selection.tuning import Key
 from jmx.xla import backend as xla
 
@@ -126,8 +127,7 @@ def registered(tmp_path, monkeypatch):
     tuning._tables.cache_clear()
 
     def register(*engines):
-        for module in (backends, bench, layer, tuner):
-            monkeypatch.setattr(module, "BACKENDS", (*engines, xla.Xla()))
+        monkeypatch.setattr(backends, "REGISTRY", Registry((*engines, xla.Xla())))
         return engines[0] if engines else None
 
     yield register

@@ -19,7 +19,9 @@ import jmx
 import jmx.linen
 import jmx.nnx
 from jmx import checkpoint
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
+from jmx.selection.registry import Registry
+from jmx.xla.backend import Xla
 
 ROOT = pathlib.Path(jmx.__file__).parent
 TINY = ROOT.parent / "examples" / "gpt_oss" / "tiny"
@@ -101,6 +103,12 @@ def golden() -> checkpoint.compressed_tensors.Reader:
 
 def reader() -> Any:
     return checkpoint.gpt_oss.Reader(TINY)
+
+
+def registering(**arguments: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jmx.backends.REGISTRY", Registry(registered_backends()))
+        jmx.register_backend(**arguments)
 
 
 def weight() -> jmx.BlockScaled:
@@ -289,7 +297,6 @@ ROWS: dict[str, Row] = {
             "layout": "name",
             "weights_on": "name",
             "input_format": "name or None",
-            "mesh_axes": "names",
         },
         call=problem,
     ),
@@ -319,8 +326,18 @@ ROWS: dict[str, Row] = {
     "jmx.Environment.named": Row({"name": "name"}, names={"name": "device"}),
     "jmx.select": Row(
         {"problem": "object", "environment": "object", "request": "name or None", "backends": "sequence"},
-        lambda: {"problem": problem(), "environment": jmx.Environment.probe(), "request": None, "backends": BACKENDS},
+        lambda: {
+            "problem": problem(),
+            "environment": jmx.Environment.probe(),
+            "request": None,
+            "backends": registered_backends(),
+        },
         names={"request": "backend"},
+    ),
+    "jmx.register_backend": Row(
+        {"backend": "object", "layouts": "sequence", "before": "name or None"},
+        lambda: {"backend": Xla("another")},
+        lambda **a: registering(**a),
     ),
     "jmx.use_backend": Row({"name": "text or None"}),
     "jmx.explain": Row(
@@ -332,6 +349,7 @@ ROWS: dict[str, Row] = {
             "activation": "named",
             "weights_on": "name or None",
             "input_format": "name or None",
+            "all": "flag",
         },
         lambda: {"subject": X, "activation": jmx.SwiGLU()},
         lambda subject, **a: jmx.explain(subject, *([ROUTING, experts()] if subject is X else []), **a),

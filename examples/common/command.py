@@ -22,7 +22,7 @@ from examples.common.model import Model
 from examples.common.runner import Runner, check_prompts
 from examples.common.sampling import Sampler
 from examples.common.text import IdStream, TextStream, read_tokenizer
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.checkpoint import CheckpointError
 from jmx.explain import Floor
 from jmx.numerics.formats import FORMATS
@@ -103,7 +103,9 @@ def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> a
         default="declared",
         help="whether experts round their inputs as the checkpoint declares (the default), or take them as they are",
     )
-    parser.add_argument("--backend", choices=[b.name for b in BACKENDS], metavar="NAME", help="the one that must run")
+    parser.add_argument(
+        "--backend", choices=[b.name for b in registered_backends()], metavar="NAME", help="the one that must run"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence id")
     parser.add_argument(
         "--logits", type=Path, metavar="FILE.npy", help="write the prompt's to a new file, float32 (length, vocab)"

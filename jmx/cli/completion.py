@@ -44,14 +44,14 @@ def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
 
 def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
     """Names that arguments take, by where a parser puts them."""
-    from jmx.backends import BACKENDS
+    from jmx.backends import registered_backends
     from jmx.checkpoint.quantizing import WRITABLE
     from jmx.numerics import formats, layouts
     from jmx.perf import shapes
     from jmx.selection.environment import known_devices
 
     return {
-        "backend": lambda: [backend.name for backend in BACKENDS],
+        "backend": lambda: [backend.name for backend in registered_backends()],
         "device": known_devices,
         "engine": lambda: ["cutlass"],
         "format": lambda: formats.FORMATS,

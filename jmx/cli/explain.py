@@ -60,16 +60,17 @@ def add(command: Parser) -> None:
     call.add_argument("--weights-on", choices=("output", "input"), default="output")
     call.add_argument("--backend", metavar="NAME", help="ask for this one")
     call.add_argument("--device", metavar="NAME", help="a device that need not be here, such as h200")
+    command.add_argument("--all", action="store_true", help="list the backends of other platforms, too")
     add_json(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx.backends import BACKENDS
+    from jmx.backends import registered_backends
     from jmx.explain import explain_problem
     from jmx.selection.environment import Environment, known_devices
 
     if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
+        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
     if arguments.device is None:
         environment = Environment.probe()
     else:
@@ -78,7 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     declared = arguments.format is None  # then inputs are rounded only if a checkpoint says so
     explanations = [
         explain_problem(
-            problem, environment, arguments.backend, inputs_declared=declared and problem.input_format is not None
+            problem,
+            environment,
+            arguments.backend,
+            inputs_declared=declared and problem.input_format is not None,
+            all=arguments.all,
         )
         for problem in problems
     ]
@@ -104,7 +109,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> tupl
     ValueError for one that cannot be.
     """
     from jmx.activations import SwiGLU
-    from jmx.backends import resolve_layout
+    from jmx.backends import registered_backends, resolve_layout
     from jmx.experts import experts
     from jmx.numerics import formats, layouts
     from jmx.selection.problem import Problem
@@ -132,6 +137,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> tupl
     if missing:
         raise ValueError(f"give {', '.join(missing)}, or a --checkpoint or --model that has them")
 
+    registered_backends()  # and so their layouts
     check_known("--layout", arguments.layout, ["auto", *layouts.LAYOUTS])
     check_known("--dtype", fields["dtype"], ("bfloat16", "float16", "float32", "float64"))
     gated = fields["activation"].gated

@@ -33,7 +33,7 @@ def add(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx.backends import BACKENDS
+    from jmx.backends import registered_backends
     from jmx.perf import tuner
     from jmx.selection import tuning
     from jmx.selection.environment import Environment
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not fits:
             raise ValueError(f"`--{flag}` (={value}) must be positive")
     if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in BACKENDS])
+        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
     check_directories(arguments.output)
     environment = Environment.probe()
     try:

@@ -102,6 +102,7 @@ PACKED = Layout(
 )
 
 LAYOUTS: dict[str, Layout] = {}
+_LOADS: list[Callable[[], Any]] = []
 
 
 def register(layout: Layout) -> None:
@@ -110,8 +111,16 @@ def register(layout: Layout) -> None:
         raise ValueError(f"`layout.name` (={layout.name!r}) is taken by another layout")
 
 
+def on_unknown_name(load: Callable[[], Any]) -> None:
+    """Has `load` called before a name is said to be unknown: it may register layouts of other packages."""
+    _LOADS.append(load)
+
+
 def get(name: str) -> Layout:
     """The layout called `name`. ValueError, naming those that exist, if there is none."""
+    if isinstance(name, str) and name not in LAYOUTS:
+        for load in _LOADS:
+            load()
     return LAYOUTS[check_one_of("layout", name, sorted(LAYOUTS))]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jmx import activations
-from jmx.backends import BACKENDS
+from jmx.backends import registered_backends
 from jmx.experts import Experts, check_sizes
 from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.layer import moe
@@ -72,7 +72,7 @@ def run(
         routing: a key of `ROUTINGS`.
         formats: weight formats, or pairs "WEIGHTS:INPUTS" with an input format, one after the other; None: that of the
             model's shape alone.
-        backends: names to measure, among those of `BACKENDS` and `RAGGED_DOT`; None measures all. Those that do not run
+        backends: names to measure, among the registered ones and `RAGGED_DOT`; None measures all. Those that do not run
             here are left out, and so are those that do not take one format of several; of named ones under one format
             the row says why.
         layers: different layers in one call; None: see `layers_of_call`. Fewer where the device's memory holds fewer.
@@ -131,7 +131,7 @@ def layers_of_call(num_tokens: int, layers: int | None) -> int:
 
 def contestants() -> list[str]:
     """Names of all that `run` can measure."""
-    return [*(backend.name for backend in BACKENDS), RAGGED_DOT]
+    return [*(backend.name for backend in registered_backends()), RAGGED_DOT]
 
 
 def _running_here(
@@ -282,10 +282,10 @@ def usable_layout(problem: Problem, environment: Environment, backend: str) -> s
     Raises:
         NoBackendError: there is none; the text is that for the problem's own layout.
     """
-    refusals = []
+    refusals, engines = [], registered_backends()
     for layout in dict.fromkeys((problem.layout, *layouts.LAYOUTS)):
         try:
-            select(dataclasses.replace(problem, layout=layout), environment, backend, BACKENDS)
+            select(dataclasses.replace(problem, layout=layout), environment, backend, engines)
             return layout
         except NoBackendError as e:
             refusals.append(e)

@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
         cache = jax.config.jax_compilation_cache_dir
         try:
             devices = _examine_devices()
-            layout, backends = _examine_backends()
+            layout, backends = _examine_registered_backends()
         except RuntimeError as e:  # a plugin that is installed and does not start
             advice.append(f"jax finds no device: {' '.join(str(e).split())}")
     advice += _examine_build(backends)
@@ -78,9 +78,9 @@ def _examine_devices() -> list[dict[str, Any]]:
     ]
 
 
-def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
+def _examine_registered_backends() -> tuple[str, list[dict[str, Any]]]:
     """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
-    from jmx.backends import BACKENDS, resolve_layout
+    from jmx.backends import registered_backends, resolve_layout
     from jmx.perf.bench import usable_layout
     from jmx.perf.shapes import MODELS
     from jmx.selection.environment import Environment
@@ -90,7 +90,7 @@ def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
     layout = resolve_layout("auto", environment)
     problem = MODELS["gpt-oss-20b"].problem(1, layout)
     found = []
-    for backend in BACKENDS:
+    for backend in registered_backends():
         answer: dict[str, Any] = {"name": backend.name, "summary": backend.summary, "runs": True}
         try:
             answer["layout"] = usable_layout(problem, environment, backend.name)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jmx.backends import BACKENDS, resolve_layout
+from jmx.backends import registered_backends, resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.perf import bench, machine
 from jmx.perf.shapes import Shape
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: Environment) -> Tunable[Any]:
-    """The backend called `name`, else the first one of `BACKENDS` that can be tuned and runs `shape` here.
+    """The backend called `name`, else the first one that can be tuned and runs `shape` here.
 
     Raises:
         ValueError: it has nothing to tune.
@@ -67,7 +67,7 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
     layout = resolve_layout("auto", environment, FORMATS[shape.format], shape.input_format)
     problem = shape.problem(num_tokens, layout)
     trail: list[tuple[str, Rejection | None]] = []
-    for backend in BACKENDS:
+    for backend in registered_backends():
         if name not in (None, backend.name) or not isinstance(backend, Tunable):
             continue
         try:
@@ -77,7 +77,7 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
             if name is not None:
                 raise
             trail.append((backend.name, dict(e.trail)[backend.name]))
-    tunable = [backend.name for backend in BACKENDS if isinstance(backend, Tunable)]
+    tunable = [backend.name for backend in registered_backends() if isinstance(backend, Tunable)]
     if name is not None:
         raise ValueError(f"`backend` (={name!r}) has nothing to tune; what has: {', '.join(tunable)}")
     reasons = "; ".join(f"{name!r} does not run: {no}" for name, no in trail)
@@ -101,7 +101,7 @@ def run(
     So what was found stays when the run is interrupted, and the next run goes on from there.
 
     Args:
-        engine: an entry of `BACKENDS`.
+        engine: a registered backend.
         tokens: token counts.
         file: made where it does not exist.
         strict: whether a file that is no such table is an error, rather than given another name with a warning.

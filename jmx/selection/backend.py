@@ -4,16 +4,16 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-import jax
+from jax import Array
 
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Computation, Problem
+from jmx.selection.problem import Problem
 
 
 class Reason(enum.Enum):
-    """Why a backend does not run a problem. Closed: a new reason is a change of the interface."""
+    """The kinds of reasons why a backend cannot run a problem. A new one is a change of the interface."""
 
     PLATFORM = "platform"
     COMPUTE_CAPABILITY = "compute capability"
@@ -25,14 +25,13 @@ class Reason(enum.Enum):
     ACTIVATION = "activation"
     WEIGHTS_ON = "routing weights"
     SYMBOLIC_TOKENS = "symbolic token count"
-    MESH = "mesh"
     LIBRARY = "library"
     NOT_BUILT = "not built"
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """A backend's no: the reason, the detail (measured and required value), and what would make it a yes."""
+    """Why a backend cannot run a problem, and the fix: a reason, the value found and the one required, a remedy."""
 
     reason: Reason
     detail: str
@@ -43,7 +42,7 @@ class Rejection:
 
 
 class Backend(Protocol):
-    """One engine. Instances are hashable values."""
+    """One engine: what it can run, and how. Instances are hashable values."""
 
     @property
     def name(self) -> str:
@@ -56,16 +55,17 @@ class Backend(Protocol):
         ...
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        """None for yes, else the reason why not. Pure and cheap."""
+        """None where it can run the problem, else why it cannot. Pure and cheap: no arrays are needed."""
         ...
 
-    def apply(
-        self,
-        computation: Computation,
-        x: jax.Array,
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
-    ) -> jax.Array:
-        """x (T, H), routing of (T, k) -> y (T, H) of x's dtype, on a machine that it supports. Traceable."""
+    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
+        """The layer, while tracing: y (T, H) of x's dtype.
+
+        Args:
+            problem: one that it supports on `environment`, of at least one assignment.
+            x: (T, H).
+            routing: (T, k), ids int32; those outside 0..E-1 contribute nothing.
+            experts: the weights, in the problem's layout.
+            environment: the machine.
+        """
         ...

@@ -1,5 +1,6 @@
 """What is asked of a backend: a `Problem`, all of it static."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ WEIGHTS_ON = ("output", "input")
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the layer, as a backend may judge it.
+    """One call of the layer: all that is static of it. Backends judge it, and compute what it says.
 
     Args:
         num_tokens: tokens of the call, or None where it is symbolic (`jax.export`).
@@ -31,9 +32,8 @@ class Problem:
         activation: the activation between the two products.
         gate_up_order: "interleaved", "concatenated", or None for un-gated experts.
         bias: whether the experts have biases.
-        layout: name of the layout in which the weights lie.
+        layout: name of the weights' layout.
         weights_on: whether routing weights multiply the experts' "output" or "input".
-        mesh_axes: names of the manual mesh axes in scope.
 
     Raises:
         ValueError, TypeError: a field that is not as above.
@@ -52,7 +52,6 @@ class Problem:
     layout: str
     weights_on: str = "output"
     input_format: str | None = None
-    mesh_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_tokens is not None:
@@ -70,8 +69,6 @@ class Problem:
         self._set("bias", check_bool("bias", self.bias))
         layouts.get(self.layout)
         check_one_of("weights_on", self.weights_on, WEIGHTS_ON)
-        for i, axis in enumerate(check_instance("mesh_axes", self.mesh_axes, tuple, "a tuple of names")):
-            check_str(f"mesh_axes[{i}]", axis)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -88,7 +85,7 @@ class Problem:
     ) -> "Problem":
         """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`.
 
-        `input_format`: a name or a family that the caller asks for; see `inputs.resolve`.
+        `input_format`: a name or a family that the caller asks for; see `input_formats.resolve`.
         """
         check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
         tokens: int | None = 1
@@ -108,8 +105,12 @@ class Problem:
             layout=experts.layout,
             weights_on=weights_on,
             input_format=resolve_input_format(experts, input_format),
-            mesh_axes=tuple(jax.sharding.get_abstract_mesh().manual_axes),
         )
+
+    @property
+    def on_input(self) -> bool:
+        """Whether routing weights multiply the experts' input."""
+        return self.weights_on == "input"
 
     def __str__(self) -> str:
         tokens = {None: "a symbolic number of tokens", 1: "1 token"}.get(self.num_tokens, f"{self.num_tokens} tokens")
@@ -117,6 +118,11 @@ class Problem:
             f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
             f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
         )
+
+
+def with_tokens(problem: Problem, num_tokens: Any) -> Problem:
+    """The same problem for another number of tokens: `x.shape[0]` of (T, H), which may be symbolic."""
+    return dataclasses.replace(problem, num_tokens=num_tokens if isinstance(num_tokens, int) else None)
 
 
 def check_x(x: Array, hidden_size: int) -> None:
@@ -129,14 +135,14 @@ def check_x(x: Array, hidden_size: int) -> None:
 
 
 def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
-    """The format that both products' inputs are rounded to: a key of `inputs.INPUT_FORMATS`, or None for 16 or 32 bits.
+    """The format that both products' inputs are rounded to, a key of `input_formats.INPUT_FORMATS`; None: x's dtype.
 
     Args:
         experts: which may declare one, as a checkpoint does.
         wanted: a format or family that the caller asks for, or None.
 
     Raises:
-        ValueError: `inputs.resolve`'s, a format whose blocks do not divide the experts' sizes, and a static one for
+        ValueError: `input_formats.resolve`'s; a format whose blocks do not divide the experts' sizes; a static one for
             experts that have no static scales.
     """
     name = resolve(experts.input_format, wanted, (None, *INPUT_FORMATS))
@@ -147,18 +153,3 @@ def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
     if format.static and experts.gate_up_input_scale is None:
         raise ValueError(f"`input_format` (={name!r}) is static: give `experts` its scales, by `experts.with_inputs`")
     return name
-
-
-@dataclass(frozen=True)
-class Computation:
-    """What the layer computes beside its arrays; static.
-
-    Args:
-        activation: the activation between the two products.
-        weights_on: whether routing weights multiply the experts' "output" or "input".
-        input_format: name of the format that the inputs of both products are rounded to; None: of 16 or 32 bits.
-    """
-
-    activation: Activation
-    weights_on: str = "output"
-    input_format: str | None = None

@@ -1,43 +1,122 @@
-"""What kernels for quantised weights do not take, whatever the GPU."""
+"""What every backend checks of a problem and a machine: a backend states its limits as data, `Limits`.
 
-from jmx.numerics.formats import MXFP4
+The checks run in a fixed order, from what no caller can change to what one call of `experts.prepare` does: the machine,
+weight format, input format, dtype, routing weights, token count, whatever else a backend names, and the layout last.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.selection.backend import Reason, Rejection
-from jmx.selection.problem import Problem
+from jmx.selection.environment import Environment
+from jmx.selection.problem import WEIGHTS_ON, Problem
+
+Check = Callable[[Problem], Rejection | None]
 
 
-def refusal(
-    problem: Problem,
-    layout: str,
-    formats: tuple[str, ...] | None = (MXFP4.name,),
-    inputs: tuple[str, ...] | None = None,
-) -> Rejection | None:
-    """Why a kernel that reads weights of `formats` (None: all) in `layout` cannot run `problem`; None where it can.
+@dataclass(frozen=True)
+class Limits:
+    """What a backend takes. None: it takes all of that kind.
 
-    `inputs`: the input formats that it takes; None: inputs of 16 bits alone.
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        capabilities: compute capabilities of NVIDIA GPUs.
+        machine: what to run on, in words, for the remedy; "" names the platform.
+        formats: names of weight formats.
+        input_formats: names of input formats; None among them stands for inputs in the dtype of x.
+        dtypes: names of the activations' dtypes.
+        weights_on: what routing weights may multiply.
+        symbolic_tokens: whether the number of tokens may be symbolic.
+        layout: name of the one layout that its kernels read.
     """
-    if formats is not None and problem.format not in formats:
-        wanted = " or ".join(formats)
-        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}, not {wanted}", f"quantise to {wanted}")
-    if inputs is not None and problem.input_format not in inputs:
-        wanted = " or ".join(inputs)
-        given = "of 16 bits" if problem.input_format is None else repr(problem.input_format)
-        asked = next((name for name in inputs if not INPUT_FORMATS[name].static), inputs[0])  # which needs no scales
-        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {wanted}", f"input_format={asked!r}")
-    if inputs is None and problem.input_format is not None:
+
+    platform: str | None = None
+    capabilities: tuple[tuple[int, int], ...] | None = None
+    machine: str = ""
+    formats: tuple[str, ...] | None = None
+    input_formats: tuple[str | None, ...] | None = (None,)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    weights_on: tuple[str, ...] = WEIGHTS_ON
+    symbolic_tokens: bool = False
+    layout: str | None = None
+
+    def rejection(self, problem: Problem, environment: Environment, *more: Check) -> Rejection | None:
+        """Why a backend of these limits cannot run `problem` on `environment`, or None where it can.
+
+        `more`: the backend's own checks.
+        """
+        checks = (self._format, self._input_format, self._dtype, self._weights_on, self._tokens, *more, self._layout)
+        found = self._environment(environment)
+        for check in checks:
+            found = found or check(problem)
+        return found
+
+    def _environment(self, environment: Environment) -> Rejection | None:
+        if self.platform not in (None, environment.platform):
+            machine = self.machine or f"a {self.platform.upper()}"
+            detail = f"platform is {environment.platform!r}, not {self.platform!r}"
+            return Rejection(Reason.PLATFORM, detail, f"run on {machine}")
+        found = environment.compute_capability
+        if self.capabilities is not None and found not in self.capabilities:
+            known = ", ".join(map(str, self.capabilities))
+            rule = "not" if len(self.capabilities) == 1 else "none of"
+            return Rejection(Reason.COMPUTE_CAPABILITY, f"{found} is {rule} {known}", f"run on {self.machine}")
+        return None
+
+    def _format(self, problem: Problem) -> Rejection | None:
+        if self.formats is None or problem.format in self.formats:
+            return None
+        wanted = " or ".join(self.formats)
+        return Rejection(Reason.FORMAT, f"weights are {problem.format!r}", f"use xla, or quantize to {wanted}")
+
+    def _input_format(self, problem: Problem) -> Rejection | None:
+        taken = self.input_formats
+        if taken is None or problem.input_format in taken:
+            return None
+        # One that needs no scales of a checkpoint.
+        asked = next((name for name in taken if name is None or not INPUT_FORMATS[name].static), taken[0])
+        remedy = "leave inputs as they are" if asked is None else f"input_format={asked!r}"
+        given = "of 16 or 32 bits" if problem.input_format is None else repr(problem.input_format)
+        wanted = " or ".join("of 16 or 32 bits" if name is None else name for name in taken)
+        return Rejection(Reason.INPUT_FORMAT, f"inputs are {given}, not {wanted}", remedy)
+
+    def _dtype(self, problem: Problem) -> Rejection | None:
+        if problem.dtype in self.dtypes:
+            return None
+        detail = f"activations are {problem.dtype}, not {' or '.join(self.dtypes)}"
+        return Rejection(Reason.DTYPE, detail, f"cast x to {self.dtypes[0]}")
+
+    def _weights_on(self, problem: Problem) -> Rejection | None:
+        if problem.weights_on in self.weights_on:
+            return None
+        detail = f"routing weights multiply the {problem.weights_on}, not the {' or '.join(self.weights_on)}"
+        return Rejection(Reason.WEIGHTS_ON, detail, "use xla")
+
+    def _tokens(self, problem: Problem) -> Rejection | None:
+        if problem.num_tokens is not None or self.symbolic_tokens:
+            return None
         return Rejection(
-            Reason.INPUT_FORMAT, f"inputs are {problem.input_format!r}, not of 16 bits", "leave inputs as they are"
+            Reason.SYMBOLIC_TOKENS,
+            "the token count is symbolic, and tile sizes are chosen by its value",
+            "trace or export with a concrete number of tokens, one trace a bucket",
         )
-    if problem.dtype not in ("bfloat16", "float16"):
-        return Rejection(
-            Reason.DTYPE, f"activations are {problem.dtype}, not bfloat16 or float16", "cast x to bfloat16"
-        )
-    if problem.layout != layout:
-        return Rejection(
-            Reason.LAYOUT, f"weights lie in {problem.layout!r}, not in {layout!r}", f"experts.prepare({layout!r})"
-        )
-    if problem.num_tokens is None:
-        return Rejection(
-            Reason.SYMBOLIC_TOKENS, "the number of tokens is symbolic", "export with a fixed number of tokens"
-        )
+
+    def _layout(self, problem: Problem) -> Rejection | None:
+        if self.layout in (None, problem.layout):
+            return None
+        detail = f"weights are in {problem.layout!r}, not in {self.layout!r}"
+        return Rejection(Reason.LAYOUT, detail, f"experts.prepare({self.layout!r})")
+
+
+def indivisible(sizes: Mapping[str, int], multiple: int, why: str) -> Rejection | None:
+    """The rejection of the first of `sizes`, by name, that is no multiple of `multiple`; None where all are."""
+    for name, size in sizes.items():
+        if size % multiple:
+            return Rejection(Reason.SHAPE, f"{name} (={size}) must be a multiple of {multiple}, {why}", "use xla")
     return None
+
+
+def hidden_and_intermediate(problem: Problem) -> dict[str, int]:
+    """Both sizes by name, for `indivisible`."""
+    return {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}

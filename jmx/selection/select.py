@@ -19,7 +19,7 @@ from jmx.util.checks import check_instance, check_one_of, shown
 
 @dataclass(frozen=True)
 class Selection:
-    """The outcome of `select`: the chosen backend, and the trail of every backend asked with its answer."""
+    """The outcome of `select`: the chosen backend, and the trail: each backend's name and answer."""
 
     problem: Problem
     environment: Environment
@@ -29,7 +29,7 @@ class Selection:
 
 
 class NoBackendError(ValueError):
-    """No backend runs the problem, or the one requested does not. Tells each backend's reason and remedy.
+    """No backend runs the problem, or the one requested does not; the message has each backend's reason and remedy.
 
     `trail`: as that of a `Selection`.
     """
@@ -45,9 +45,14 @@ _requested = jax.make_user_context(None)
 def use_backend(name: str | None) -> Any:
     """Context in which every layer runs on the backend called `name`, unless its own `backend=` says otherwise.
 
-    Calls traced outside are traced again inside. Whether `name` exists and can run is told when a layer is traced.
+    Calls traced outside are traced again inside. Whether `name` exists and can run is checked when a layer is traced.
     """
     return _requested(check_instance("name", name, str | None, "the name of a backend, or None"))
+
+
+def requested(backend: str | None) -> str | None:
+    """The name of the backend that a call asks for: `backend`, else that of the `use_backend` context, or None."""
+    return backend if backend is not None else _requested.value
 
 
 def check_backend(backend: str | None, backends: Sequence[Backend]) -> None:
@@ -75,12 +80,12 @@ def select(problem: Problem, environment: Environment, request: str | None, back
     check_instance("problem", problem, Problem, "a jmx.Problem")
     check_instance("environment", environment, Environment, "a jmx.Environment")
     check_backend(request, backends)
-    request = request if request is not None else _requested.value
+    request = requested(request)
     check_backend(request, backends)
     trail = tuple((b.name, b.supports(problem, environment)) for b in backends)
     for backend, (name, rejection) in zip(backends, trail, strict=True):
         if rejection is None and request in (None, name):
             return Selection(problem, environment, request, backend, trail)
     fault = "no backend can run this" if request is None else f"backend {request!r} was requested, but cannot run this"
-    told = [f"  {name}: {'can run' if rejection is None else rejection}" for name, rejection in trail]
-    raise NoBackendError("\n".join([fault, f"  {problem} on {environment.device_kind}", *told]), trail)
+    answers = [f"  {name}: {'can run' if rejection is None else rejection}" for name, rejection in trail]
+    raise NoBackendError("\n".join([fault, f"  {problem} on {environment.device_kind}", *answers]), trail)

@@ -29,16 +29,17 @@ from jmx.experts import Experts
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.routing import Routing
-from jmx.selection.backend import Reason, Rejection
+from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Computation, Problem
+from jmx.selection.problem import Problem
+from jmx.selection.requirements import Limits
 from jmx.xla import dot
 
 Array = jax.Array
 
 _TURN = 8  # assignments whose bytes may be copied at a time
 
-DTYPES = ("bfloat16", "float16", "float32")
+LIMITS = Limits(input_formats=None)
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,11 @@ class Xla:
     summary: str = "reference in plain jnp, any platform"
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        if problem.num_tokens is None:
-            return Rejection(
-                Reason.SYMBOLIC_TOKENS,
-                "the token count is symbolic, and block sizes are chosen by its value",
-                "trace with a concrete number of tokens, one trace a bucket",
-            )
-        if problem.dtype not in DTYPES:
-            return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
-        return None
+        return LIMITS.rejection(problem, environment)
 
-    def apply(
-        self, computation: Computation, x: Array, routing: Routing, experts: Experts, environment: Environment
-    ) -> Array:
-        return forward(computation, x, routing, experts)
+    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
+        del environment
+        return forward(problem, x, routing, experts)
 
 
 class _Step(NamedTuple):
@@ -119,15 +111,15 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
     return carry
 
 
-def _compute_dtype(computation: Computation, x: Array) -> Any:
-    return jnp.bfloat16 if x.dtype == jnp.bfloat16 and computation.input_format is None else jnp.float32
+def _compute_dtype(problem: Problem, x: Array) -> Any:
+    return jnp.bfloat16 if x.dtype == jnp.bfloat16 and problem.input_format is None else jnp.float32
 
 
-def _rounded(computation: Computation, experts: Experts, role: str, a: Array) -> Array:
+def _rounded(problem: Problem, experts: Experts, role: str, a: Array) -> Array:
     """The inputs of a product as their format has them: what they are worth, in float32."""
-    if computation.input_format is None:
+    if problem.input_format is None:
         return a
-    format = input_formats.INPUT_FORMATS[computation.input_format]
+    format = input_formats.INPUT_FORMATS[problem.input_format]
     return input_formats.dequantize(input_formats.quantize(a, format, experts.input_scale(role)), format)
 
 
@@ -157,28 +149,28 @@ def _in_loop(experts: Experts) -> Experts:
     return experts.prepare("packed") if experts.layout == "canonical" else experts
 
 
-def forward(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
+def forward(problem: Problem, x: Array, routing: Routing, experts: Experts) -> Array:
     """x (T, H), routing (T, k) -> y (T, H) of x's dtype. Ids outside 0..E-1 contribute nothing."""
     if routing.expert_ids.size == 0:
         return jnp.zeros_like(x)
     num_tokens, top_k = routing.expert_ids.shape
     if num_tokens * top_k <= _TURN:
-        return _forward_few(computation, x, routing, experts)
+        return _forward_few(problem, x, routing, experts)
     experts = _in_loop(experts)
     few = _few(num_tokens, top_k, experts.num_experts)
     if not few or experts.layout != "packed" or experts.format != MXFP4:
-        return _forward_many(computation, x, routing, experts)
+        return _forward_many(problem, x, routing, experts)
     return lax.platform_dependent(
         x,
         routing,
         experts,
-        cuda=partial(_forward_few, computation, words=True),
-        default=partial(_forward_few, computation, turn=_TURN),
+        cuda=partial(_forward_few, problem, words=True),
+        default=partial(_forward_few, problem, turn=_TURN),
     )
 
 
 def _forward_few(
-    computation: Computation,
+    problem: Problem,
     x: Array,
     routing: Routing,
     experts: Experts,
@@ -194,7 +186,7 @@ def _forward_few(
     inside = (routing.expert_ids >= 0) & (routing.expert_ids < experts.num_experts)
     weights = routing.weights.astype(jnp.float32)
     rows = x[:, None]
-    if computation.weights_on == "input":
+    if problem.on_input:
         rows = (rows * weights[..., None]).astype(x.dtype)
     rows = jnp.broadcast_to(rows, (*inside.shape, x.shape[-1])).reshape(-1, x.shape[-1])
     if words:
@@ -202,24 +194,24 @@ def _forward_few(
         experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
 
     def product(role: str, chosen: Array, a: Array) -> Array:
-        a, q = _rounded(computation, experts, role, a), experts.take(role, chosen)
+        a, q = _rounded(problem, experts, role, a), experts.take(role, chosen)
         if experts.format == MXFP4:
             y = dot.fused(a, q)
         else:
-            y = dot.expanded(a[:, None], q, experts.format, _compute_dtype(computation, x))[:, 0]
+            y = dot.expanded(a[:, None], q, experts.format, _compute_dtype(problem, x))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 
     def compute(assignments: tuple[Array, Array]) -> Array:
         chosen, rows = assignments
         h = product("gate_up", chosen, rows)
-        a = activations.apply(computation.activation, h, experts.gate_up_order).astype(_between(x))
+        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_between(x))
         return product("down", chosen, a)
 
     chosen = jnp.where(inside, routing.expert_ids, 0).astype(jnp.int32).reshape(-1)
     out = compute((chosen, rows)) if turn is None else _in_turns(compute, turn, (chosen, rows))
     out = out.reshape(*inside.shape, -1)
-    if computation.weights_on == "output":
+    if not problem.on_input:
         out *= weights[..., None]
     return jnp.where(inside[..., None], out, 0).sum(axis=1).astype(x.dtype)
 
@@ -247,20 +239,20 @@ def _add(total: Array, index: Array, rows: Array) -> Array:
     return total
 
 
-def _forward_many(computation: Computation, x: Array, routing: Routing, experts: Experts) -> Array:
-    dtype = _compute_dtype(computation, x)
+def _forward_many(problem: Problem, x: Array, routing: Routing, experts: Experts) -> Array:
+    dtype = _compute_dtype(problem, x)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
 
     def body(step: _Step, y: Array) -> Array:
         chosen = _Chosen(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
-        if computation.weights_on == "input":
+        if problem.on_input:
             rows = (rows * weight).astype(x.dtype)
-        h = chosen.product("gate_up", _rounded(computation, experts, "gate_up", rows))
-        a = activations.apply(computation.activation, h, experts.gate_up_order).astype(_between(x))
-        out = chosen.product("down", _rounded(computation, experts, "down", a))
-        if computation.weights_on == "output":
+        h = chosen.product("gate_up", _rounded(problem, experts, "gate_up", rows))
+        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_between(x))
+        out = chosen.product("down", _rounded(problem, experts, "down", a))
+        if not problem.on_input:
             out *= weight
         return _add(y, step.tokens, out)
 
@@ -281,20 +273,20 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    computation: Computation, x: Array, routing: Routing, experts: Experts, dy: Array, *, biases: tuple[bool, bool]
+    problem: Problem, x: Array, routing: Routing, experts: Experts, dy: Array, *, biases: tuple[bool, bool]
 ) -> Gradients:
     """Gradients of `forward` at x, given dy (T, H). Recomputes the forward pass, a few experts at a time.
 
     `biases`: whether the cotangents of (gate_up_bias, down_bias) are wanted.
     """
-    dtype, num_experts, order = _compute_dtype(computation, x), experts.num_experts, experts.gate_up_order
+    dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros(bias.shape, jnp.float32) if wanted and bias is not None else None
         for bias, wanted in zip((experts.gate_up_bias, experts.down_bias), biases, strict=True)
     )
     experts = _in_loop(experts)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
-    on_input = computation.weights_on == "input"
+    on_input = problem.on_input
 
     def accumulate(total: Array | None, step: _Step, rows: Array) -> Array | None:
         if total is None:
@@ -308,8 +300,8 @@ def backward(
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
-        h = chosen.product("gate_up", _rounded(computation, experts, "gate_up", rows_in))
-        a, activation_vjp = jax.vjp(lambda h: activations.apply(computation.activation, h, order), h)
+        h = chosen.product("gate_up", _rounded(problem, experts, "gate_up", rows_in))
+        a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
         da = chosen.transposed("down", dout)  # without the routing weight, which is linear and comes after
         if on_input:
@@ -320,7 +312,7 @@ def backward(
         else:
             (dh,) = activation_vjp(da * weight)
             drows = chosen.transposed("gate_up", dh)
-            dweight = (da * _rounded(computation, experts, "down", a)).sum(-1)
+            dweight = (da * _rounded(problem, experts, "down", a)).sum(-1)
             bias = experts.take_bias("down", step.experts)
             if bias is not None:
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)

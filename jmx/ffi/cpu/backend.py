@@ -11,23 +11,27 @@ rows are permuted to it before each product.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from jmx import activations, grouping
+from jmx import activations
+from jmx.engines import grouped
+from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.ffi.cpu import library as ffi
-from jmx.grouping import Blocks
+from jmx.grouping import Blocks, Work
 from jmx.numerics import formats, input_formats
 from jmx.routing import Routing
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Computation, Problem
+from jmx.selection.problem import Problem
+from jmx.selection.requirements import Limits, indivisible
 
-DTYPES = ("bfloat16", "float16", "float32")
 BEST = "best"
 
 # Weights of 4 bits. Those of 8 would be read at half the speed, by kernels of their own, and `xla` runs them.
@@ -35,6 +39,13 @@ FORMATS = tuple(
     format.name
     for format in formats.FORMATS.values()
     if format in (formats.MXFP4, formats.NVFP4) or format.element_dtype == jnp.int4
+)
+
+LIMITS = Limits(
+    platform="cpu",
+    formats=FORMATS,
+    input_formats=(None, input_formats.INT8_TOKEN.name),
+    layout="packed",
 )
 
 _STEP = 4  # `kStep` of product.h
@@ -64,95 +75,44 @@ class Cpu:
         return "C++ kernels: 4-bit weights decoded in vector registers"
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        if environment.platform != "cpu":
-            return Rejection(Reason.PLATFORM, f"platform is {environment.platform!r}, not 'cpu'", "run on a CPU")
-        if problem.num_tokens is None:
-            return Rejection(
-                Reason.SYMBOLIC_TOKENS,
-                "the token count is symbolic, and blocks are counted by its value",
-                "trace with a concrete number of tokens, one trace a bucket",
-            )
-        if problem.format not in FORMATS:
-            return Rejection(
-                Reason.FORMAT,
-                f"weights are {problem.format!r}, of {_bits(problem.format)} bits, not of 4",
-                f"use xla, or quantise to one of {', '.join(FORMATS)}",
-            )
-        if problem.input_format not in (None, input_formats.INT8_TOKEN.name):
-            return Rejection(
-                Reason.INPUT_FORMAT,
-                f"inputs in {problem.input_format!r}, which no CPU multiplies faster than x's dtype",
-                f"use xla, leave inputs in x's dtype, or take {input_formats.INT8_TOKEN.name}",
-            )
-        if problem.input_format is not None and not _integers(problem.format):
-            return Rejection(
-                Reason.INPUT_FORMAT,
-                f"inputs in {problem.input_format!r} and weights in {problem.format!r}, whose elements are no integers",
-                "use xla, or leave inputs in x's dtype",
-            )
-        halves = 1 if problem.gate_up_order is None else 2
-        for what, rows in (
-            ("hidden_size", problem.hidden_size),
-            ("rows of gate_up", halves * problem.intermediate_size),
-        ):
-            if rows % _STEP:
-                detail = f"{what} (={rows}) must be a multiple of {_STEP}, rows of a weight that are read together"
-                return Rejection(Reason.SHAPE, detail, "use xla")
-        if problem.dtype not in DTYPES:
-            return Rejection(Reason.DTYPE, f"x is {problem.dtype}", f"cast x to one of {', '.join(DTYPES)}")
-        if problem.layout != "packed":
-            return Rejection(
-                Reason.LAYOUT,
-                f"weights lie in {problem.layout!r}, not in 'packed'",
-                "call experts.prepare('packed'), or make the layer with layout='packed'",
-            )
+        return LIMITS.rejection(problem, environment, _integer_inputs, _sizes, self._library)
+
+    def _library(self, problem: Problem) -> Rejection | None:
+        del problem
         found = ffi.library()
         if found.fault is not None:
             return Rejection(Reason.NOT_BUILT, found.fault, ffi.BUILD)
-        if self.instructions not in (BEST, *found.kernels):
-            return Rejection(
-                Reason.LIBRARY,
-                f"`instructions` (={self.instructions!r}) are not among this machine's {found.kernels}",
-                f"leave them {BEST!r}",
-            )
-        return None
+        if self.instructions in (BEST, *found.kernels):
+            return None
+        detail = f"`instructions` (={self.instructions!r}) are not among this machine's {found.kernels}"
+        return Rejection(Reason.LIBRARY, detail, f"leave them {BEST!r}")
 
-    def apply(
-        self,
-        computation: Computation,
-        x: jax.Array,
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
-    ) -> jax.Array:
+    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
         del environment
         ffi.library()  # XLA finds the kernels by name
-        num_tokens, top_k = routing.expert_ids.shape
-        if num_tokens * top_k == 0:
-            return jnp.zeros_like(x)
-        on_input = computation.weights_on == "input"
         between = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-        rounded = computation.input_format is not None
-        if num_tokens == 1 and not on_input:
-            work = grouping.single(routing.expert_ids, experts.num_experts)
-            named = (work.row_of[0] >= 0).astype(jnp.int32)  # no weights are read for an id that is no expert's
-            work = work._replace(blocks=work.blocks._replace(counts=named))
-            rows, num_rows = _rows(x.astype(between), rounded), top_k
-        else:
-            work = grouping.many(routing.expert_ids, experts.num_experts, _BLOCK_M)
-            token_of_row = work.token_of_row
-            assert token_of_row is not None
-            num_rows = token_of_row.shape[0]
-            if on_input:
-                rows = grouping.weigh(_take(x, token_of_row), work, routing.weights)
+        rounded = problem.input_format is not None
+
+        def rows_and_blocks(work: Work) -> "tuple[_Rows, Blocks]":
+            if work.token_of_row is None:  # one token: no weights are read for an id that is no expert's
+                named = (work.row_of[0] >= 0).astype(jnp.int32)
+                return _rows(x.astype(between), rounded), work.blocks._replace(counts=named).as_arrays()
+            if problem.on_input:
+                rows = grouped.gather(problem, x, routing, work, grouped.take)
                 rows = _rows(rows.astype(between), rounded)
             else:  # a token is rounded once
-                rows = jax.tree.map(lambda array: _take(array, token_of_row), _rows(x.astype(between), rounded))
-        blocks = work.blocks.as_arrays()
-        h = self._product("gate_up", rows, experts, blocks, num_rows)
-        a = activations.apply(computation.activation, h, experts.gate_up_order).astype(between)
-        out = self._product("down", _rows(a, rounded), experts, blocks._replace(x_rows=blocks.out_rows), num_rows)
-        return grouping.combine(out[None], work, None if on_input else routing.weights).astype(x.dtype)
+                take = partial(grouped.take, rows=work.token_of_row)
+                rows = jax.tree.map(take, _rows(x.astype(between), rounded))
+            return rows, work.blocks.as_arrays()
+
+        def products(work: Work) -> Array:
+            rows, blocks = rows_and_blocks(work)
+            h = self._product("gate_up", rows, experts, blocks, work.num_rows)
+            a = activations.apply(problem.activation, h, experts.gate_up_order).astype(between)
+            blocks = blocks._replace(x_rows=blocks.out_rows)
+            return self._product("down", _rows(a, rounded), experts, blocks, work.num_rows)[None]
+
+        return grouped.run(problem, x, routing, Tiling(_BLOCK_M, few_tokens=1), products)
 
     def _product(self, role: str, rows: "_Rows", experts: Experts, blocks: Blocks, num_rows: int) -> jax.Array:
         """Rows of each block times its expert's weight, plus its bias -> float32 (num_rows, N)."""
@@ -199,17 +159,22 @@ def _ordered(rows: _Rows, order: jax.Array, blocks: Blocks, num_rows: int) -> tu
     return _Rows(values, scales), blocks._replace(x_rows=blocks.out_rows)
 
 
-def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
-    return array.at[rows].get(mode="promise_in_bounds")
-
-
 def _given(array: jax.Array | None, dtype: Any) -> jax.Array:
     """An argument of the kernels that may be lacking."""
     return jnp.zeros(0, dtype) if array is None else array
 
 
-def _bits(format: str) -> int:
-    return formats.FORMATS[format].element_bits if format in formats.FORMATS else 0
+def _integer_inputs(problem: Problem) -> Rejection | None:
+    if problem.input_format is None or _integers(problem.format):
+        return None
+    detail = f"inputs are {problem.input_format!r} and weights {problem.format!r}, whose elements are no integers"
+    return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
+
+
+def _sizes(problem: Problem) -> Rejection | None:
+    halves = 1 if problem.gate_up_order is None else 2
+    rows = {"hidden_size": problem.hidden_size, "rows of gate_up": halves * problem.intermediate_size}
+    return indivisible(rows, _STEP, "rows of a weight that are read together")
 
 
 def _integers(format: str) -> bool:

@@ -12,18 +12,29 @@ from math import inf
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jmx.activations import GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
 from jmx.ffi.cutlass.config import Config, candidates, check, heuristic, padded
 from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.ffi.cutlass.library import BUILD, TARGET, library, workspace_bytes
+from jmx.numerics.formats import MXFP4
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Computation, Problem
-from jmx.selection.requirements import refusal
+from jmx.selection.problem import Problem
+from jmx.selection.requirements import Limits
+
+LIMITS = Limits(
+    platform="gpu",
+    capabilities=((9, 0),),
+    machine="a Hopper GPU (H100, H200, GH200)",
+    formats=(MXFP4.name,),
+    dtypes=("bfloat16", "float16"),
+    layout=LAYOUT.name,
+)
 
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MOST_PAIRS = 2**31 - 1  # of a token and an expert: FlashInfer counts them in an int
@@ -33,47 +44,16 @@ _MOST_PAIRS = 2**31 - 1  # of a token and an expert: FlashInfer counts them in a
 class Cutlass:
     """The engine for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
 
-    @property
-    def name(self) -> str:
-        return "cutlass"
-
-    @property
-    def summary(self) -> str:
-        return "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantised in registers"
+    name: str = "cutlass"
+    summary: str = "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantized in registers"
 
     @property
     def config_type(self) -> type[Config]:
         return Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        if environment.platform != "gpu":
-            return Rejection(Reason.PLATFORM, f"platform is {environment.platform!r}, not 'gpu'", "run on a Hopper GPU")
-        if environment.compute_capability != (9, 0):
-            found = environment.compute_capability
-            return Rejection(
-                Reason.COMPUTE_CAPABILITY, f"{found} is not (9, 0)", "run on a Hopper GPU (H100, H200, GH200)"
-            )
-        refused = refusal(problem, LAYOUT.name)
-        if refused is not None and refused.reason is not Reason.LAYOUT:
-            return refused  # before what is not built: it may take an hour to build, and would be no better then
-        built = library()
-        if built.fault is not None:
-            return Rejection(Reason.NOT_BUILT, built.fault, BUILD)
-        if refused is not None:
-            return refused
-        if _function(problem.activation) is None:
-            return Rejection(
-                Reason.ACTIVATION, f"{problem.activation} is none that its kernels know", "use another one"
-            )
-        assert problem.num_tokens is not None  # or it was refused
-        rows = problem.num_tokens * (problem.top_k if problem.weights_on == "input" else 1)
-        if rows * problem.num_experts > _MOST_PAIRS:
-            return Rejection(
-                Reason.SHAPE,
-                f"{rows} rows times {problem.num_experts} experts are more than {_MOST_PAIRS}",
-                "call the layer on fewer tokens at a time",
-            )
-        return None
+        # Built or not is asked late: it may take an hour to build, and would not help where something else is lacking.
+        return LIMITS.rejection(problem, environment, _built, _activation, _pairs)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
@@ -87,27 +67,38 @@ class Cutlass:
         del environment
         check(config, problem)
 
-    def apply(
-        self,
-        computation: Computation,
-        x: jax.Array,
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
-    ) -> jax.Array:
-        num_tokens, top_k = routing.expert_ids.shape
-        if num_tokens * top_k == 0:
-            return jnp.zeros_like(x)
-        problem = Problem.of(x, top_k, experts, computation.activation, computation.weights_on)
+    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
         config = tuning.config(self, problem, environment).config
         weights = routing.weights.astype(jnp.float32)
-        if computation.weights_on == "output":
-            return _layer(x, Routing(routing.expert_ids, weights), experts, computation.activation, config, x.dtype)
+        if not problem.on_input:
+            return _layer(x, Routing(routing.expert_ids, weights), experts, problem.activation, config, x.dtype)
         # Each slot is a token of its own: an expert's rows are multiplied once, whatever weight they were given.
-        rows = (x[:, None, :] * weights[..., None]).astype(x.dtype).reshape(num_tokens * top_k, -1)
-        slots = Routing(routing.expert_ids.reshape(-1, 1), jnp.ones((num_tokens * top_k, 1), jnp.float32))
-        out = _layer(rows, slots, experts, computation.activation, config, jnp.float32)
-        return out.reshape(num_tokens, top_k, -1).sum(axis=1).astype(x.dtype)
+        num_slots = routing.expert_ids.size
+        rows = (x[:, None, :] * weights[..., None]).astype(x.dtype).reshape(num_slots, -1)
+        slots = Routing(routing.expert_ids.reshape(-1, 1), jnp.ones((num_slots, 1), jnp.float32))
+        out = _layer(rows, slots, experts, problem.activation, config, jnp.float32)
+        return out.reshape(*routing.expert_ids.shape, -1).sum(axis=1).astype(x.dtype)
+
+
+def _built(problem: Problem) -> Rejection | None:
+    del problem
+    fault = library().fault
+    return None if fault is None else Rejection(Reason.NOT_BUILT, fault, BUILD)
+
+
+def _activation(problem: Problem) -> Rejection | None:
+    if _function(problem.activation) is not None:
+        return None
+    return Rejection(Reason.ACTIVATION, f"{problem.activation} is none that its kernels know", "use another one")
+
+
+def _pairs(problem: Problem) -> Rejection | None:
+    assert problem.num_tokens is not None
+    rows = problem.num_tokens * (problem.top_k if problem.on_input else 1)
+    if rows * problem.num_experts <= _MOST_PAIRS:
+        return None
+    detail = f"{rows} rows times {problem.num_experts} experts are more than {_MOST_PAIRS}"
+    return Rejection(Reason.SHAPE, detail, "call the layer on fewer tokens at a time")
 
 
 def _function(activation: Activation) -> str | None:

@@ -1,0 +1,1 @@
+"""What engines share: the grouping of tokens and the combination of results around their products."""
