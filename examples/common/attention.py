@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import jmx
 from examples.common import flash_decode, flash_prefill
-from jmx.selection.environment import Environment
 
 # Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
@@ -96,7 +96,7 @@ def attend_prompt(
 
 
 def _have_kernels(query: jax.Array) -> bool:
-    on_hopper = Environment.probe(query).compute_capability == (9, 0)
+    on_hopper = jmx.Environment.probe(query).compute_capability == (9, 0)
     return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] in flash_prefill.STAGES
 
 

@@ -176,7 +176,7 @@ class Model(nnx.Module):
     """A decoder of blocks; a family adds their parts, `angles`, and `make_moe`.
 
     Activations, cache and dense weights are of `dtype`; norms, angles, softmax, routing and logits are float32;
-    expert weights stay as they are quantised.
+    expert weights stay as they are quantized.
 
     Args:
         config: sizes and constants.

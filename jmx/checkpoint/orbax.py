@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
+from jmx.checkpoint.orbax_metadata import KEY, Layer, layouts_of, note_of
 from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
 from jmx.util.atomic_files import check_new, new_path
@@ -23,7 +23,7 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     """Saves all variables of `module` as an Orbax checkpoint, experts in the layout in which they lie.
 
     Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values"; what else must be known of each
-    MoE layer is in the checkpoint's custom metadata, see `jmx.checkpoint.orbax_note`. `path` appears when it is
+    MoE layer is in the checkpoint's custom metadata, see `jmx.checkpoint.orbax_metadata`. `path` appears when it is
     complete.
 
     Raises:

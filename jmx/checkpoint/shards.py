@@ -13,7 +13,6 @@ import os
 import re
 import reprlib
 import stat
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -409,21 +408,3 @@ def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], 
                 raise CheckpointError(file, f"tensor {output.name!r} must have {output.nbytes} bytes")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-@contextlib.contextmanager
-def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr that counts to `total` bytes. It gives the function to tell of bytes done.
-
-    There is none where `enabled` is false or stderr is no terminal.
-    """
-    if not (enabled and sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda done: bar.advance(task, done)

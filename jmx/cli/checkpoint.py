@@ -56,8 +56,8 @@ def _config_entries(directory: str) -> dict[str, Any]:
 
 def _quantized_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
     """Whether experts are as a tool's own config says, and not gpt-oss's as they were published."""
-    from jmx.checkpoint.compressed_tensors.modelopt import FILE
-    from jmx.checkpoint.compressed_tensors.places import find_quantization
+    from jmx.checkpoint.compressed_tensors.modelopt_config import FILE
+    from jmx.checkpoint.compressed_tensors.quantization_config import find_quantization
 
     given = find_quantization(Path(directory) / "config.json", config)
     if given is None:
@@ -102,12 +102,12 @@ def _gpt_oss_in_floats(directory: str, config: dict[str, Any]) -> bool:
 def _float_fields(directory: str, config: dict[str, Any], format: str | None) -> tuple[dict[str, Any], str]:
     """Of a checkpoint's first layer of experts that are floats, as `jmx convert --quantize` would write it."""
     from jmx.checkpoint import shards
-    from jmx.checkpoint.quantizing import experts
+    from jmx.checkpoint.quantizing import float_experts
     from jmx.numerics import formats
     from jmx.perf.shapes import split_formats
 
     path = Path(directory)
-    layer = experts.find(path, shards.read_headers(path), config)[0]
+    layer = float_experts.find(path, shards.read_headers(path), config)[0]
     up = layer.experts[0]["up"]
     found: dict[str, Any] = {"num_experts": len(layer.experts), "intermediate_size": up.shape[0]}
     found |= {"hidden_size": up.shape[1], "bias": any(m.bias is not None for m in layer.experts[0].values())}
@@ -119,9 +119,9 @@ def _float_fields(directory: str, config: dict[str, Any], format: str | None) ->
 
 def _model_fields(config: dict[str, Any], activation_given: bool) -> dict[str, Any]:
     """What names that are common say of a model; its activation only where none is given."""
-    from jmx.checkpoint import model_sizes
+    from jmx.checkpoint.model_configs import common_keys
 
-    top_k, hidden_act = model_sizes.top_k(config), model_sizes.hidden_act(config)
+    top_k, hidden_act = common_keys.top_k(config), common_keys.hidden_act(config)
     found: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
     if hidden_act is None or activation_given:
         return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors.targets import Target, targets_of
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.input_formats import INPUT_FORMATS
 
@@ -53,7 +53,7 @@ INPUTS: dict[tuple[Any, ...], str] = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a module is quantised.
+    """How a module is quantized.
 
     Args:
         weights: name of the weights' format, a key of `jmx.numerics.formats.FORMATS`.
@@ -83,7 +83,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are quantised alike: the name of the group, whom it means, and how."""
+    """Modules that are quantized alike: the name of the group, whom it means, and how."""
 
     name: str
     targets: tuple[Target, ...]
@@ -98,7 +98,7 @@ class Quantization:
         file: that said so.
         groups: in the file's order.
         ignore: modules that stay as they are, whichever group means them.
-        kv_cache: whether attention's keys and values are to be quantised as they are cached. That is nothing of
+        kv_cache: whether attention's keys and values are to be quantized as they are cached. That is nothing of
             experts; who runs the whole model has to ask.
     """
 
@@ -108,7 +108,7 @@ class Quantization:
     kv_cache: bool = False
 
     def scheme(self, module: str, module_class: str = "Linear") -> Scheme | None:
-        """The scheme of a module, by its name and its class; None if it is not quantised.
+        """The scheme of a module, by its name and its class; None if it is not quantized.
 
         A target that is the module's name goes before regular expressions, and these before its class.
 
@@ -139,7 +139,7 @@ def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here, naming
             the key and its value.
     """
-    top = Entries(file, place, value)
+    top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
     top.one_of("quantization_status", ("compressed", "frozen", None), None)  # the latter in files of older versions
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
@@ -162,7 +162,7 @@ def _no_sparsity(value: Any) -> bool:
     return value in (None, {}) or (isinstance(value, dict) and value.get("format") == "dense")
 
 
-def _group(groups: Entries, name: str, storage: str, place: str) -> Group:
+def _group(groups: ConfigObject, name: str, storage: str, place: str) -> Group:
     group = groups.object(name)
     targets = targets_of(group, "targets", group.strings("targets"))
     if not targets:
@@ -188,7 +188,7 @@ def _group(groups: Entries, name: str, storage: str, place: str) -> Group:
 
 @dataclass(frozen=True)
 class _Args:
-    """Entries that weights and inputs share."""
+    """ConfigObject that weights and inputs share."""
 
     type: str
     num_bits: int
@@ -206,7 +206,7 @@ class _Args:
         return f"{sign}{self.type}{self.num_bits} by {self.strategy}{size}, {dynamic}{dtype}"
 
 
-def _args(entries: Entries) -> _Args:
+def _args(entries: ConfigObject) -> _Args:
     """Checked as the package does, its defaults filled in."""
     type_ = entries.one_of("type", ("int", "float"), "int")
     num_bits = entries.check("num_bits", lambda v: type(v) is int and v > 0, "must be a positive whole number", 8)
@@ -238,7 +238,7 @@ def _args(entries: Entries) -> _Args:
     )
 
 
-def _weights(entries: Entries) -> tuple[str, str]:
+def _weights(entries: ConfigObject) -> tuple[str, str]:
     """The weights' format, and its kind as `STORAGES` has it."""
     args = _args(entries)
     # "group" (once "dynamic", or true) leaves each column's group in a tensor; "weight" ("static") leaves no trace.
@@ -278,7 +278,7 @@ def _weights(entries: Entries) -> tuple[str, str]:
     raise unknown
 
 
-def _inputs(entries: Entries) -> str:
+def _inputs(entries: ConfigObject) -> str:
     """The inputs' format, or what the config says, where it is none that is known."""
     args = _args(entries)
     entries.one_of("actorder", (None, False), None)

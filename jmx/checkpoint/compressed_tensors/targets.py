@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
 
 PATTERN = "re:"
@@ -66,7 +66,7 @@ def parse_glob(text: str) -> Target:
 
 
 def targets_of(
-    entries: Entries, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
+    entries: ConfigObject, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
 ) -> tuple[Target, ...]:
     """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
     targets = []

@@ -7,7 +7,7 @@ from typing import Any
 from jmx.checkpoint.shards import CheckpointError
 
 
-class Entries:
+class ConfigObject:
     """A JSON object whose entries are taken one by one; what is left at the end is unknown."""
 
     def __init__(self, file: Path, place: str, value: Any):
@@ -40,7 +40,7 @@ class Entries:
         return self.check(key, fits, f"must be one of {list(values)}", *default)
 
     def equal(self, wanted: Mapping[str, Any], why: str) -> None:
-        """Entries that must equal those of `wanted`, in type, too; objects have these entries and no others."""
+        """ConfigObject that must equal those of `wanted`, in type, too; objects have these entries and no others."""
         for key, value in wanted.items():
             if isinstance(value, Mapping):
                 inner = self.object(key)
@@ -59,11 +59,11 @@ class Entries:
 
         return self.check(key, fits, "must be a list of strings", *default) or []
 
-    def object(self, key: str) -> "Entries":
+    def object(self, key: str) -> "ConfigObject":
         self._left.discard(key)
         if key not in self.entries:
             raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
-        return Entries(self.file, f"{self.place}.{key}", self.entries[key])
+        return ConfigObject(self.file, f"{self.place}.{key}", self.entries[key])
 
     def close(self) -> None:
         if self._left:

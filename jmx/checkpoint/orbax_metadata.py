@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.experts import Experts
 from jmx.numerics import layouts
 
@@ -66,7 +66,7 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
     return {KEY: {"version": VERSION, "layers": entries}}
 
 
-def layouts_of(note: Entries, layers: Sequence[Layer]) -> list[str]:
+def layouts_of(note: ConfigObject, layers: Sequence[Layer]) -> list[str]:
     """The layouts in which these layers lie in a checkpoint that has this note.
 
     Raises:
@@ -97,7 +97,7 @@ def _facts(experts: Experts) -> dict[str, Any]:
     }
 
 
-def _layout_of(entries: Entries, experts: Experts) -> str:
+def _layout_of(entries: ConfigObject, experts: Experts) -> str:
     entries.equal(_facts(experts), "as `module` has it")
     layout = entries.one_of(
         "layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(experts.format))

@@ -67,6 +67,40 @@ class Config:
     pad_token_id: int | None = None
 
 
+def _published(num_hidden_layers: int, num_experts: int) -> Config:
+    return Config(
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_experts=num_experts,
+        top_k=4,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=201088,
+        attention_bias=True,
+        rms_norm_eps=1e-5,
+        sliding_window=128,
+        layer_types=(SLIDING, FULL) * (num_hidden_layers // 2),
+        rope_theta=150000.0,
+        rope_factor=32.0,
+        rope_beta_fast=32.0,
+        rope_beta_slow=1.0,
+        rope_truncate=False,
+        rope_original_length=4096,
+        swiglu_alpha=1.702,
+        swiglu_beta=1.0,
+        swiglu_limit=7.0,
+        eos_token_ids=(200002, 199999, 200012),
+        bos_token_id=199998,
+        pad_token_id=199999,
+    )
+
+
+# The published models, as their config.json and generation_config.json have them.
+PUBLISHED = {"20b": _published(24, 32), "120b": _published(36, 128)}
+
+
 # How the files spell each field: the Hugging Face form's keys first, then the original form's. A dot goes into the rope
 # entries, which are `rope_scaling` in older configs and `rope_parameters` in newer ones.
 SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -161,7 +195,7 @@ QUANTIZATION: dict[str, Any] = {
 def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | None = (MXFP4.name,)) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
 
-    `quant_methods`: names of the methods of quantisation that it may have; None: any, for who reads the experts.
+    `quant_methods`: names of the methods of quantization that it may have; None: any, for who reads the experts.
 
     EOS ids are those of config.json and of generation_config.json, if there is one, which may name the other special
     ids too. Layers slide in turn, the first one sliding, where `layer_types` is not given.
@@ -186,7 +220,7 @@ def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | 
 
 
 def _flat(file: Path, contents: Any) -> dict[str, Any]:
-    """Entries by key, those of the rope and quantization objects after a dot."""
+    """ConfigObject by key, those of the rope and quantization objects after a dot."""
     if not isinstance(contents, dict):
         raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
     flat = {}

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors.config import FILE
-from jmx.checkpoint.model_sizes import check_model_sizes
+from jmx.checkpoint.model_configs.common_keys import check_model_sizes
 from jmx.checkpoint.shards import CheckpointError, Tensor
+from jmx.numerics.formats import Format
 
 PARTS = ("gate", "up", "down")
 FLOATS = ("BF16", "F16", "F32")
@@ -81,11 +82,38 @@ class Layer:
         name: of the module that holds them.
         experts: of each, its matrices by part.
         fused: whether tensors hold all experts.
+        format: what they are quantized to when they are read; None: nothing.
     """
 
     name: str
     experts: tuple[Mapping[str, Matrix], ...]
     fused: bool
+    format: Format | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.experts)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.experts[0]["up"].shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.experts[0]["up"].shape[0]
+
+    @property
+    def gate_up_order(self) -> str:
+        return "concatenated"
+
+    @property
+    def has_bias(self) -> bool:
+        return self.experts[0]["up"].bias is not None
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as safetensors spells it."""
+        return self.experts[0]["up"].weight.dtype
 
     def tensors(self) -> set[str]:
         """Names of the tensors that hold these experts."""
@@ -122,7 +150,7 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
     if not layers:
         raise CheckpointError(directory, "must hold tensors of experts, such as 'experts.0.up_proj.weight'")
     for layer in layers:
-        sizes = {"num_experts": len(layer.experts), "hidden_size": layer.experts[0]["up"].shape[1]}
+        sizes = {"num_experts": layer.num_experts, "hidden_size": layer.hidden_size}
         check_model_sizes(directory / FILE, config, layer.name, **sizes)
     return layers
 
