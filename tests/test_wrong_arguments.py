@@ -1,10 +1,12 @@
 """Every argument of every public function, wrong in every way: an error of jmx's own that names it and its value."""
 
+import atexit
 import functools
 import inspect
 import math
 import pathlib
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -103,10 +105,10 @@ def golden() -> checkpoint.compressed_tensors.Reader:
 
 @functools.cache
 def floats() -> checkpoint.quantizing.Reader:
-    """Of files that are gone once headers are read: arguments are checked before weights are read."""
-    with tempfile.TemporaryDirectory() as folder:
-        path, _ = float_gpt_oss(pathlib.Path(folder, "floats"), 1)
-        return checkpoint.quantizing.Reader(path, "mxfp4")
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    path, _ = float_gpt_oss(pathlib.Path(folder, "floats"), 1)
+    return checkpoint.quantizing.Reader(path, "mxfp4")
 
 
 def reader() -> Any:

@@ -77,7 +77,7 @@ def attend(
 def attend_cache(
     query: jax.Array, cache: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
 ) -> jax.Array:
-    """`attend` to a layer's cache (2, B, kv_heads, C, D), by a kernel of its own where there is one for that."""
+    """`attend` to a layer's cache (2, B, kv_heads, C, D), by the decoding kernel where that runs."""
     group = query.shape[2] // cache.shape[2]
     fits = group in range(8, flash_decode.ROWS + 1, 8) and cache.shape[3] % flash_decode.KEYS == 0
     if query.shape[1] == 1 and fits and _have_kernels(query):

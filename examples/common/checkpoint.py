@@ -22,7 +22,7 @@ class Checkpoint:
     """Tensors by the names that files give them.
 
     Experts stay as they are: quantized, or floats, which `format` has rounded to it as they are read. Other modules
-    that are quantized are expanded, and a UserWarning says so.
+    that are quantized are dequantized, with a UserWarning.
 
     Args:
         path: a directory of safetensors files.
@@ -53,7 +53,7 @@ class Checkpoint:
     def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:
         """CheckpointError unless there are tensors of such `shapes`, `experts` of such E, H, I, and nothing else.
 
-        UserWarnings tell what is not run as the checkpoint has it.
+        UserWarnings name what is not run as the checkpoint has it.
         """
         expanded = [name for name in shapes if self._module_of(name) is not None]
         for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""The command line of a whole model: generate text, or token ids, and tell how fast."""
+"""The command line of a whole model: generate text, or token ids, and time it."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ RANDOM_PROMPT_LENGTH = 1024
 
 
 class UsageError(Exception):
-    """Something was asked for that cannot be; told in one line."""
+    """Options that cannot be met; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
 
 
 def run(family: Family, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Does what the options ask and tells it on the console. Returns what --json prints."""
+    """Does what the options ask and prints it on the console. Returns what --json prints."""
     sampler = make_sampler(options)
     config = family.configs[options.random] if options.random else family.read_config(family.checkpoint(options))
     ids, stream = read_prompt(family, options, config)

@@ -1,4 +1,4 @@
-"""Experts that are not quantized, for checkpoints in floats: two grouped products by XLA. jmx has none of its own."""
+"""Experts in floats, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
 
 from typing import NamedTuple
 

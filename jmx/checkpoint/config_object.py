@@ -1,4 +1,4 @@
-"""JSON objects of configs, read entry by entry, so that what nobody reads is found."""
+"""JSON objects of configs, read key by key, so that a key that nothing reads is an error."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ class ConfigObject:
         return self.entries[key]
 
     def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
-        """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
+        """An entry that equals one of `values` in type, too: in JSON 1 is not true, in Python it is."""
 
         def fits(value: Any) -> bool:
             return any(_same(value, wanted) for wanted in values)

@@ -328,7 +328,7 @@ def _check_shard(index: Path, tensor: str, place: str) -> None:
 
 
 def _check_numbers(directory: Path, files: Sequence[Path]) -> None:
-    """Without an index, only the names of numbered shards tell whether one is missing."""
+    """Without an index, only the names of numbered shards show whether one is missing."""
     matches = (_NUMBERED.fullmatch(file.name) for file in files)
     names = {file.name for file in files}
     for stem, width, count in dict.fromkeys((m["stem"], len(m["number"]), m["count"]) for m in matches if m):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its layers of experts, as far as `jmx explain` asks: sizes, formats, activation."""
+"""The sizes, formats and activation of a checkpoint's experts, for `jmx explain`."""
 
 import argparse
 import os

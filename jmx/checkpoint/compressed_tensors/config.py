@@ -1,4 +1,4 @@
-"""What `quantization_config` of a compressed-tensors checkpoint says of each module.
+"""`quantization_config` of a compressed-tensors checkpoint: the scheme of each module.
 
 Its meaning is that of the package that writes it (https://github.com/vllm-project/compressed-tensors; its
 QuantizationConfig, QuantizationScheme and QuantizationArgs). Files say more than a loader needs (how scales were
@@ -22,7 +22,7 @@ MIXED = "mixed-precision"  # in place of the one storage of all groups: each nam
 GROUP_SIZES = (32, 64, 128)  # of integers
 BLOCK = [128, 128]  # of FP8
 
-# Ways in which files hold weights (the package's `format`), and the kinds of weights that can lie so.
+# How files store weights (the package's `format`) -> the kinds of weights that can be stored so.
 STORAGES: dict[str, tuple[str, ...]] = {
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
@@ -32,7 +32,7 @@ STORAGES: dict[str, tuple[str, ...]] = {
     "naive-quantized": ("int", "fp8"),
 }
 
-# How weights lie in files of other tools than compressed-tensors.
+# How files of other tools than compressed-tensors store weights.
 MODELOPT, QUARK, FP8, FP8_UE8M0 = "modelopt", "quark", "fp8", "fp8_ue8m0"
 
 # Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
@@ -83,7 +83,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are quantized alike: the name of the group, whom it means, and how."""
+    """Modules with one scheme: the name of the group, the targets that select them, and the scheme."""
 
     name: str
     targets: tuple[Target, ...]
@@ -95,11 +95,11 @@ class Quantization:
     """The schemes of a checkpoint.
 
     Args:
-        file: that said so.
+        file: the config's.
         groups: in the file's order.
-        ignore: modules that stay as they are, whichever group means them.
-        kv_cache: whether attention's keys and values are to be quantized as they are cached. That is nothing of
-            experts; who runs the whole model has to ask.
+        ignore: modules that are not quantized, whichever group selects them.
+        kv_cache: whether attention's cached keys and values are to be quantized. It does not concern experts, but
+            those who run the whole model.
     """
 
     file: Path
@@ -113,8 +113,8 @@ class Quantization:
         A target that is the module's name goes before regular expressions, and these before its class.
 
         Raises:
-            CheckpointError: targets of the same rank give it different schemes. (Which one counts is told by their
-                alphabetical order in one library and by the file's in another.)
+            CheckpointError: targets of the same rank give it different schemes. (One library takes the first
+                in alphabetical order, another the first in the file.)
         """
         if any(target.rank(module, module_class) is not None for target in self.ignore):
             return None

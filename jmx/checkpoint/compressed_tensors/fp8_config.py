@@ -1,6 +1,6 @@
-"""What configs of FP8 in blocks say, as DeepSeek, MiniMax and Qwen publish such checkpoints: `quant_method` "fp8".
+"""Configs of FP8 in blocks, `quant_method` "fp8", as DeepSeek, MiniMax and Qwen publish such checkpoints.
 
-Weights are e4m3 with one scale to 128 x 128 of them, `weight_scale_inv`, which multiplies whatever its name says.
+Weights are e4m3 with one scale for 128 x 128 of them, `weight_scale_inv`, which multiplies despite its name.
 Inputs are rounded at each token in groups of 128, under scales that `scale_fmt` "ue8m0" makes powers of two. See
 transformers' FineGrainedFP8Config, and `act_quant` in the inference code of DeepSeek-V3.2.
 """

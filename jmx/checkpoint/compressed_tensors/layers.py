@@ -1,4 +1,4 @@
-"""The experts of a layer, out of the modules that files keep of each: stacked, gate over up, when they are read.
+"""The experts of a layer, stacked from the modules of each expert when they are read, gate rows above up rows.
 
 Files name projections in one of the ways of `PROJECTIONS`, and hold each expert's apart, as in
 "experts.3.down_proj.weight", or all in tensors whose first axis is the expert, as in "experts.down_proj.weight". Where
@@ -257,7 +257,7 @@ def _check_unquantized(file: Path, name: str, found: _Found, schemes: Mapping[st
 
 
 def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]]) -> None:
-    """CheckpointError unless the experts' modules can stand in one array, and gate, up and down fit each other."""
+    """CheckpointError unless the experts' modules fit into one array, and gate, up and down fit each other."""
     first, down = modules["gate_up"][0][0], modules["down"][0][0]
     dtypes = {last: piece.dtype for last, piece in first.pieces.items()}
     for role, model in (("gate_up", first), ("down", down)):

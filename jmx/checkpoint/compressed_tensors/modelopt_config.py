@@ -1,7 +1,7 @@
-"""What configs of NVIDIA's ModelOpt say of each module: NVFP4, and FP8 by tensor or by channel.
+"""Configs of NVIDIA's ModelOpt: NVFP4, and FP8 by tensor or by channel.
 
-It stands in config.json, or in older files in hf_quant_config.json alone, and names modules that stay as they are; all
-other linear ones are quantized. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
+The config is in config.json, or in older checkpoints in hf_quant_config.json alone. It names the modules that are not
+quantized; all other linear ones are. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
 """
 
 from pathlib import Path
@@ -53,7 +53,7 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
 
 
 def _check_groups(groups: ConfigObject, scheme: Scheme) -> None:
-    """CheckpointError unless newer files' groups say once more what the algorithm does."""
+    """CheckpointError unless the groups of newer files agree with the algorithm."""
     if len(groups.entries) != 1:
         raise CheckpointError(groups.file, f"`{groups.place}` must hold one group, but holds {len(groups.entries)}")
     group = groups.object(*groups.entries)

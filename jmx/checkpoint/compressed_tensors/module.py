@@ -117,12 +117,12 @@ class Module:
         piece = self._piece("weight_shape")
         if piece.dtype not in ("I64", "I32") or piece.tensor.shape not in ((2,), (3,)):
             raise piece.error(f"is {piece.dtype} {piece.tensor.shape}, but must be two or three I64")
-        told = [int(size) for size in piece.tensor.view()]  # of a tensor with all experts, the whole's
-        words = packing.num_words(told[-1], self.format.element_bits)
-        if told[-2] != rows or words != columns or told[-1] < 1 or len(told) != len(values.tensor.shape):
+        stated = [int(size) for size in piece.tensor.view()]  # of a tensor with all experts, the whole's
+        words = packing.num_words(stated[-1], self.format.element_bits)
+        if stated[-2] != rows or words != columns or stated[-1] < 1 or len(stated) != len(values.tensor.shape):
             whole = [*values.tensor.shape]
-            raise piece.error(f"(={told}) must fit {values.tensor.name!r}, of {whole} words")
-        return rows, told[-1]
+            raise piece.error(f"(={stated}) must fit {values.tensor.name!r}, of {whole} words")
+        return rows, stated[-1]
 
     def _expected(self, rows: int, columns: int) -> Iterator[tuple[str, tuple[str, ...], tuple[Shape, ...]]]:
         """Name, dtypes and shapes of each tensor that must be there."""
@@ -222,7 +222,7 @@ class Module:
         with np.errstate(over="ignore", under="ignore"):
             factor = number if self.scheme.storage == MODELOPT else np.float32(1) / number
         if not _LEAST_NORMAL <= factor < math.inf:
-            raise piece.error(f"(={number}) must stand for a factor that float32 holds in full, and not {factor}")
+            raise piece.error(f"(={number}) must give a factor that is a normal float32, but gives {factor}")
         return np.asarray(factor, np.float32)
 
     def kept(self) -> dict[str, np.ndarray]:

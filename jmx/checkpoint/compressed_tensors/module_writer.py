@@ -76,4 +76,4 @@ def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:
 
 def _check_equal(name: str, expected: np.ndarray, array: np.ndarray) -> None:
     if (array != expected).any():
-        raise ValueError(f"`weight.{name}` must be the same in all rows that a file's single one stands for")
+        raise ValueError(f"`weight.{name}` must be the same in all rows that share one in the file")

@@ -1,4 +1,4 @@
-"""What config.json says of how weights are quantized: where that stands, and which tool's config it is."""
+"""How weights are quantized, by config.json: the key that holds it, and which tool's config it is."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ TEXT_CONFIG = "text_config"  # which may hold them instead, in models that take 
 
 
 def read_quantization(path: str | os.PathLike[str]) -> Quantization:
-    """What the configs in the directory `path` say of each module, whichever of the tools that are known wrote them.
+    """The scheme of each module by the configs in the directory `path`, whichever known tool wrote them.
 
     Raises:
-        CheckpointError: there is no config, it says nothing of quantization, differs in two places, names another tool,
-            or what that tool's parser raises.
+        CheckpointError: there is no config, it has no quantization, it has two that differ, or names another tool; and
+            what that tool's parser raises.
     """
     file = check_path("path", path) / FILE
     return quantization_of(file, read_object(file))
@@ -29,7 +29,7 @@ def is_quantized(path: str | os.PathLike[str]) -> bool:
     """Whether the configs in the directory `path` say that weights are quantized, by whichever tool.
 
     Raises:
-        CheckpointError: there is no config, or it says so in two places that differ, or in one that is not known.
+        CheckpointError: there is no config, or has two that differ, or one under an unknown key.
     """
     file = check_path("path", path) / FILE
     return find_quantization(file, read_object(file)) is not None or os.path.lexists(file.parent / modelopt_config.FILE)
@@ -63,10 +63,10 @@ def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
 
 
 def find_quantization(file: Path, contents: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Where config.json's contents say how weights are quantized, and the entry itself; None if nowhere.
+    """The key of config.json under which it has how weights are quantized, and the value; None if there is none.
 
     Raises:
-        CheckpointError: several places that differ, or one that is not known.
+        CheckpointError: several that differ, or one under an unknown key.
     """
     found = dict(_said(contents))
     if not found:

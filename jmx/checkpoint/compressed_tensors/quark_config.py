@@ -1,4 +1,4 @@
-"""What configs of AMD's Quark say of each module: weights in MXFP4, and in FP8 by tensor or by channel.
+"""Configs of AMD's Quark: weights in MXFP4, and in FP8 by tensor or by channel.
 
 See https://quark.docs.amd.com. One config is for all linear modules but those that are excluded.
 """
@@ -27,7 +27,7 @@ _INPUTS: dict[tuple[Any, ...], str] = {
     ("fp4", "per_group", 32, "e8m0", True, None): "mxfp4",
 }
 
-# How scales were found; nothing of what they mean.
+# How scales were calibrated, which does not change their meaning.
 _CALIBRATION = (
     "block_size",
     "enable_buffer_reuse",
@@ -40,10 +40,10 @@ _CALIBRATION = (
     "scale_type",
     "zero_point_type",
 )
-# How files came about, and what else of the model is quantized; each must be empty where it would change experts.
+# Keys that do not concern experts; and keys that would change them, which must be empty.
 _ELSEWHERE = ("kv_cache_post_rope", "version")
 _EMPTY = ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec")
-# Algorithms that leave nothing to be done when the model runs: they chose the weights.
+# Algorithms that only chose the weights, with nothing to do when the model runs.
 _ALGORITHMS = ("awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant")
 _MODES = ("eager_mode", "fx_graph_mode")
 _EXPORT = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}

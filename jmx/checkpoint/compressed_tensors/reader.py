@@ -76,7 +76,8 @@ class Reader(SafetensorsReader):
             layer, sharding: as in `arrays`.
             layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
             inputs: whether they declare the format of inputs that their scheme names, if it does. Static scales become
-                one a product, the largest; a UserWarning says so where experts' differ. False: inputs stay as they are.
+                one a product, the largest; with a UserWarning where experts' differ. False: inputs are not
+                quantized.
 
         Raises:
             CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format; with

@@ -1,8 +1,8 @@
-"""Where a checkpoint's tensors lie: in safetensors files of a published form, or in Orbax checkpoints of neutral ones.
+"""Tensors by neutral names, from safetensors files of a published form or from Orbax checkpoints.
 
 The Orbax form is a directory of config.json (in the Hugging Face spelling), `top` and `layers/0`, `layers/1` ..., each
 of which plain Orbax reads: a flat dict by neutral names, experts in canonical dtypes. It has one checkpoint a layer, so
-that it can be written with one layer in memory. Each says in its custom metadata which part of the model it is.
+that it can be written with one layer in memory. The custom metadata of each name the part of the model that it is.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How the two published forms of gpt-oss name and shape their tensors, and which neutral tensors those hold.
+"""Names and shapes of gpt-oss' tensors: neutral ones, and those of the two published forms that hold them.
 
 Neutral names are this project's own: those of `Experts.arrays` for the experts, and plain ones for the rest. A
 tensor of a file holds one neutral tensor, or several, one after the other along the first axis (the original form's q,
@@ -14,7 +14,7 @@ from pathlib import Path
 from jmx.checkpoint.model_configs.gpt_oss import Config
 from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.numerics.formats import MXFP4
-from jmx.util.checks import check_one_of, check_str
+from jmx.util.checks import check_instance, check_one_of, check_str
 
 Shape = tuple[int, ...]
 
@@ -141,6 +141,7 @@ def shapes(config: Config) -> dict[str, Shape]:
 
 def tensor_shapes(config: Config) -> dict[str, Shape]:
     """Shapes of all tensors outside the experts, by their neutral name in the model, such as "layers.0.q_weight"."""
+    check_instance("config", config, Config)
     layer = dense_shapes(config)
     layers = {layer_name(i, name): shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
     return top_shapes(config) | layers
@@ -247,7 +248,7 @@ def detect(directory: Path, found: Mapping[str, Tensor]) -> Form:
 
 
 def check_layers(directory: Path, found: Mapping[str, Tensor], config: Config) -> None:
-    """CheckpointError if `config` has more layers than `found` has tensors: tables a layer must not fill the memory."""
+    """CheckpointError if `config` has more layers than `found` has tensors, before tables of layers exhaust memory."""
     if config.num_hidden_layers > len(found):
         raise CheckpointError(
             directory,

@@ -1,4 +1,4 @@
-"""What a gpt-oss config.json says, in any of its spellings, and what it leaves out."""
+"""Configuration of gpt-oss: config.json in every spelling, defaults of what it leaves out, published models."""
 
 import dataclasses
 import os
@@ -14,7 +14,9 @@ from jmx.util.checks import check_instance, check_path, check_str
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-MOST_LAYERS = 1 << 20  # no limit of a model: a number beyond is garbled, and a table of its layers fills the memory
+MOST_LAYERS = (
+    1 << 20
+)  # far beyond any model: a larger number is corrupt, and a table of its layers would exhaust memory
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -165,7 +167,7 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-# What the Hugging Face form's rope entries leave out: unlike the reference model, transformers rounds unless told.
+# What the Hugging Face form's rope entries leave out: unlike the reference model, transformers rounds by default.
 ROPE_DEFAULTS: dict[str, Any] = {"rope.truncate": True}
 
 # Keys of the Hugging Face form that would change the model, with the values that this one can have.
@@ -195,7 +197,7 @@ QUANTIZATION: dict[str, Any] = {
 def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | None = (MXFP4.name,)) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
 
-    `quant_methods`: names of the methods of quantization that it may have; None: any, for who reads the experts.
+    `quant_methods`: names of the methods of quantization that it may have; None: any.
 
     EOS ids are those of config.json and of generation_config.json, if there is one, which may name the other special
     ids too. Layers slide in turn, the first one sliding, where `layer_types` is not given.

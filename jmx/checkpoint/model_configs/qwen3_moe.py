@@ -1,4 +1,4 @@
-"""What a Qwen3-MoE config.json says, and what it leaves out."""
+"""Configuration of Qwen3-MoE: config.json, the defaults of what it leaves out, published models."""
 
 import os
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jmx.checkpoint.shards import CheckpointError, read_json
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 MODEL_TYPE = "qwen3_moe"
-MOST_LAYERS = 1 << 20  # no limit of a model: a number beyond is garbled
+MOST_LAYERS = 1 << 20  # far beyond any model: a larger number is corrupt
 
 # What configs leave out, from transformers' Qwen3MoeConfig.
 DEFAULTS: dict[str, Any] = {
@@ -136,7 +136,7 @@ def _entries(file: Path) -> ConfigObject:
 
 
 def _default(entries: ConfigObject, key: str) -> list[Any]:
-    """What stands for an entry that is missing, or null."""
+    """The default of an entry that is missing or null."""
     if entries.entries.get(key) is None and key in DEFAULTS:
         return [DEFAULTS[key]]
     return []

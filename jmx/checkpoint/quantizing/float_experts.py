@@ -1,4 +1,4 @@
-"""Experts that a checkpoint holds as floats: which tensors they are, and the matrix of each.
+"""Experts that a checkpoint holds as floats: their tensors, and the matrix of each projection.
 
 Files hold each projection of each expert apart, as in "experts.3.down_proj.weight", weights (out, in); or, as the
 Hugging Face form of gpt-oss does, all experts in one tensor "experts.down_proj", (E, in, out), gate and up columns in
@@ -130,8 +130,8 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
         config: what config.json holds.
 
     Raises:
-        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, lie in an order that
-            nothing tells, or are not as many as the config says.
+        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, are stored in an
+            order that is not known, or are not as many as the config says.
     """
     apart: dict[str, dict[int, dict[str, dict[str, Tensor]]]] = {}
     together: dict[str, dict[str, Tensor]] = {}

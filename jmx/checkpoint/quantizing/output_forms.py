@@ -1,4 +1,4 @@
-"""The files in which quantized experts can lie: compressed-tensors', and the Hugging Face form of gpt-oss for MXFP4."""
+"""How files hold quantized experts: as compressed-tensors, or for MXFP4 in the Hugging Face form of gpt-oss."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""What quantizing did to the weights of each layer, measured in float64."""
+"""The errors that quantizing made in the weights of each layer, measured in float64."""
 
 import math
 from collections.abc import Iterator
