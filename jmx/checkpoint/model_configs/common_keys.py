@@ -26,6 +26,15 @@ def check_model_sizes(file: Path, config: Mapping[str, Any], layer: str, *, num_
                     raise CheckpointError(file, f"`{key}` (={stated}) must be {found}, the {what} that {layer!r} has")
 
 
+def check_heads(file: Path, heads: int, kv_heads: int, head_dim: int) -> None:
+    """CheckpointError unless key/value heads divide the heads, and rotary pairs the head."""
+    if heads % kv_heads:
+        rule = f"must be a multiple of `num_key_value_heads` (={kv_heads})"
+        raise CheckpointError(file, f"`num_attention_heads` (={heads}) {rule}")
+    if head_dim % 2:
+        raise CheckpointError(file, f"`head_dim` (={head_dim}) must be even, for rotary pairs")
+
+
 def top_k(config: Mapping[str, Any]) -> int | None:
     """Experts of a token, or None where the config has no such key."""
     return _first(config, _TOP_K, int)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jmx.checkpoint.model_configs.common_keys import check_heads
 from jmx.checkpoint.shards import CheckpointError, read_json
 from jmx.numerics.formats import MXFP4
 from jmx.util.checks import check_instance, check_path, check_str
@@ -361,11 +362,4 @@ def _check_sizes(file: Path, config: Config) -> None:
             raise CheckpointError(file, str(error)) from error
     if config.top_k > config.num_experts:
         raise CheckpointError(file, f"experts of a token (={config.top_k}) must be at most {config.num_experts}, all")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            file,
-            f"`num_attention_heads` (={config.num_attention_heads}) must be a multiple of "
-            f"`num_key_value_heads` (={config.num_key_value_heads})",
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(file, f"`head_dim` (={config.head_dim}) must be even, for rotary pairs")
+    check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)

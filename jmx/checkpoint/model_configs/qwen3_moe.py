@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.config_object import ConfigObject
+from jmx.checkpoint.model_configs.common_keys import check_heads
 from jmx.checkpoint.shards import CheckpointError, read_json
 
 FILE = "config.json"
@@ -211,11 +212,4 @@ def _eos_token_ids(entries: ConfigObject, generation: Path) -> tuple[int, ...]:
 def _check(file: Path, config: Config) -> None:
     if config.top_k > config.num_experts:
         raise CheckpointError(file, f"`num_experts_per_tok` (={config.top_k}) must be at most {config.num_experts}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            file,
-            f"`num_attention_heads` (={config.num_attention_heads}) must be a multiple of "
-            f"`num_key_value_heads` (={config.num_key_value_heads})",
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(file, f"`head_dim` (={config.head_dim}) must be even, for rotary pairs")
+    check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
