@@ -38,7 +38,7 @@ class Family:
     """What the command line needs to know of a family of models.
 
     Args:
-        description: what --help says first.
+        description: the first line of --help.
         configs: of published models, for --random.
         read_config: of a checkpoint's directory.
         load: a checkpoint's directory, and `format`, `declared_inputs`, `dtype`, `backend` and `progress`, to a model.

@@ -15,7 +15,7 @@ from jmx.checkpoint.gpt_oss import Config, Reader, file_name, is_checkpoint, rea
 
 
 class RandomSource(RandomWeights[Config]):
-    """Random weights of the shapes that `config` says, made on the device.
+    """Random weights of the shapes of `config`, made on the device.
 
     ValueError for a `seed` outside 0..2^32 - 1.
     """
@@ -52,7 +52,7 @@ def load(
     backend: str | None = None,
     progress: bool = False,
 ) -> GptOss:
-    """The model of a gpt-oss checkpoint; experts stay as they are from disk to device.
+    """The model of a gpt-oss checkpoint; experts are never decoded from disk to device.
 
     Args:
         path: a directory in the Hugging Face form or the original form, or quantized by another tool that jmx reads.

@@ -14,7 +14,7 @@ from jmx.checkpoint.gpt_oss import Config
 class GptOss(Model):
     """The whole model; see `examples.gpt_oss.load` for making one out of a checkpoint.
 
-    Attention has biases and sinks, and slides over a window or sees everything, as the config says of each layer.
+    Attention has biases and sinks, and uses a sliding window or the full context in each layer, by the config.
 
     Args:
         config: sizes and constants (`jmx.checkpoint.gpt_oss.Config`).

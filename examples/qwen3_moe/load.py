@@ -109,7 +109,7 @@ def _untied(checkpoint: Checkpoint, config: Config) -> tuple[Config, dict[str, s
 
 
 class RandomSource(RandomWeights[Config]):
-    """Random weights of the shapes that `config` says, made on the device.
+    """Random weights of the shapes of `config`, made on the device.
 
     ValueError for a `seed` outside 0..2^32 - 1.
     """
@@ -129,7 +129,7 @@ def load(
     backend: str | None = None,
     progress: bool = False,
 ) -> Qwen3MoE:
-    """The model of a Qwen3-MoE checkpoint; experts stay as they are from disk to device.
+    """The model of a Qwen3-MoE checkpoint; experts are never decoded from disk to device.
 
     Args:
         path: a directory of safetensors files, in floats or quantized by a tool that jmx reads.

@@ -53,7 +53,7 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
         path: the checkpoint.
         module: of the same structure; its layouts may differ. Its values are not looked at, so
             `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held: under
-            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables that say no place go to the
+            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables without a sharding go to the
             whole mesh on which others lie, else to the default device. Experts that were saved in another layout are
             read split as these, where their shapes can be, else along the axis of experts alone (whole, if that is not
             split), and moved once they have their layout.

@@ -12,7 +12,7 @@ from jmx.numerics.formats import Format
 
 
 class ExpertLayer(Protocol):
-    """What files say of one layer's experts, known before any weight is read.
+    """The description of one layer's experts, known before any weight is read.
 
     Attributes:
         num_experts: E.
@@ -46,7 +46,7 @@ class Reader[Key: (int, str)](Protocol):
 
     Attributes:
         path: the directory.
-        config: what config.json says: a dataclass of `jmx.checkpoint.model_configs`, or the JSON object itself.
+        config: the contents of config.json: a dataclass of `jmx.checkpoint.model_configs`, or the JSON object itself.
         layers: the layers that have experts, in order; the keys are what `experts` takes.
 
     Raises:

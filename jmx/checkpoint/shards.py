@@ -310,7 +310,7 @@ def _read_index(directory: Path) -> dict[str, Tensor]:
         for name in sorted(expected[place] - found.keys()):
             raise CheckpointError(file, f"tensor {name!r} is missing, which {INDEX} places here")
         for name in sorted(found.keys() - expected[place]):
-            raise CheckpointError(file, f"tensor {name!r} is here, but {INDEX} does not say so")
+            raise CheckpointError(file, f"tensor {name!r} is here, but not in {INDEX}")
         tensors |= found
     return tensors
 

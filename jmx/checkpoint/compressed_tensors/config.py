@@ -1,8 +1,8 @@
 """`quantization_config` of a compressed-tensors checkpoint: the scheme of each module.
 
 Its meaning is that of the package that writes it (https://github.com/vllm-project/compressed-tensors; its
-QuantizationConfig, QuantizationScheme and QuantizationArgs). Files say more than a loader needs (how scales were
-observed, say), and some of it would change the model: every key is checked, and one that is not known is refused.
+QuantizationConfig, QuantizationScheme and QuantizationArgs). Files hold more than a loader needs (such as how scales
+were observed), and some of it would change the model: every key is checked, and an unknown one is an error.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Scheme:
     Args:
         weights: name of the weights' format, a key of `jmx.numerics.formats.FORMATS`.
         inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have. Where no
-            format of `jmx.numerics.input_formats.INPUT_FORMATS` is meant: what the config says, in words.
+            format of `jmx.numerics.input_formats.INPUT_FORMATS` is meant: a description of the config's entry.
         storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
     """
 
@@ -133,7 +133,7 @@ class Quantization:
 
 
 def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization that the object at `place` of config.json says.
+    """The quantization of the object at `place` of config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here, naming
@@ -145,7 +145,7 @@ def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
     for key in ("transform_config", "moe_sparsity_config"):
         top.check(key, lambda value: value in (None, {}), "must be empty: it would change the model", None)
-    for key in ("version", "global_compression_ratio"):  # they say nothing of the tensors
+    for key in ("version", "global_compression_ratio"):  # which do not concern the tensors
         top.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
     kv_cache = top.object_or_none("kv_cache_scheme")
     storage = top.one_of("format", (*STORAGES, MIXED))
@@ -279,7 +279,7 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
 
 
 def _inputs(entries: ConfigObject) -> str:
-    """The inputs' format, or what the config says, where it is none that is known."""
+    """The inputs' format, or a description of the config's entry, if no known format has it."""
     args = _args(entries)
     entries.one_of("actorder", (None, False), None)
     entries.close()

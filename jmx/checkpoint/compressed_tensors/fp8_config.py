@@ -25,7 +25,7 @@ _IGNORE = ("modules_to_not_convert", "ignored_layers")
 
 
 def parse_fp8(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization that the object at `place` of config.json says.
+    """The quantization of the object at `place` of config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here.

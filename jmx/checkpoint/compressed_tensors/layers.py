@@ -152,7 +152,7 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
     Args:
         found: the tensors.
         quantization: their schemes.
-        gate_up_order: how rows lie in a tensor that holds gate and up, which files do not say.
+        gate_up_order: how rows lie in a tensor that holds gate and up, which files do not record.
 
     Raises:
         CheckpointError: no experts at all; some that are missing or differ in more than their numbers, tensors that no
@@ -202,7 +202,7 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
     elif gate_up_order is None:
         raise ValueError(
             f"`gate_up_order` (=None) must be 'concatenated' or 'interleaved': experts of {name!r} hold gate and up in "
-            "one tensor, and files do not say how its rows lie"
+            "one tensor, and files do not record the order of its rows"
         )
 
     def module(its_name: str, pieces: Mapping[str, Mapping[str, Piece]], projection: str) -> Module:

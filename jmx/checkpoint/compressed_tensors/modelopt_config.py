@@ -31,7 +31,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {  # of groups, by how files hold weight
 
 
 def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization that the object at `place` says, of config.json or hf_quant_config.json.
+    """The quantization of the object at `place` of config.json or hf_quant_config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of another algorithm.

@@ -26,7 +26,7 @@ def read_quantization(path: str | os.PathLike[str]) -> Quantization:
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Whether the configs in the directory `path` say that weights are quantized, by whichever tool.
+    """Whether the configs in the directory `path` have weights quantized, by whichever tool.
 
     Raises:
         CheckpointError: there is no config, or has two that differ, or one under an unknown key.

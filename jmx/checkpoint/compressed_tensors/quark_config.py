@@ -51,7 +51,7 @@ _SHARED_SCALES = ("kv_cache_group", "min_kv_scale", "weight_merge_groups")  # wh
 
 
 def parse_quark(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization that the object at `place` of config.json says.
+    """The quantization of the object at `place` of config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here.

@@ -31,17 +31,17 @@ class Reader(SafetensorsReader):
     """A `jmx.checkpoint.Reader` of files that compressed-tensors or another known tool quantized, of any model.
 
     Making one reads config.json and the headers of the files, and checks that every tensor of experts is there and no
-    other, as many as the config says, if it does, and that nothing is quantized which the config does not name. Numbers
+    other, as many as the config has, and that nothing is quantized which the config does not name. Numbers
     are checked as they are read.
 
     Args:
         path: the directory.
-        gate_up_order: "concatenated" or "interleaved": how rows lie in a tensor that holds gate and up, which files do
-            not say. Not asked for where they are two.
+        gate_up_order: "concatenated" or "interleaved": the order of rows in a tensor of gate and up, which files do
+            not record. Not used where they are two tensors.
 
     Attributes:
         config: what config.json holds.
-        quantization: what config.json says; `quantization.scheme(name)` is that of any module.
+        quantization: of config.json; `quantization.scheme(name)` is the scheme of any module.
         layers: `Layer` by the name of the module that holds the experts, of quantized ones alone.
         tensors: where each tensor of the checkpoint lies, experts' or not, by name.
 

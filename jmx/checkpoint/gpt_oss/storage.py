@@ -134,7 +134,7 @@ def orbax_groups(directory: Path, config: Config) -> Iterator[tuple[Path, str, M
 
 
 def _note(directory: Path, place: Path) -> dict[str, Any]:
-    """What an Orbax checkpoint at `place` of the form says beside its arrays: which part of the model it is."""
+    """The custom metadata of the form's Orbax checkpoint at `place`: which part of the model it is."""
     return {"version": VERSION, "part": place.relative_to(directory).as_posix()}
 
 

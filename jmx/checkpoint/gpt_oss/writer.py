@@ -60,7 +60,7 @@ def convert(
         progress: whether to show a progress bar on stderr, where that is a terminal.
 
     Raises:
-        CheckpointError: `src` is wrong or broken, or its config says what `form` cannot.
+        CheckpointError: `src` is wrong or broken, or its config cannot be written in `form`.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
         ValueError: an unknown `form`; a `dst` that is, holds or lies in `src`; a `max_shard_bytes` below 1.
     """
@@ -95,7 +95,7 @@ def _write_config(reader: Reader, directory: Path, form: str) -> None:
         if written[name] != value:
             raise CheckpointError(
                 reader.path / FILE,
-                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which cannot say it",
+                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which has no key for it",
             )
 
 

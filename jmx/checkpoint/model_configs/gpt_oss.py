@@ -183,7 +183,7 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope.mscale_all_dim": (None,),
 }
 
-# What the Hugging Face form says of its weights.
+# `quantization_config` of the Hugging Face form.
 QUANTIZATION: dict[str, Any] = {
     "quant_method": MXFP4.name,
     "modules_to_not_convert": [
@@ -319,7 +319,7 @@ def _layer_types(file: Path, given: Any, num_layers: int) -> tuple[str, ...]:
 
 
 def entries(config: Config, spelling: str) -> dict[str, Any]:
-    """The contents of a config.json that says `config` in the "hf" or the "original" spelling.
+    """The contents of config.json for `config`, in the "hf" or the "original" spelling.
 
     The original spelling has fewer keys: reading it back gives another config where they do not suffice.
     """

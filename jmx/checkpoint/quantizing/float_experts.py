@@ -24,7 +24,7 @@ FLOATS = ("BF16", "F16", "F32")
 # Names of the projections, in the order of `PARTS`.
 _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = ("gate_up_proj", "down_proj")
-_FUSED_MODEL = "gpt_oss"  # whose tensors of all experts are transposed, with rows in turn: files do not say so
+_FUSED_MODEL = "gpt_oss"  # whose tensors of all experts are transposed, with rows interleaved: files do not record it
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)", re.DOTALL)
@@ -131,7 +131,7 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
 
     Raises:
         CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, are stored in an
-            order that is not known, or are not as many as the config says.
+            order that is not known, or are not as many as the config has.
     """
     apart: dict[str, dict[int, dict[str, dict[str, Tensor]]]] = {}
     together: dict[str, dict[str, Tensor]] = {}
@@ -184,8 +184,8 @@ def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> 
     if model_type != _FUSED_MODEL:
         raise CheckpointError(
             first.file,
-            f"tensor {first.name!r} holds all experts, and files do not say how: that is known of `model_type` "
-            f"{_FUSED_MODEL!r}, and not of {model_type!r}",
+            f"tensor {first.name!r} holds all experts, in an order that files do not record; it is known for "
+            f"`model_type` {_FUSED_MODEL!r}, and not for {model_type!r}",
         )
     known = {*_FUSED, *(f"{projection}_bias" for projection in _FUSED)}
     for last, tensor in tensors.items():

@@ -44,7 +44,7 @@ class Form(Protocol):
         ...
 
     def config(self, linear: list[str]) -> Mapping[str, Any]:
-        """`quantization_config`. `linear`: names of the modules that stay as they are and have a matrix."""
+        """`quantization_config`. `linear`: names of the other modules that have a matrix."""
         ...
 
 
@@ -119,7 +119,7 @@ def _bias(matrix: Matrix) -> Iterator[np.ndarray]:
 
 
 class GptOss:
-    """All experts in one tensor of blocks and one of scales, rows of gate and up in turn: MXFP4."""
+    """All experts in one tensor of blocks and one of scales, rows of gate and up interleaved: MXFP4."""
 
     name = "gpt-oss"
 
@@ -138,8 +138,8 @@ class GptOss:
             def values(parts: tuple[str, ...] = parts, scales: list[np.ndarray] = scales) -> Iterator[np.ndarray]:
                 for matrices in layer.experts:
                     made = [quantize(matrices[part]) for part in parts]
-                    scales.append(_in_turn([np.asarray(q.scales) for q in made]))
-                    yield _in_turn([np.asarray(q.values) for q in made])
+                    scales.append(_interleaved([np.asarray(q.scales) for q in made]))
+                    yield _interleaved([np.asarray(q.values) for q in made])
 
             yield Output(f"{name}_blocks", "U8", blocks, values)
             yield Output(f"{name}_scales", "U8", packed.scales.shape, partial(_drain, scales))
@@ -150,8 +150,8 @@ class GptOss:
         return QUANTIZATION
 
 
-def _in_turn(arrays: list[np.ndarray]) -> np.ndarray:
-    """Rows of one, or of two in turn."""
+def _interleaved(arrays: list[np.ndarray]) -> np.ndarray:
+    """Rows of one array, or of two interleaved."""
     return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
