@@ -24,7 +24,7 @@ def write(path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) ->
 
 
 def float_gpt_oss(path: Path, num_layers: int = 4) -> tuple[Path, dict[str, np.ndarray]]:
-    """Layers of the tiny checkpoint with experts expanded, as the Hugging Face form has them before quantisation."""
+    """Layers of the tiny checkpoint with experts expanded, as the Hugging Face form has them before quantization."""
     cut = tuple(f"model.layers.{layer}." for layer in range(num_layers, 4))
     tensors = {name: tensor.view() for name, tensor in shards.read_headers(TINY).items() if not name.startswith(cut)}
     for name in [name for name in tensors if name.endswith("_blocks")]:

@@ -93,10 +93,10 @@ class _Source:
 
     def __init__(self, path: Path, family: Family):
         reader = compressed_tensors.Reader(path)
-        layer = reader.layer(EXPERTS)
+        layer = reader.layers[EXPERTS]
         self.inputs = layer.scheme.inputs
         self._reader, self._layer, self._random, self._biases = reader, layer, family.random(layer), family.biases
-        self.config, self.top, self.layer = self._random.config, self._random.top, self._random.layer
+        self.config, self.layers, self.dense = self._random.config, self._random.layers, self._random.dense
 
     def experts(self, layer: int) -> jmx.Experts:
         experts, sizes = self._reader.experts(EXPERTS, "packed"), self._layer

@@ -520,7 +520,7 @@ def _objects(node: Any) -> list[Object]:
 
 
 def _aim(draft: Draft, rng: random.Random) -> Any:
-    """A JSON document, or that part of it which says how weights are quantised."""
+    """A JSON document, or that part of it which says how weights are quantized."""
     name = rng.choice([name for name in draft.documents if name != INDEX])
     document = draft.documents[name]
     parts = [value for key, value in document if key in _QUANTIZATION] if isinstance(document, Object) else []
@@ -538,7 +538,7 @@ def _value(draft: Draft, rng: random.Random) -> None:
 def _key(draft: Draft, rng: random.Random) -> None:
     aim = _aim(draft, rng)
     objects = [found for found in _objects(aim) if found]
-    # All that a tool says of how it quantised has a meaning; a model's config says more than a loader of experts reads.
+    # All that a tool says of how it quantized has a meaning; a model's config says more than a loader of experts reads.
     known = (
         isinstance(aim, Object)
         and ("quant_method", "mxfp4") not in [(key, value) for key, value in aim]

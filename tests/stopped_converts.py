@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jmx import cli
-from jmx.checkpoint.quantizing import files, writer
+from jmx.checkpoint.quantizing import file_list, writer
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.util.atomic_files import parts, renaming, writing
 
@@ -31,7 +31,7 @@ STAGES: dict[str, tuple[Any, str, int, str]] = {
     "copy": (writer.shutil, "copyfile", 1, "after"),
     "first matrix": (writer, "quantize", 1, "before"),
     "last matrix": (writer, "quantize", 3, "after"),
-    "list": (files, "write_list", 1, "after"),
+    "list": (file_list, "write_list", 1, "after"),
     "rename": (writing, "_rename_new", 1, "before"),
     "renamed": (renaming, "rename_new", 1, "after"),
     "report renamed": (renaming, "rename_new", 2, "after"),

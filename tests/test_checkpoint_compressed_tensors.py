@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
+from jmx.checkpoint.compressed_tensors.module import Module
+from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 from jmx.numerics.formats import WHOLE_ROW
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
@@ -103,7 +104,7 @@ def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_those_that_the_package_makes(name):
-    layer = reader(name).layer(LAYER)
+    layer = reader(name).layers[LAYER]
     answers = {key: array for key, array in read(GOLDEN / f"{name}.safetensors").items() if key.endswith(".weight")}
     gate_up, down = floats(layer, "gate_up"), floats(layer, "down")
     assert gate_up.shape == (layer.num_experts, 2 * layer.intermediate_size, layer.hidden_size)
@@ -124,7 +125,7 @@ def test_weights_are_those_that_the_package_makes(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arrays_have_the_shapes_that_the_format_declares(name):
-    layer = reader(name).layer(LAYER)
+    layer = reader(name).layers[LAYER]
     for key, array in layer.arrays().items():
         whole = array.whole()
         assert (whole.shape, whole.dtype, whole.nbytes) == (array.shape, array.dtype, array.nbytes), key
@@ -135,7 +136,7 @@ def test_arrays_have_the_shapes_that_the_format_declares(name):
 
 def test_experts_that_differ_stay_apart_and_gate_stands_over_up():
     arrays, _ = golden("mxfp4")
-    found = wholes(reader("mxfp4").layer(LAYER))
+    found = wholes(reader("mxfp4").layers[LAYER])
     for expert in range(3):
         parts = [arrays[f"{LAYER}.{expert}.{p}_proj.weight_packed"] for p in ("gate", "up")]
         assert same(found["gate_up_values"][expert], np.concatenate(parts))
@@ -144,7 +145,7 @@ def test_experts_that_differ_stay_apart_and_gate_stands_over_up():
 
 def test_global_scales_multiply_and_gate_and_up_keep_their_own():
     arrays, _ = golden("nvfp4")
-    layer = reader("nvfp4").layer(LAYER)
+    layer = reader("nvfp4").layers[LAYER]
     scales = wholes(layer)["gate_up_global_scales"]
     for expert in range(3):
         gate, up = (arrays[f"{LAYER}.{expert}.{p}_proj.weight_global_scale"][0] for p in ("gate", "up"))
@@ -163,13 +164,13 @@ def test_static_scales_mean_what_the_inputs_format_says_whatever_the_weights_are
         group["input_activations"],
     )
     swapped = {name.replace(theirs, ours): array for name, array in arrays.items()}
-    layer = compressed_tensors.Reader(write(tmp_path / "a", swapped, config)).layer(LAYER)
+    layer = compressed_tensors.Reader(write(tmp_path / "a", swapped, config)).layers[LAYER]
     scales = layer.static_scales("down")
     assert scales is not None
     assert scales[1, 0] == arrays[f"{LAYER}.1.down_proj.{theirs}"][0]
     swapped = {name.replace(ours, theirs): array for name, array in fp8.items()}
     swapped |= {name: array.astype(np.float32) for name, array in swapped.items() if name.endswith(theirs)}
-    layer = compressed_tensors.Reader(write(tmp_path / "b", swapped, fp8_config)).layer(LAYER)
+    layer = compressed_tensors.Reader(write(tmp_path / "b", swapped, fp8_config)).layers[LAYER]
     scales = layer.static_scales("down")
     assert scales is not None
     assert scales[1, 0] == np.float32(1) / fp8[f"{LAYER}.1.down_proj.{ours}"][0].astype(np.float32)
@@ -177,7 +178,7 @@ def test_static_scales_mean_what_the_inputs_format_says_whatever_the_weights_are
 
 def test_modelopts_scales_multiply_as_they_are():
     arrays, _ = golden("modelopt_nvfp4")
-    layer = reader("modelopt_nvfp4").layer(LAYER)
+    layer = reader("modelopt_nvfp4").layers[LAYER]
     scales, inputs = wholes(layer)["down_global_scales"], layer.static_scales("down")
     assert inputs is not None
     for expert in range(3):
@@ -188,7 +189,7 @@ def test_modelopts_scales_multiply_as_they_are():
 
 def test_quarks_rows_alternate_and_have_biases():
     arrays, _ = golden("quark_gpt_oss")
-    layer = reader("quark_gpt_oss").layer(LAYER)
+    layer = reader("quark_gpt_oss").layers[LAYER]
     assert (layer.hidden_size, layer.intermediate_size, layer.scheme.inputs) == (96, 64, "fp8_static")
     assert same(wholes(layer)["gate_up_bias"][2], arrays[f"{LAYER}.2.gate_up_proj.bias"])
     with pytest.raises(ValueError, match=r"`gate_up_order` \(=None\) must be"):
@@ -197,7 +198,7 @@ def test_quarks_rows_alternate_and_have_biases():
 
 def test_a_block_of_128_rows_begins_anew_with_up():
     arrays, _ = golden("fp8_block_dynamic")
-    scales = wholes(reader("fp8_block_dynamic").layer(LAYER))["gate_up_scales"]
+    scales = wholes(reader("fp8_block_dynamic").layers[LAYER])["gate_up_scales"]
     assert scales.shape == (2, 2 * 136, 2)
     gate, up = (arrays[f"{LAYER}.1.{p}_proj.weight_scale"] for p in ("gate", "up"))
     for rows, expected in (((0, 128), gate[0]), ((128, 136), gate[1]), ((136, 264), up[0]), ((264, 272), up[1])):
@@ -207,7 +208,7 @@ def test_a_block_of_128_rows_begins_anew_with_up():
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor_static", "fp8_channel_static", "fp8_block_static"])
 def test_static_scales_of_gate_and_up_stay_apart(name):
     arrays, _ = golden(name)
-    layer = reader(name).layer(LAYER)
+    layer = reader(name).layers[LAYER]
     last = "input_global_scale" if name == "nvfp4" else "input_scale"
     as_factor = np.reciprocal if name == "nvfp4" else np.positive
     for role, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
@@ -215,7 +216,7 @@ def test_static_scales_of_gate_and_up_stay_apart(name):
         found = layer.static_scales(role)
         assert found is not None
         assert same(found, as_factor(np.array(expected, np.float32)))
-    assert reader("fp8_tensor_dynamic").layer(LAYER).static_scales("down") is None
+    assert reader("fp8_tensor_dynamic").layers[LAYER].static_scales("down") is None
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4"])
@@ -224,17 +225,19 @@ def test_a_scale_of_zero_makes_a_block_of_zeros_in_nvfp4(name, tmp_path):
     arrays, config = golden(name)
     put("weight_scale", (3, 2), 0.0)(arrays)
     ours = compressed_tensors.Reader(write(tmp_path / name, arrays, config))
-    module = next(m for m in ours.layer(LAYER).modules["gate_up"][1] if m.name == at("").removesuffix("."))
+    module = next(m for m in ours.layers[LAYER].modules["gate_up"][1] if m.name == at("").removesuffix("."))
     weight = np.asarray(jmx.dequantize(jax.tree.map(jnp.asarray, module.weight()), jnp.float32, module.format))
     assert not weight[3, 32:48].any()
     assert weight[3, :32].any()
-    assert same(tensors(module.scheme, module.weight(), module.kept())["weight_scale"], arrays[at("weight_scale")])
+    assert same(
+        module_tensors(module.scheme, module.weight(), module.kept())["weight_scale"], arrays[at("weight_scale")]
+    )
 
 
 @hypothesis.given(st.sampled_from(["nvfp4", "w4a16_g32_asym", "w4a16_g32_order", "fp8_block_dynamic"]), st.data())
 @hypothesis.settings(max_examples=60)
 def test_parts_are_slices_of_the_whole(name, data):
-    arrays = reader(name).layer(LAYER).arrays()
+    arrays = reader(name).layers[LAYER].arrays()
     array = arrays[data.draw(st.sampled_from(sorted(arrays)))]
     index = tuple(slice(*sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))) for size in array.shape)
     assert same(array[index], array.whole()[index])
@@ -244,7 +247,7 @@ def test_only_the_experts_that_are_needed_are_read(monkeypatch):
     asked = []
     array = Module.array
     monkeypatch.setattr(Module, "array", lambda self, name: asked.append((self.name, name)) or array(self, name))
-    found = reader("w4a16_g32").layer(LAYER).arrays()["gate_up_values"]
+    found = reader("w4a16_g32").layers[LAYER].arrays()["gate_up_values"]
     part = found[slice(1, 2), slice(None), slice(None)]
     assert part.shape == (1, 128, 48)
     assert asked == [(f"{LAYER}.1.{p}_proj", "values") for p in ("gate", "up")]
@@ -255,7 +258,7 @@ def test_only_the_experts_that_are_needed_are_read(monkeypatch):
 def test_arrays_go_to_their_devices(name):
     by_expert = NamedSharding(Mesh(np.array(jax.devices()[:3]), ("expert",)), PartitionSpec("expert"))
     ours = reader(name)
-    expected = wholes(ours.layer(LAYER))
+    expected = wholes(ours.layers[LAYER])
     for sharding in (None, by_expert):
         found = ours.arrays(LAYER, sharding)
         assert found.keys() == expected.keys()
@@ -266,7 +269,7 @@ def test_arrays_go_to_their_devices(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_are_what_the_arrays_mean(name):
     ours = reader(name)
-    layer = ours.layer(LAYER)
+    layer = ours.layers[LAYER]
     for layout in ("packed", "canonical"):
         experts = ours.experts(LAYER, layout, inputs=False)
         assert (experts.layout, experts.format, experts.gate_up_order) == (layout, layer.format, layer.gate_up_order)
@@ -281,7 +284,7 @@ def test_experts_are_what_the_arrays_mean(name):
 )
 def test_a_layer_runs_on_what_was_read(name, rng):
     ours = reader(name)
-    layer = ours.layer(LAYER)
+    layer = ours.layers[LAYER]
     x = rng.standard_normal((5, layer.hidden_size)).astype(np.float32)
     ids = np.array([[0, 1], [1, 0], [1, 1], [0, 0], [1, 0]], np.int32)
     weights = rng.random((5, 2)).astype(np.float32)
@@ -297,7 +300,7 @@ def test_a_layer_runs_on_what_was_read(name, rng):
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_declare_the_inputs_of_their_scheme(name):
     ours = reader(name)
-    layer = ours.layer(LAYER)
+    layer = ours.layers[LAYER]
     wanted = layer.scheme.inputs
     differ = [s for s in map(layer.static_scales, ("gate_up", "down")) if s is not None and np.ptp(s) > 0]
     with pytest.warns(UserWarning, match="static input scales differ") if differ else contextlib.nullcontext():
@@ -338,8 +341,8 @@ def test_other_tensors_stay_within_reach():
     )
     with pytest.raises(CheckpointError, match=r"tensor 'model.norm' is missing"):
         ours.view("model.norm")
-    with pytest.raises(ValueError, match=re.escape(f"`name` (='experts') must be one of ['{LAYER}']")):
-        ours.layer("experts")
+    with pytest.raises(ValueError, match=re.escape(f"`layer` (='experts') must be one of ['{LAYER}']")):
+        ours.experts("experts")
 
 
 # Names
@@ -379,10 +382,10 @@ def together(arrays: Tensors, gate_up_order: str) -> Tensors:
 
 def test_other_names_of_the_same(tmp_path):
     arrays, config = golden("w4a16_g64_asym_order")
-    expected = wholes(reader("w4a16_g64_asym_order").layer(LAYER))
+    expected = wholes(reader("w4a16_g64_asym_order").layers[LAYER])
     mixtral = renamed(arrays, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp": "block_sparse_moe"})
     path = write(tmp_path / "mixtral", mixtral, config)
-    layer = compressed_tensors.Reader(path).layer("model.layers.0.block_sparse_moe.experts")
+    layer = compressed_tensors.Reader(path).layers["model.layers.0.block_sparse_moe.experts"]
     assert all(same(array, expected[key]) for key, array in wholes(layer).items())
 
 
@@ -399,7 +402,7 @@ def test_other_names_of_the_same(tmp_path):
 )
 def test_experts_in_one_tensor(tmp_path, name, order):
     arrays, config = golden(name)
-    expected = wholes(reader(name).layer(LAYER))
+    expected = wholes(reader(name).layers[LAYER])
     if name.startswith("nvfp4"):  # one global scale for both, there
         arrays |= {n.replace("gate", "up"): a for n, a in arrays.items() if n.endswith("gate_proj.weight_global_scale")}
         expected["gate_up_global_scales"][:, 64:] = expected["gate_up_global_scales"][:, :1]
@@ -407,8 +410,8 @@ def test_experts_in_one_tensor(tmp_path, name, order):
     with pytest.raises(ValueError, match=r"`gate_up_order` \(=None\) must be 'concatenated' or 'interleaved'"):
         compressed_tensors.Reader(path)
     ours = compressed_tensors.Reader(path, order)
-    layer = ours.layer(LAYER)
-    assert (layer.gate_up_order, layer.intermediate_size) == (order, reader(name).layer(LAYER).intermediate_size)
+    layer = ours.layers[LAYER]
+    assert (layer.gate_up_order, layer.intermediate_size) == (order, reader(name).layers[LAYER].intermediate_size)
     for key, array in wholes(layer).items():
         rows = expected[key]
         if key.startswith("gate_up") and order == "interleaved" and not key.endswith("order"):
@@ -421,7 +424,7 @@ def test_experts_in_one_tensor(tmp_path, name, order):
     )
 
 
-def test_layers_that_are_not_quantised_are_none_of_ours(tmp_path):
+def test_layers_that_are_not_quantized_are_none_of_ours(tmp_path):
     arrays, config = golden("w4a16_g32")
     dense = {
         f"model.layers.1.mlp.experts.{e}.{p}_proj.weight": np.ones((2, 2), np.float32) for e in "01" for p in PARTS
@@ -443,7 +446,7 @@ def test_biases_are_stacked_too(tmp_path, rng):
         for p in PARTS
     }
     ours = compressed_tensors.Reader(write(tmp_path / "biased", arrays | biases, config))
-    found = wholes(ours.layer(LAYER))
+    found = wholes(ours.layers[LAYER])
     assert same(found["gate_up_bias"][2], np.concatenate([biases[f"{LAYER}.2.{p}_proj.bias"] for p in ("gate", "up")]))
     assert same(found["down_bias"][1], biases[f"{LAYER}.1.down_proj.bias"])
     compressed_tensors.convert(ours, tmp_path / "again")
@@ -468,9 +471,9 @@ def test_read_then_written_is_the_same_to_the_bit(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_made_without_the_files_own_mean_the_same(name):
-    for module in (m for its in reader(name).layer(LAYER).modules["gate_up"] for m in its):
+    for module in (m for its in reader(name).layers[LAYER].modules["gate_up"] for m in its):
         kept = {n: a for n, a in module.kept().items() if n.startswith("input") or n == "bias"}
-        made = tensors(module.scheme, module.weight(), kept)
+        made = module_tensors(module.scheme, module.weight(), kept)
         assert made.keys() == module.pieces.keys()
         for key, array in made.items():
             read = module.pieces[key].view()
@@ -482,21 +485,21 @@ def test_tensors_made_without_the_files_own_mean_the_same(name):
 
 def test_arrays_that_no_file_can_hold_are_refused():
     def module(name: str) -> Module:
-        return reader(name).layer(LAYER).modules["gate_up"][0][0]
+        return reader(name).layers[LAYER].modules["gate_up"][0][0]
 
     nvfp4 = module("nvfp4")
     with pytest.raises(ValueError, match="`kept` must hold 'input_global_scale' for inputs of nvfp4"):
-        tensors(nvfp4.scheme, nvfp4.weight(), {})
+        module_tensors(nvfp4.scheme, nvfp4.weight(), {})
     with pytest.raises(ValueError, match=r"`weight.global_scales` \(=None\) must be there for nvfp4"):
-        tensors(nvfp4.scheme, nvfp4.weight()._replace(global_scales=None), nvfp4.kept())
+        module_tensors(nvfp4.scheme, nvfp4.weight()._replace(global_scales=None), nvfp4.kept())
     uneven = np.arange(64, dtype=np.float32)
     with pytest.raises(ValueError, match=r"`weight.global_scales` must be the same in all rows"):
-        tensors(nvfp4.scheme, nvfp4.weight()._replace(global_scales=uneven), {"input_global_scale": uneven[:1]})
+        module_tensors(nvfp4.scheme, nvfp4.weight()._replace(global_scales=uneven), {"input_global_scale": uneven[:1]})
     block = module("fp8_block_dynamic")
     scales = block.weight().scales.copy()
     scales[3] *= 2
     with pytest.raises(ValueError, match=r"`weight.scales` must be the same in all rows"):
-        tensors(block.scheme, block.weight()._replace(scales=scales), {})
+        module_tensors(block.scheme, block.weight()._replace(scales=scales), {})
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path):
@@ -518,7 +521,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path):
 
 
 def read_all(path: Path) -> None:
-    layer = compressed_tensors.Reader(path, "interleaved").layer(LAYER)
+    layer = compressed_tensors.Reader(path, "interleaved").layers[LAYER]
     wholes(layer)
     layer.static_scales("gate_up")
 
@@ -569,8 +572,8 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("nvfp4", put("weight_global_scale", 0, 0.0), "must hold finite scales above 0, but has 0.0 at (0,)"),
     ("nvfp4", put("weight_global_scale", 0, -3.0), "must hold finite scales above 0, but has -3.0"),
     ("nvfp4", put("weight_global_scale", 0, np.inf), "must hold finite scales above 0, but has inf"),
-    ("nvfp4", put("weight_global_scale", 0, 3e38), "must stand for a factor that float32 holds in full"),
-    ("nvfp4", put("weight_global_scale", 0, 1e-40), "must stand for a factor that float32 holds in full"),
+    ("nvfp4", put("weight_global_scale", 0, 3e38), "must give a factor that is a normal float32"),
+    ("nvfp4", put("weight_global_scale", 0, 1e-40), "must give a factor that is a normal float32"),
     ("nvfp4", put("weight_scale", (3, 2), np.nan), "must hold finite scales of 0 or more, but has nan at (3, 2)"),
     ("nvfp4", put("weight_scale", (0, 1), -2.0), "must hold finite scales of 0 or more, but has -2.0 at (0, 1)"),
     ("modelopt_nvfp4", put("weight_scale", (0, 1), -0.0), "must hold finite scales of 0 or more, but has -0.0 at"),
@@ -595,7 +598,7 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
         add(f"{LAYER}.down_proj_bias", np.ones((3, 96), np.float16)),
         f"tensors of '{LAYER}.down_proj' (=",
     ),
-    ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is of experts that are quantised, but of no"),
+    ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is of experts that are quantized, but of no"),
     ("modelopt_gpt_oss", add(f"{LAYER}.down_proj.bias", ONES), "must be of modules or of parameters, but are both"),
     ("mxfp4", put("weight_scale", (5, 2), 255), "must have no scale of 255 (NaN), but has one at (5, 2)"),
     ("mxfp4", swap("weight_scale", lambda a: a[:, :2]), "is U8 (64, 2), but must be U8 (64, 3) for mxfp4 of (64, 96)"),
@@ -634,8 +637,8 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("w8a8_channel", drop_expert, f"expert 1 of '{LAYER}' is missing, where there are 2"),
     ("w8a8_channel", add(f"{LAYER}.1.w1.weight", ONES), "must be of ['gate_proj', 'up_proj', 'down_proj'] or"),
     ("w8a8_channel", add(f"{LAYER}.gate_proj.weight", ONES), "must be apart or in one tensor, but are both"),
-    ("w8a8_channel", add(at("weight.more"), ONES), "is of experts that are quantised, but of no projection"),
-    ("w8a8_channel", add(f"{LAYER}.more", ONES), "is of experts that are quantised, but of no projection"),
+    ("w8a8_channel", add(at("weight.more"), ONES), "is of experts that are quantized, but of no projection"),
+    ("w8a8_channel", add(f"{LAYER}.more", ONES), "is of experts that are quantized, but of no projection"),
     ("w8a8_channel", add(at("bias"), np.ones(64, np.float32)), f"tensors of '{LAYER}.1.gate_proj' (="),
     ("w8a8_channel", swap("weight_scale", lambda a: a.astype(np.float32)), "as other experts of"),
 ]
@@ -656,7 +659,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path, name, change, message):
 
 def test_modelopts_parameters_hold_experts_with_rows_last():
     arrays, _ = golden("modelopt_gpt_oss")
-    found = wholes(reader("modelopt_gpt_oss").layer(LAYER))
+    found = wholes(reader("modelopt_gpt_oss").layers[LAYER])
     for role in ("gate_up", "down"):
         values, scales = (arrays[f"{LAYER}.{role}_proj{last}"] for last in ("", "_weight_scale"))
         assert same(found[f"{role}_values"], np.ascontiguousarray(values.swapaxes(1, 2)))
@@ -681,7 +684,7 @@ def test_the_last_experts_may_not_be_missing(tmp_path, name):
         with pytest.raises(CheckpointError, match=f"config.json: `{named}` "):
             reader_at(write(tmp_path / "wrong", arrays, config | wrong), name)
     unsaid = {entry: value for entry, value in config.items() if entry not in (key, "hidden_size")}
-    assert reader_at(write(tmp_path / "unsaid", fewer, unsaid), name).layer(LAYER).num_experts == 2
+    assert reader_at(write(tmp_path / "unsaid", fewer, unsaid), name).layers[LAYER].num_experts == 2
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "modelopt_nvfp4", "quark_gpt_oss", "fp8_block_static"])
@@ -697,24 +700,24 @@ def test_a_checkpoint_must_have_experts_that_are_known(tmp_path, name):
 @pytest.mark.parametrize(
     ("ignore", "message"),
     [
-        ([r"re:.*experts.*"], "is of a quantised module, but no target of the config means"),
+        ([r"re:.*experts.*"], "is of a quantized module, but no target of the config means"),
         ([r"re:.*experts\.1\..*"], "but no target of the config means 'model.layers.0.mlp.experts.1.down_proj'"),
     ],
 )
-def test_quantised_tensors_that_no_target_means_are_refused(tmp_path, ignore, message):
+def test_quantized_tensors_that_no_target_means_are_refused(tmp_path, ignore, message):
     arrays, config = golden("w4a16_g32")
     config["quantization_config"]["ignore"] = ignore
     with pytest.raises(CheckpointError, match=re.escape(message)):
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
 
 
-def test_experts_of_which_only_some_are_quantised_are_refused(tmp_path):
+def test_experts_of_which_only_some_are_quantized_are_refused(tmp_path):
     arrays, config = golden("w4a16_g32")
     for name in [name for name in arrays if f"{LAYER}.1." in name]:
         del arrays[name]
     arrays |= {f"{LAYER}.1.{p}_proj.weight": np.ones((2, 2), np.float32) for p in PARTS}
     config["quantization_config"]["ignore"] += [r"re:.*experts\.1\..*"]
-    message = f"experts of '{LAYER}' must all be quantised or none, but '{LAYER}.0.down_proj' is"
+    message = f"experts of '{LAYER}' must all be quantized or none, but '{LAYER}.0.down_proj' is"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
 
@@ -727,18 +730,18 @@ def test_integers_that_no_target_means_are_refused_without_their_scales_too(tmp_
         compressed_tensors.Reader(write(tmp_path / "wrong", bare, config))
 
 
-def test_other_modules_may_be_quantised_too(tmp_path):
+def test_other_modules_may_be_quantized_too(tmp_path):
     arrays, config = golden("w4a16_g32")
     moved = {name.replace(f"{LAYER}.0.down_proj", "model.layers.0.self_attn.q_proj"): a for name, a in arrays.items()}
     ours = compressed_tensors.Reader(write(tmp_path / "more", arrays | moved, config))
     module = ours.module("model.layers.0.self_attn.q_proj")
     assert module.shape == (96, 64)
-    assert same(module.weight().values, wholes(ours.layer(LAYER))["down_values"][0])
+    assert same(module.weight().values, wholes(ours.layers[LAYER])["down_values"][0])
     for name in ("model.layers.0.mlp.gate", "model.layers.0.self_attn.k_proj"):
-        with pytest.raises(ValueError, match=re.escape(f"`name` (={name!r}) must be that of a quantised module")):
+        with pytest.raises(ValueError, match=re.escape(f"`name` (={name!r}) must be that of a quantized module")):
             ours.module(name)
     config["quantization_config"]["ignore"] += ["model.layers.0.self_attn.q_proj"]
-    message = "is of a quantised module, but no target of the config means 'model.layers.0.self_attn.q_proj'"
+    message = "is of a quantized module, but no target of the config means 'model.layers.0.self_attn.q_proj'"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays | moved, config))
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
 from jmx.checkpoint.compressed_tensors.config import INPUTS
-from jmx.checkpoint.compressed_tensors.methods import quantization_of
-from jmx.checkpoint.compressed_tensors.spelling import entries
+from jmx.checkpoint.compressed_tensors.config_writer import entries
+from jmx.checkpoint.compressed_tensors.quantization_config import quantization_of
 from jmx.checkpoint.compressed_tensors.targets import parse_target
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.formats import FORMATS
@@ -434,7 +434,7 @@ def test_a_missing_file_is_named(tmp_path):
         read_quantization(tmp_path)
 
 
-def test_a_cache_that_is_quantised_can_be_asked_for():
+def test_a_cache_that_is_quantized_can_be_asked_for():
     assert quantization_of(FILE, config(kv_cache_scheme={"num_bits": 8, "type": "float"})).kv_cache
 
 

@@ -67,7 +67,7 @@ def assert_loads_or_says_why(path: Path, name: str, expected: str | None, *, lay
     plain = ours.experts(layer, "packed", inputs=False)
     assert plain.input_format is None
     assert all(same(array, plain.arrays()[key]) for key, array in reader(name).arrays(LAYER).items())
-    its = ours.layer(layer)
+    its = ours.layers[layer]
     whole = WHOLE.get(str(expected), 1)
     size = next((s for s in (its.hidden_size, its.intermediate_size) if s % whole), None)
     if expected in (None, *INPUT_FORMATS) and size is None:
@@ -234,7 +234,7 @@ def test_a_layer_of_deepseeks_is_what_numpy_makes_of_it(deepseek, rng):
         json.dumps({"quantization_config": DEEPSEEK | {"scale_fmt": "ue8m0"}})
     )
     ours = compressed_tensors.Reader(deepseek["F8_E8M0"])
-    layer, experts = ours.layer(LAYER), ours.experts(LAYER, "packed")
+    layer, experts = ours.layers[LAYER], ours.experts(LAYER, "packed")
     x = rng.standard_normal((5, layer.hidden_size)).astype(np.float32)
     gate_up, down = floats(layer, "gate_up"), floats(layer, "down")
     ids = rng.integers(0, 2, (5, 1)).astype(np.int32)

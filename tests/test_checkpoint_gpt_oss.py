@@ -14,8 +14,8 @@ import safetensors.numpy
 
 import jmx
 from jmx.backends import resolve_layout
-from jmx.checkpoint import CheckpointError, gpt_oss, shards
-from jmx.checkpoint.gpt_oss import forms
+from jmx.checkpoint import CheckpointError, gpt_oss, progress, shards
+from jmx.checkpoint.gpt_oss import tensor_names, writer
 from jmx.selection.environment import Environment
 
 ROOT = Path(__file__).parents[1]
@@ -283,8 +283,8 @@ def test_layers_without_tensors_are_refused_before_tables_of_them_are_made(singl
     layers = {"num_hidden_layers": 1_000_000, "layer_types": None}
     (path / "config.json").write_text(json.dumps(config | layers))
     named = []
-    layer_name = forms.layer_name
-    monkeypatch.setattr(forms, "layer_name", lambda *args: named.append(args) or layer_name(*args))
+    layer_name = tensor_names.layer_name
+    monkeypatch.setattr(tensor_names, "layer_name", lambda *args: named.append(args) or layer_name(*args))
     message = {"hf": r"`num_hidden_layers` \(=1000000\) must fit", "orbax": r"layers/4: must be an Orbax checkpoint"}
     with pytest.raises(CheckpointError, match=message[form]):
         gpt_oss.Reader(path)
@@ -515,7 +515,8 @@ def test_progress_counts_every_byte(tmp_path, monkeypatch):
         bars.append((total, enabled, Bar()))
         return bars[-1][2]
 
-    monkeypatch.setattr(shards, "progress_bar", bar)
+    for module in (progress, writer):
+        monkeypatch.setattr(module, "progress_bar", bar)
     gpt_oss.load(TINY, 1, progress=True)
     reader = gpt_oss.Reader(TINY)
     with reader.progress():

@@ -22,8 +22,9 @@ import safetensors
 import safetensors.numpy
 
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, shards
-from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
-from jmx.checkpoint.gpt_oss import forms
+from jmx.checkpoint.compressed_tensors.module import Module
+from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
+from jmx.checkpoint.gpt_oss import tensor_names
 from tests import mutations
 from tests.conftest import SEED
 from tests.mutations import Files
@@ -76,13 +77,13 @@ def load_compressed(directory: Path, packages: Packages) -> Loaded:
             )
             found[f"{name}.{expert}."] = layer.format.name, raw
         for module in (module for its in layer.modules.values() for parts in its for module in parts):
-            again = tensors(module.scheme, module.weight(), module.kept())
+            again = module_tensors(module.scheme, module.weight(), module.kept())
             assert again.keys() == module.pieces.keys()
             for key, array in again.items():
                 assert array.tobytes() == module.pieces[key].view().tobytes(), module.pieces[key].tensor.name
     if not found:
         assert any(".experts." in name for name in reader.tensors)
-        raise CheckpointError(directory, "holds no quantised experts")  # as `reader.layer` would say, by name
+        raise CheckpointError(directory, "holds no quantized experts")  # as `reader.layer` would say, by name
     return found
 
 
@@ -117,8 +118,8 @@ def load_gpt_oss(directory: Path, packages: Packages) -> Loaded:
     reader = gpt_oss.Reader(directory)
     found: dict[str, bytes] = {}
     shapes: dict[str, str] = {}
-    for name in forms.shapes(reader.config):
-        view, (_, there) = reader.source.view(name), reader.source.where(name)
+    for name in tensor_names.shapes(reader.config):
+        view, (_, there) = reader.store.view(name), reader.store.where(name)
         reader.check_scales(name, view)
         found[there] = found.get(there, b"") + view.tobytes()
         shapes[there] = f"{shapes.get(there, '')} {view.dtype} {view.shape}"

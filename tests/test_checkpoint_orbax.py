@@ -47,7 +47,7 @@ class Model(nnx.Module):
 
 
 def arrays(module: nnx.Module) -> dict[str, np.ndarray]:
-    """Everything in `module` but quantised weights, by name."""
+    """Everything in `module` but quantized weights, by name."""
     found = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.split(module)[1])}
     keys = {name: jax.random.key_data(a) for name, a in found.items() if jnp.issubdtype(a.dtype, jax.dtypes.prng_key)}
     return {name: np.asarray(a) for name, a in (found | keys).items() if not name.endswith(("_values", "_scales"))}

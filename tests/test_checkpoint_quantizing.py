@@ -1,4 +1,4 @@
-"""Quantising a checkpoint's float experts: every writable format against `jmx.quantize`, and what is refused."""
+"""Quantizing a checkpoint's float experts: every writable format against `jmx.quantize`, and what is refused."""
 
 import json
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_experts_are_what_quantize_makes_of_them(name: str, tmp_path: Path, rng:
     reader = compressed_tensors.Reader(tmp_path / "out")
     assert [*reader.layers] == [*report.layers] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
     for layer in reader.layers:
-        assert reader.layer(layer).scheme.inputs is None
+        assert reader.layers[layer].scheme.inputs is None
         experts = reader.experts(layer, "packed")
         for expert in range(E):
             its = [tensors[f"{layer}.{expert}.{part}.weight"] for part in PARTS.values()]
@@ -193,7 +193,8 @@ CASES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
     ),
     "fused": (
         lambda t: t.update({"model.layers.2.mlp.experts.gate_up_proj": t["lm_head.weight"]}),
-        "holds all experts, and files do not say how: that is known of `model_type` 'gpt_oss', and not of 'qwen3_moe'",
+        "holds all experts, in an order that files do not record; it is known for `model_type` 'gpt_oss', "
+        "and not for 'qwen3_moe'",
     ),
     "nan": (
         lambda t: t["model.layers.1.mlp.experts.1.down_proj.weight"].__setitem__((5, 3), np.nan),
@@ -203,7 +204,7 @@ CASES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_experts_that_cannot_be_quantised_are_refused_by_name(
+def test_experts_that_cannot_be_quantized_are_refused_by_name(
     case: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     change, message = CASES[case]
@@ -215,7 +216,7 @@ def test_experts_that_cannot_be_quantised_are_refused_by_name(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "in"]
 
 
-def test_what_is_quantised_or_does_not_divide_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_what_is_quantized_or_does_not_divide_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
     with pytest.raises(CheckpointError, match="`quantization_config` must not be there"):
         quantizing.convert(TINY, tmp_path / "out", jmx.MXFP4)
     source, _ = qwen(tmp_path / "in", rng)
@@ -254,7 +255,7 @@ def test_what_is_interrupted_leaves_what_was_there(
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
     quantizing.convert(source, tmp_path / "out", jmx.MXFP4, overwrite=True)
     reader = compressed_tensors.Reader(tmp_path / "out")
-    assert {reader.layer(name).scheme.weights for name in reader.layers} == {"mxfp4"}
+    assert {reader.layers[name].scheme.weights for name in reader.layers} == {"mxfp4"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 

@@ -13,6 +13,7 @@ import safetensors.numpy
 from hypothesis import strategies as st
 
 from jmx.checkpoint import shards
+from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.shards import CheckpointError, Output
 
 # Of those that the safetensors package can hand to numpy.
@@ -239,11 +240,11 @@ def test_an_index_that_is_wrong_is_named(tmp_path, rng, edit, message):
 
 def test_the_bar_is_on_the_terminal_or_not_at_all(capsys, monkeypatch):
     for enabled in (True, False):
-        with shards.progress_bar("reading", 10, enabled) as advance:
+        with progress_bar("reading", 10, enabled) as advance:
             advance(10)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with shards.progress_bar("reading", 10_000_000, True) as advance:
+    with progress_bar("reading", 10_000_000, True) as advance:
         advance(10_000_000)
     out, err = capsys.readouterr()
     assert out == ""

@@ -34,14 +34,14 @@ from examples.common.flash_prefill import flash_prefill
 from examples.common.model import Model
 from examples.common.runner import CHUNK
 from examples.common.text import TextStream
-from examples.gpt_oss import CONFIGS, Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
+from examples.gpt_oss import Cache, GptOss, MoERecord, RandomSource, Runner, Sampler, from_source, load
 from examples.gpt_oss.generate import TINY, main
 from examples.gpt_oss.rope import yarn_angles, yarn_frequencies
 from jmx.checkpoint import CheckpointError, quantizing
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.gpt_oss import convert, read_config
-from jmx.checkpoint.gpt_oss.config import FULL, SLIDING
-from jmx.checkpoint.gpt_oss.forms import layer_shapes, top_shapes
+from jmx.checkpoint.gpt_oss.tensor_names import layer_shapes, top_shapes
+from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.ffi.cpu import library as ffi
 from jmx.selection.environment import Environment
 
@@ -186,7 +186,7 @@ def test_tokens_come_from_experts_in_every_format(name: str, one_layer: tuple[Pa
         tokens = Sampler()(logits, position)
 
 
-@pytest.mark.filterwarnings("ignore:(?s).*modules outside experts are quantised", "ignore:static input scales differ")
+@pytest.mark.filterwarnings("ignore:(?s).*modules outside experts are quantized", "ignore:static input scales differ")
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize(
     ("name", "inputs", "error"),
@@ -234,7 +234,7 @@ def test_floats_without_a_format_are_refused(one_layer: tuple[Path, GptOss]) -> 
     folder, _ = one_layer
     with pytest.raises(CheckpointError, match="are floats with biases: name a format to round them to"):
         load(folder)
-    with pytest.raises(CheckpointError, match="experts are quantised already, and not to nvfp4"):
+    with pytest.raises(CheckpointError, match="experts are quantized already, and not to nvfp4"):
         load(TINY, format=jmx.NVFP4)
 
 
@@ -445,7 +445,7 @@ def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int
 
 @pytest.mark.aot
 def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
-    config = CONFIGS["20b"]
+    config = PUBLISHED["20b"]
     config = dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
     with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
         model = nnx.eval_shape(lambda: GptOss(config, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0)))
@@ -471,7 +471,7 @@ def test_rotary_scores_depend_on_the_distance_alone(rng: np.random.Generator) ->
 
 
 def test_yarn_keeps_fast_channels_and_stretches_slow_ones() -> None:
-    config = CONFIGS["20b"]
+    config = PUBLISHED["20b"]
     plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = config.rope_original_length * plain / (2 * math.pi)
     ratio = yarn_frequencies(config) / plain
@@ -588,7 +588,7 @@ def test_random_weights_make_a_model_that_runs(small: Runner) -> None:
 @pytest.mark.parametrize(("name", "billions"), [("20b", 20.9), ("120b", 116.8)])
 def test_published_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     """As OpenAI's model card counts them."""
-    config = CONFIGS[name]
+    config = PUBLISHED[name]
 
     def count(shapes: dict[str, tuple[int, ...]]) -> int:
         codes_a_byte = {name: 2 for name in shapes if name.endswith("_values")}

@@ -24,11 +24,12 @@ import jmx
 from examples.common.checkpoint import Checkpoint
 from examples.common.float_moe import FloatExperts, FloatMoE
 from examples.common.model import Model
-from examples.qwen3_moe import CONFIGS, Cache, RandomSource, Runner, Sampler, from_source, load, read_config
+from examples.qwen3_moe import Cache, RandomSource, Runner, Sampler, from_source, load, read_config
 from examples.qwen3_moe.generate import main
 from examples.qwen3_moe.load import expert_sizes, layer_shapes, top_shapes
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.checkpoint.model_configs.qwen3_moe import PUBLISHED
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"
@@ -36,9 +37,9 @@ NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")
 
 
 def quietly(name: str | Path, **arguments: Any) -> Model:
-    """`load` in float32, of checkpoints whose attention may be quantised."""
+    """`load` in float32, of checkpoints whose attention may be quantized."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*modules outside experts are quantised")
+        warnings.filterwarnings("ignore", "(?s).*modules outside experts are quantized")
         return load(GOLDEN / name, dtype=jnp.float32, **arguments)
 
 
@@ -96,7 +97,7 @@ def test_the_runner_generates_the_references_tokens_from_prompts_of_two_lengths(
 
 def test_bfloat16_is_near_the_reference() -> None:
     golden = load_file(GOLDEN / "nvfp4.safetensors")
-    with pytest.warns(UserWarning, match=r"8 modules outside experts are quantised, such as .*q_proj"):
+    with pytest.warns(UserWarning, match=r"8 modules outside experts are quantized, such as .*q_proj"):
         model = load(GOLDEN / "nvfp4")
     ids = jnp.asarray(golden["input_ids"])
     logits, _, _ = whole(model, ids, empty(model, ids))
@@ -127,7 +128,7 @@ def as_published(folder: Path) -> Path:
 def test_fp8_as_qwen_publishes_it(tmp_path: Path) -> None:
     published, golden = as_published(tmp_path / "fp8"), load_file(GOLDEN / "fp8_block.safetensors")
     ours, theirs = compressed_tensors.Reader(GOLDEN / "fp8_block"), compressed_tensors.Reader(published)
-    assert theirs.layer(EXPERTS).scheme.inputs == "fp8_block"
+    assert theirs.layers[EXPERTS].scheme.inputs == "fp8_block"
     for name in ours.layers:
         arrays = ours.arrays(name)
         assert all(np.array_equal(array, arrays[key]) for key, array in theirs.arrays(name).items())
@@ -251,7 +252,7 @@ def test_float_experts_are_the_plain_sum(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [("30b-a3b", 30.5), ("235b-a22b", 235.1)])
 def test_published_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
-    config = CONFIGS[name]
+    config = PUBLISHED[name]
     shapes = [*top_shapes(config).values()]
     for layer in range(config.num_hidden_layers):
         shapes += layer_shapes(config, layer).values()
@@ -271,7 +272,7 @@ def test_random_weights_make_a_model_that_runs() -> None:
 
 @pytest.mark.aot
 def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIGS["30b-a3b"], num_hidden_layers=2)
+    config = dataclasses.replace(PUBLISHED["30b-a3b"], num_hidden_layers=2)
     with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
         model = nnx.eval_shape(lambda: from_source(RandomSource(config), backend="mosaic"))
         cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
@@ -376,7 +377,7 @@ def test_checkpoints_that_lack_what_the_config_calls_for_are_refused(
     assert message in str(caught.value)
 
 
-def test_a_cache_that_is_to_be_quantised_is_told_of(tmp_path: Path) -> None:
+def test_a_cache_that_is_to_be_quantized_is_told_of(tmp_path: Path) -> None:
     folder = edited(tmp_path / "it", "w4a16", lambda t: t.update({"model.layers.0.self_attn.k_scale": np.ones(1)}))
     shapes = {name: t.shape for name, t in compressed_tensors.Reader(folder).tensors.items() if ".experts." not in name}
     del shapes["model.layers.0.self_attn.k_scale"]
@@ -386,12 +387,12 @@ def test_a_cache_that_is_to_be_quantised_is_told_of(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="keys and values are to be quantised as they are cached"):
+    with pytest.warns(UserWarning, match="keys and values are to be quantized as they are cached"):
         Checkpoint(folder).check(shapes, experts)
 
 
-def test_a_format_for_quantised_experts_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="experts are quantised already, and not to nvfp4"):
+def test_a_format_for_quantized_experts_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="experts are quantized already, and not to nvfp4"):
         Checkpoint(GOLDEN / "w4a16", format=jmx.NVFP4)
 
 
@@ -407,7 +408,7 @@ def test_the_command_gives_the_references_tokens(capsys: pytest.CaptureFixture[s
     result = json.loads(out)
     assert result["ids"] == golden["greedy"][0, :5].tolist()
     assert result["backend"] == "ragged_dot"
-    assert "experts are not quantised" in err
+    assert "experts are not quantized" in err
 
 
 def test_the_command_rounds_experts_to_a_format(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +433,7 @@ def test_the_command_rounds_experts_to_a_format(capsys: pytest.CaptureFixture[st
     [
         ([], "give --checkpoint, or --random"),
         (["--checkpoint", str(GOLDEN / "bf16")], "tokenizer.json is missing"),
-        (["--checkpoint", str(GOLDEN / "w4a16"), "--format", "nvfp4", "--prompt-ids", "1"], "quantised already"),
+        (["--checkpoint", str(GOLDEN / "w4a16"), "--format", "nvfp4", "--prompt-ids", "1"], "quantized already"),
         (["--checkpoint", str(GOLDEN / "none"), "--prompt-ids", "1"], "config.json: the file is missing"),
     ],
 )

@@ -1,10 +1,13 @@
 """Every argument of every public function, wrong in every way: an error of jmx's own that names it and its value."""
 
+import atexit
 import functools
 import inspect
 import math
 import pathlib
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from float_checkpoints import float_gpt_oss
 
 import jmx
 import jmx.linen
@@ -99,6 +103,14 @@ def linen() -> tuple[jmx.linen.MoE, Any]:
 @functools.cache
 def golden() -> checkpoint.compressed_tensors.Reader:
     return checkpoint.compressed_tensors.Reader(GOLDEN)
+
+
+@functools.cache
+def floats() -> checkpoint.quantizing.Reader:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    path, _ = float_gpt_oss(pathlib.Path(folder, "floats"), 1)
+    return checkpoint.quantizing.Reader(path, "mxfp4")
 
 
 def reader() -> Any:
@@ -387,6 +399,9 @@ ROWS: dict[str, Row] = {
         lambda: {"path": TINY},
     ),
     "jmx.checkpoint.gpt_oss.Reader": Row({"path": "path"}),
+    "jmx.checkpoint.gpt_oss.Reader.dense": Row(
+        {"name": "text", "sharding": "sharding"}, lambda: {"name": "embedding"}, lambda **a: reader().dense(**a)
+    ),
     "jmx.checkpoint.gpt_oss.Reader.top": Row({"sharding": "sharding"}, call=lambda **a: reader().top(**a)),
     "jmx.checkpoint.gpt_oss.Reader.layer": Row(
         {"layer": "index", "sharding": "sharding"}, lambda: {"layer": 0}, lambda **a: reader().layer(**a)
@@ -400,6 +415,9 @@ ROWS: dict[str, Row] = {
     "jmx.checkpoint.gpt_oss.Reader.progress": Row(
         {"enabled": "flag", "total": "count or None"}, call=lambda **a: entered(reader().progress(**a))
     ),
+    "jmx.checkpoint.gpt_oss.file_name": Row({"name": "name", "form": "name"}, lambda: {"name": "embedding"}),
+    "jmx.checkpoint.gpt_oss.is_checkpoint": Row({"path": "path"}),
+    "jmx.checkpoint.gpt_oss.tensor_shapes": Row({"config": "object"}),
     "jmx.checkpoint.gpt_oss.convert": Row(
         {"src": "path", "dst": "path", "form": "name", "max_shard_bytes": "size", "progress": "flag"},
         lambda: {"src": TINY, "dst": "/nowhere/at/all"},
@@ -407,18 +425,29 @@ ROWS: dict[str, Row] = {
     "jmx.checkpoint.compressed_tensors.Reader": Row(
         {"path": "path", "gate_up_order": "name or None"}, lambda: {"path": TINY}
     ),
-    "jmx.checkpoint.compressed_tensors.Reader.layer": Row({"name": "name"}, call=lambda **a: golden().layer(**a)),
+    "jmx.checkpoint.compressed_tensors.Reader.dense": Row(
+        {"name": "text", "sharding": "sharding"},
+        lambda: {"name": "model.layers.0.mlp.gate.weight"},
+        lambda **a: golden().dense(**a),
+    ),
+    "jmx.checkpoint.compressed_tensors.Reader.module_of": Row(
+        {"name": "text"}, call=lambda **a: golden().module_of(**a)
+    ),
+    "jmx.checkpoint.compressed_tensors.Reader.progress": Row(
+        {"enabled": "flag", "total": "count or None"}, call=lambda **a: entered(golden().progress(**a))
+    ),
+    "jmx.checkpoint.compressed_tensors.is_quantized": Row({"path": "path"}),
     "jmx.checkpoint.compressed_tensors.Reader.module": Row({"name": "name"}, call=lambda **a: golden().module(**a)),
     "jmx.checkpoint.compressed_tensors.Reader.view": Row({"name": "text"}, call=lambda **a: golden().view(**a)),
     "jmx.checkpoint.compressed_tensors.Reader.declared_inputs": Row(
-        {"name": "name"}, call=lambda **a: golden().declared_inputs(**a)
+        {"layer": "name"}, call=lambda **a: golden().declared_inputs(**a)
     ),
     "jmx.checkpoint.compressed_tensors.Reader.arrays": Row(
-        {"name": "name", "sharding": "sharding"}, lambda: {"name": LAYER}, lambda **a: golden().arrays(**a)
+        {"layer": "name", "sharding": "sharding"}, lambda: {"layer": LAYER}, lambda **a: golden().arrays(**a)
     ),
     "jmx.checkpoint.compressed_tensors.Reader.experts": Row(
-        {"name": "name", "layout": "name", "sharding": "sharding", "inputs": "flag"},
-        lambda: {"name": LAYER},
+        {"layer": "name", "layout": "name", "sharding": "sharding", "inputs": "flag"},
+        lambda: {"layer": LAYER},
         lambda **a: golden().experts(**a),
     ),
     "jmx.checkpoint.compressed_tensors.read_quantization": Row({"path": "path"}),
@@ -426,6 +455,20 @@ ROWS: dict[str, Row] = {
         {"reader": "object", "dst": "path", "max_shard_bytes": "size", "progress": "flag"},
         lambda: {"reader": object.__new__(checkpoint.compressed_tensors.Reader), "dst": "/nowhere/at/all"},
     ),
+    "jmx.checkpoint.quantizing.Reader": Row({"path": "path", "format": "named or None"}, lambda: {"path": "/nowhere"}),
+    "jmx.checkpoint.quantizing.Reader.dense": Row(
+        {"name": "text", "sharding": "sharding"}, lambda: {"name": "lm_head.weight"}, lambda **a: floats().dense(**a)
+    ),
+    "jmx.checkpoint.quantizing.Reader.experts": Row(
+        {"layer": "name", "layout": "name", "sharding": "sharding"},
+        lambda: {"layer": LAYER},
+        lambda **a: floats().experts(**a),
+    ),
+    "jmx.checkpoint.quantizing.Reader.floats": Row({"layer": "name"}, call=lambda **a: floats().floats(**a)),
+    "jmx.checkpoint.quantizing.Reader.progress": Row(
+        {"enabled": "flag", "total": "count or None"}, call=lambda **a: entered(floats().progress(**a))
+    ),
+    "jmx.checkpoint.quantizing.Reader.view": Row({"name": "text"}, call=lambda **a: floats().view(**a)),
     "jmx.checkpoint.quantizing.convert": Row(
         {
             "src": "path",
@@ -481,6 +524,9 @@ EXEMPT = {
     "jmx.checkpoint.compressed_tensors.Quantization": MADE,
     "jmx.checkpoint.compressed_tensors.Scheme": MADE,
     "jmx.checkpoint.gpt_oss.Config": MADE,
+    "jmx.checkpoint.gpt_oss.Layer": MADE,
+    "jmx.checkpoint.quantizing.FloatExperts": MADE,
+    "jmx.checkpoint.quantizing.Layer": MADE,
     "jmx.checkpoint.quantizing.Errors": MADE,
     "jmx.checkpoint.quantizing.Report": MADE,
     "jmx.checkpoint.gpt_oss.Reader.check_scales": "of numpy arrays that it reads itself",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import jmx
 from examples.common import flash_decode, flash_prefill
-from jmx.selection.environment import Environment
 
 # Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
@@ -77,7 +77,7 @@ def attend(
 def attend_cache(
     query: jax.Array, cache: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
 ) -> jax.Array:
-    """`attend` to a layer's cache (2, B, kv_heads, C, D), by a kernel of its own where there is one for that."""
+    """`attend` to a layer's cache (2, B, kv_heads, C, D), by the decoding kernel where that runs."""
     group = query.shape[2] // cache.shape[2]
     fits = group in range(8, flash_decode.ROWS + 1, 8) and cache.shape[3] % flash_decode.KEYS == 0
     if query.shape[1] == 1 and fits and _have_kernels(query):
@@ -96,7 +96,7 @@ def attend_prompt(
 
 
 def _have_kernels(query: jax.Array) -> bool:
-    on_hopper = Environment.probe(query).compute_capability == (9, 0)
+    on_hopper = jmx.Environment.probe(query).compute_capability == (9, 0)
     return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] in flash_prefill.STAGES
 
 

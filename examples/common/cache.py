@@ -20,7 +20,7 @@ def bucket(length: int) -> int:
 def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array | None) -> jax.Array:
     """Puts keys and values (B, T, kv_heads, head_dim) into a layer's cache, from positions `starts` (B,), None for 0.
 
-    There must be room for them (`Cache.reserve`).
+    The cache must have capacity for them (`Cache.reserve`).
     """
     new = jnp.stack([keys, values]).swapaxes(2, 3)
     if starts is None or new.shape[1] == 1:  # the plain spelling, which XLA compiles to a plain write
@@ -46,7 +46,7 @@ class Cache:
 
     @classmethod
     def empty(cls, config: Config, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> "Cache":
-        """A cache of `batch` rows with room for `capacity` tokens each."""
+        """A cache of `batch` rows with a capacity of `capacity` tokens each."""
         shape = (2, batch, config.num_key_value_heads, capacity, config.head_dim)
         layers = [jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)]
         return cls(layers, jnp.zeros(batch, jnp.int32), 0)
@@ -65,7 +65,7 @@ class Cache:
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, length: int) -> "Cache":
-        """This cache with room for `length` tokens a row, in a bucket; gives up this one if it has to grow.
+        """This cache with capacity for `length` tokens a row, in a bucket; this one is given up if it has to grow.
 
         One array after the other, so that the peak is the new cache and one array.
         """

@@ -1,26 +1,19 @@
-"""A checkpoint in the Hugging Face form, quantised by any tool that jmx reads or in floats, tensor by tensor."""
+"""A checkpoint in the Hugging Face form, quantized by any tool that jmx reads or in floats, tensor by tensor."""
 
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+import jmx
 from examples.common.float_moe import FloatExperts
-from jmx.checkpoint import CheckpointError, compressed_tensors, shards
-from jmx.checkpoint.compressed_tensors.config import FILE
-from jmx.checkpoint.compressed_tensors.modelopt import FILE as MODELOPT_FILE
-from jmx.checkpoint.compressed_tensors.places import find_quantization
-from jmx.checkpoint.placement import place
-from jmx.checkpoint.quantizing import experts as float_experts
-from jmx.experts import Experts
-from jmx.numerics import quantization
-from jmx.numerics.formats import Format
+from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 
+_FLOATS = ("BF16", "F16", "F32")
 _CHUNK = 1 << 24  # bytes compared at a time
 _CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
 
@@ -28,8 +21,8 @@ _CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
 class Checkpoint:
     """Tensors by the names that files give them.
 
-    Experts stay as they are: quantised, or floats, which `format` has rounded to it as they are read. Other modules
-    that are quantised are expanded, and a UserWarning says so.
+    Experts stay as they are: quantized, or floats, which `format` has rounded to it as they are read. Other modules
+    that are quantized are dequantized, with a UserWarning.
 
     Args:
         path: a directory of safetensors files.
@@ -38,37 +31,29 @@ class Checkpoint:
         declared_inputs: whether experts round their inputs to the format that the checkpoint declares.
 
     Raises:
-        CheckpointError: files that are wrong or broken; a `format` for experts that are quantised already.
+        CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        format: Format | None = None,
+        format: jmx.Format | None = None,
         gate_up_order: str | None = None,
         declared_inputs: bool = True,
     ):
         self.path = Path(path)
-        self._format = format
         self._declared_inputs = declared_inputs
-        self._advance: Callable[[int], object] = lambda _: None
-        contents = shards.read_object(self.path / FILE)
-        found = find_quantization(self.path / FILE, contents)
-        quantised = found is not None or (self.path / MODELOPT_FILE).exists()
-        if quantised and format is not None:
-            raise CheckpointError(self.path / FILE, f"experts are quantised already, and not to {format.name}")
-        self.reader = compressed_tensors.Reader(path, gate_up_order) if quantised else None
-        self.tensors = shards.read_headers(self.path) if self.reader is None else self.reader.tensors
-        self._floats: Mapping[str, float_experts.Layer] = {}
-        if self.reader is None:
-            found = float_experts.find(self.path, self.tensors, contents)
-            self._floats = {layer.name: layer for layer in found}
+        quantized = compressed_tensors.is_quantized(path)
+        if quantized and format is not None:
+            raise CheckpointError(self.path / "config.json", f"experts are quantized already, and not to {format.name}")
+        self.reader = compressed_tensors.Reader(path, gate_up_order) if quantized else quantizing.Reader(path, format)
+        self.tensors = self.reader.tensors
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:
         """CheckpointError unless there are tensors of such `shapes`, `experts` of such E, H, I, and nothing else.
 
-        UserWarnings tell what is not run as the checkpoint has it.
+        UserWarnings name what is not run as the checkpoint has it.
         """
         expanded = [name for name in shapes if self._module_of(name) is not None]
         for name, shape in shapes.items():
@@ -78,7 +63,7 @@ class Checkpoint:
             if its != sizes:
                 raise CheckpointError(self.path, f"experts {name!r} are E, H, I = {its}, but must be {sizes}")
         parts = {name.rpartition(".")[0] for name in expanded}
-        cache = self.reader is not None and self.reader.quantization.kv_cache
+        cache = isinstance(self.reader, compressed_tensors.Reader) and self.reader.quantization.kv_cache
         for name, tensor in self.tensors.items():
             module, _, last = name.rpartition(".")
             known = name in shapes or module in parts or (cache and last in _CACHE_SCALES)
@@ -86,11 +71,11 @@ class Checkpoint:
                 raise CheckpointError(tensor.file, f"tensor {name!r} is not one that this model's config calls for")
         if expanded:
             _warn(
-                f"{self.path}: {len(expanded)} modules outside experts are quantised, such as {expanded[0]!r}: they "
+                f"{self.path}: {len(expanded)} modules outside experts are quantized, such as {expanded[0]!r}: they "
                 "are expanded, and their inputs stay as they are"
             )
         if cache:
-            _warn(f"{self.path}: keys and values are to be quantised as they are cached; here they stay as they are")
+            _warn(f"{self.path}: keys and values are to be quantized as they are cached; here they stay as they are")
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         module = self._module_of(name)
@@ -99,8 +84,8 @@ class Checkpoint:
         its = self.tensors[name].shape if module is None else module.shape
         if its != shape:
             raise CheckpointError(self.path, f"tensor {name!r} has shape {its}, but must have {shape}")
-        if module is None and self.tensors[name].dtype not in float_experts.FLOATS:
-            rule = f"must be {' or '.join(float_experts.FLOATS)}"
+        if module is None and self.tensors[name].dtype not in _FLOATS:
+            rule = f"must be {' or '.join(_FLOATS)}"
             raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
 
     def holds(self, name: str) -> bool:
@@ -120,68 +105,34 @@ class Checkpoint:
         )
 
     def dense(self, name: str) -> jax.Array:
-        """A tensor outside experts, expanded to float32 if it is quantised."""
-        if (module := self._module_of(name)) is not None:
-            self._advance(sum(piece.tensor.nbytes for piece in module.pieces.values()))
-            weight = jax.tree.map(jnp.asarray, module.weight())
-            return quantization.dequantize(weight, jnp.float32, module.format)
-        self._advance(self.tensors[name].nbytes)
-        return place(name, self.tensors[name].view(), None)
+        """A tensor outside experts, dequantized to float32 if it is quantized."""
+        return self.reader.dense(name)
 
-    def experts(self, name: str) -> Experts | FloatExperts:
+    def experts(self, name: str) -> jmx.Experts | FloatExperts:
         """The experts of the module of that name, on the device."""
-        self._advance(sum(t.nbytes for its, t in self.tensors.items() if its.startswith(f"{name}.")))
-        if self.reader is not None:
+        if isinstance(self.reader, compressed_tensors.Reader):
             return self.reader.experts(name, inputs=self._declared_inputs)
-        layer = self._floats[name]
-
-        def stacked(*parts: str) -> jax.Array:
-            rows = ([matrices[part].read() for part in parts] for matrices in layer.experts)
-            return place(name, np.stack([np.concatenate(its) for its in rows]), None)
-
-        def biases(*parts: str) -> jax.Array | None:
-            rows = [[matrices[part].read_bias() for part in parts] for matrices in layer.experts]
-            found = [np.concatenate([row for row in its if row is not None]) for its in rows if its[0] is not None]
-            return place(name, np.stack(found), None) if found else None
-
-        gate_up, down = stacked("gate", "up"), stacked("down")
-        gate_up_bias, down_bias = biases("gate", "up"), biases("down")
-        if self._format is not None:
-            return Experts.quantize(
-                gate_up, down, gate_up_bias, down_bias, gate_up_order="concatenated", format=self._format
-            )
-        if gate_up_bias is not None:
+        if self.reader.format is not None:
+            return self.reader.experts(name)
+        if self.reader.layers[name].has_bias:
             raise CheckpointError(self.path, f"experts {name!r} are floats with biases: name a format to round them to")
-        return FloatExperts(gate_up, down)
+        floats = self.reader.floats(name)
+        return FloatExperts(floats.gate_up, floats.down)
 
-    @contextlib.contextmanager
-    def progress(self, enabled: bool) -> Iterator[None]:
+    def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read."""
-        total = sum(tensor.nbytes for tensor in self.tensors.values())
-        with shards.progress_bar("reading", total, enabled) as self._advance:
-            try:
-                yield
-            finally:
-                self._advance = lambda _: None
+        return self.reader.progress(enabled)
 
     def _module_of(self, name: str) -> compressed_tensors.Module | None:
-        """The quantised module whose weight a tensor is, if it is one: by what files hold, as a config may mean modules
-        that are none, such as embeddings."""
-        module, _, last = name.rpartition(".")
-        scaled = any(f"{module}.{scale}" in self.tensors for scale in ("weight_scale", "weight_scale_inv"))
-        if self.reader is None or last != "weight" or not scaled:
-            return None
-        return self.reader.module(module)
+        """The quantized module whose weight a tensor is, if it is one."""
+        return self.reader.module_of(name) if isinstance(self.reader, compressed_tensors.Reader) else None
 
     def _expert_sizes(self, name: str) -> tuple[int, int, int]:
-        if self.reader is not None and name in self.reader.layers:
-            layer = self.reader.layer(name)
-            return layer.num_experts, layer.hidden_size, layer.intermediate_size
-        if name in self._floats:
-            experts = self._floats[name].experts
-            return len(experts), *experts[0]["down"].shape
-        raise CheckpointError(self.path, f"experts {name!r} are missing, or not quantised as others are")
+        if name not in self.reader.layers:
+            raise CheckpointError(self.path, f"experts {name!r} are missing, or not quantized as others are")
+        layer = self.reader.layers[name]
+        return layer.num_experts, layer.hidden_size, layer.intermediate_size
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)  # where a model is loaded
+    warnings.warn(message, stacklevel=6)  # where a model is loaded

@@ -1,4 +1,4 @@
-"""The command line of a whole model: generate text, or token ids, and tell how fast."""
+"""The command line of a whole model: generate text, or token ids, and time it."""
 
 import argparse
 import json
@@ -24,15 +24,13 @@ from examples.common.sampling import Sampler
 from examples.common.text import IdStream, TextStream, read_tokenizer
 from jmx.backends import registered_backends
 from jmx.checkpoint import CheckpointError
-from jmx.explain import Floor
-from jmx.numerics.formats import FORMATS
 from jmx.util import atomic_files
 
 RANDOM_PROMPT_LENGTH = 1024
 
 
 class UsageError(Exception):
-    """Something was asked for that cannot be; told in one line."""
+    """Options that cannot be met; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Family:
     """What the command line needs to know of a family of models.
 
     Args:
-        description: what --help says first.
+        description: the first line of --help.
         configs: of published models, for --random.
         read_config: of a checkpoint's directory.
         load: a checkpoint's directory, and `format`, `declared_inputs`, `dtype`, `backend` and `progress`, to a model.
@@ -93,7 +91,7 @@ def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> a
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
     parser.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=jmx.FORMATS,
         metavar="NAME",
         help="weight format of random experts (default: mxfp4), or to which those of a checkpoint in floats go",
     )
@@ -162,7 +160,7 @@ def read_prompt(family: Family, options: argparse.Namespace, config: Config) -> 
 
 
 def make_model(family: Family, options: argparse.Namespace) -> Model:
-    format = None if options.format is None else FORMATS[options.format]
+    format = None if options.format is None else jmx.FORMATS[options.format]
     made = {"dtype": jnp.dtype(options.dtype), "backend": options.backend, "format": format}
     if options.random:
         return family.random(family.configs[options.random], options.seed, **made)
@@ -170,7 +168,7 @@ def make_model(family: Family, options: argparse.Namespace) -> Model:
 
 
 def explain(model: Model, tokens: int) -> jmx.Explanation | None:
-    """Which backend runs the experts of a step of so many tokens, and why; None where they are not quantised."""
+    """Which backend runs the experts of a step of so many tokens, and why; None where they are not quantized."""
     moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), jmx.nnx.MoE)), None)
     if moe is None:
         return None
@@ -197,7 +195,7 @@ def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
 
 
 def run(family: Family, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Does what the options ask and tells it on the console. Returns what --json prints."""
+    """Does what the options ask and prints it on the console. Returns what --json prints."""
     sampler = make_sampler(options)
     config = family.configs[options.random] if options.random else family.read_config(family.checkpoint(options))
     ids, stream = read_prompt(family, options, config)
@@ -233,25 +231,24 @@ def run(family: Family, options: argparse.Namespace, console: Console) -> dict[s
     }
     console.print()
     if decode is None:
-        console.print("experts are not quantised: XLA's ragged_dot runs them")
+        console.print("experts are not quantized: XLA's ragged_dot runs them")
     else:
         console.print(decode)
     prefill = explain(model, len(ids))
     if prefill is not None and decode is not None and prefill.chosen != decode.chosen:
         console.print(prefill)
-    floor = None if decode is None else decode.floor
-    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, floor, console)
+    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, decode, console)
     return result
 
 
 def _summarize(
-    result: dict[str, Any], weight_bytes: int, cache_bytes: int, floor: Floor | None, console: Console
+    result: dict[str, Any], weight_bytes: int, cache_bytes: int, decode: jmx.Explanation | None, console: Console
 ) -> None:
     rate, peak = result["decode_tokens_per_s"], result["peak_device_bytes"]
     read = result["weight_bytes_a_token"]
     share = ""
-    if rate is not None and floor is not None:
-        bandwidth = floor.peak.bandwidth
+    if rate is not None and decode is not None and decode.floor is not None:
+        bandwidth = decode.floor.peak.bandwidth
         share = f", {rate * read / bandwidth:.0%} of what {bandwidth / 1e12:.1f} TB/s (by data sheet) allow"
     part = "" if peak is None else f" ({peak / (weight_bytes + cache_bytes):.3f} of both)"
     for line in (

@@ -1,4 +1,4 @@
-"""What every model's config says, whatever else it does."""
+"""The part of a configuration that every model has."""
 
 from typing import Protocol
 

@@ -15,7 +15,7 @@ from jax import lax
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
 KEYS = 128  # of one step
 STAGES = 2  # steps whose keys and values are under way
-SPLITS = 8  # thread blocks that share a long row's keys, at most
+SPLITS = 8  # CTAs that share a long row's keys, at most
 
 
 def flash_decode(
@@ -138,7 +138,7 @@ def flash_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, cache.reshape(-1, dim), positions)
 
-    # A maximum and sums over few splits, written out: as reductions they would be kernels of their own.
+    # A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
     sinks = sinks * to_bits
     peak = reduce(jnp.maximum, peaks, sinks)
     parts = [jnp.exp2(split - peak) for split in peaks]

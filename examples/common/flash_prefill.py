@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 ROWS = 64  # queries of one warpgroup, of which two share the keys that a third one brings
-BLOCK = 2 * ROWS  # queries of one thread block, and keys of one step
+BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
 STAGES = {64: 4, 128: 2}  # by size of a head: blocks of keys and values under way, as many as shared memory holds
 
 

@@ -1,4 +1,4 @@
-"""Experts that are not quantised, for checkpoints in floats: two grouped products by XLA. jmx has none of its own."""
+"""Experts in floats, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+import jmx
 from examples.common.attention import precision
-from jmx import activations, grouping
-from jmx.activations import Activation
-from jmx.layer import flat_routing
-from jmx.routing import Logits, Method
 
 
 class FloatExperts(NamedTuple):
@@ -22,9 +19,9 @@ class FloatExperts(NamedTuple):
 
 
 class FloatMoE(nnx.Module):
-    """What `jmx.nnx.MoE` is to quantised experts, called alike; without biases."""
+    """What `jmx.nnx.MoE` is to quantized experts, called alike; without biases."""
 
-    def __init__(self, experts: FloatExperts, activation: Activation, routing: Method):
+    def __init__(self, experts: FloatExperts, activation: jmx.Activation, routing: jmx.SoftmaxTopK):
         self.gate_up = nnx.Param(experts.gate_up)
         self.down = nnx.Param(experts.down)
         self.activation = activation
@@ -32,9 +29,10 @@ class FloatMoE(nnx.Module):
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
-        ids, weights = flat_routing(Logits(logits, self.routing), x.shape[:-1], mask)
+        logits = logits.reshape(-1, logits.shape[-1])
+        ids, weights = jmx.route(jmx.Logits(logits, self.routing), None if mask is None else mask.reshape(-1))
         tokens, top_k = x.reshape(-1, x.shape[-1]), ids.shape[-1]
-        groups = grouping.group(ids, self.gate_up.shape[0])
+        groups = jmx.group(ids, self.gate_up.shape[0])
 
         def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
             exact = precision(rows.dtype)
@@ -42,7 +40,8 @@ class FloatMoE(nnx.Module):
             return sums.astype(rows.dtype)
 
         hidden = product(tokens[groups.order // top_k], self.gate_up[...])
-        out = product(activations.apply(self.activation, hidden, "concatenated"), self.down[...])
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        out = product(self.activation(gate, up), self.down[...])
         out = out[groups.inverse].reshape(*ids.shape, -1)
         out = jnp.where(weights[..., None] == 0, 0, out)  # rows that belong to no expert hold anything
         summed = jnp.einsum("tkh,tk->th", out.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)

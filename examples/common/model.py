@@ -12,7 +12,7 @@ from examples.common.attention import NO_SINK, attend_cache, attend_prompt, prec
 from examples.common.cache import write
 from examples.common.config import Config
 
-# Where a source's arrays belong: variables by the names of those that lie in them, one after the other.
+# Variables of a model by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
 
 
@@ -58,8 +58,8 @@ class Linear(nnx.Module):
 def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSNorm | None) -> jax.Array:
     """x W^T + b, or norm(x) W^T + b; see `Linear`."""
     if x.size == x.shape[-1]:
-        # One row as a plain sum reads the weights once, at the memory's rate, and fuses with what stands around it.
-        # XLA's GPU compiler would try products out on buffers of its own, three times as large as the weights.
+        # One row as a plain sum reads the weights once, at the memory's rate, and fuses with its neighbors.
+        # XLA's GPU compiler would try products out on buffers three times as large as the weights.
         # A norm's rate multiplies the result: so its sum and the scaled row, computed once, are one kernel.
         row = x.astype(jnp.float32) * (1 if norm is None else norm.scale[...])
         row = jax.lax.optimization_barrier(row.reshape(-1))
@@ -137,7 +137,7 @@ class Block(nnx.Module):
 
     Args:
         router: gives logits (..., E).
-        moe: `jmx.nnx.MoE` without a router of its own, or what is called as one.
+        moe: `jmx.nnx.MoE` with `router=False`, or a module with the same signature.
     """
 
     def __init__(self, config: Config, attention: Attention, router: Linear, moe: nnx.Module):
@@ -176,7 +176,7 @@ class Model(nnx.Module):
     """A decoder of blocks; a family adds their parts, `angles`, and `make_moe`.
 
     Activations, cache and dense weights are of `dtype`; norms, angles, softmax, routing and logits are float32;
-    expert weights stay as they are quantised.
+    expert weights stay as they are quantized.
 
     Args:
         config: sizes and constants.
@@ -224,7 +224,7 @@ class Model(nnx.Module):
             tokens: int32 (B, T).
             starts: int32 (B,), position of each row's first token, that is how many the caches hold of it; None for 0,
                 which is quicker: nothing is read from the caches.
-            caches: one a layer, with room for position starts + T - 1.
+            caches: one a layer, with capacity for position starts + T - 1.
             mask: bool (B, T) or None; False is padding, which goes to no expert and must come after a row's tokens.
             expert_ids: int32 (B, T, top_k) a layer, in place of the router's choice of experts (not of their weights).
             records: a list to which each layer's `MoERecord` is appended, for comparisons.

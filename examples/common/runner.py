@@ -78,8 +78,8 @@ class Runner:
 
         Args:
             prompts: B lists of token ids, none of them empty.
-            cache: one to write over from its start, with B rows and room for the bucket of the longest prompt; it is
-                given up. None makes one of just that bucket (capacities of given ones are traced one by one).
+            cache: one to overwrite from its start, with B rows and capacity for the bucket of the longest prompt; it is
+                donated. None makes one of just that bucket (capacities of given ones are traced one by one).
             all_logits: whether to return the logits of all positions instead of each row's last.
 
         Returns:
@@ -154,7 +154,7 @@ class Runner:
     def _start(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int
     ) -> tuple[jax.Array, Cache]:
-        """The first new tokens, and a cache with room for all the others, in whole chunks."""
+        """The first new tokens, and a cache with capacity for all the others, in whole chunks."""
         logits, cache = self.prefill(prompts)
         tokens = sampler(logits, 0)
         chunks = -(-(max_new_tokens - 1) // CHUNK)

@@ -14,7 +14,7 @@ from examples.common.cache import Cache
 from examples.common.model import MoERecord
 from examples.common.runner import Runner
 from examples.common.sampling import Sampler
-from examples.gpt_oss.load import CONFIGS, RandomSource, from_source, load
+from examples.gpt_oss.load import RandomSource, from_source, load
 from examples.gpt_oss.model import GptOss
 
-__all__ = ["CONFIGS", "Cache", "GptOss", "MoERecord", "RandomSource", "Runner", "Sampler", "from_source", "load"]
+__all__ = ["Cache", "GptOss", "MoERecord", "RandomSource", "Runner", "Sampler", "from_source", "load"]

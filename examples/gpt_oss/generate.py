@@ -8,23 +8,23 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script, from anywhere; this folder's own names must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import jmx
 from examples.common import command
 from examples.common.command import Family
-from examples.gpt_oss.load import CONFIGS, RandomSource, from_source, load
+from examples.gpt_oss.load import RandomSource, from_source, load
 from examples.gpt_oss.model import GptOss
-from jmx.checkpoint.gpt_oss import Config, read_config
-from jmx.numerics.formats import MXFP4, Format
+from jmx.checkpoint.model_configs.gpt_oss import PUBLISHED, Config, read_config
 
 TINY = Path(__file__).resolve().parent / "tiny"
 
 
-def random_model(config: Config, seed: int, format: Format | None = None, **made: Any) -> GptOss:
-    return from_source(RandomSource(config, seed, format or MXFP4), **made)
+def random_model(config: Config, seed: int, format: jmx.Format | None = None, **made: Any) -> GptOss:
+    return from_source(RandomSource(config, seed, format or jmx.MXFP4), **made)
 
 
 FAMILY = Family(
     description="Generate with a gpt-oss model whose experts stay as their checkpoint has them.",
-    configs=CONFIGS,
+    configs=PUBLISHED,
     default=TINY,
     prompt="Licensed under the Apache License",
     read_config=partial(read_config, quant_methods=None),

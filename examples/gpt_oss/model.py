@@ -4,19 +4,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jmx
 import jmx.nnx
 from examples.common.model import Attention, Block, Linear, Model
 from examples.gpt_oss.rope import yarn_angles
-from jmx.activations import SwiGLU
 from jmx.checkpoint.gpt_oss import Config
-from jmx.experts import Experts
-from jmx.numerics.formats import MXFP4, Format
 
 
 class GptOss(Model):
     """The whole model; see `examples.gpt_oss.load` for making one out of a checkpoint.
 
-    Attention has biases and sinks, and slides over a window or sees everything, as the config says of each layer.
+    Attention has biases and sinks, and uses a sliding window or the full context in each layer, by the config.
 
     Args:
         config: sizes and constants (`jmx.checkpoint.gpt_oss.Config`).
@@ -30,7 +28,7 @@ class GptOss(Model):
         self,
         config: Config,
         *,
-        format: Format = MXFP4,
+        format: jmx.Format = jmx.MXFP4,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         backend: str | None = None,
         rngs: nnx.Rngs,
@@ -48,7 +46,7 @@ class GptOss(Model):
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return yarn_angles(self.config, positions)
 
-    def make_moe(self, experts: Experts | None, rngs: nnx.Rngs) -> jmx.nnx.MoE:
+    def make_moe(self, experts: jmx.Experts | None, rngs: nnx.Rngs) -> jmx.nnx.MoE:
         config = self.config
         return jmx.nnx.MoE(
             config.hidden_size,
@@ -56,7 +54,7 @@ class GptOss(Model):
             config.num_experts,
             config.top_k,
             format=self.format if experts is None else experts.format,
-            activation=SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit),
+            activation=jmx.SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit),
             gate_up_order="interleaved" if experts is None else experts.gate_up_order,
             bias=True,
             router=False,

@@ -6,7 +6,7 @@
     logits, cache = runner.prefill([[1, 2, 3]])
     logits, cache = runner.decode(Sampler()(logits, 0), cache)
 
-What it shares with other models is in `examples.common`. Its own, from the bottom up: `config.py`, `model.py`,
+What it shares with other models is in `examples.common`. Its own, from the bottom up: `model.py`,
 `load.py`, `generate.py`.
 """
 
@@ -14,12 +14,11 @@ from examples.common.cache import Cache
 from examples.common.model import MoERecord
 from examples.common.runner import Runner
 from examples.common.sampling import Sampler
-from examples.qwen3_moe.config import Config, read_config
-from examples.qwen3_moe.load import CONFIGS, RandomSource, from_source, load
+from examples.qwen3_moe.load import RandomSource, from_source, load
 from examples.qwen3_moe.model import Qwen3MoE
+from jmx.checkpoint.model_configs.qwen3_moe import Config, read_config
 
 __all__ = [
-    "CONFIGS",
     "Cache",
     "Config",
     "MoERecord",

@@ -8,21 +8,21 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script, from anywhere; this folder's own names must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import jmx
 from examples.common import command
 from examples.common.command import Family
-from examples.qwen3_moe.config import Config, read_config
-from examples.qwen3_moe.load import CONFIGS, RandomSource, from_source, load
+from examples.qwen3_moe.load import RandomSource, from_source, load
 from examples.qwen3_moe.model import Qwen3MoE
-from jmx.numerics.formats import MXFP4, Format
+from jmx.checkpoint.model_configs.qwen3_moe import PUBLISHED, Config, read_config
 
 
-def random_model(config: Config, seed: int, format: Format | None = None, **made: Any) -> Qwen3MoE:
-    return from_source(RandomSource(config, seed, format or MXFP4), **made)
+def random_model(config: Config, seed: int, format: jmx.Format | None = None, **made: Any) -> Qwen3MoE:
+    return from_source(RandomSource(config, seed, format or jmx.MXFP4), **made)
 
 
 FAMILY = Family(
     description="Generate with a Qwen3-MoE model whose experts stay as their checkpoint has them.",
-    configs=CONFIGS,
+    configs=PUBLISHED,
     read_config=read_config,
     load=load,
     random=random_model,

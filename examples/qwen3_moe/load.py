@@ -9,44 +9,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jmx
 from examples.common.checkpoint import Checkpoint
-from examples.common.float_moe import FloatExperts
-from examples.common.load import RandomWeights, Source, fill
-from examples.qwen3_moe.config import Config, read_config
+from examples.common.load import FileSource, RandomWeights, Source, fill, in_layer, whole_model
 from examples.qwen3_moe.model import Qwen3MoE
-from jmx.experts import Experts
-from jmx.numerics.formats import MXFP4, Format
+from jmx.checkpoint.model_configs.qwen3_moe import Config, read_config
 
 Shape = tuple[int, ...]
 
 
-def _published(num_hidden_layers: int, hidden_size: int, moe_intermediate_size: int, heads: int) -> Config:
-    return Config(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        moe_intermediate_size=moe_intermediate_size,
-        num_experts=128,
-        top_k=8,
-        norm_topk_prob=True,
-        dense_layers=(),
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        attention_bias=False,
-        rms_norm_eps=1e-6,
-        sliding_window=None,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        eos_token_ids=(151645, 151643),
-    )
-
-
-# The published models, by their config.json and generation_config.json.
-CONFIGS = {"30b-a3b": _published(48, 2048, 768, 32), "235b-a22b": _published(94, 4096, 1536, 64)}
-
-# Neutral names, those of `jmx.checkpoint.gpt_oss.Reader`, and files' own, after "model.layers.N." in a layer.
+# Neutral names, those of `jmx.checkpoint.gpt_oss.Reader`, and the files'; in a layer after "layers.N." and
+# "model.layers.N.".
 TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -91,33 +64,28 @@ def expert_sizes(config: Config) -> tuple[int, int, int]:
     return config.num_experts, config.hidden_size, config.moe_intermediate_size
 
 
-class FileSource:
-    """The weights of a checkpoint. CheckpointError unless it holds all that its config calls for."""
+def tensor_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of all tensors outside the experts, by neutral name."""
+    return whole_model(top_shapes(config), (layer_shapes(config, i) for i in range(config.num_hidden_layers)))
 
-    def __init__(self, checkpoint: Checkpoint):
-        config = read_config(checkpoint.path)
-        self.config, self._top = _untied(checkpoint, config)
-        self._checkpoint = checkpoint
-        names = {self._top[name]: shape for name, shape in top_shapes(self.config).items()}
-        if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
-            names[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)  # even if it is not read
-        for layer in range(self.config.num_hidden_layers):
-            shapes = layer_shapes(self.config, layer).items()
-            names |= {_in_layer(layer, LAYER_NAMES[name]): shape for name, shape in shapes}
-        sparse = set(range(self.config.num_hidden_layers)) - {*self.config.dense_layers}
-        checkpoint.check(names, {_in_layer(layer, "mlp.experts"): expert_sizes(self.config) for layer in sparse})
 
-    def top(self) -> dict[str, jax.Array]:
-        return {name: self._checkpoint.dense(self._top[name]) for name in top_shapes(self.config)}
+def file_source(checkpoint: Checkpoint) -> FileSource[Config]:
+    """The weights of a checkpoint. CheckpointError unless it holds all that its config calls for, and nothing else."""
+    config = read_config(checkpoint.path)
+    untied, top = _untied(checkpoint, config)
+    unread = {}
+    if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
+        unread[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)
+    names = {name: top[name] for name in top_shapes(untied)}
+    for layer in range(untied.num_hidden_layers):
+        inside = layer_shapes(untied, layer)
+        names |= {in_layer(layer, name): f"model.layers.{layer}.{LAYER_NAMES[name]}" for name in inside}
+    experts = {layer: f"model.layers.{layer}.mlp.experts" for layer in _sparse_layers(untied)}
+    return FileSource(checkpoint, untied, tensor_shapes(untied), names, experts, expert_sizes(untied), unread)
 
-    def layer(self, layer: int) -> dict[str, jax.Array]:
-        names = layer_shapes(self.config, layer)
-        return {name: self._checkpoint.dense(_in_layer(layer, LAYER_NAMES[name])) for name in names}
 
-    def experts(self, layer: int) -> Experts | FloatExperts | None:
-        if layer in self.config.dense_layers:
-            return None
-        return self._checkpoint.experts(_in_layer(layer, "mlp.experts"))
+def _sparse_layers(config: Config) -> list[int]:
+    return [layer for layer in range(config.num_hidden_layers) if layer not in config.dense_layers]
 
 
 def _untied(checkpoint: Checkpoint, config: Config) -> tuple[Config, dict[str, str]]:
@@ -140,46 +108,31 @@ def _untied(checkpoint: Checkpoint, config: Config) -> tuple[Config, dict[str, s
     return dataclasses.replace(config, tie_word_embeddings=False), TOP_NAMES
 
 
-def _in_layer(layer: int, name: str) -> str:
-    return f"model.layers.{layer}.{name}"
-
-
-class RandomSource:
-    """Random weights of the shapes that `config` says, made on the device: codes and scales are drawn directly.
+class RandomSource(RandomWeights[Config]):
+    """Random weights of the shapes of `config`, made on the device.
 
     ValueError for a `seed` outside 0..2^32 - 1.
     """
 
-    def __init__(self, config: Config, seed: int = 0, format: Format = MXFP4):
-        self.config = config
-        self._format = format
-        self._weights = RandomWeights(seed)
-
-    def top(self) -> dict[str, jax.Array]:
-        return self._weights.dense("top", top_shapes(self.config))
-
-    def layer(self, layer: int) -> dict[str, jax.Array]:
-        return self._weights.dense(layer, layer_shapes(self.config, layer))
-
-    def experts(self, layer: int) -> Experts | None:
-        if layer in self.config.dense_layers:
-            return None
-        return self._weights.experts(layer, expert_sizes(self.config), "concatenated", self._format, bias=False)
+    def __init__(self, config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4):
+        layers, sizes = _sparse_layers(config), expert_sizes(config)
+        shapes = tensor_shapes(config)
+        super().__init__(config, seed, shapes, layers, sizes, format, gate_up_order="concatenated", bias=False)
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    format: Format | None = None,
+    format: jmx.Format | None = None,
     declared_inputs: bool = True,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     progress: bool = False,
 ) -> Qwen3MoE:
-    """The model of a Qwen3-MoE checkpoint; experts stay as they are from disk to device.
+    """The model of a Qwen3-MoE checkpoint; experts are never decoded from disk to device.
 
     Args:
-        path: a directory of safetensors files, in floats or quantised by a tool that jmx reads.
+        path: a directory of safetensors files, in floats or quantized by a tool that jmx reads.
         format: what experts in floats are rounded to as they are read; None: nothing.
         declared_inputs: whether experts round their inputs to the format that the checkpoint declares.
         dtype: of activations, dense weights and experts in floats, bfloat16 or float32.
@@ -187,10 +140,10 @@ def load(
         progress: whether to show a progress bar on stderr, where that is a terminal.
 
     Raises:
-        CheckpointError: files that are wrong or broken; a `format` for experts that are quantised already.
+        CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
     """
     checkpoint = Checkpoint(path, format=format, declared_inputs=declared_inputs)
-    source = FileSource(checkpoint)
+    source = file_source(checkpoint)
     with checkpoint.progress(progress):
         return from_source(source, dtype=dtype, backend=backend)
 

@@ -4,14 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jmx
 import jmx.nnx
 from examples.common.attention import rope_angles
 from examples.common.float_moe import FloatExperts, FloatMoE
 from examples.common.model import Attention, Block, Linear, Model, RMSNorm, Variables
-from examples.qwen3_moe.config import Config
-from jmx.activations import SwiGLU
-from jmx.experts import Experts
-from jmx.routing import SoftmaxTopK
+from jmx.checkpoint.model_configs.qwen3_moe import Config
 
 
 class DenseBlock(nnx.Module):
@@ -37,7 +35,7 @@ class DenseBlock(nnx.Module):
         attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
         x = x + attended
         gate, up = jnp.split(self.gate_up(x, self.mlp_norm).astype(x.dtype), 2, axis=-1)
-        return x + self.down(SwiGLU()(gate, up)).astype(x.dtype), cache, None
+        return x + self.down(jmx.SwiGLU()(gate, up)).astype(x.dtype), cache, None
 
     def variables(self) -> Variables:
         norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.mlp_norm.scale}
@@ -76,21 +74,21 @@ class Qwen3MoE(Model):
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
 
-    def make_moe(self, experts: Experts | FloatExperts | None, rngs: nnx.Rngs) -> jmx.nnx.MoE | FloatMoE:
+    def make_moe(self, experts: jmx.Experts | FloatExperts | None, rngs: nnx.Rngs) -> jmx.nnx.MoE | FloatMoE:
         config = self.config
-        routing = SoftmaxTopK(config.top_k, renormalize=config.norm_topk_prob)
+        routing = jmx.SoftmaxTopK(config.top_k, renormalize=config.norm_topk_prob)
         if experts is None:
             shape = config.num_experts, config.hidden_size, config.moe_intermediate_size
             experts = _zeros(*shape, self.dtype)
         if isinstance(experts, FloatExperts):
-            return FloatMoE(jax.tree.map(lambda a: a.astype(self.dtype), experts), SwiGLU(), routing)
+            return FloatMoE(jax.tree.map(lambda a: a.astype(self.dtype), experts), jmx.SwiGLU(), routing)
         return jmx.nnx.MoE(
             config.hidden_size,
             config.moe_intermediate_size,
             config.num_experts,
             config.top_k,
             format=experts.format,
-            activation=SwiGLU(),
+            activation=jmx.SwiGLU(),
             routing=routing,
             router=False,
             param_dtype=self.dtype,

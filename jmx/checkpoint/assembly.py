@@ -46,5 +46,11 @@ def experts_of(
     wanted = {name: sharding_of(name, sharding) for name in arrays}
     del arrays, gate_up, down  # the layout's arrays replace them one by one
     experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), format, input_format), donate=True)
+    return put(experts, wanted)
+
+
+def put(experts: Experts, sharding: ShardingLike) -> Experts:
+    """`experts` with each array placed by `sharding`; see `sharding_of`. ValueError for one that does not fit."""
     arrays = experts.arrays()
+    wanted = {name: sharding_of(name, sharding) for name in arrays}
     return experts.with_arrays(arrays | {n: jax.device_put(arrays[n], s) for n, s in wanted.items() if s is not None})

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.orbax_note import KEY, Layer, layouts_of, note_of
+from jmx.checkpoint.orbax_metadata import KEY, Layer, layouts_of, note_of
 from jmx.experts import ROLES, Experts
 from jmx.nnx import MoE
 from jmx.util.atomic_files import check_new, new_path
@@ -23,7 +23,7 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
     """Saves all variables of `module` as an Orbax checkpoint, experts in the layout in which they lie.
 
     Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values"; what else must be known of each
-    MoE layer is in the checkpoint's custom metadata, see `jmx.checkpoint.orbax_note`. `path` appears when it is
+    MoE layer is in the checkpoint's custom metadata, see `jmx.checkpoint.orbax_metadata`. `path` appears when it is
     complete.
 
     Raises:
@@ -53,7 +53,7 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
         path: the checkpoint.
         module: of the same structure; its layouts may differ. Its values are not looked at, so
             `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held: under
-            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables that say no place go to the
+            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables without a sharding go to the
             whole mesh on which others lie, else to the default device. Experts that were saved in another layout are
             read split as these, where their shapes can be, else along the axis of experts alone (whole, if that is not
             split), and moved once they have their layout.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError, read_object
 
 # Orbax's own files in a checkpoint, both JSON objects.
@@ -72,12 +72,12 @@ def describe(path: Path) -> Stored:
     return Stored(arrays, metadata.custom_metadata)
 
 
-def note(path: Path, stored: Stored, key: str) -> Entries:
+def note(path: Path, stored: Stored, key: str) -> ConfigObject:
     """What jmx wrote as `key` of the custom metadata. CheckpointError, naming the file, if there is no such object."""
     file = path / CUSTOM_METADATA
     if not isinstance(stored.custom_metadata, dict) or key not in stored.custom_metadata:
         raise CheckpointError(file, f"must be that of a checkpoint that jmx wrote: its custom metadata lack {key!r}")
-    return Entries(file, key, stored.custom_metadata[key])
+    return ConfigObject(file, key, stored.custom_metadata[key])
 
 
 def check(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -13,7 +13,6 @@ import os
 import re
 import reprlib
 import stat
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -311,7 +310,7 @@ def _read_index(directory: Path) -> dict[str, Tensor]:
         for name in sorted(expected[place] - found.keys()):
             raise CheckpointError(file, f"tensor {name!r} is missing, which {INDEX} places here")
         for name in sorted(found.keys() - expected[place]):
-            raise CheckpointError(file, f"tensor {name!r} is here, but {INDEX} does not say so")
+            raise CheckpointError(file, f"tensor {name!r} is here, but not in {INDEX}")
         tensors |= found
     return tensors
 
@@ -329,7 +328,7 @@ def _check_shard(index: Path, tensor: str, place: str) -> None:
 
 
 def _check_numbers(directory: Path, files: Sequence[Path]) -> None:
-    """Without an index, only the names of numbered shards tell whether one is missing."""
+    """Without an index, only the names of numbered shards show whether one is missing."""
     matches = (_NUMBERED.fullmatch(file.name) for file in files)
     names = {file.name for file in files}
     for stem, width, count in dict.fromkeys((m["stem"], len(m["number"]), m["count"]) for m in matches if m):
@@ -409,21 +408,3 @@ def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], 
                 raise CheckpointError(file, f"tensor {output.name!r} must have {output.nbytes} bytes")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-@contextlib.contextmanager
-def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr that counts to `total` bytes. It gives the function to tell of bytes done.
-
-    There is none where `enabled` is false or stderr is no terminal.
-    """
-    if not (enabled and sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda done: bar.advance(task, done)

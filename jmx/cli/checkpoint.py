@@ -1,4 +1,4 @@
-"""What a checkpoint says of its layers of experts, as far as `jmx explain` asks: sizes, formats, activation."""
+"""The sizes, formats and activation of a checkpoint's experts, for `jmx explain`."""
 
 import argparse
 import os
@@ -56,8 +56,8 @@ def _config_entries(directory: str) -> dict[str, Any]:
 
 def _quantized_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
     """Whether experts are as a tool's own config says, and not gpt-oss's as they were published."""
-    from jmx.checkpoint.compressed_tensors.modelopt import FILE
-    from jmx.checkpoint.compressed_tensors.places import find_quantization
+    from jmx.checkpoint.compressed_tensors.modelopt_config import FILE
+    from jmx.checkpoint.compressed_tensors.quantization_config import find_quantization
 
     given = find_quantization(Path(directory) / "config.json", config)
     if given is None:
@@ -77,7 +77,7 @@ def _quantized_fields(directory: str, gate_up_order: str | None) -> dict[str, An
     found = {name: getattr(layer, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
     found |= {"format": layer.format.name, "gate_up_order": layer.gate_up_order}
     found |= {"input_format": reader.declared_inputs(layer.name)}
-    return found | {"bias": any(name.endswith("_bias") for name in layer.arrays())}
+    return found | {"bias": layer.has_bias}
 
 
 def _gpt_oss_fields(directory: str, any_method: bool) -> dict[str, Any]:
@@ -101,27 +101,24 @@ def _gpt_oss_in_floats(directory: str, config: dict[str, Any]) -> bool:
 
 def _float_fields(directory: str, config: dict[str, Any], format: str | None) -> tuple[dict[str, Any], str]:
     """Of a checkpoint's first layer of experts that are floats, as `jmx convert --quantize` would write it."""
-    from jmx.checkpoint import shards
-    from jmx.checkpoint.quantizing import experts
+    from jmx.checkpoint import quantizing
     from jmx.numerics import formats
     from jmx.perf.shapes import split_formats
 
-    path = Path(directory)
-    layer = experts.find(path, shards.read_headers(path), config)[0]
-    up = layer.experts[0]["up"]
-    found: dict[str, Any] = {"num_experts": len(layer.experts), "intermediate_size": up.shape[0]}
-    found |= {"hidden_size": up.shape[1], "bias": any(m.bias is not None for m in layer.experts[0].values())}
+    layer = next(iter(quantizing.Reader(directory).layers.values()))
+    found = {name: getattr(layer, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
+    found["bias"] = layer.has_bias
     rounded_to = formats.MXFP4.name if format is None else split_formats(format)[0]
     as_gpt_oss = config.get("model_type") == _GPT_OSS and rounded_to == formats.MXFP4.name
     found["gate_up_order"] = "interleaved" if as_gpt_oss else "concatenated"
-    return found, up.weight.dtype
+    return found, layer.dtype
 
 
 def _model_fields(config: dict[str, Any], activation_given: bool) -> dict[str, Any]:
     """What names that are common say of a model; its activation only where none is given."""
-    from jmx.checkpoint import model_sizes
+    from jmx.checkpoint.model_configs import common_keys
 
-    top_k, hidden_act = model_sizes.top_k(config), model_sizes.hidden_act(config)
+    top_k, hidden_act = common_keys.top_k(config), common_keys.hidden_act(config)
     found: dict[str, Any] = {} if top_k is None else {"top_k": top_k}
     if hidden_act is None or activation_given:
         return found

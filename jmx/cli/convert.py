@@ -1,4 +1,4 @@
-"""`jmx convert`: a checkpoint in another form, or with its experts quantised."""
+"""`jmx convert`: a checkpoint in another form, or with its experts quantized."""
 
 import argparse
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx.activations import Activation, SiLUAndMul, SwiGLU
+from jmx.checkpoint.model_configs import gpt_oss, qwen3_moe
 from jmx.experts import Experts
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -72,14 +73,25 @@ def split_formats(pair: str) -> tuple[str, str | None]:
     return weights, inputs if colon else None
 
 
+def _gpt_oss(config: gpt_oss.Config) -> Shape:
+    activation = SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit)
+    sizes = config.num_experts, config.hidden_size, config.intermediate_size
+    return Shape(*sizes, TopKSoftmax(config.top_k), activation, "interleaved", True)
+
+
+def _qwen3(config: qwen3_moe.Config) -> Shape:
+    sizes = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    return Shape(*sizes, TopKSoftmax(config.top_k), SiLUAndMul(), "concatenated", False)
+
+
 # Sizes and activations as in the published model configurations and code.
 _GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 _DEEPSEEK = GroupedTopK(8, num_groups=8, topk_groups=4, scoring="sigmoid", renormalize=True, routed_scaling_factor=2.5)
 MODELS = {
     "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
-    "gpt-oss-20b": Shape(32, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
-    "gpt-oss-120b": Shape(128, 2880, 2880, TopKSoftmax(4), _GPT_OSS, "interleaved", True),
-    "qwen3-30b-a3b": Shape(128, 2048, 768, TopKSoftmax(8), SiLUAndMul(), "concatenated", False),
+    "gpt-oss-20b": _gpt_oss(gpt_oss.PUBLISHED["20b"]),
+    "gpt-oss-120b": _gpt_oss(gpt_oss.PUBLISHED["120b"]),
+    "qwen3-30b-a3b": _qwen3(qwen3_moe.PUBLISHED["30b-a3b"]),
     "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
 }
 

@@ -14,7 +14,7 @@ LICENCE = HERE.parents[2] / "LICENSE"
 
 
 def make_tokenizer(config: dict[str, int], text: str) -> Tokenizer:
-    """A tokenizer learnt from `text`. Every byte has a token of its own, so any text survives a round trip.
+    """A tokenizer learnt from `text`. Every byte has a token, so any text survives a round trip.
 
     Raises ValueError if the special ids of `config` are not the last ones of its vocabulary.
     """
@@ -37,7 +37,7 @@ def make_tokenizer(config: dict[str, int], text: str) -> Tokenizer:
     got = {tokenizer.token_to_id(token): token for token in specials.values()}
     if got != specials or tokenizer.get_vocab_size() != config["vocab_size"]:
         raise ValueError(
-            f"special tokens stand at {got}, config.json (vocab_size={config['vocab_size']}) wants {specials}"
+            f"special tokens are at {got}, config.json (vocab_size={config['vocab_size']}) wants {specials}"
         )
     return tokenizer
 

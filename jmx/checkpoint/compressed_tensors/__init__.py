@@ -4,10 +4,20 @@ And ModelOpt's NVFP4, Quark's MXFP4 and the FP8 of DeepSeek and Qwen, which are 
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.layers import Layer
-from jmx.checkpoint.compressed_tensors.methods import read_quantization
+from jmx.checkpoint.compressed_tensors.module import Module
+from jmx.checkpoint.compressed_tensors.quantization_config import is_quantized, read_quantization
 from jmx.checkpoint.compressed_tensors.reader import Reader
-from jmx.checkpoint.compressed_tensors.tensors import Module
 from jmx.checkpoint.compressed_tensors.writer import convert
 from jmx.checkpoint.shards import CheckpointError
 
-__all__ = ["CheckpointError", "Layer", "Module", "Quantization", "Reader", "Scheme", "convert", "read_quantization"]
+__all__ = [
+    "CheckpointError",
+    "Layer",
+    "Module",
+    "Quantization",
+    "Reader",
+    "Scheme",
+    "convert",
+    "is_quantized",
+    "read_quantization",
+]

@@ -1,8 +1,8 @@
-"""What `quantization_config` of a compressed-tensors checkpoint says of each module.
+"""`quantization_config` of a compressed-tensors checkpoint: the scheme of each module.
 
 Its meaning is that of the package that writes it (https://github.com/vllm-project/compressed-tensors; its
-QuantizationConfig, QuantizationScheme and QuantizationArgs). Files say more than a loader needs (how scales were
-observed, say), and some of it would change the model: every key is checked, and one that is not known is refused.
+QuantizationConfig, QuantizationScheme and QuantizationArgs). Files hold more than a loader needs (such as how scales
+were observed), and some of it would change the model: every key is checked, and an unknown one is an error.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.compressed_tensors.targets import Target, targets_of
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.input_formats import INPUT_FORMATS
 
@@ -22,7 +22,7 @@ MIXED = "mixed-precision"  # in place of the one storage of all groups: each nam
 GROUP_SIZES = (32, 64, 128)  # of integers
 BLOCK = [128, 128]  # of FP8
 
-# Ways in which files hold weights (the package's `format`), and the kinds of weights that can lie so.
+# How files store weights (the package's `format`) -> the kinds of weights that can be stored so.
 STORAGES: dict[str, tuple[str, ...]] = {
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
@@ -32,7 +32,7 @@ STORAGES: dict[str, tuple[str, ...]] = {
     "naive-quantized": ("int", "fp8"),
 }
 
-# How weights lie in files of other tools than compressed-tensors.
+# How files of other tools than compressed-tensors store weights.
 MODELOPT, QUARK, FP8, FP8_UE8M0 = "modelopt", "quark", "fp8", "fp8_ue8m0"
 
 # Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
@@ -53,12 +53,12 @@ INPUTS: dict[tuple[Any, ...], str] = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a module is quantised.
+    """How a module is quantized.
 
     Args:
         weights: name of the weights' format, a key of `jmx.numerics.formats.FORMATS`.
         inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have. Where no
-            format of `jmx.numerics.input_formats.INPUT_FORMATS` is meant: what the config says, in words.
+            format of `jmx.numerics.input_formats.INPUT_FORMATS` is meant: a description of the config's entry.
         storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
     """
 
@@ -83,7 +83,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are quantised alike: the name of the group, whom it means, and how."""
+    """Modules with one scheme: the name of the group, the targets that select them, and the scheme."""
 
     name: str
     targets: tuple[Target, ...]
@@ -95,11 +95,11 @@ class Quantization:
     """The schemes of a checkpoint.
 
     Args:
-        file: that said so.
+        file: the config's.
         groups: in the file's order.
-        ignore: modules that stay as they are, whichever group means them.
-        kv_cache: whether attention's keys and values are to be quantised as they are cached. That is nothing of
-            experts; who runs the whole model has to ask.
+        ignore: modules that are not quantized, whichever group selects them.
+        kv_cache: whether attention's cached keys and values are to be quantized. It does not concern experts, but
+            those who run the whole model.
     """
 
     file: Path
@@ -108,13 +108,13 @@ class Quantization:
     kv_cache: bool = False
 
     def scheme(self, module: str, module_class: str = "Linear") -> Scheme | None:
-        """The scheme of a module, by its name and its class; None if it is not quantised.
+        """The scheme of a module, by its name and its class; None if it is not quantized.
 
         A target that is the module's name goes before regular expressions, and these before its class.
 
         Raises:
-            CheckpointError: targets of the same rank give it different schemes. (Which one counts is told by their
-                alphabetical order in one library and by the file's in another.)
+            CheckpointError: targets of the same rank give it different schemes. (One library takes the first
+                in alphabetical order, another the first in the file.)
         """
         if any(target.rank(module, module_class) is not None for target in self.ignore):
             return None
@@ -133,19 +133,19 @@ class Quantization:
 
 
 def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization that the object at `place` of config.json says.
+    """The quantization of the object at `place` of config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here, naming
             the key and its value.
     """
-    top = Entries(file, place, value)
+    top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
     top.one_of("quantization_status", ("compressed", "frozen", None), None)  # the latter in files of older versions
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
     for key in ("transform_config", "moe_sparsity_config"):
         top.check(key, lambda value: value in (None, {}), "must be empty: it would change the model", None)
-    for key in ("version", "global_compression_ratio"):  # they say nothing of the tensors
+    for key in ("version", "global_compression_ratio"):  # which do not concern the tensors
         top.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
     kv_cache = top.object_or_none("kv_cache_scheme")
     storage = top.one_of("format", (*STORAGES, MIXED))
@@ -162,7 +162,7 @@ def _no_sparsity(value: Any) -> bool:
     return value in (None, {}) or (isinstance(value, dict) and value.get("format") == "dense")
 
 
-def _group(groups: Entries, name: str, storage: str, place: str) -> Group:
+def _group(groups: ConfigObject, name: str, storage: str, place: str) -> Group:
     group = groups.object(name)
     targets = targets_of(group, "targets", group.strings("targets"))
     if not targets:
@@ -188,7 +188,7 @@ def _group(groups: Entries, name: str, storage: str, place: str) -> Group:
 
 @dataclass(frozen=True)
 class _Args:
-    """Entries that weights and inputs share."""
+    """ConfigObject that weights and inputs share."""
 
     type: str
     num_bits: int
@@ -206,7 +206,7 @@ class _Args:
         return f"{sign}{self.type}{self.num_bits} by {self.strategy}{size}, {dynamic}{dtype}"
 
 
-def _args(entries: Entries) -> _Args:
+def _args(entries: ConfigObject) -> _Args:
     """Checked as the package does, its defaults filled in."""
     type_ = entries.one_of("type", ("int", "float"), "int")
     num_bits = entries.check("num_bits", lambda v: type(v) is int and v > 0, "must be a positive whole number", 8)
@@ -238,7 +238,7 @@ def _args(entries: Entries) -> _Args:
     )
 
 
-def _weights(entries: Entries) -> tuple[str, str]:
+def _weights(entries: ConfigObject) -> tuple[str, str]:
     """The weights' format, and its kind as `STORAGES` has it."""
     args = _args(entries)
     # "group" (once "dynamic", or true) leaves each column's group in a tensor; "weight" ("static") leaves no trace.
@@ -278,8 +278,8 @@ def _weights(entries: Entries) -> tuple[str, str]:
     raise unknown
 
 
-def _inputs(entries: Entries) -> str:
-    """The inputs' format, or what the config says, where it is none that is known."""
+def _inputs(entries: ConfigObject) -> str:
+    """The inputs' format, or a description of the config's entry, if no known format has it."""
     args = _args(entries)
     entries.one_of("actorder", (None, False), None)
     entries.close()

@@ -1,4 +1,4 @@
-"""The experts of a layer, out of the modules that files keep of each: stacked, gate over up, when they are read.
+"""The experts of a layer, stacked from the modules of each expert when they are read, gate rows above up rows.
 
 Files name projections in one of the ways of `PROJECTIONS`, and hold each expert's apart, as in
 "experts.3.down_proj.weight", or all in tensors whose first axis is the expert, as in "experts.down_proj.weight". Where
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.tensors import QUANTISED, Module, Piece, Shape
+from jmx.checkpoint.compressed_tensors.module import Module, Piece, Shape
+from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
 from jmx.numerics.formats import Format
@@ -31,12 +32,12 @@ WHOLE = "weight_shape"  # of a tensor, also where that holds all experts
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)\.([^.]+)", re.DOTALL)
-_PARAMETER = re.compile(rf"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(bias|{'|'.join(QUANTISED)}))?", re.DOTALL)
+_PARAMETER = re.compile(rf"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(bias|{'|'.join(QUANTIZED)}))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of a layer: E of them, of hidden size H and intermediate size I, all quantised alike.
+    """The experts of a layer: E of them, of hidden size H and intermediate size I, all quantized alike.
 
     Args:
         name: of the module that holds them, such as "model.layers.0.mlp.experts".
@@ -72,10 +73,19 @@ class Layer:
     def intermediate_size(self) -> int:
         return self.modules["down"][0][0].shape[1]
 
+    @property
+    def has_bias(self) -> bool:
+        return "bias" in self._first.pieces
+
     def arrays(self) -> dict[str, "Stacked"]:
         """The layer's arrays, packed, by name as `jmx.Experts.arrays` names them."""
-        names = [*self.format.arrays, *["bias"] * ("bias" in self._first.pieces)]
+        names = [*self.format.arrays, *["bias"] * self.has_bias]
         return {f"{role}_{name}": Stacked(self.modules[role], name) for role in ROLES for name in names}
+
+    def tensors(self) -> set[Tensor]:
+        """The tensors that hold these experts."""
+        modules = (module for role in ROLES for parts in self.modules[role] for module in parts)
+        return {piece.tensor for module in modules for piece in module.pieces.values()}
 
     def static_scales(self, role: str) -> np.ndarray | None:
         """float32 (E, parts): the static scales of a role's inputs, of gate and up each, which multiply; or None.
@@ -137,12 +147,12 @@ _Found = dict[int | None, dict[str, dict[str, Tensor]]]
 
 
 def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order: str | None) -> dict[str, Layer]:
-    """The layers of quantised experts among a checkpoint's tensors, by the name of the module that holds them.
+    """The layers of quantized experts among a checkpoint's tensors, by the name of the module that holds them.
 
     Args:
         found: the tensors.
         quantization: their schemes.
-        gate_up_order: how rows lie in a tensor that holds gate and up, which files do not say.
+        gate_up_order: how rows lie in a tensor that holds gate and up, which files do not record.
 
     Raises:
         CheckpointError: no experts at all; some that are missing or differ in more than their numbers, tensors that no
@@ -167,11 +177,11 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
             quantization.file.parent, "must hold tensors of experts, such as 'experts.0.up_proj.weight'"
         )
     built = {name: _layer(name, experts, quantization, gate_up_order) for name, experts in layers.items()}
-    quantised = {name: layer for name, layer in built.items() if layer is not None}
+    quantized = {name: layer for name, layer in built.items() if layer is not None}
     for tensor in others:
-        if any(tensor.name.startswith(f"{name}.") for name in quantised):
-            raise Piece(tensor).error("is of experts that are quantised, but of no projection")
-    return quantised
+        if any(tensor.name.startswith(f"{name}.") for name in quantized):
+            raise Piece(tensor).error("is of experts that are quantized, but of no projection")
+    return quantized
 
 
 def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: str | None) -> Layer | None:
@@ -185,14 +195,14 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
     names = [f"{its_name}.{projection}" for its_name, _ in experts for projection in sorted(projections)]
     schemes = {its_name: quantization.scheme(its_name) for its_name in dict.fromkeys(names)}
     if None in schemes.values():
-        _check_unquantised(file, name, found, schemes)
+        _check_unquantized(file, name, found, schemes)
         return None
     if len(spelling["gate_up"]) > 1:
         gate_up_order = "concatenated"  # here, from two tensors
     elif gate_up_order is None:
         raise ValueError(
             f"`gate_up_order` (=None) must be 'concatenated' or 'interleaved': experts of {name!r} hold gate and up in "
-            "one tensor, and files do not say how its rows lie"
+            "one tensor, and files do not record the order of its rows"
         )
 
     def module(its_name: str, pieces: Mapping[str, Mapping[str, Piece]], projection: str) -> Module:
@@ -234,11 +244,11 @@ def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[s
         yield name, pieces
 
 
-def _check_unquantised(file: Path, name: str, found: _Found, schemes: Mapping[str, Scheme | None]) -> None:
-    """CheckpointError if some of the experts are quantised, or have tensors as if they were."""
-    quantised = [its_name for its_name, scheme in schemes.items() if scheme is not None]
-    if quantised:
-        raise CheckpointError(file, f"experts of {name!r} must all be quantised or none, but {quantised[0]!r} is")
+def _check_unquantized(file: Path, name: str, found: _Found, schemes: Mapping[str, Scheme | None]) -> None:
+    """CheckpointError if some of the experts are quantized, or have tensors as if they were."""
+    quantized = [its_name for its_name, scheme in schemes.items() if scheme is not None]
+    if quantized:
+        raise CheckpointError(file, f"experts of {name!r} must all be quantized or none, but {quantized[0]!r} is")
     for its in found.values():
         for tensors in its.values():
             for last, tensor in tensors.items():
@@ -247,7 +257,7 @@ def _check_unquantised(file: Path, name: str, found: _Found, schemes: Mapping[st
 
 
 def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]]) -> None:
-    """CheckpointError unless the experts' modules can stand in one array, and gate, up and down fit each other."""
+    """CheckpointError unless the experts' modules fit into one array, and gate, up and down fit each other."""
     first, down = modules["gate_up"][0][0], modules["down"][0][0]
     dtypes = {last: piece.dtype for last, piece in first.pieces.items()}
     for role, model in (("gate_up", first), ("down", down)):

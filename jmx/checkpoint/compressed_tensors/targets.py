@@ -1,4 +1,4 @@
-"""Which modules an entry of `targets` or `ignore` means: one by its name, a class, or those that a pattern matches."""
+"""Which modules an entry of `targets` or `ignore` selects: one by its name, a class, or those that match a pattern."""
 
 import fnmatch
 import re
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
 
 PATTERN = "re:"
@@ -22,7 +22,7 @@ class Target:
     pattern: re.Pattern[str] | None
 
     def rank(self, module: str, module_class: str) -> int | None:
-        """How closely it means the module: 0 by its name, 1 by a pattern, 2 by its class; None if it does not."""
+        """How closely it selects the module: 0 by name, 1 by a pattern, 2 by class; None if it does not."""
         if self.pattern is not None:
             return 1 if self.pattern.match(module) else None
         return 0 if self.text == module else 2 if self.text == module_class else None
@@ -32,7 +32,7 @@ def parse_target(text: str) -> Target:
     """The target that `text` spells.
 
     Raises:
-        ValueError: an empty text, or a pattern that is no regular expression or that may take for ever to match.
+        ValueError: an empty text, or a pattern that is no regular expression or may take exponential time to match.
     """
     if not text.startswith(PATTERN):
         if not text:
@@ -66,7 +66,7 @@ def parse_glob(text: str) -> Target:
 
 
 def targets_of(
-    entries: Entries, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
+    entries: ConfigObject, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
 ) -> tuple[Target, ...]:
     """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
     targets = []
@@ -87,7 +87,7 @@ def _may_hang(pattern: str) -> bool:
     without_escapes = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
     bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", without_escapes)
     repeats, groups = 0, [False]  # of each group that is open: whether it holds a repeat or a choice
-    risky = False  # whether what stands just before is a group of that kind
+    risky = False  # whether the character before closes such a group
     for before, character in zip("^" + bare, bare, strict=False):
         if character == ")" and len(groups) > 1:
             risky = groups.pop()

@@ -9,8 +9,10 @@ import numpy as np
 
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.checkpoint.compressed_tensors.module import Module
+from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 from jmx.checkpoint.compressed_tensors.reader import Reader
-from jmx.checkpoint.compressed_tensors.tensors import Module, tensors
+from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
 from jmx.experts import ROLES
 from jmx.util import atomic_files
@@ -48,7 +50,7 @@ def convert(
             if file.is_file() and file.suffix not in WEIGHT_FILES and file.name != INDEX:
                 shutil.copyfile(file, directory / file.name)
         total = sum(output.nbytes for output in outputs)
-        with shards.progress_bar("writing", total, progress) as advance:
+        with progress_bar("writing", total, progress) as advance:
             shards.write(directory, outputs, max_shard_bytes, advance)
 
 
@@ -88,7 +90,7 @@ class _Latest:
 
     def tensors(self, module: Module) -> Mapping[str, np.ndarray]:
         if module is not self._module:
-            self._tensors = tensors(module.scheme, module.weight(), module.kept())
+            self._tensors = module_tensors(module.scheme, module.weight(), module.kept())
             self._module = module
         return self._tensors
 

@@ -1,9 +1,9 @@
 """Reading a gpt-oss checkpoint: checked whole before anything is built, then tensor by tensor to the device."""
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -11,41 +11,56 @@ import numpy as np
 
 from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import experts_of
-from jmx.checkpoint.gpt_oss import forms
-from jmx.checkpoint.gpt_oss.config import read_config
-from jmx.checkpoint.gpt_oss.forms import EXPERT_NAMES, layer_name
-from jmx.checkpoint.gpt_oss.sources import open_source
+from jmx.checkpoint.gpt_oss import tensor_names
+from jmx.checkpoint.gpt_oss.storage import open_store
+from jmx.checkpoint.gpt_oss.tensor_names import EXPERT_NAMES, layer_name
+from jmx.checkpoint.model_configs.gpt_oss import read_config
 from jmx.checkpoint.placement import Index, ShardingLike, place
+from jmx.checkpoint.progress import CountsBytes
 from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import Experts
 from jmx.numerics import element_codes
-from jmx.numerics.formats import MXFP4
-from jmx.util.checks import check_bool, check_int, check_path
+from jmx.numerics.formats import MXFP4, Format
+from jmx.util.checks import check_bool, check_int, check_path, check_str
 
 
-class Reader:
-    """A gpt-oss checkpoint, in the Hugging Face, the original or the Orbax form (see `convert`), by neutral names.
+@dataclass(frozen=True)
+class Layer:
+    """The sizes of a layer's experts, which are the same in every layer; see `jmx.checkpoint.ExpertLayer`."""
 
-    Making one reads config.json and the headers of the files and checks that every tensor is there. Then `top`, `layer`
-    and `experts` read tensors, each straight to its device; all forms give the same bits. A directory that holds the
-    Hugging Face form and a folder `original` is the former; name the folder to read the latter.
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    format: Format = MXFP4
+    gate_up_order: str = "interleaved"
+    has_bias: bool = True
 
-    With E experts, H hidden, I intermediate, V vocabulary, Q query heads, N key/value heads of D, all bfloat16 but for
-    norms, which may be float32, and weights (out, in), the contracted axis last, as in the files:
-        `top`: embedding (V, H), final_norm (H,), unembedding (V, H).
-        `layer`: input_norm (H,), post_attention_norm (H,), sinks (Q,),
+
+class Reader(CountsBytes):
+    """A `jmx.checkpoint.Reader` of gpt-oss, in the Hugging Face, the original or the Orbax form (see `convert`).
+
+    Making one reads config.json and the headers of the files and checks that every tensor is there. Tensors are then
+    read one by one, each straight to its device; all forms give the same bits. A directory that holds the Hugging Face
+    form and a folder `original` is the former; name the folder to read the latter.
+
+    Tensors have neutral names, the same for every form; `tensor_shapes(config)` lists them. With E experts, H hidden,
+    I intermediate, V vocabulary, Q query heads, N key/value heads of D, all bfloat16 but for norms, which may be
+    float32, and weights (out, in), the contracted axis last, as in the files:
+        embedding (V, H), final_norm (H,), unembedding (V, H);
+        in layer n, after the prefix "layers.n.": input_norm (H,), post_attention_norm (H,), sinks (Q,),
             q_weight (Q D, H), k_weight (N D, H), v_weight (N D, H), o_weight (H, Q D),
             q_bias (Q D,), k_bias (N D,), v_bias (N D,), o_bias (H,) (only where `config.attention_bias`),
-            router_weight (E, H), router_bias (E,).
-        `experts`: `jmx.Experts` of gate_up (E, 2 I, H) and down (E, H, I) with biases, gate and up interleaved.
+            router_weight (E, H), router_bias (E,);
+        `experts(n)`: `jmx.Experts` of gate_up (E, 2 I, H) and down (E, H, I) with biases, gate and up interleaved.
 
     Args:
         path: the directory.
 
     Attributes:
         config: a `Config`.
+        layers: a `Layer` by each layer's number.
         form: "hf", "original" or "orbax".
-        source: gives views of single tensors.
+        store: gives views of single tensors.
 
     Raises:
         CheckpointError: files that are wrong or broken, naming the file, the tensor and the expectation.
@@ -54,33 +69,43 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = check_path("path", path)
         self.config = read_config(path)
-        self.source = open_source(self.path, self.config)
-        self.form = self.source.form
-        self._shapes = forms.shapes(self.config)
-        self._advance: Callable[[int], object] = lambda _: None
+        self.store = open_store(self.path, self.config)
+        self.form = self.store.form
+        config = self.config
+        layer = Layer(config.num_experts, config.hidden_size, config.intermediate_size)
+        self.layers: Mapping[int, Layer] = dict.fromkeys(range(config.num_hidden_layers), layer)
+        self._shapes = tensor_names.shapes(config)
+        self._dense = tensor_names.tensor_shapes(config)
+
+    def dense(self, name: str, sharding: ShardingLike = None) -> jax.Array:
+        """A tensor outside the experts, by its neutral name (see the class). `sharding` as in `experts`."""
+        if check_str("name", name) not in self._dense:
+            known = "a tensor outside the experts, such as 'embedding' or 'layers.0.router_weight'"
+            raise ValueError(f"`name` (={name!r}) must be {known}")
+        return self._read(name, name, sharding)
 
     def top(self, sharding: ShardingLike = None) -> dict[str, jax.Array]:
         """The arrays outside layers, by name (see the class). `sharding` as in `experts`."""
-        return {name: self._read(name, name, sharding) for name in forms.top_shapes(self.config)}
+        return {name: self._read(name, name, sharding) for name in tensor_names.top_shapes(self.config)}
 
     def layer(self, layer: int, sharding: ShardingLike = None) -> dict[str, jax.Array]:
-        """A layer's arrays but for its experts, by name (see the class). `sharding` as in `experts`."""
+        """A layer's arrays but for its experts, by their names after "layers.n.". `sharding` as in `experts`."""
         self._check_layer(layer)
-        names = forms.dense_shapes(self.config)
+        names = tensor_names.dense_shapes(self.config)
         return {name: self._read(layer_name(layer, name), name, sharding) for name in names}
 
     def experts(self, layer: int, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
-        """A layer's experts, in 4 bits all the way.
+        """A layer's experts, never decoded on the way.
 
         Args:
             layer: its number.
-            layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
+            layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is the one that this machine's backends prefer.
             sharding: a `jax.sharding.Sharding` for every array, or a mapping or function that gives one (or None) by
                 the array's name, as `Experts.arrays` names them. Only the slices that the devices need are read.
                 None is the default device.
 
         Raises:
-            CheckpointError: a scale of 255 (NaN), naming the tensor and the place.
+            CheckpointError: a scale of 255 (NaN), naming the tensor and the index.
             ValueError: an unknown `layout`, a `layer` that is not there, a `sharding` that cannot split an array.
         """
         self._check_layer(layer)
@@ -97,36 +122,24 @@ class Reader:
         names = self._shapes if layer is None else [layer_name(layer, name) for name in EXPERT_NAMES]
         return sum(self._nbytes(name) for name in names)
 
-    @contextlib.contextmanager
-    def progress(self, enabled: bool = True, total: int | None = None) -> Iterator[None]:
-        """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read, to `total`: all."""
-        check_bool("enabled", enabled)
-        if total is not None:
-            check_int("total", total, least=0)
-        with shards.progress_bar("reading", self.nbytes() if total is None else total, enabled) as self._advance:
-            try:
-                yield
-            finally:
-                self._advance = lambda _: None
-
     def check_scales(self, name: str, part: np.ndarray, index: Index = ()) -> None:
         """CheckpointError if `part`, which lies at `index` of the tensor with this neutral name, has a scale of 255."""
         if name.endswith("_scales") and part.max() == element_codes.SCALE_NAN:
             starts = [s.start or 0 for s in index] or [0] * part.ndim
             first = np.argwhere(part == element_codes.SCALE_NAN)[0]
             place = tuple(int(i) + start for i, start in zip(first, starts, strict=True))
-            file, its_name = self.source.where(name)
+            file, its_name = self.store.where(name)
             raise CheckpointError(file, f"tensor {its_name!r} must have no scale of 255 (NaN), but has one at {place}")
 
     def _nbytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * shards.DTYPES[self.source.dtype(name)].itemsize
+        return math.prod(self._shapes[name]) * shards.DTYPES[self.store.dtype(name)].itemsize
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= check_int("layer", layer) < self.config.num_hidden_layers:
             raise ValueError(f"`layer` (={layer}) must be 0 to {self.config.num_hidden_layers - 1}")
 
     def _read(self, name: str, short_name: str, sharding: ShardingLike) -> jax.Array:
-        view = self.source.view(name)
+        view = self.store.view(name)
         array = place(short_name, view, sharding, partial(self.check_scales, name))
         self._advance(view.nbytes)
         return array

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from jmx.checkpoint import shards
-from jmx.checkpoint.gpt_oss import forms
-from jmx.checkpoint.gpt_oss.config import FILE, GENERATION_FILE, entries, read_config, token_entries
-from jmx.checkpoint.gpt_oss.forms import FileTensor
+from jmx.checkpoint.gpt_oss import tensor_names
 from jmx.checkpoint.gpt_oss.reader import Reader
-from jmx.checkpoint.gpt_oss.sources import ORBAX, write_orbax
+from jmx.checkpoint.gpt_oss.storage import ORBAX, write_orbax
+from jmx.checkpoint.gpt_oss.tensor_names import FileTensor
+from jmx.checkpoint.model_configs.gpt_oss import FILE, GENERATION_FILE, entries, read_config, token_entries
+from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.shards import CheckpointError, Output
 from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_one_of, check_path
 
-FORMS = (*forms.FORMS, ORBAX)
+FORMS = (*tensor_names.FORMS, ORBAX)
 
 # What travels with the weights.
 COMPANIONS = (
@@ -50,7 +51,7 @@ def convert(
     form's spelling where that differs; tokenizer files, generation_config.json and licences are copied.
 
     Args:
-        src: a checkpoint in any of the forms.
+        src: a checkpoint in any of the tensor_names.
         dst: does not exist yet. It appears when it is complete, and nothing is left behind if that fails.
         form: "hf" (Hugging Face), "original", or "orbax": config.json, and a plain Orbax checkpoint `top` and one a
             layer, `layers/0` and so on, each a flat dict of arrays by the names of `Reader`, and of `Experts.arrays`
@@ -59,7 +60,7 @@ def convert(
         progress: whether to show a progress bar on stderr, where that is a terminal.
 
     Raises:
-        CheckpointError: `src` is wrong or broken, or its config says what `form` cannot.
+        CheckpointError: `src` is wrong or broken, or its config cannot be written in `form`.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
         ValueError: an unknown `form`; a `dst` that is, holds or lies in `src`; a `max_shard_bytes` below 1.
     """
@@ -73,7 +74,7 @@ def convert(
         reader = Reader(src)
         directory.mkdir()
         _write_config(reader, directory, form)
-        with shards.progress_bar("converting", reader.nbytes(), progress) as advance:
+        with progress_bar("converting", reader.nbytes(), progress) as advance:
             _write_weights(reader, directory, form, max_shard_bytes, advance)
 
 
@@ -94,7 +95,7 @@ def _write_config(reader: Reader, directory: Path, form: str) -> None:
         if written[name] != value:
             raise CheckpointError(
                 reader.path / FILE,
-                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which cannot say it",
+                f"`{name}` (={value!r}) must be {written[name]!r} for the {form} form, which has no key for it",
             )
 
 
@@ -102,7 +103,7 @@ def _write_weights(
     reader: Reader, directory: Path, form: str, max_shard_bytes: int, advance: Callable[[int], object]
 ) -> None:
     def view(name: str) -> np.ndarray:
-        tensor = reader.source.view(name)
+        tensor = reader.store.view(name)
         reader.check_scales(name, tensor)
         return tensor
 
@@ -112,9 +113,9 @@ def _write_weights(
 
     def output(tensor: FileTensor) -> Output:
         names = [member.name for member in tensor.members]
-        return Output(tensor.name, reader.source.dtype(names[0]), tensor.shape, lambda: map(view, names))
+        return Output(tensor.name, reader.store.dtype(names[0]), tensor.shape, lambda: map(view, names))
 
-    tensors = forms.file_tensors(forms.FORMS[form], reader.config)
+    tensors = tensor_names.file_tensors(tensor_names.FORMS[form], reader.config)
     outputs = [output(tensor) for tensor in tensors]
     shards.write(directory, outputs, max_shard_bytes, advance)
     if form == "original":

@@ -1,4 +1,4 @@
-"""What quantising did to the weights of each layer, measured in float64."""
+"""The errors that quantizing made in the weights of each layer, measured in float64."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jmx.checkpoint import shards
-from jmx.checkpoint.quantizing.experts import PARTS
+from jmx.checkpoint.quantizing.float_experts import PARTS
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.util.atomic_files import Kind
@@ -20,10 +20,10 @@ _SCHEMA = "jmx.quantize-report/1"
 
 @dataclass
 class Errors:
-    """Sums over the weights that were quantised.
+    """Sums over the weights that were quantized.
 
     Attributes:
-        squared_error, squared: of quantised minus source, and of the source.
+        squared_error, squared: of quantized minus source, and of the source.
         clipped, count: how many lie outside what their block's elements can represent, and how many there are.
     """
 
@@ -34,7 +34,7 @@ class Errors:
 
     @property
     def relative_error(self) -> float:
-        """||quantised - source|| / ||source||, Frobenius; 0 where all are zero."""
+        """||quantized - source|| / ||source||, Frobenius; 0 where all are zero."""
         return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
 
     @property
@@ -51,22 +51,22 @@ class Errors:
         )
 
 
-def measure(weight: np.ndarray, quantised: BlockScaled, format: Format) -> Errors:
-    """The errors of a canonical `quantised` for the floats (N, K) that it came from."""
+def measure(weight: np.ndarray, quantized: BlockScaled, format: Format) -> Errors:
+    """The errors of a canonical `quantized` for the floats (N, K) that it came from."""
     source = weight.astype(np.float64)
-    values, elements = np.asarray(quantised.values).astype(np.float64), format.elements()
+    values, elements = np.asarray(quantized.values).astype(np.float64), format.elements()
 
     def of_columns(by_block: np.ndarray) -> np.ndarray:  # (N, blocks) to what broadcasts to (N, K)
         whole_row = format.block_size == WHOLE_ROW
         return by_block if whole_row else np.repeat(by_block, format.block_size, axis=1)[:, : source.shape[1]]
 
-    scales = np.asarray(quantised.scales).astype(np.float64)
-    if quantised.global_scales is not None:
-        scales *= np.asarray(quantised.global_scales, np.float64)[:, None]
+    scales = np.asarray(quantized.scales).astype(np.float64)
+    if quantized.global_scales is not None:
+        scales *= np.asarray(quantized.global_scales, np.float64)[:, None]
     scales = of_columns(scales)
     zero = 0.0
-    if quantised.zero_points is not None:
-        zero = of_columns(np.asarray(quantised.zero_points, np.float64))
+    if quantized.zero_points is not None:
+        zero = of_columns(np.asarray(quantized.zero_points, np.float64))
     difference = (values - zero) * scales - source
     outside = (source < (np.nanmin(elements) - zero) * scales) | (source > (np.nanmax(elements) - zero) * scales)
     return Errors(

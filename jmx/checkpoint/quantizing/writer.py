@@ -1,4 +1,4 @@
-"""Writing a checkpoint with its float experts quantised, and everything else as it is."""
+"""Writing a checkpoint with its float experts quantized, and everything else as it is."""
 
 import contextlib
 import os
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors.config import FILE
-from jmx.checkpoint.compressed_tensors.places import find_quantization
-from jmx.checkpoint.quantizing import experts, files
-from jmx.checkpoint.quantizing.experts import Layer, Matrix
-from jmx.checkpoint.quantizing.files import CHECKPOINT
-from jmx.checkpoint.quantizing.forms import Form, check_writable, form_of
+from jmx.checkpoint.compressed_tensors.quantization_config import find_quantization
+from jmx.checkpoint.progress import progress_bar
+from jmx.checkpoint.quantizing import file_list, float_experts
+from jmx.checkpoint.quantizing.file_list import CHECKPOINT
+from jmx.checkpoint.quantizing.float_experts import Layer, Matrix
+from jmx.checkpoint.quantizing.output_forms import Form, check_writable, form_of
 from jmx.checkpoint.quantizing.report import REPORT, Report, measure
 from jmx.checkpoint.shards import INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
 from jmx.numerics import formats
@@ -40,7 +41,7 @@ def convert(
     max_shard_bytes: int = 5_000_000_000,
     progress: bool = False,
 ) -> Report:
-    """Writes the checkpoint `src` as a new directory `dst` whose experts are quantised by `jmx.quantize`.
+    """Writes the checkpoint `src` as a new directory `dst` whose experts are quantized by `jmx.quantize`.
 
     Experts are read, rounded and written one matrix at a time; a layer of them is never held. All other tensors keep
     their bits, and files beside them are copied (not folders). config.json says how to read the result: as
@@ -60,7 +61,7 @@ def convert(
         The errors of each layer.
 
     Raises:
-        CheckpointError: `src` is wrong or broken, quantised already, or holds no experts that fit the format; NaN or
+        CheckpointError: `src` is wrong or broken, quantized already, or holds no experts that fit the format; NaN or
             infinity among their weights.
         FileExistsError, FileNotFoundError: `dst` or `report` exists, and is not to be replaced; or the directory that
             should hold it does not.
@@ -84,7 +85,7 @@ def convert(
     config = _read_config(directory)
     form = form_of(format, config.get("model_type"))
     found = shards.read_headers(directory)
-    layers = experts.find(directory, found, config)
+    layers = float_experts.find(directory, found, config)
     for layer in layers:
         _check_sizes(layer, format)
     errors = Report(format.name, form.name)
@@ -98,13 +99,13 @@ def convert(
         made = places[dst]
         made.mkdir()
         for file in sorted(directory.iterdir()):
-            if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in (INDEX, FILE, files.FILE):
+            if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in (INDEX, FILE, file_list.FILE):
                 shutil.copyfile(file, made / file.name)
         atomic_files.write_json(made / FILE, config)
         total = sum(output.nbytes for output in outputs)
-        with shards.progress_bar("quantizing", total, progress) as advance:
+        with progress_bar("quantizing", total, progress) as advance:
             shards.write(made, outputs, max_shard_bytes, advance)
-        files.write_list(made)
+        file_list.write_list(made)
         if report is not None:
             atomic_files.write_json(places[report], errors.as_dict())
     return errors
@@ -116,7 +117,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     found = find_quantization(file, config)
     if found is not None:
         raise CheckpointError(
-            file, f"`{found[0]}` must not be there: weights are quantised already, and floats are not"
+            file, f"`{found[0]}` must not be there: weights are quantized already, and floats are not"
         )
     return config
 
@@ -163,8 +164,8 @@ def _quantize(format: Format, report: Report, matrix: Matrix) -> BlockScaled:
     """The packed weight; its errors are added to `report`."""
     weight = matrix.read()
     try:
-        quantised = quantize(jnp.asarray(weight), format)
+        quantized = quantize(jnp.asarray(weight), format)
     except ValueError as error:
         raise CheckpointError(matrix.weight.file, f"tensor {matrix.weight.name!r}: {error}") from error
-    report.add(matrix.layer, matrix.part, measure(weight, quantised, format))
-    return formats.pack(quantised)
+    report.add(matrix.layer, matrix.part, measure(weight, quantized, format))
+    return formats.pack(quantized)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jmx.checkpoint import gpt_oss
-from jmx.checkpoint.gpt_oss.config import entries
+from jmx.checkpoint.model_configs.gpt_oss import entries
 from jmx.checkpoint.shards import CheckpointError
 
 # As published with gpt-oss-20b, in the two forms.

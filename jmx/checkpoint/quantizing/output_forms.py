@@ -1,4 +1,4 @@
-"""The files in which quantised experts can lie: compressed-tensors', and the Hugging Face form of gpt-oss for MXFP4."""
+"""How files hold quantized experts: as compressed-tensors, or for MXFP4 in the Hugging Face form of gpt-oss."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -7,17 +7,17 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jmx.checkpoint.compressed_tensors import spelling
+from jmx.checkpoint.compressed_tensors import config_writer
 from jmx.checkpoint.compressed_tensors.config import METHOD, STORAGES, Scheme
-from jmx.checkpoint.compressed_tensors.tensors import tensors
-from jmx.checkpoint.gpt_oss.config import QUANTIZATION
-from jmx.checkpoint.quantizing.experts import Layer, Matrix
+from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
+from jmx.checkpoint.model_configs.gpt_oss import QUANTIZATION
+from jmx.checkpoint.quantizing.float_experts import Layer, Matrix
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Output, Tensor
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled, Format
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Quantises a matrix: packed arrays (N, K).
+# Quantizes a matrix: packed arrays (N, K).
 Quantize = Callable[[Matrix], BlockScaled]
 
 
@@ -35,7 +35,7 @@ WRITABLE: dict[str, str] = {
 
 
 class Form(Protocol):
-    """How files hold quantised experts."""
+    """How files hold quantized experts."""
 
     name: str
 
@@ -44,7 +44,7 @@ class Form(Protocol):
         ...
 
     def config(self, linear: list[str]) -> Mapping[str, Any]:
-        """`quantization_config`. `linear`: names of the modules that stay as they are and have a matrix."""
+        """`quantization_config`. `linear`: names of the other modules that have a matrix."""
         ...
 
 
@@ -84,15 +84,15 @@ class CompressedTensors:
                     yield Output(f"{matrix.module}.bias", matrix.bias.dtype, shape, partial(_bias, matrix))
 
     def config(self, linear: list[str]) -> Mapping[str, Any]:
-        return spelling.entries({"group_0": (["Linear"], self.scheme)}, linear)
+        return config_writer.entries({"group_0": (["Linear"], self.scheme)}, linear)
 
     def _tensors(self, matrix: Matrix, quantize: Quantize) -> dict[str, np.ndarray]:
-        return tensors(self.scheme, quantize(matrix), {})
+        return module_tensors(self.scheme, quantize(matrix), {})
 
     def _expected(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the tensors of a matrix: those of one that is all ones."""
         arrays = (None if a is None else np.ones(a.shape, a.dtype) for a in self.format.abstract(shape, packed=True))
-        made = tensors(self.scheme, BlockScaled(*arrays), {})
+        made = module_tensors(self.scheme, BlockScaled(*arrays), {})
         return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in made.items()}
 
 
@@ -119,7 +119,7 @@ def _bias(matrix: Matrix) -> Iterator[np.ndarray]:
 
 
 class GptOss:
-    """All experts in one tensor of blocks and one of scales, rows of gate and up in turn: MXFP4."""
+    """All experts in one tensor of blocks and one of scales, rows of gate and up interleaved: MXFP4."""
 
     name = "gpt-oss"
 
@@ -138,8 +138,8 @@ class GptOss:
             def values(parts: tuple[str, ...] = parts, scales: list[np.ndarray] = scales) -> Iterator[np.ndarray]:
                 for matrices in layer.experts:
                     made = [quantize(matrices[part]) for part in parts]
-                    scales.append(_in_turn([np.asarray(q.scales) for q in made]))
-                    yield _in_turn([np.asarray(q.values) for q in made])
+                    scales.append(_interleaved([np.asarray(q.scales) for q in made]))
+                    yield _interleaved([np.asarray(q.values) for q in made])
 
             yield Output(f"{name}_blocks", "U8", blocks, values)
             yield Output(f"{name}_scales", "U8", packed.scales.shape, partial(_drain, scales))
@@ -150,8 +150,8 @@ class GptOss:
         return QUANTIZATION
 
 
-def _in_turn(arrays: list[np.ndarray]) -> np.ndarray:
-    """Rows of one, or of two in turn."""
+def _interleaved(arrays: list[np.ndarray]) -> np.ndarray:
+    """Rows of one array, or of two interleaved."""
     return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 

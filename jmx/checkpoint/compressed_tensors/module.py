@@ -1,19 +1,4 @@
-"""The tensors of one quantised module, and the arrays that they hold: both ways, bit for bit.
-
-Tensors are those that the compressed-tensors package writes (its compressors' `compression_param_names`), for a weight
-of N rows and K columns:
-
-    weight_packed       nvfp4, mxfp4: uint8 (N, K/2), the even element low; integers: int32 (N, ceil(K bits / 32))
-    weight              fp8: float8_e4m3fn (N, K); integers that are not packed: int8 (N, K)
-    weight_scale        (N, blocks), which multiplies; fp8_tensor: one; fp8_block: (ceil(N/128), ceil(K/128)), by
-                        DeepSeek in floats or e8m0; of one block other tools' may be (N,)
-    weight_global_scale nvfp4: float32, which *divides*
-    weight_shape        of packed integers: N, K
-    weight_zero_point   of packed integers int32 (ceil(N bits / 32), blocks), packed along rows; of others int8
-    weight_g_idx        int32 (K,): each column's group
-    input_scale, input_global_scale  of inputs that are static; of inputs of no format that is known any, unread
-    bias                (N,)
-"""
+"""One quantized module, read: its tensors, checked by shape and dtype, and the packed arrays that they hold."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,44 +9,13 @@ import ml_dtypes
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, GLOBAL, MODELOPT, QUARK, Scheme
+from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, GLOBAL, MODELOPT, Scheme
+from jmx.checkpoint.compressed_tensors.tensor_names import FLOATS, KEPT, NAMES, PACKED, is_packed
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS, static_limits
 
 Shape = tuple[int, ...]
-
-FLOATS = ("BF16", "F16", "F32")
-PACKED = "pack-quantized"
-
-# Tensors whose bits the arrays do not give back: reciprocals round, and files shape a single number in several ways.
-KEPT = ("weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "bias")
-
-# Other tools' names of the same. ModelOpt's weight_scale_2 and input_scale are reciprocals besides: they multiply.
-NAMES: dict[str, dict[str, str]] = {
-    MODELOPT: {
-        "weight_packed": "weight",
-        "weight_global_scale": "weight_scale_2",
-        GLOBAL: "input_scale",
-    },
-    QUARK: {"weight_packed": "weight"},
-    FP8: {"weight_scale": "weight_scale_inv"},  # which is no inverse
-    FP8_UE8M0: {"weight_scale": "weight_scale_inv"},
-}
-
-# What no module has that is not quantised, by any tool's names.
-QUANTISED = (
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_2",
-    "weight_scale_inv",
-    "weight_global_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-    "input_scale",
-    "input_global_scale",
-)
 
 # Dtypes of e8m0 scales of FP8 weights, beside floats; bytes count as e8m0 only if the config declares it.
 _EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8")}
@@ -103,12 +57,12 @@ class Piece:
 
 
 class Module:
-    """A quantised module: its tensors, checked by their shapes and dtypes, and its arrays, read when asked for.
+    """A quantized module: its tensors, checked by their shapes and dtypes, and its arrays, read when asked for.
 
     Args:
         name: in the checkpoint.
         pieces: its tensors, by their name after the module's.
-        scheme: how it is quantised.
+        scheme: how it is quantized.
 
     Attributes:
         pieces: its tensors, by the names that compressed-tensors gives them, whichever tool wrote them.
@@ -133,7 +87,7 @@ class Module:
         for its, piece in pieces.items():
             if its in self._names:
                 raise self._unknown(piece)
-        self._values_name = "weight_packed" if _is_packed(scheme) else "weight"
+        self._values_name = "weight_packed" if is_packed(scheme) else "weight"
         self.shape = self._shape()
         rows, columns = self.shape
         try:
@@ -163,12 +117,12 @@ class Module:
         piece = self._piece("weight_shape")
         if piece.dtype not in ("I64", "I32") or piece.tensor.shape not in ((2,), (3,)):
             raise piece.error(f"is {piece.dtype} {piece.tensor.shape}, but must be two or three I64")
-        told = [int(size) for size in piece.tensor.view()]  # of a tensor with all experts, the whole's
-        words = packing.num_words(told[-1], self.format.element_bits)
-        if told[-2] != rows or words != columns or told[-1] < 1 or len(told) != len(values.tensor.shape):
+        stated = [int(size) for size in piece.tensor.view()]  # of a tensor with all experts, the whole's
+        words = packing.num_words(stated[-1], self.format.element_bits)
+        if stated[-2] != rows or words != columns or stated[-1] < 1 or len(stated) != len(values.tensor.shape):
             whole = [*values.tensor.shape]
-            raise piece.error(f"(={told}) must fit {values.tensor.name!r}, of {whole} words")
-        return rows, told[-1]
+            raise piece.error(f"(={stated}) must fit {values.tensor.name!r}, of {whole} words")
+        return rows, stated[-1]
 
     def _expected(self, rows: int, columns: int) -> Iterator[tuple[str, tuple[str, ...], tuple[Shape, ...]]]:
         """Name, dtypes and shapes of each tensor that must be there."""
@@ -268,7 +222,7 @@ class Module:
         with np.errstate(over="ignore", under="ignore"):
             factor = number if self.scheme.storage == MODELOPT else np.float32(1) / number
         if not _LEAST_NORMAL <= factor < math.inf:
-            raise piece.error(f"(={number}) must stand for a factor that float32 holds in full, and not {factor}")
+            raise piece.error(f"(={number}) must give a factor that is a normal float32, but gives {factor}")
         return np.asarray(factor, np.float32)
 
     def kept(self) -> dict[str, np.ndarray]:
@@ -377,75 +331,3 @@ class Module:
         if not np.array_equal(groups[order], np.arange(groups.size, dtype=np.int32) // size):
             raise piece.error(f"must put {size} columns into each of the groups 0 to {groups.size // size - 1}")
         return order
-
-
-def tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a module, by the names that compressed-tensors gives them: the inverse of `Module`.
-
-    Args:
-        scheme: how it is quantised.
-        weight: its packed arrays, (N, K) alone.
-        kept: tensors that go in as they are, of those in `KEPT`, and a weight_scale that is one or (N,). Inputs' static
-            scale must be here. Without `weight_global_scale` it is the reciprocal of the global scale.
-
-    Raises:
-        ValueError: arrays that the scheme's files cannot hold, or a static scale that is missing.
-    """
-    format = FORMATS[scheme.weights]
-    bits = format.element_bits
-    rows, columns = weight.values.shape[0], weight.values.shape[1] * 8 // bits
-    for name in format.arrays:
-        if getattr(weight, name) is None:
-            raise ValueError(f"`weight.{name}` (=None) must be there for {format.name}")
-    if scheme.static_scale is not None and scheme.static_scale not in kept:
-        raise ValueError(f"`kept` must hold {scheme.static_scale!r} for inputs of {scheme.inputs}")
-    packed = np.asarray(weight.values)
-    found: dict[str, np.ndarray] = {}
-    if "order" in format.arrays:
-        order = np.asarray(weight.order)
-        packed = packing.columns(packed, bits, np.argsort(order))
-        found["weight_g_idx"] = np.empty(columns, np.int32)
-        found["weight_g_idx"][order] = np.arange(columns, dtype=np.int32) // (columns // weight.scales.shape[-1])
-    if scheme.storage == PACKED:
-        found["weight_packed"] = packing.words_of_bytes(packed, bits, columns)
-        found["weight_shape"] = np.array([rows, columns], np.int64)
-    elif _is_packed(scheme):
-        found["weight_packed"] = packed
-    elif format.name.startswith("fp8"):
-        found["weight"] = packed.view(ml_dtypes.float8_e4m3fn)
-    else:
-        found["weight"] = packing.elements_of_bytes(packed, bits, columns)
-    found["weight_scale"] = _file_scales(format.name, np.asarray(weight.scales))
-    if "global_scales" in format.arrays and "weight_global_scale" not in kept:
-        factors = np.asarray(weight.global_scales)
-        _check_equal("global_scales", factors[:1], factors)
-        found["weight_global_scale"] = factors[:1] if scheme.storage == MODELOPT else np.float32(1) / factors[:1]
-    if "zero_points" in format.arrays:
-        points = np.asarray(weight.zero_points)
-        if scheme.storage == PACKED:
-            points = np.ascontiguousarray(points.T)
-            points = packing.words_of_bytes(packing.bytes_of_elements(points, bits), bits, rows).T
-        found["weight_zero_point"] = np.ascontiguousarray(points)
-    return found | dict(kept)
-
-
-def _is_packed(scheme: Scheme) -> bool:
-    return scheme.storage.endswith("pack-quantized") or "weight_packed" in NAMES.get(scheme.storage, {})
-
-
-def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:
-    if format == "nvfp4":
-        return scales.view(ml_dtypes.float8_e4m3fn)
-    if format == "fp8_tensor":
-        _check_equal("scales", scales[:1], scales)
-        return scales[0].copy()
-    if format == "fp8_block":
-        firsts = scales[:: BLOCK[0]]
-        _check_equal("scales", np.repeat(firsts, BLOCK[0], axis=0)[: len(scales)], scales)
-        return firsts
-    return scales
-
-
-def _check_equal(name: str, expected: np.ndarray, array: np.ndarray) -> None:
-    if (array != expected).any():
-        raise ValueError(f"`weight.{name}` must be the same in all rows that a file's single one stands for")

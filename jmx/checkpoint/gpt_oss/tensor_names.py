@@ -1,4 +1,4 @@
-"""How the two published forms of gpt-oss name and shape their tensors, and which neutral tensors those hold.
+"""Names and shapes of gpt-oss' tensors: neutral ones, and those of the two published forms that hold them.
 
 Neutral names are this project's own: those of `Experts.arrays` for the experts, and plain ones for the rest. A
 tensor of a file holds one neutral tensor, or several, one after the other along the first axis (the original form's q,
@@ -6,13 +6,15 @@ k and v).
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jmx.checkpoint.gpt_oss.config import Config
+from jmx.checkpoint.model_configs.gpt_oss import Config
 from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.numerics.formats import MXFP4
+from jmx.util.checks import check_instance, check_one_of, check_str
 
 Shape = tuple[int, ...]
 
@@ -90,6 +92,8 @@ ORIGINAL = Form(
 
 FORMS = {form.name: form for form in (HF, ORIGINAL)}
 
+_IN_LAYER = re.compile(r"layers\.(0|[1-9][0-9]*)\.(\w+)")  # of neutral names
+
 EXPERT_NAMES = ("gate_up_values", "gate_up_scales", "gate_up_bias", "down_values", "down_scales", "down_bias")
 
 
@@ -133,6 +137,32 @@ def shapes(config: Config) -> dict[str, Shape]:
     layer = layer_shapes(config)
     layers = {layer_name(i, name): shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
     return top_shapes(config) | layers
+
+
+def tensor_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of all tensors outside the experts, by their neutral name in the model, such as "layers.0.q_weight"."""
+    check_instance("config", config, Config)
+    layer = dense_shapes(config)
+    layers = {layer_name(i, name): shape for i in range(config.num_hidden_layers) for name, shape in layer.items()}
+    return top_shapes(config) | layers
+
+
+def file_name(name: str, form: str = "hf") -> str:
+    """The name in a form's files of the tensor with a neutral name.
+
+    "layers.0.q_weight" is "model.layers.0.self_attn.q_proj.weight" in the Hugging Face form ("hf"), and in the original
+    form ("original") some rows of "block.0.attn.qkv.weight".
+
+    Raises:
+        ValueError: an unknown `name` or `form`.
+    """
+    names = FORMS[check_one_of("form", form, FORMS)]
+    match = _IN_LAYER.fullmatch(check_str("name", name))
+    layer, short_name = ("", name) if match is None else (names.layer_prefix.format(match[1]), match[2])
+    known = names.top if match is None else names.layer
+    if short_name not in known:
+        raise ValueError(f"`name` (={name!r}) must be a neutral name, such as 'embedding' or 'layers.0.q_weight'")
+    return layer + known[short_name]
 
 
 def dtypes(name: str) -> tuple[str, ...]:
@@ -218,7 +248,7 @@ def detect(directory: Path, found: Mapping[str, Tensor]) -> Form:
 
 
 def check_layers(directory: Path, found: Mapping[str, Tensor], config: Config) -> None:
-    """CheckpointError if `config` has more layers than `found` has tensors: tables a layer must not fill the memory."""
+    """CheckpointError if `config` has more layers than `found` has tensors, before tables of layers exhaust memory."""
     if config.num_hidden_layers > len(found):
         raise CheckpointError(
             directory,

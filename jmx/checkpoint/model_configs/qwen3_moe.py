@@ -1,17 +1,18 @@
-"""What a Qwen3-MoE config.json says, and what it leaves out."""
+"""Configuration of Qwen3-MoE: config.json, the defaults of what it leaves out, published models."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
+from jmx.checkpoint.model_configs.common_keys import check_heads
 from jmx.checkpoint.shards import CheckpointError, read_json
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 MODEL_TYPE = "qwen3_moe"
-MOST_LAYERS = 1 << 20  # no limit of a model: a number beyond is garbled
+MOST_LAYERS = 1 << 20  # far beyond any model: a larger number is corrupt
 
 # What configs leave out, from transformers' Qwen3MoeConfig.
 DEFAULTS: dict[str, Any] = {
@@ -67,6 +68,33 @@ class Config:
     eos_token_ids: tuple[int, ...] = ()
 
 
+def _published(num_hidden_layers: int, hidden_size: int, moe_intermediate_size: int, heads: int) -> Config:
+    return Config(
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        moe_intermediate_size=moe_intermediate_size,
+        num_experts=128,
+        top_k=8,
+        norm_topk_prob=True,
+        dense_layers=(),
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151936,
+        attention_bias=False,
+        rms_norm_eps=1e-6,
+        sliding_window=None,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+        eos_token_ids=(151645, 151643),
+    )
+
+
+# The published models, as their config.json and generation_config.json have them.
+PUBLISHED = {"30b-a3b": _published(48, 2048, 768, 32), "235b-a22b": _published(94, 4096, 1536, 64)}
+
+
 def read_config(path: str | os.PathLike[str]) -> Config:
     """The config of the checkpoint in the directory `path`.
 
@@ -104,28 +132,28 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     return config
 
 
-def _entries(file: Path) -> Entries:
-    return Entries(file, file.name, read_json(file))
+def _entries(file: Path) -> ConfigObject:
+    return ConfigObject(file, file.name, read_json(file))
 
 
-def _default(entries: Entries, key: str) -> list[Any]:
-    """What stands for an entry that is missing, or null."""
+def _default(entries: ConfigObject, key: str) -> list[Any]:
+    """The default of an entry that is missing or null."""
     if entries.entries.get(key) is None and key in DEFAULTS:
         return [DEFAULTS[key]]
     return []
 
 
-def _size(entries: Entries, key: str, *default: int) -> int:
+def _size(entries: ConfigObject, key: str, *default: int) -> int:
     if entries.entries.get(key) is None and (given := [*_default(entries, key), *default]):
         return given[0]
     return entries.check(key, lambda value: type(value) is int and value >= 1, "must be a whole number of at least 1")
 
 
-def _flag(entries: Entries, key: str) -> bool:
+def _flag(entries: ConfigObject, key: str) -> bool:
     return entries.one_of(key, (True, False), *_default(entries, key))
 
 
-def _number(entries: Entries, key: str) -> float:
+def _number(entries: ConfigObject, key: str) -> float:
     if given := _default(entries, key):
         return given[0]
 
@@ -135,7 +163,7 @@ def _number(entries: Entries, key: str) -> float:
     return float(entries.check(key, fits, "must be a positive number"))
 
 
-def _rope_theta(entries: Entries) -> float:
+def _rope_theta(entries: ConfigObject) -> float:
     """Of the config, or of its rope entries, `rope_scaling` in older files and `rope_parameters` in newer ones."""
     found: dict[str, float] = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -152,7 +180,7 @@ def _rope_theta(entries: Entries) -> float:
     return next(iter(found.values()))
 
 
-def _dense_layers(entries: Entries, num_layers: int) -> tuple[int, ...]:
+def _dense_layers(entries: ConfigObject, num_layers: int) -> tuple[int, ...]:
     """Those that `mlp_only_layers` names, and all but every `decoder_sparse_step`-th."""
     step = _size(entries, "decoder_sparse_step")
 
@@ -168,7 +196,7 @@ def _dense_layers(entries: Entries, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
 
 
-def _eos_token_ids(entries: Entries, generation: Path) -> tuple[int, ...]:
+def _eos_token_ids(entries: ConfigObject, generation: Path) -> tuple[int, ...]:
     found: list[int] = []
     for source in (entries, *([_entries(generation)] if generation.exists() else [])):
 
@@ -184,11 +212,4 @@ def _eos_token_ids(entries: Entries, generation: Path) -> tuple[int, ...]:
 def _check(file: Path, config: Config) -> None:
     if config.top_k > config.num_experts:
         raise CheckpointError(file, f"`num_experts_per_tok` (={config.top_k}) must be at most {config.num_experts}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            file,
-            f"`num_attention_heads` (={config.num_attention_heads}) must be a multiple of "
-            f"`num_key_value_heads` (={config.num_key_value_heads})",
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(file, f"`head_dim` (={config.head_dim}) must be even, for rotary pairs")
+    check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)

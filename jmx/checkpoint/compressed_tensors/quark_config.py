@@ -1,4 +1,4 @@
-"""What configs of AMD's Quark say of each module: weights in MXFP4, and in FP8 by tensor or by channel.
+"""Configs of AMD's Quark: weights in MXFP4, and in FP8 by tensor or by channel.
 
 See https://quark.docs.amd.com. One config is for all linear modules but those that are excluded.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, QUARK, Group, Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.targets import PATTERN, Target, parse_glob, parse_target, targets_of
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
 
 METHOD = "quark"
@@ -27,7 +27,7 @@ _INPUTS: dict[tuple[Any, ...], str] = {
     ("fp4", "per_group", 32, "e8m0", True, None): "mxfp4",
 }
 
-# How scales were found; nothing of what they mean.
+# How scales were calibrated, which does not change their meaning.
 _CALIBRATION = (
     "block_size",
     "enable_buffer_reuse",
@@ -40,10 +40,10 @@ _CALIBRATION = (
     "scale_type",
     "zero_point_type",
 )
-# How files came about, and what else of the model is quantised; each must be empty where it would change experts.
+# Keys that do not concern experts; and keys that would change them, which must be empty.
 _ELSEWHERE = ("kv_cache_post_rope", "version")
 _EMPTY = ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec")
-# Algorithms that leave nothing to be done when the model runs: they chose the weights.
+# Algorithms that only chose the weights, with nothing to do when the model runs.
 _ALGORITHMS = ("awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant")
 _MODES = ("eager_mode", "fx_graph_mode")
 _EXPORT = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
@@ -51,12 +51,12 @@ _SHARED_SCALES = ("kv_cache_group", "min_kv_scale", "weight_merge_groups")  # wh
 
 
 def parse_quark(file: Path, place: str, value: Any) -> Quantization:
-    """The quantisation that the object at `place` of config.json says.
+    """The quantization of the object at `place` of config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here.
     """
-    top = Entries(file, place, value)
+    top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
     for key in _ELSEWHERE:
         top.check(key, lambda _: True, "", None)
@@ -70,7 +70,7 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
             export.check(key, lambda _: True, "", None)
         export.close()
     for key in _EMPTY:
-        top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantised alike", None)
+        top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantized alike", None)
     kv_cache = top.object_or_none("kv_cache_quant_config")
     ignore = targets_of(top, "exclude", top.strings("exclude", []), _parse_excluded)
     whole = top.object("global_quant_config")
@@ -96,14 +96,14 @@ def _parse_excluded(text: str) -> Target:
     return parse_target(text) if text.startswith(PATTERN) else parse_glob(text)
 
 
-def _weights(entries: Entries) -> tuple[str, str]:
+def _weights(entries: ConfigObject) -> tuple[str, str]:
     spec = _spec(entries)
     if spec not in _WEIGHTS:
         raise CheckpointError(entries.file, f"`{entries.place}` (={spec}) must be one of {[*_WEIGHTS]}")
     return _WEIGHTS[spec]
 
 
-def _spec(entries: Entries) -> tuple[Any, ...]:
+def _spec(entries: ConfigObject) -> tuple[Any, ...]:
     for key in _CALIBRATION:
         entries.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
 

@@ -1,4 +1,4 @@
-"""JSON objects of configs, read entry by entry, so that what nobody reads is found."""
+"""JSON objects of configs, read key by key, so that a key that nothing reads is an error."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from jmx.checkpoint.shards import CheckpointError
 
 
-class Entries:
+class ConfigObject:
     """A JSON object whose entries are taken one by one; what is left at the end is unknown."""
 
     def __init__(self, file: Path, place: str, value: Any):
@@ -32,7 +32,7 @@ class Entries:
         return self.entries[key]
 
     def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
-        """An entry that equals one of `values` in type, too: JSON tells 1 from true, and Python does not."""
+        """An entry that equals one of `values` in type, too: in JSON 1 is not true, in Python it is."""
 
         def fits(value: Any) -> bool:
             return any(_same(value, wanted) for wanted in values)
@@ -40,7 +40,7 @@ class Entries:
         return self.check(key, fits, f"must be one of {list(values)}", *default)
 
     def equal(self, wanted: Mapping[str, Any], why: str) -> None:
-        """Entries that must equal those of `wanted`, in type, too; objects have these entries and no others."""
+        """ConfigObject that must equal those of `wanted`, in type, too; objects have these entries and no others."""
         for key, value in wanted.items():
             if isinstance(value, Mapping):
                 inner = self.object(key)
@@ -59,11 +59,11 @@ class Entries:
 
         return self.check(key, fits, "must be a list of strings", *default) or []
 
-    def object(self, key: str) -> "Entries":
+    def object(self, key: str) -> "ConfigObject":
         self._left.discard(key)
         if key not in self.entries:
             raise CheckpointError(self.file, f"`{self.place}.{key}` is missing")
-        return Entries(self.file, f"{self.place}.{key}", self.entries[key])
+        return ConfigObject(self.file, f"{self.place}.{key}", self.entries[key])
 
     def close(self) -> None:
         if self._left:

@@ -1,4 +1,4 @@
-"""The list of files that `convert` leaves beside them, by which it knows its own result again."""
+"""The list of files that `convert` writes beside them, by which it recognizes its own result."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its MoE layers beside their arrays: written, and held to the layers of a module.
+"""The custom metadata of a checkpoint that describe its MoE layers: written, and compared with a module's layers.
 
 It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
 
@@ -19,8 +19,8 @@ It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
       }
     }
 
-where `arrays` are those of the canonical layout, whatever lies in the checkpoint. Layouts pad: without these sizes,
-arrays of two kinds of experts may have one shape.
+where `arrays` are those of the canonical layout, whichever layout the checkpoint is in. Layouts pad: without these
+sizes, arrays of different experts may have the same shape.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.experts import Experts
 from jmx.numerics import layouts
 
@@ -44,7 +44,7 @@ class Layer(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What the names of its arrays begin with."""
+        """The prefix of its arrays' names."""
         return f"{self.path}." if self.path else ""
 
     def named(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
     """The custom metadata of a checkpoint of these layers.
 
     Raises:
-        ValueError: a layer in a layout that there is not, or that does not hold its format.
+        ValueError: a layer in an unknown layout, or in one that does not hold its format.
     """
     for layer in layers:
         layout, format = layouts.get(layer.experts.layout), layer.experts.format
@@ -66,8 +66,8 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
     return {KEY: {"version": VERSION, "layers": entries}}
 
 
-def layouts_of(note: Entries, layers: Sequence[Layer]) -> list[str]:
-    """The layouts in which these layers lie in a checkpoint that has this note.
+def layouts_of(note: ConfigObject, layers: Sequence[Layer]) -> list[str]:
+    """The layouts of these layers in a checkpoint that has this note.
 
     Raises:
         CheckpointError: a note of another version, or one that differs from the layers in anything but the layout,
@@ -82,7 +82,7 @@ def layouts_of(note: Entries, layers: Sequence[Layer]) -> list[str]:
 
 
 def _facts(experts: Experts) -> dict[str, Any]:
-    """What experts are in any layout. Two that agree in it have the same arrays; JSON."""
+    """What describes experts in any layout, as JSON: experts that agree in it have the same arrays."""
     canonical = jax.eval_shape(Experts.canonical, experts)
     *leading_axes, num_experts, _, _ = canonical.gate_up.values.shape
     return {
@@ -97,7 +97,7 @@ def _facts(experts: Experts) -> dict[str, Any]:
     }
 
 
-def _layout_of(entries: Entries, experts: Experts) -> str:
+def _layout_of(entries: ConfigObject, experts: Experts) -> str:
     entries.equal(_facts(experts), "as `module` has it")
     layout = entries.one_of(
         "layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(experts.format))

@@ -1,7 +1,7 @@
-"""What configs of NVIDIA's ModelOpt say of each module: NVFP4, and FP8 by tensor or by channel.
+"""Configs of NVIDIA's ModelOpt: NVFP4, and FP8 by tensor or by channel.
 
-It stands in config.json, or in older files in hf_quant_config.json alone, and names modules that stay as they are; all
-other linear ones are quantised. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
+The config is in config.json, or in older checkpoints in hf_quant_config.json alone. It names the modules that are not
+quantized; all other linear ones are. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import FLOAT_QUANTIZED, MODELOPT, Group, Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.targets import parse_glob, parse_target, targets_of
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
 
 FILE = "hf_quant_config.json"
@@ -31,12 +31,12 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {  # of groups, by how files hold weight
 
 
 def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
-    """The quantisation that the object at `place` says, of config.json or hf_quant_config.json.
+    """The quantization of the object at `place` of config.json or hf_quant_config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of another algorithm.
     """
-    top = Entries(file, place, value)
+    top = ConfigObject(file, place, value)
     top.one_of("quant_method", METHODS, None)
     top.object_or_none("producer")
     algorithm = top.one_of("quant_algo", tuple(_SCHEMES))
@@ -52,8 +52,8 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     return Quantization(file, (group,), tuple(ignore), any(kv_cache))
 
 
-def _check_groups(groups: Entries, scheme: Scheme) -> None:
-    """CheckpointError unless newer files' groups say once more what the algorithm does."""
+def _check_groups(groups: ConfigObject, scheme: Scheme) -> None:
+    """CheckpointError unless the groups of newer files agree with the algorithm."""
     if len(groups.entries) != 1:
         raise CheckpointError(groups.file, f"`{groups.place}` must hold one group, but holds {len(groups.entries)}")
     group = groups.object(*groups.entries)

@@ -1,6 +1,6 @@
-"""What configs of FP8 in blocks say, as DeepSeek, MiniMax and Qwen publish such checkpoints: `quant_method` "fp8".
+"""Configs of FP8 in blocks, `quant_method` "fp8", as DeepSeek, MiniMax and Qwen publish such checkpoints.
 
-Weights are e4m3 with one scale to 128 x 128 of them, `weight_scale_inv`, which multiplies whatever its name says.
+Weights are e4m3 with one scale for 128 x 128 of them, `weight_scale_inv`, which multiplies despite its name.
 Inputs are rounded at each token in groups of 128, under scales that `scale_fmt` "ue8m0" makes powers of two. See
 transformers' FineGrainedFP8Config, and `act_quant` in the inference code of DeepSeek-V3.2.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, Group, Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.targets import LONGEST, Target, parse_target, targets_of
-from jmx.checkpoint.entries import Entries
+from jmx.checkpoint.config_object import ConfigObject
 
 METHOD = "fp8"
 
@@ -25,12 +25,12 @@ _IGNORE = ("modules_to_not_convert", "ignored_layers")
 
 
 def parse_fp8(file: Path, place: str, value: Any) -> Quantization:
-    """The quantisation that the object at `place` of config.json says.
+    """The quantization of the object at `place` of config.json.
 
     Raises:
         CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here.
     """
-    top = Entries(file, place, value)
+    top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
     dynamic = top.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
     top.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)  # one type by two names

@@ -1,8 +1,8 @@
-"""Where a checkpoint's tensors lie: in safetensors files of a published form, or in Orbax checkpoints of neutral ones.
+"""Tensors by neutral names, from safetensors files of a published form or from Orbax checkpoints.
 
 The Orbax form is a directory of config.json (in the Hugging Face spelling), `top` and `layers/0`, `layers/1` ..., each
 of which plain Orbax reads: a flat dict by neutral names, experts in canonical dtypes. It has one checkpoint a layer, so
-that it can be written with one layer in memory. Each says in its custom metadata which part of the model it is.
+that it can be written with one layer in memory. The custom metadata of each name the part of the model that it is.
 """
 
 import os
@@ -14,18 +14,19 @@ import jax
 import numpy as np
 
 from jmx.checkpoint import orbax_arrays, shards
-from jmx.checkpoint.gpt_oss import forms
-from jmx.checkpoint.gpt_oss.config import Config
-from jmx.checkpoint.gpt_oss.forms import Shape
+from jmx.checkpoint.gpt_oss import tensor_names
+from jmx.checkpoint.gpt_oss.tensor_names import Shape
+from jmx.checkpoint.model_configs.gpt_oss import Config
 from jmx.numerics import formats
 from jmx.numerics.formats import MXFP4, BlockScaled
+from jmx.util.checks import check_path
 
 ORBAX = "orbax"
 KEY, VERSION = "jmx_gpt_oss", 1  # of the note in the custom metadata of each Orbax checkpoint
 TOP = "top"  # the Orbax checkpoint of the tensors outside layers
 
 
-class Source(Protocol):
+class TensorStore(Protocol):
     """Neutral tensors by their name in the model, such as "layers.0.q_weight"."""
 
     form: str
@@ -43,20 +44,34 @@ class Source(Protocol):
         ...
 
 
-def open_source(directory: Path, config: Config) -> Source:
-    """The source in `directory`. CheckpointError unless it holds every tensor that `config` calls for, and no other."""
-    return Orbax(directory, config) if os.path.lexists(directory / TOP) else Safetensors(directory, config)
+def open_store(directory: Path, config: Config) -> TensorStore:
+    """The tensors in `directory`. CheckpointError unless it holds all that `config` calls for, and no others."""
+    return (OrbaxStore if os.path.lexists(directory / TOP) else SafetensorsStore)(directory, config)
 
 
-class Safetensors:
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether the directory `path` holds experts as OpenAI published them, in any of the forms that `Reader` reads.
+
+    Experts of gpt-oss that another tool quantized, or that are floats, are not.
+
+    Raises:
+        CheckpointError: neither an Orbax checkpoint nor safetensors files are there, or these are broken.
+    """
+    directory = check_path("path", path)
+    if os.path.lexists(directory / TOP):
+        return True
+    return any(name.endswith(("_proj_blocks", "_weight.blocks")) for name in shards.read_headers(directory))
+
+
+class SafetensorsStore:
     """A checkpoint in the Hugging Face or the original form: views are maps of the files."""
 
     def __init__(self, directory: Path, config: Config):
         found = shards.read_headers(directory)
-        form = forms.detect(directory, found)
-        forms.check_layers(directory, found, config)
-        expected = forms.file_tensors(form, config)
-        forms.check(directory, found, expected)
+        form = tensor_names.detect(directory, found)
+        tensor_names.check_layers(directory, found, config)
+        expected = tensor_names.file_tensors(form, config)
+        tensor_names.check(directory, found, expected)
         self.form = form.name
         self._places = {member.name: (found[t.name], member) for t in expected for member in t.members}
 
@@ -72,7 +87,7 @@ class Safetensors:
         return tensor.file, tensor.name
 
 
-class Orbax:
+class OrbaxStore:
     """A checkpoint in the Orbax form: views are copies in the host's memory, of one tensor."""
 
     form = ORBAX
@@ -88,8 +103,8 @@ class Orbax:
             wanted = {}
             for name, shape in names.items():
                 there = stored.arrays[name].dtype if name in stored.arrays else None
-                dtype = next((d for d in forms.dtypes(name) if _canonical(name, shape, d).dtype == there), None)
-                dtype = dtype or forms.dtypes(name)[0]
+                dtype = next((d for d in tensor_names.dtypes(name) if _canonical(name, shape, d).dtype == there), None)
+                dtype = dtype or tensor_names.dtypes(name)[0]
                 wanted[name] = _canonical(name, shape, dtype)
                 self._dtypes[prefix + name] = dtype
                 self._places[prefix + name] = place, name
@@ -112,14 +127,14 @@ class Orbax:
 
 def orbax_groups(directory: Path, config: Config) -> Iterator[tuple[Path, str, Mapping[str, Shape]]]:
     """Place of each Orbax checkpoint, the prefix of its tensors' names in the model, and their neutral shapes."""
-    yield directory / TOP, "", forms.top_shapes(config)
-    shapes = forms.layer_shapes(config)
+    yield directory / TOP, "", tensor_names.top_shapes(config)
+    shapes = tensor_names.layer_shapes(config)
     for layer in range(config.num_hidden_layers):
-        yield directory / "layers" / str(layer), forms.layer_name(layer, ""), shapes
+        yield directory / "layers" / str(layer), tensor_names.layer_name(layer, ""), shapes
 
 
 def _note(directory: Path, place: Path) -> dict[str, Any]:
-    """What an Orbax checkpoint at `place` of the form says beside its arrays: which part of the model it is."""
+    """The custom metadata of the form's Orbax checkpoint at `place`: which part of the model it is."""
     return {"version": VERSION, "part": place.relative_to(directory).as_posix()}
 
 

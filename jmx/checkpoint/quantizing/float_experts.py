@@ -1,4 +1,4 @@
-"""Experts that a checkpoint holds as floats: which tensors they are, and the matrix of each.
+"""Experts that a checkpoint holds as floats: their tensors, and the matrix of each projection.
 
 Files hold each projection of each expert apart, as in "experts.3.down_proj.weight", weights (out, in); or, as the
 Hugging Face form of gpt-oss does, all experts in one tensor "experts.down_proj", (E, in, out), gate and up columns in
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors.config import FILE
-from jmx.checkpoint.model_sizes import check_model_sizes
+from jmx.checkpoint.model_configs.common_keys import check_model_sizes
 from jmx.checkpoint.shards import CheckpointError, Tensor
+from jmx.numerics.formats import Format
 
 PARTS = ("gate", "up", "down")
 FLOATS = ("BF16", "F16", "F32")
@@ -23,7 +24,7 @@ FLOATS = ("BF16", "F16", "F32")
 # Names of the projections, in the order of `PARTS`.
 _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = ("gate_up_proj", "down_proj")
-_FUSED_MODEL = "gpt_oss"  # whose tensors of all experts are transposed, with rows in turn: files do not say so
+_FUSED_MODEL = "gpt_oss"  # whose tensors of all experts are transposed, with rows interleaved: files do not record it
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)", re.DOTALL)
@@ -81,11 +82,38 @@ class Layer:
         name: of the module that holds them.
         experts: of each, its matrices by part.
         fused: whether tensors hold all experts.
+        format: what they are quantized to when they are read; None: nothing.
     """
 
     name: str
     experts: tuple[Mapping[str, Matrix], ...]
     fused: bool
+    format: Format | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.experts)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.experts[0]["up"].shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.experts[0]["up"].shape[0]
+
+    @property
+    def gate_up_order(self) -> str:
+        return "concatenated"
+
+    @property
+    def has_bias(self) -> bool:
+        return self.experts[0]["up"].bias is not None
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as safetensors spells it."""
+        return self.experts[0]["up"].weight.dtype
 
     def tensors(self) -> set[str]:
         """Names of the tensors that hold these experts."""
@@ -102,8 +130,8 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
         config: what config.json holds.
 
     Raises:
-        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, lie in an order that
-            nothing tells, or are not as many as the config says.
+        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, are stored in an
+            order that is not known, or are not as many as the config has.
     """
     apart: dict[str, dict[int, dict[str, dict[str, Tensor]]]] = {}
     together: dict[str, dict[str, Tensor]] = {}
@@ -122,7 +150,7 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
     if not layers:
         raise CheckpointError(directory, "must hold tensors of experts, such as 'experts.0.up_proj.weight'")
     for layer in layers:
-        sizes = {"num_experts": len(layer.experts), "hidden_size": layer.experts[0]["up"].shape[1]}
+        sizes = {"num_experts": layer.num_experts, "hidden_size": layer.hidden_size}
         check_model_sizes(directory / FILE, config, layer.name, **sizes)
     return layers
 
@@ -156,8 +184,8 @@ def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> 
     if model_type != _FUSED_MODEL:
         raise CheckpointError(
             first.file,
-            f"tensor {first.name!r} holds all experts, and files do not say how: that is known of `model_type` "
-            f"{_FUSED_MODEL!r}, and not of {model_type!r}",
+            f"tensor {first.name!r} holds all experts, in an order that files do not record; it is known for "
+            f"`model_type` {_FUSED_MODEL!r}, and not for {model_type!r}",
         )
     known = {*_FUSED, *(f"{projection}_bias" for projection in _FUSED)}
     for last, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The `quantization_config` that says given schemes: what `parse_quantization` reads, the other way round."""
+"""Writes the `quantization_config` of given schemes: the inverse of `parse_quantization`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def entries(groups: Mapping[str, tuple[Sequence[str], Scheme]], ignore: Sequence
 
     Args:
         groups: by name, the targets of each (names of modules, their classes, or "re:" and a pattern), and its scheme.
-        ignore: targets that stay as they are.
+        ignore: targets that are not quantized.
 
     Raises:
         ValueError: no group, or a storage or inputs that are not ones of compressed-tensors'.

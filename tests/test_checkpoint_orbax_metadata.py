@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import jmx
 import jmx.nnx
 from jmx.checkpoint import CheckpointError, orbax, orbax_arrays
-from jmx.checkpoint.orbax_note import KEY, VERSION, Layer, layouts_of, note_of
+from jmx.checkpoint.orbax_metadata import KEY, VERSION, Layer, layouts_of, note_of
 from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import LAYOUTS

@@ -1,4 +1,4 @@
-"""What a gpt-oss config.json says, in any of its spellings, and what it leaves out."""
+"""Configuration of gpt-oss: config.json in every spelling, defaults of what it leaves out, published models."""
 
 import dataclasses
 import os
@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jmx.checkpoint.model_configs.common_keys import check_heads
 from jmx.checkpoint.shards import CheckpointError, read_json
 from jmx.numerics.formats import MXFP4
 from jmx.util.checks import check_instance, check_path, check_str
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-MOST_LAYERS = 1 << 20  # no limit of a model: a number beyond is garbled, and a table of its layers fills the memory
+MOST_LAYERS = (
+    1 << 20
+)  # far beyond any model: a larger number is corrupt, and a table of its layers would exhaust memory
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -65,6 +68,40 @@ class Config:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+
+
+def _published(num_hidden_layers: int, num_experts: int) -> Config:
+    return Config(
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_experts=num_experts,
+        top_k=4,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=201088,
+        attention_bias=True,
+        rms_norm_eps=1e-5,
+        sliding_window=128,
+        layer_types=(SLIDING, FULL) * (num_hidden_layers // 2),
+        rope_theta=150000.0,
+        rope_factor=32.0,
+        rope_beta_fast=32.0,
+        rope_beta_slow=1.0,
+        rope_truncate=False,
+        rope_original_length=4096,
+        swiglu_alpha=1.702,
+        swiglu_beta=1.0,
+        swiglu_limit=7.0,
+        eos_token_ids=(200002, 199999, 200012),
+        bos_token_id=199998,
+        pad_token_id=199999,
+    )
+
+
+# The published models, as their config.json and generation_config.json have them.
+PUBLISHED = {"20b": _published(24, 32), "120b": _published(36, 128)}
 
 
 # How the files spell each field: the Hugging Face form's keys first, then the original form's. A dot goes into the rope
@@ -131,7 +168,7 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-# What the Hugging Face form's rope entries leave out: unlike the reference model, transformers rounds unless told.
+# What the Hugging Face form's rope entries leave out: unlike the reference model, transformers rounds by default.
 ROPE_DEFAULTS: dict[str, Any] = {"rope.truncate": True}
 
 # Keys of the Hugging Face form that would change the model, with the values that this one can have.
@@ -146,7 +183,7 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope.mscale_all_dim": (None,),
 }
 
-# What the Hugging Face form says of its weights.
+# `quantization_config` of the Hugging Face form.
 QUANTIZATION: dict[str, Any] = {
     "quant_method": MXFP4.name,
     "modules_to_not_convert": [
@@ -161,7 +198,7 @@ QUANTIZATION: dict[str, Any] = {
 def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | None = (MXFP4.name,)) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
 
-    `quant_methods`: names of the methods of quantisation that it may have; None: any, for who reads the experts.
+    `quant_methods`: names of the methods of quantization that it may have; None: any.
 
     EOS ids are those of config.json and of generation_config.json, if there is one, which may name the other special
     ids too. Layers slide in turn, the first one sliding, where `layer_types` is not given.
@@ -186,7 +223,7 @@ def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | 
 
 
 def _flat(file: Path, contents: Any) -> dict[str, Any]:
-    """Entries by key, those of the rope and quantization objects after a dot."""
+    """ConfigObject by key, those of the rope and quantization objects after a dot."""
     if not isinstance(contents, dict):
         raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
     flat = {}
@@ -282,7 +319,7 @@ def _layer_types(file: Path, given: Any, num_layers: int) -> tuple[str, ...]:
 
 
 def entries(config: Config, spelling: str) -> dict[str, Any]:
-    """The contents of a config.json that says `config` in the "hf" or the "original" spelling.
+    """The contents of config.json for `config`, in the "hf" or the "original" spelling.
 
     The original spelling has fewer keys: reading it back gives another config where they do not suffice.
     """
@@ -325,11 +362,4 @@ def _check_sizes(file: Path, config: Config) -> None:
             raise CheckpointError(file, str(error)) from error
     if config.top_k > config.num_experts:
         raise CheckpointError(file, f"experts of a token (={config.top_k}) must be at most {config.num_experts}, all")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            file,
-            f"`num_attention_heads` (={config.num_attention_heads}) must be a multiple of "
-            f"`num_key_value_heads` (={config.num_key_value_heads})",
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(file, f"`head_dim` (={config.head_dim}) must be even, for rotary pairs")
+    check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)

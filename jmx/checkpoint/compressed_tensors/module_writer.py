@@ -1,0 +1,79 @@
+"""One quantized module, written: the tensors that hold given packed arrays, bit for bit as `Module` reads them."""
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from jmx.checkpoint.compressed_tensors import packing
+from jmx.checkpoint.compressed_tensors.config import BLOCK, MODELOPT, Scheme
+from jmx.checkpoint.compressed_tensors.tensor_names import PACKED, is_packed
+from jmx.numerics.formats import FORMATS, BlockScaled
+
+
+def module_tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a module, by the names that compressed-tensors gives them: the inverse of `Module`.
+
+    Args:
+        scheme: how it is quantized.
+        weight: its packed arrays, (N, K) alone.
+        kept: tensors that go in as they are, of those in `KEPT`, and a weight_scale that is one or (N,). Inputs' static
+            scale must be here. Without `weight_global_scale` it is the reciprocal of the global scale.
+
+    Raises:
+        ValueError: arrays that the scheme's files cannot hold, or a static scale that is missing.
+    """
+    format = FORMATS[scheme.weights]
+    bits = format.element_bits
+    rows, columns = weight.values.shape[0], weight.values.shape[1] * 8 // bits
+    for name in format.arrays:
+        if getattr(weight, name) is None:
+            raise ValueError(f"`weight.{name}` (=None) must be there for {format.name}")
+    if scheme.static_scale is not None and scheme.static_scale not in kept:
+        raise ValueError(f"`kept` must hold {scheme.static_scale!r} for inputs of {scheme.inputs}")
+    packed = np.asarray(weight.values)
+    found: dict[str, np.ndarray] = {}
+    if "order" in format.arrays:
+        order = np.asarray(weight.order)
+        packed = packing.columns(packed, bits, np.argsort(order))
+        found["weight_g_idx"] = np.empty(columns, np.int32)
+        found["weight_g_idx"][order] = np.arange(columns, dtype=np.int32) // (columns // weight.scales.shape[-1])
+    if scheme.storage == PACKED:
+        found["weight_packed"] = packing.words_of_bytes(packed, bits, columns)
+        found["weight_shape"] = np.array([rows, columns], np.int64)
+    elif is_packed(scheme):
+        found["weight_packed"] = packed
+    elif format.name.startswith("fp8"):
+        found["weight"] = packed.view(ml_dtypes.float8_e4m3fn)
+    else:
+        found["weight"] = packing.elements_of_bytes(packed, bits, columns)
+    found["weight_scale"] = _file_scales(format.name, np.asarray(weight.scales))
+    if "global_scales" in format.arrays and "weight_global_scale" not in kept:
+        factors = np.asarray(weight.global_scales)
+        _check_equal("global_scales", factors[:1], factors)
+        found["weight_global_scale"] = factors[:1] if scheme.storage == MODELOPT else np.float32(1) / factors[:1]
+    if "zero_points" in format.arrays:
+        points = np.asarray(weight.zero_points)
+        if scheme.storage == PACKED:
+            points = np.ascontiguousarray(points.T)
+            points = packing.words_of_bytes(packing.bytes_of_elements(points, bits), bits, rows).T
+        found["weight_zero_point"] = np.ascontiguousarray(points)
+    return found | dict(kept)
+
+
+def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:
+    if format == "nvfp4":
+        return scales.view(ml_dtypes.float8_e4m3fn)
+    if format == "fp8_tensor":
+        _check_equal("scales", scales[:1], scales)
+        return scales[0].copy()
+    if format == "fp8_block":
+        firsts = scales[:: BLOCK[0]]
+        _check_equal("scales", np.repeat(firsts, BLOCK[0], axis=0)[: len(scales)], scales)
+        return firsts
+    return scales
+
+
+def _check_equal(name: str, expected: np.ndarray, array: np.ndarray) -> None:
+    if (array != expected).any():
+        raise ValueError(f"`weight.{name}` must be the same in all rows that share one in the file")

@@ -1,0 +1,103 @@
+"""How weights are quantized, by config.json: the key that holds it, and which tool's config it is."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint.compressed_tensors import config, fp8_config, modelopt_config, quark_config
+from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
+from jmx.checkpoint.shards import CheckpointError, read_json, read_object
+from jmx.util.checks import check_path
+
+KEYS = ("quantization_config", "compression_config")  # as newer and older files have it
+TEXT_CONFIG = "text_config"  # which may hold them instead, in models that take more than text
+
+
+def read_quantization(path: str | os.PathLike[str]) -> Quantization:
+    """The scheme of each module by the configs in the directory `path`, whichever known tool wrote them.
+
+    Raises:
+        CheckpointError: there is no config, it has no quantization, it has two that differ, or names another tool; and
+            what that tool's parser raises.
+    """
+    file = check_path("path", path) / FILE
+    return quantization_of(file, read_object(file))
+
+
+def is_quantized(path: str | os.PathLike[str]) -> bool:
+    """Whether the configs in the directory `path` have weights quantized, by whichever tool.
+
+    Raises:
+        CheckpointError: there is no config, or has two that differ, or one under an unknown key.
+    """
+    file = check_path("path", path) / FILE
+    return find_quantization(file, read_object(file)) is not None or os.path.lexists(file.parent / modelopt_config.FILE)
+
+
+def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
+    """`read_quantization` of what a config.json holds, which is `file`."""
+    beside, found = file.parent / modelopt_config.FILE, find_quantization(file, contents)
+    if found is None and os.path.lexists(beside):
+        whole = read_json(beside)
+        inner = whole.get("quantization") if isinstance(whole, dict) else None
+        return modelopt_config.parse_modelopt(beside, "quantization", inner)
+    if found is None:
+        raise CheckpointError(
+            file,
+            f"has no `{KEYS[0]}`, so weights are not quantized; `jmx convert IN OUT --quantize FORMAT` "
+            "quantizes experts",
+        )
+    place, value = found
+    method = value.get("quant_method") if isinstance(value, dict) else None
+    if method in modelopt_config.METHODS:
+        return modelopt_config.parse_modelopt(file, place, value)
+    if method == quark_config.METHOD:
+        return quark_config.parse_quark(file, place, value)
+    if method == fp8_config.METHOD:
+        return fp8_config.parse_fp8(file, place, value)
+    known = [config.METHOD, *modelopt_config.METHODS, quark_config.METHOD, fp8_config.METHOD]
+    if method is not None and method != config.METHOD:
+        raise CheckpointError(file, f"`{place}.quant_method` (={method!r}) must be one of {known}")
+    return config.parse_quantization(file, place, value)
+
+
+def find_quantization(file: Path, contents: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The key of config.json under which it has how weights are quantized, and the value; None if there is none.
+
+    Raises:
+        CheckpointError: several that differ, or one under an unknown key.
+    """
+    found = dict(_said(contents))
+    if not found:
+        other = next(_elsewhere(contents, ""), None)
+        if other is not None:
+            known = [*KEYS, *(f"{TEXT_CONFIG}.{place}" for place in KEYS)]
+            raise CheckpointError(file, f"`{other}` must be in a place that is known: one of {known}")
+        return None
+    (first, value), *others = found.items()
+    for other, said in others:
+        if said != value:
+            raise CheckpointError(file, f"`{other}` must say the same as `{first}`, but {_difference(value, said)}")
+    return first, value
+
+
+def _said(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    inner = contents.get(TEXT_CONFIG)
+    for prefix, entries in (("", contents), (f"{TEXT_CONFIG}.", inner if isinstance(inner, dict) else {})):
+        yield from ((f"{prefix}{place}", entries[place]) for place in KEYS if entries.get(place) is not None)
+
+
+def _elsewhere(contents: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in contents.items():
+        if key in KEYS and value is not None:
+            yield f"{prefix}{key}"
+        elif isinstance(value, dict):
+            yield from _elsewhere(value, f"{prefix}{key}.")
+
+
+def _difference(first: Any, other: Any) -> str:
+    if not isinstance(first, dict) or not isinstance(other, dict):
+        return "differs"
+    keys = (key for key in (*first, *other) if (key in first, first.get(key)) != (key in other, other.get(key)))
+    return f"differs in {next(keys)!r}"

@@ -1,0 +1,108 @@
+"""Reading a checkpoint whose experts are floats: as they are, or quantized as they are read."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jmx.backends import resolve_layout
+from jmx.checkpoint import shards
+from jmx.checkpoint.assembly import put
+from jmx.checkpoint.compressed_tensors.config import FILE
+from jmx.checkpoint.placement import ShardingLike, place
+from jmx.checkpoint.quantizing import float_experts
+from jmx.checkpoint.quantizing.float_experts import Layer
+from jmx.checkpoint.safetensors_reader import SafetensorsReader
+from jmx.experts import Experts
+from jmx.numerics import formats
+from jmx.numerics.formats import Format
+from jmx.selection.environment import Environment
+from jmx.util.checks import check_one_of, check_path
+
+
+class FloatExperts(NamedTuple):
+    """One layer's experts in their files' dtype, bfloat16, float16 or float32.
+
+    Attributes:
+        gate_up: (E, 2 I, H), gate rows above up rows, the contracted axis last.
+        down: (E, H, I).
+        gate_up_bias, down_bias: (E, 2 I), (E, H); None where files have no biases.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+class Reader(SafetensorsReader):
+    """A `jmx.checkpoint.Reader` of files whose experts are floats, of any model that `convert` takes.
+
+    Making one reads config.json and the headers of the files and checks the experts' tensors.
+
+    Args:
+        path: a directory of safetensors files.
+        format: what `experts` quantizes to, or its name. None: only `floats` reads experts.
+
+    Attributes:
+        config: what config.json holds.
+        layers: `Layer` by the name of the module that holds the experts, such as "model.layers.0.mlp.experts".
+        tensors: where each tensor of the checkpoint lies, by name.
+
+    Raises:
+        CheckpointError: files that are wrong or broken, naming the file, the tensor or key, and the expectation.
+        ValueError: an unknown `format`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], format: Format | str | None = None):
+        self.format = None if format is None else formats.get(format)
+        self.path = check_path("path", path)
+        self.config = shards.read_object(self.path / FILE)
+        self.tensors = shards.read_headers(self.path)
+        found = float_experts.find(self.path, self.tensors, self.config)
+        self.layers = {layer.name: dataclasses.replace(layer, format=self.format) for layer in found}
+
+    def floats(self, layer: str) -> FloatExperts:
+        """A layer's experts as they are, on the default device. ValueError unless `layer` is a key of `layers`."""
+        found = self.layers[check_one_of("layer", layer, self.layers)]
+        self._advance(sum(self.tensors[name].nbytes for name in found.tensors()))
+        return FloatExperts(
+            _weights(found, ("gate", "up")),
+            _weights(found, ("down",)),
+            _biases(found, ("gate", "up")),
+            _biases(found, ("down",)),
+        )
+
+    def experts(self, layer: str, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
+        """A layer's experts, quantized to the reader's format by `jmx.Experts.quantize`, rows concatenated.
+
+        Args:
+            layer: a key of `layers`.
+            layout, sharding: as in `jmx.checkpoint.Reader.experts`; the floats are read onto the default device first.
+
+        Raises:
+            ValueError: a reader without a format, a `layer` that is not there, numbers that are not finite, an unknown
+                `layout` or one that does not hold the format, a `sharding` that cannot split an array.
+        """
+        check_one_of("layer", layer, self.layers)
+        if self.format is None:
+            raise ValueError("`format` (=None) of the reader must be a format, to quantize experts that are floats")
+        resolve_layout(layout, Environment.probe(), self.format)  # an unknown one is refused before anything is read
+        experts = Experts.quantize(*self.floats(layer), gate_up_order="concatenated", format=self.format)
+        layout = resolve_layout(layout, Environment.probe(experts), self.format)
+        return put(experts.prepare(layout, donate=True), sharding)
+
+
+def _weights(layer: Layer, parts: Sequence[str]) -> jax.Array:
+    rows = [np.concatenate([matrices[part].read() for part in parts]) for matrices in layer.experts]
+    return place(layer.name, np.stack(rows), None)
+
+
+def _biases(layer: Layer, parts: Sequence[str]) -> jax.Array | None:
+    if not layer.has_bias:
+        return None
+    rows = [[matrices[part].read_bias() for part in parts] for matrices in layer.experts]
+    return place(layer.name, np.stack([np.concatenate([b for b in biases if b is not None]) for biases in rows]), None)

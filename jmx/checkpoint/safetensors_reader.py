@@ -1,0 +1,43 @@
+"""What readers of safetensors files share whose tensors have the files' own names, whatever the model."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jmx.checkpoint.placement import ShardingLike, place
+from jmx.checkpoint.progress import CountsBytes
+from jmx.checkpoint.shards import CheckpointError, Tensor
+from jmx.util.checks import check_str
+
+
+class SafetensorsReader(CountsBytes):
+    """Tensors by the names that files give them. A family's reader sets `path` and `tensors`."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as it lies in its file, which is mapped. CheckpointError if there is none of that name."""
+        return self._tensor(name).view()
+
+    def dense(self, name: str, sharding: ShardingLike = None) -> jax.Array:
+        """A tensor outside the experts, by its name in the files; see `jmx.checkpoint.Reader.dense`.
+
+        Raises:
+            CheckpointError: there is none of that name.
+            ValueError: a `sharding` that cannot split the array.
+        """
+        tensor = self._tensor(name)
+        array = place(name, tensor.view(), sharding)
+        self._advance(tensor.nbytes)
+        return array
+
+    def _tensor(self, name: str) -> Tensor:
+        if check_str("name", name) not in self.tensors:
+            raise CheckpointError(self.path, f"tensor {name!r} is missing")
+        return self.tensors[name]
