@@ -9,12 +9,12 @@ from jax.core import Tracer
 
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import Layout, WeightSpec
-from jmx.util.typing import AnyArray, Int32
+from jmx.util.typing import Int32
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def convert(
-    q: BlockScaled, order: Int32[AnyArray, "*lead I"] | None, source: Layout, target: Layout, spec: WeightSpec
+    q: BlockScaled, order: Int32[Any, "*lead I"] | None, source: Layout, target: Layout, spec: WeightSpec
 ) -> BlockScaled:
     """The weight `q`, in the layout `source`, in the layout `target`.
 
@@ -25,7 +25,7 @@ def convert(
 
 
 def convert_donating(
-    q: BlockScaled, order: Int32[AnyArray, "*lead I"] | None, source: Layout, target: Layout, spec: WeightSpec
+    q: BlockScaled, order: Int32[Any, "*lead I"] | None, source: Layout, target: Layout, spec: WeightSpec
 ) -> BlockScaled:
     """`convert`, which frees the arrays of `q` outside a trace."""
     converted = convert(q, order, source, target, spec)

@@ -53,16 +53,16 @@ class Experts:
 
     gate_up: BlockScaled
     down: BlockScaled
-    gate_up_bias: Float[AnyArray, "*lead N"] | None
-    down_bias: Float[AnyArray, "*lead H"] | None
-    index: Int32[Array, ""] | None
+    gate_up_bias: Float[Any, "*lead N"] | None
+    down_bias: Float[Any, "*lead H"] | None
+    index: Int32[Any, ""] | None
     format: Format
     gate_up_order: str | None
     layout: str
     hidden_size: int
     intermediate_size: int
-    gate_up_input_scale: Float32[AnyArray, "*layers"] | None = None
-    down_input_scale: Float32[AnyArray, "*layers"] | None = None
+    gate_up_input_scale: Float32[Any, "*layers"] | None = None
+    down_input_scale: Float32[Any, "*layers"] | None = None
     input_format: str | None = None
 
     # Construction
@@ -72,8 +72,8 @@ class Experts:
         cls,
         gate_up: BlockScaled,
         down: BlockScaled,
-        gate_up_bias: Float[AnyArray, "*lead N"] | None = None,
-        down_bias: Float[AnyArray, "*lead H"] | None = None,
+        gate_up_bias: Float[Any, "*lead N"] | None = None,
+        down_bias: Float[Any, "*lead H"] | None = None,
         *,
         gate_up_order: str | None,
         format: Format | str = MXFP4,
@@ -232,13 +232,13 @@ class Experts:
 
     # Arrays by name, as modules and checkpoints hold them
 
-    def arrays(self) -> dict[str, Shaped[AnyArray, "..."]]:
+    def arrays(self) -> dict[str, Shaped[Any, "..."]]:
         """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and the others there are."""
         named = {f"{role}_{name}": getattr(getattr(self, role), name) for role in ROLES for name in self.format.arrays}
         others = {f"{role}_{name}": getattr(self, f"{role}_{name}") for role in ROLES for name in OTHER_ARRAYS}
         return named | {name: array for name, array in others.items() if array is not None}
 
-    def with_arrays(self, arrays: Mapping[str, Shaped[AnyArray, "..."]]) -> "Experts":
+    def with_arrays(self, arrays: Mapping[str, Shaped[Any, "..."]]) -> "Experts":
         """These experts with other arrays, named as `arrays` names them; one that is not named becomes None.
 
         Raises:
@@ -288,7 +288,7 @@ class Experts:
             self, input_format=format, gate_up_input_scale=gate_up_scale, down_input_scale=down_scale
         )
 
-    def input_scale(self, role: str) -> Float32[AnyArray, ""] | None:
+    def input_scale(self, role: str) -> Float32[Any, ""] | None:
         """The static scale () of the inputs of "gate_up" or "down"; None where there is none."""
         check_one_of("role", role, ROLES)
         scale = getattr(self, f"{role}_input_scale")

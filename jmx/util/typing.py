@@ -8,6 +8,7 @@ The first part says which dtypes, the second which classes of arrays, the third 
     Float32[Array, ""]           a scalar
     UInt8[Array, " K"]           one axis: the space keeps linters from reading a name in it
     Shaped[AnyArray, "E N K"]    any dtype: float8_e8m0fnu, of scales, is in none of the other kinds
+    Shaped[Any, "E N K"]         anything with a dtype and a shape, such as a `jax.ShapeDtypeStruct`
 
 Names of axes, in every signature of jmx:
 
@@ -38,6 +39,7 @@ from jaxtyping import Integer as Integer
 from jaxtyping import Key as Key
 from jaxtyping import Num as Num
 from jaxtyping import Shaped as Shaped
+from jaxtyping import UInt as UInt
 from jaxtyping import UInt8 as UInt8
 from jaxtyping import UInt16 as UInt16
 from jaxtyping import UInt32 as UInt32
