@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import FrozenInstanceError, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp

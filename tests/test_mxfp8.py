@@ -1,6 +1,7 @@
 """MXFP8 against a brute-force quantiser over ml_dtypes' values, and against what FlashInfer made on a CPU."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp

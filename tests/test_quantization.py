@@ -1,6 +1,8 @@
 """MXFP4 against ml_dtypes in float64, against a brute-force quantiser, and as properties. The other formats against
 their definition in numpy."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
