@@ -59,7 +59,7 @@ class SwiGLU(Activation):
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"`limit` (={self.limit}) must be positive, or None for no clamp")
 
-    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
         if self.limit is not None:
             gate = jnp.minimum(gate, self.limit)
             up = jnp.clip(up, -self.limit, self.limit)
@@ -72,7 +72,7 @@ class SiLUAndMul(Activation):
 
     gated: ClassVar[bool] = True
 
-    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
         return jax.nn.silu(gate) * up
 
 
@@ -92,7 +92,7 @@ class GELUAndMul(_Approximate):
 
     gated: ClassVar[bool] = True
 
-    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
         return jax.nn.gelu(gate, approximate=self.approximate) * up
 
 
