@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx.util.checks import check_bool, check_finite, check_named
+from jmx.util.typing import Array, Float, Shaped
 
 GATE_UP_ORDERS = ("interleaved", "concatenated")
 
@@ -25,7 +26,7 @@ class Activation:
 
     gated: ClassVar[bool]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+    def __call__(self, *args: Any, **kwargs: Any) -> Float[Array, "..."]:
         raise NotImplementedError
 
 
@@ -58,7 +59,7 @@ class SwiGLU(Activation):
         if self.limit is not None and self.limit <= 0:
             raise ValueError(f"`limit` (={self.limit}) must be positive, or None for no clamp")
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
         if self.limit is not None:
             gate = jnp.minimum(gate, self.limit)
             up = jnp.clip(up, -self.limit, self.limit)
@@ -71,21 +72,27 @@ class SiLUAndMul(Activation):
 
     gated: ClassVar[bool] = True
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
         return jax.nn.silu(gate) * up
 
 
 @dataclass(frozen=True)
-class GELUAndMul(Activation):
-    """gelu(gate) * up (Shazeer 2020, GEGLU); `approximate` chooses the tanh form, else erf."""
+class _Approximate(Activation):
+    """Base of the activations that are exact (erf) or, with `approximate`, in the tanh form."""
 
     approximate: bool
-    gated: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "approximate", check_bool("approximate", self.approximate))
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+
+@dataclass(frozen=True)
+class GELUAndMul(_Approximate):
+    """gelu(gate) * up (Shazeer 2020, GEGLU); `approximate` chooses the tanh form, else erf."""
+
+    gated: ClassVar[bool] = True
+
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
         return jax.nn.gelu(gate, approximate=self.approximate) * up
 
 
@@ -95,21 +102,17 @@ class SiLU(Activation):
 
     gated: ClassVar[bool] = False
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
         return jax.nn.silu(x)
 
 
 @dataclass(frozen=True)
-class GELU(Activation):
+class GELU(_Approximate):
     """x * Phi(x) (Hendrycks and Gimpel 2016); `approximate` chooses the tanh form, else erf."""
 
-    approximate: bool
     gated: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "approximate", check_bool("approximate", self.approximate))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
         return jax.nn.gelu(x, approximate=self.approximate)
 
 
@@ -119,7 +122,7 @@ class ReLU(Activation):
 
     gated: ClassVar[bool] = False
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
         return jax.nn.relu(x)
 
 
@@ -129,7 +132,7 @@ class ReLU2(Activation):
 
     gated: ClassVar[bool] = False
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Any, "*shape"]) -> Float[Array, "*shape"]:
         return jnp.square(jax.nn.relu(x))
 
 
@@ -152,8 +155,10 @@ def get(activation: Activation | str) -> Activation:
     return check_named("activation", activation, Activation, ACTIVATIONS)
 
 
-def split_gate_up(h: jax.Array, order: str | None) -> tuple[jax.Array, jax.Array]:
-    """Cuts `h` (..., 2I) into gate and up, (..., I) each.
+def split_gate_up(
+    h: Shaped[Any, "*lead N"], order: str | None
+) -> tuple[Shaped[Any, "*lead I"], Shaped[Any, "*lead I"]]:
+    """Splits `h` (..., 2I) into gate and up, (..., I) each.
 
     Args:
         h: outputs of a gate-up matrix.
@@ -171,7 +176,9 @@ def split_gate_up(h: jax.Array, order: str | None) -> tuple[jax.Array, jax.Array
     return h[..., :half], h[..., half:]
 
 
-def join_gate_up(gate: jax.Array, up: jax.Array, order: str | None) -> jax.Array:
+def join_gate_up(
+    gate: Shaped[Any, "*lead I"], up: Shaped[Any, "*lead I"], order: str | None
+) -> Shaped[Array, "*lead N"]:
     """Joins gate and up (..., I) into (..., 2I): the inverse of `split_gate_up`.
 
     Raises:
@@ -185,7 +192,7 @@ def join_gate_up(gate: jax.Array, up: jax.Array, order: str | None) -> jax.Array
     return jnp.concatenate([gate, up], axis=-1)
 
 
-def apply(activation: Activation, h: jax.Array, order: str | None) -> jax.Array:
+def apply(activation: Activation, h: Float[Any, "*lead N"], order: str | None) -> Float[Array, "*lead I"]:
     """Applies `activation` to the outputs of an expert's first matrix.
 
     Args:

@@ -11,14 +11,12 @@ On a GPU a kernel takes about 2 us whatever it does, so what is small is written
 from functools import reduce
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmx.util.checks import check_array, check_int
-
-Array = jax.Array
+from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer
 
 _CHUNK = 64  # assignments; 128 to 512 took up to twice the time on an H200
 _WORD = 32  # bits
@@ -33,12 +31,12 @@ class Groups(NamedTuple):
     `sizes` (E,) int32: assignments of each expert. Ids outside 0..E-1 are sorted last and counted nowhere.
     """
 
-    order: Array
-    inverse: Array
-    sizes: Array
+    order: Int32[Array, " R"]
+    inverse: Int32[Array, " R"]
+    sizes: Int32[Array, " E"]
 
 
-def group(expert_ids: Array, num_experts: int) -> Groups:
+def group(expert_ids: Integer[AnyArray, "T k"], num_experts: int) -> Groups:
     """Groups `expert_ids` (T, k), any integer dtype, by expert; see `Groups`.
 
     It is a counting sort: an assignment stands after those of lower keys, those of its key in earlier chunks, and those
@@ -55,7 +53,7 @@ def group(expert_ids: Array, num_experts: int) -> Groups:
     return Groups(order, inverse, sizes[:num_experts])
 
 
-def _rank(keys: Array, num_experts: int) -> tuple[Array, Array]:
+def _rank(keys: Int32[Array, " R"], num_experts: int) -> tuple[Int32[Array, " R"], Int32[Array, " n"]]:
     """How many assignments before each one have its key, of 0..E, and how many there are of each key (E + 1,)."""
     num_chunks = max(1, -(-keys.size // _CHUNK))
     padding = num_chunks * _CHUNK - keys.size
@@ -68,7 +66,7 @@ def _rank(keys: Array, num_experts: int) -> tuple[Array, Array]:
     return rank.reshape(-1)[: keys.size], before[-1]
 
 
-def _prefix(counts: Array) -> Array:
+def _prefix(counts: Int32[Array, "C n"]) -> Int32[Array, "C+1 n"]:
     """(C, n) -> (C + 1, n): sums of the rows above each."""
     num_rows = counts.shape[0]
     if num_rows > _COMPARED:
@@ -77,13 +75,13 @@ def _prefix(counts: Array) -> Array:
     return jnp.where(above[:, :, None], counts, 0).sum(axis=1, dtype=jnp.int32)
 
 
-def _sums_below(values: Array) -> Array:
+def _sums_below(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
     """(n,) -> (n,): the sum of all before each, by a reduction of all pairs, which costs fewer kernels than cumsum."""
     index = jnp.arange(values.size)
     return jnp.where(index < index[:, None], values, 0).sum(axis=1, dtype=jnp.int32)
 
 
-def _keys(expert_ids: Array, num_experts: int) -> Array:
+def _keys(expert_ids: Integer[AnyArray, "*shape"], num_experts: int) -> Int32[Array, "*shape"]:
     """Ids as int32, and E for those outside 0..E-1."""
     if expert_ids.dtype.itemsize < 4:  # a byte may not hold `num_experts`, which would wrap around in what follows
         expert_ids = expert_ids.astype(jnp.int32)
@@ -104,13 +102,13 @@ class Blocks(NamedTuple):
     Ints are for what is known while tracing: as arrays, XLA would make them by kernels of their own.
     """
 
-    experts: Array
+    experts: Int32[Any, " B"]
     x_rows: Any
     out_rows: Any
     counts: Any
     num_blocks: Any
 
-    def of_layer(self, first_expert: jax.Array | int) -> "Blocks":
+    def of_layer(self, first_expert: Int32[Array, ""] | int) -> "Blocks":
         """The same with experts numbered from `first_expert` on, for kernels that take ints, too.
 
         Where `num_blocks` is no int it is (B,), the same number throughout: a scalar would cost a kernel of its own.
@@ -133,12 +131,12 @@ class Blocks(NamedTuple):
         """How many blocks are real, in such a kernel, of blocks as `of_layer` has them."""
         return self.num_blocks if isinstance(self.num_blocks, int) else self.num_blocks[0]
 
-    def count_of(self, block: Array) -> Array:
+    def count_of(self, block: Any) -> Any:
         """How many rows a block has, in such a kernel."""
         return jnp.int32(self.counts) if isinstance(self.counts, int) else self.counts[block]
 
     @staticmethod
-    def first_row(rows: Any, block: Array) -> Array:
+    def first_row(rows: Any, block: Any) -> Any:
         """A block's first row by `x_rows` or `out_rows`, in such a kernel."""
         return block * rows if isinstance(rows, int) else rows[block]
 
@@ -160,8 +158,8 @@ class Work(NamedTuple):
     """
 
     blocks: Blocks
-    row_of: Array
-    token_of_row: Array | None
+    row_of: Int32[Array, "T k"]
+    token_of_row: Int32[Array, " R"] | None
 
     @property
     def num_rows(self) -> int:
@@ -171,7 +169,7 @@ class Work(NamedTuple):
         return self.blocks.experts.size * self.blocks.out_rows
 
 
-def few(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
+def few(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) -> Work:
     """A block for every expert that any of `expert_ids` (T, k), of any integer dtype, names: it reads all T tokens.
 
     Block b writes T rows from row b * T' on, where T' is T rounded up to a multiple of `align`, a power of two.
@@ -186,7 +184,7 @@ def few(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     bits = jnp.where(here & (keys < num_experts)[..., None], one << (keys % _WORD).astype(jnp.uint32)[..., None], 0)
     used = lax.reduce(bits, np.uint32(0), lax.bitwise_or, (0, 1))
 
-    def rank(ids: Array) -> Array:
+    def rank(ids: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """How many experts below each id are in use."""
         shifts = (jnp.clip(ids - word * _WORD, 0, _WORD).astype(jnp.uint32) for word in range(num_words))
         below = ((one << shift) - one for shift in shifts)  # 1 << 32 is 0 in jax, and so all bits are below
@@ -206,7 +204,7 @@ def few(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     return Work(blocks, jnp.where(keys < num_experts, rows, -1), None)
 
 
-def single(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
+def single(expert_ids: Integer[AnyArray, "1 k"], num_experts: int, align: int = 1) -> Work:
     """`few` of a single token (1, k): every slot is a block, so that nothing is to be compared.
 
     A slot outside 0..E-1 is a block of an expert that there is, which nobody reads. An expert named twice is computed
@@ -218,12 +216,14 @@ def single(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
     return Work(blocks, rows.reshape(expert_ids.shape), None)
 
 
-def unsorted(expert_ids: Array, num_experts: int, align: int = 1) -> Work:
+def unsorted(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) -> Work:
     """`single` of a single token, else `few`."""
     return (single if expert_ids.shape[0] == 1 else few)(expert_ids, num_experts, align)
 
 
-def many(expert_ids: Array, num_experts: int, block_m: int, align: int = 1, *, whole: bool = False) -> Work:
+def many(
+    expert_ids: Integer[AnyArray, "T k"], num_experts: int, block_m: int, align: int = 1, *, whole: bool = False
+) -> Work:
     """Assignments of `expert_ids` (T, k), of any integer dtype, sorted by expert and cut into blocks of `block_m` rows.
 
     Blocks read and write the same rows: those of the sorted order, where each expert's rows begin at a multiple of
@@ -262,25 +262,25 @@ def max_blocks(num_assignments: int, num_experts: int, block_m: int) -> int:
     return min(num_assignments, num_experts + whole)
 
 
-def by_row(weights: Array, work: Work, num_rows: int) -> Array:
+def by_row(weights: Float[AnyArray, "T k"], work: Work, num_rows: int) -> Float32[Array, " R"]:
     """Routing weights (T, k) -> float32 (num_rows,), in the order of rows; 0 for rows that are no assignment's."""
     rows = jnp.where(work.row_of < 0, num_rows, work.row_of).reshape(-1)
     zeros = jnp.zeros(num_rows, jnp.float32)
     return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
 
 
-def expert_of_row(work: Work, expert_ids: Array, num_rows: int) -> Array:
+def expert_of_row(work: Work, expert_ids: Integer[AnyArray, "T k"], num_rows: int) -> Int32[Array, " R"]:
     """The expert of each row, int32 (num_rows,); some expert's number for rows that are no assignment's."""
     rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
     return jnp.zeros(num_rows, jnp.int32).at[rows].set(expert_ids.astype(jnp.int32), mode="drop")
 
 
-def weigh(rows: Array, work: Work, weights: Array) -> Array:
+def weigh(rows: Float[Array, "R H"], work: Work, weights: Float[AnyArray, "T k"]) -> Float[Array, "R H"]:
     """Rows (R, H) times the routing weights (T, k) of their assignments, in rows' dtype."""
     return (rows * by_row(weights, work, rows.shape[0])[:, None]).astype(rows.dtype)
 
 
-def combine(parts: Array, work: Work, weights: Array | None) -> Array:
+def combine(parts: Float[Array, "P R H"], work: Work, weights: Float[AnyArray, "T k"] | None) -> Float32[Array, "T H"]:
     """Rows of results -> each token's sum (T, H), float32, always in the order of its slots.
 
     Args:
@@ -299,12 +299,19 @@ def combine(parts: Array, work: Work, weights: Array | None) -> Array:
     return total
 
 
-def cut(sizes: Array, num_assignments: int, block_m: int) -> Blocks:
+def cut(sizes: Int32[Array, " E"], num_assignments: int, block_m: int) -> Blocks:
     """Cuts groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks`."""
     return _cut(sizes, _sums_below(sizes), num_assignments, block_m, 1, whole=False)
 
 
-def _cut(sizes: Array, starts: Array, num_assignments: int, block_m: int, align: int, whole: bool) -> Blocks:
+def _cut(
+    sizes: Int32[Array, " E"],
+    starts: Int32[Array, " E"],
+    num_assignments: int,
+    block_m: int,
+    align: int,
+    whole: bool,
+) -> Blocks:
     """`cut` of groups that start at given rows, into blocks of multiples of `align` rows but for a group's last one."""
     (num_experts,) = sizes.shape
     per_expert = -(-sizes // block_m)

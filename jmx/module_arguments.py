@@ -1,4 +1,4 @@
-"""What both Flax modules settle before a weight is made: arguments that hang together, and the weights at the start."""
+"""Validation shared by the NNX and Linen modules, and the weights that they start from."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ Array = Any
 
 
 class Quantized(nnx.Variable):
-    """Quantised weights. Not an `nnx.Param`, so that optimisers and `nnx.grad` pass them by.
+    """Quantized weights. Not an `nnx.Param`, so that optimizers and `nnx.grad` pass them by.
 
     A gradient asked of them is a TypeError: jmx's own, which names the weight, for float4 arrays; jax's, that `grad`
     takes no uint8, for packed ones, before the layer is even called.
@@ -38,7 +38,7 @@ def _metadata(*names: MeshAxes) -> dict[str, Any]:
 
 
 class MoE(nnx.Module):
-    """A mixture-of-experts layer whose expert weights stay quantised.
+    """A mixture-of-experts layer whose expert weights stay quantized.
 
     Args:
         hidden_size, intermediate_size, num_experts, top_k: sizes.

@@ -20,6 +20,11 @@ if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= mak
 # Set before pytest-xdist starts its workers, who inherit it.
 SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))
 
+import shapes  # noqa: E402
+
+if os.environ.get("JMX_TEST_SHAPES") != "0":  # before jmx is imported
+    shapes.install()
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -283,7 +283,7 @@ def test_experts_of_every_kind_come_back_bit_for_bit(tmp_path, rng):
                 )
                 for seed, name in enumerate(("int4_g32_asym_order", "nvfp4", "mxfp4"))
             ]
-            experts[2] = experts[2].with_inputs("fp8_static", scale, 2 * scale)
+            experts[2] = experts[2].with_inputs("fp8_static", scale, jnp.float32(2 * scale))
             self.layers = nnx.List(
                 jmx.nnx.MoE(
                     *(64, 96, 2, 1),

@@ -1,6 +1,7 @@
 """MXFP8 against a brute-force quantiser over ml_dtypes' values, and against what FlashInfer made on a CPU."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +157,7 @@ def test_what_cannot_be_quantized_is_refused():
     with pytest.raises(ValueError, match=r"`x.shape\[-1\]` \(=33\) must be a multiple of 32 for MXFP8"):
         quantize(np.ones(33, np.float32))
     with pytest.raises(ValueError, match="scalar"):
-        quantize(np.float32(1))
+        quantize(cast(Any, np.float32(1)))
     for x in (np.ones(BLOCK), np.ones(BLOCK, np.int32)):
         with pytest.raises(TypeError, match=f"`x` .dtype {x.dtype}. must be float32"):
             quantize(x)

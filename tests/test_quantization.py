@@ -1,6 +1,8 @@
 """MXFP4 against ml_dtypes in float64, against a brute-force quantiser, and as properties. The other formats against
 their definition in numpy."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,7 +289,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"`nonfinite` \(='ignore'\) must be"):
         quantize(x, nonfinite="ignore")
     with pytest.raises(ValueError, match="scalar"):
-        quantize(np.float32(1.0))
+        quantize(cast(Any, np.float32(1.0)))
     with pytest.raises(TypeError, match=r"`dtype` \(=float16\) must be bfloat16 or float32"):
         dequantize(q, jnp.float16)
     with pytest.raises(TypeError, match=r"`scales` \(dtype uint8\) must be float8_e8m0fnu for canonical MXFP4"):

@@ -30,7 +30,7 @@ def extended(number):
 
 def test_quotients_of_every_size(rng):
     a, b = magnitudes(rng), magnitudes(rng)
-    got = jax.jit(lambda a, b: rounding.divided(rounding.normalised(a), rounding.normalised(b)))(a, b)
+    got = jax.jit(lambda a, b: rounding.divided(rounding.normalized(a), rounding.normalized(b)))(a, b)
     np.testing.assert_array_equal(got, extended(value(a) / value(b)))
     normal = np.flatnonzero((a >= 1 << 23) & (b >= 1 << 23))
     with np.errstate(over="ignore"):
@@ -65,7 +65,7 @@ def test_a_division_that_is_off_by_some_units_is_put_right(rng, monkeypatch, uni
 @pytest.mark.parametrize("divisor", [127.0, 448.0, 6.0, 1.0])
 def test_quotients_by_constants(rng, divisor):
     a = magnitudes(rng)
-    got = jax.jit(lambda a: rounding.divided(rounding.normalised(a), rounding.bits_of(divisor)))(a)
+    got = jax.jit(lambda a: rounding.divided(rounding.normalized(a), rounding.bits_of(divisor)))(a)
     np.testing.assert_array_equal(got, extended(value(a) / divisor))
 
 
@@ -98,7 +98,7 @@ def test_every_bfloat16_and_its_neighbours_as_a_narrower_float(dtype):
     """Which are all ties, and what lies next to them."""
     upper = np.arange(1, 0x7F80, dtype=np.int32) << 16
     bits = np.concatenate([[0], upper - 1, upper, upper + 1]).astype(np.int32)
-    got = rounding.minifloat(rounding.normalised(jnp.asarray(bits)), dtype)
+    got = rounding.minifloat(rounding.normalized(jnp.asarray(bits)), dtype)
     most = float(jnp.finfo(dtype).max)
     expected = np.minimum(value(bits), most).astype(dtype).view(np.uint8)
     np.testing.assert_array_equal(got, expected)
@@ -108,13 +108,13 @@ def test_every_bfloat16_and_its_neighbours_as_a_narrower_float(dtype):
 def test_integers(rng):
     numbers = np.concatenate([np.arange(0, 300, 0.25), rng.uniform(0, 300, COUNT), [1e-30, 2.0**-149, 4194303.5]])
     bits = numbers.astype(np.float32).view(np.int32)
-    got = rounding.integer(rounding.normalised(jnp.asarray(bits)))
+    got = rounding.integer(rounding.normalized(jnp.asarray(bits)))
     np.testing.assert_array_equal(got, np.rint(value(bits)))
 
 
 def test_zero_divided_by_a_small_float_is_still_small():
     zero, small = (jnp.int32(rounding.bits_of(number)) for number in (0.0, 2.0**-140))
-    quotient = rounding.divided(rounding.normalised(zero), rounding.normalised(small))
+    quotient = rounding.divided(rounding.normalized(zero), rounding.normalized(small))
     for dtype in (jnp.float8_e4m3fn, jnp.float4_e2m1fn):
         assert rounding.minifloat(quotient, dtype) == 0
     assert rounding.integer(quotient) == 0

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.experts import ROLES, Experts
+from jmx.experts.creation import check_bias_dtype
+from jmx.experts.experts import ROLES, Experts
 from jmx.numerics import layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.util.checks import check_array
-
-Array = Any
 
 
 def check_arrays(experts: Experts) -> None:
@@ -60,7 +59,7 @@ def _leading(experts: Experts) -> tuple[int, ...]:
 
 def _expected(
     experts: Experts, lead: tuple[int, ...]
-) -> Iterator[tuple[str, Array, tuple[int, ...] | None, tuple[Any, ...]]]:
+) -> Iterator[tuple[str, Any, tuple[int, ...] | None, tuple[Any, ...]]]:
     """Name, array, the shape that it must have (None: there must be no array), and the dtypes that it may have."""
     static = experts.input_format is not None and INPUT_FORMATS[experts.input_format].static
     for role in ROLES:
@@ -77,7 +76,7 @@ def _expected(
 
 
 def _check_array(
-    experts: Experts, name: str, array: Array, shape: tuple[int, ...] | None, dtypes: tuple[Any, ...]
+    experts: Experts, name: str, array: Any, shape: tuple[int, ...] | None, dtypes: tuple[Any, ...]
 ) -> None:
     weights = f"{experts.format.name} weights in {experts.layout!r}"
     if shape is None:
@@ -89,16 +88,16 @@ def _check_array(
         sizes = f"hidden_size={experts.hidden_size} and intermediate_size={experts.intermediate_size}"
         raise ValueError(
             f"`{name}` (shape {tuple(array.shape)}) must be {shape}, for {experts.num_experts} experts of {sizes}, "
-            f"{weights}{_cut()}"
+            f"{weights}{_sharding_hint()}"
         )
     if dtypes and array.dtype not in dtypes:
         wanted = " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
         raise TypeError(f"`{name}` (dtype {array.dtype}) must be {wanted} for {weights}: arrays must not be cast")
-    if not dtypes and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2):
-        raise TypeError(f"`{name}` (dtype {array.dtype}) must be floating, of 16 bits or more")
+    if not dtypes:
+        check_bias_dtype(name, array)
 
 
-def _cut() -> str:
+def _sharding_hint() -> str:
     """Why arrays do not fit inside `jax.shard_map`, most likely."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:

@@ -7,11 +7,10 @@ there the bits are put together by integer operations, or only normal numbers me
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-Array = jax.Array
+from jmx.util.typing import Array, Float, Float32, Int32, UInt, UInt8, UInt16, UInt32
 
 _BF16_INF = 0x7F80
 _BF16_NAN = 0x7FC0
@@ -21,7 +20,7 @@ _SCALE_ONE = 127
 SCALE_NAN = 255
 
 
-def floats(blocks: Array, scales: Array, dtype: Any) -> Array:
+def floats(blocks: UInt8[Array, "*lead n"], scales: UInt8[Array, "..."], dtype: Any) -> Float[Array, "*lead n 2"]:
     """Weights of packed bytes: `blocks` uint8 (..., n), `scales` uint8 broadcastable to it -> `dtype` (..., n, 2).
 
     `dtype` is bfloat16 or float32. The even element of a byte is its low nibble. See `quantization.dequantize`.
@@ -32,18 +31,18 @@ def floats(blocks: Array, scales: Array, dtype: Any) -> Array:
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
-def _bits_by_floats(blocks: Array, scales: Array) -> Array:
+def _bits_by_floats(blocks: UInt8[Array, "*lead n"], scales: UInt8[Array, "..."]) -> UInt16[Array, "*lead n 2"]:
     """bfloat16 bits (..., n, 2), the two of a byte stored as one 32-bit word."""
     one, scale = unit(), power_of_two(scales)
     even, odd = (lax.bitcast_convert_type(element(blocks, i, one) * scale, jnp.uint32) for i in (0, 1))
     return lax.bitcast_convert_type(even >> 16 | odd & jnp.uint32(0xFFFF0000), jnp.uint16)
 
 
-def _bits_by_integers(blocks: Array, scales: Array) -> Array:
+def _bits_by_integers(blocks: UInt8[Array, "*lead n"], scales: UInt8[Array, "..."]) -> UInt16[Array, "*lead n 2"]:
     return jnp.stack([_bfloat16_bits(blocks, scales), _bfloat16_bits(blocks >> 4, scales)], axis=-1)
 
 
-def _bfloat16_bits(elements: Array, scale_codes: Array) -> Array:
+def _bfloat16_bits(elements: UInt8[Array, "*shape"], scale_codes: UInt8[Array, "..."]) -> UInt16[Array, "*shape"]:
     """bfloat16 bits of e2m1 codes in the low four bits of `elements`."""
     scale = scale_codes.astype(jnp.uint16)
     is_nan = scale == SCALE_NAN
@@ -62,23 +61,23 @@ def _bfloat16_bits(elements: Array, scale_codes: Array) -> Array:
     return jnp.minimum(bits, most) | (elements & 8).astype(jnp.uint16) << 12
 
 
-def unit() -> Array:
+def unit() -> Float32[Array, ""]:
     """2^126 for `element`, as a value that XLA does not know: it would multiply something else by a constant first,
     which could then be infinite where the element is zero."""
     return lax.optimization_barrier(jnp.float32(2.0**126))
 
 
-def element(word: Array, index: int, unit: Array) -> Array:
+def element(word: UInt[Array, "*shape"], index: int, unit: Float32[Array, ""]) -> Float32[Array, "*shape"]:
     """The e2m1 element at nibble `index` of each word (uint8, uint16 or uint32) as float32; `unit` is `unit()`."""
 
-    def by_bits(word: Array, unit: Array) -> Array:
+    def by_bits(word: UInt[Array, "*shape"], unit: Float32[Array, ""]) -> Float32[Array, "*shape"]:
         # Sign, exponent and mantissa stand in a float32's places: it reads 2^-126 times the element, subnormal where
         # the element is a subnormal of e2m1.
         signed = lax.shift_right_arithmetic(word.astype(jnp.int32) << 28 - 4 * index, jnp.int32(6))
         bits = signed & jnp.int32(-0x80000000 | 0x01C00000)
         return lax.bitcast_convert_type(bits, jnp.float32) * unit
 
-    def by_table(word: Array, unit: Array) -> Array:
+    def by_table(word: UInt[Array, "*shape"], unit: Float32[Array, ""]) -> Float32[Array, "*shape"]:
         # Twice the magnitudes 0, 0.5, 1 ... 6 as integers, four bits each.
         code = (word >> 4 * index).astype(jnp.uint32)
         doubled = (jnp.uint32(0xC8643210) >> ((code & 7) << 2)) & 15
@@ -87,33 +86,33 @@ def element(word: Array, index: int, unit: Array) -> Array:
     return lax.platform_dependent(word, unit, cuda=by_bits, default=by_table)
 
 
-def power_of_two(scale_codes: Array) -> Array:
+def power_of_two(scale_codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """e8m0 codes as float32: 2^(code - 127), NaN for 255."""
     code = scale_codes.astype(jnp.uint32)
     bits = jnp.maximum(code << 23, 1 << 22)  # code 0 is a subnormal of float32
     return lax.bitcast_convert_type(jnp.where(code == SCALE_NAN, jnp.uint32(_F32_NAN), bits), jnp.float32)
 
 
-def scaled(x: Array, scale_codes: Array) -> Array:
+def scaled(x: Float32[Array, "*shape"], scale_codes: UInt8[Array, "..."]) -> Float32[Array, "*shape"]:
     """float32 x * 2^(code - 127), NaN for code 255, also where that power is a subnormal and the product is not."""
 
-    def by_halves(x: Array, scale_codes: Array) -> Array:
+    def by_halves(x: Float32[Array, "*shape"], scale_codes: UInt8[Array, "..."]) -> Float32[Array, "*shape"]:
         return x * power_of_two(jnp.maximum(scale_codes, 1)) * jnp.where(scale_codes == 0, 0.5, 1.0)
 
-    def at_once(x: Array, scale_codes: Array) -> Array:
+    def at_once(x: Float32[Array, "*shape"], scale_codes: UInt8[Array, "..."]) -> Float32[Array, "*shape"]:
         return x * power_of_two(scale_codes)
 
     return lax.platform_dependent(x, scale_codes, cuda=at_once, default=by_halves)
 
 
-def float32_bits(x: Array) -> Array:
+def float32_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """Bits of `x` as float32. Integers widen bfloat16, as a float conversion may flush subnormals."""
     if x.dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
-def over_power_of_two(magnitude: Array, scale_codes: Array) -> Array:
+def over_power_of_two(magnitude: Int32[Array, "*shape"], scale_codes: Int32[Array, "..."]) -> Int32[Array, "*shape"]:
     """float32 bits (int32, no sign) of magnitude / 2^(code - 127), exact: exponent fields go below 0, and none is that
     of a subnormal. Zero gets a field so far below that it rounds to zero in any format."""
     # The quotient by a power of two is a subtraction of exponents in bits that extend below exponent field 0.

@@ -22,8 +22,7 @@ import numpy as np
 from jax import lax
 
 from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
-
-Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+from jmx.util.typing import AnyArray, Array, Float32, Int8, Int32, Shaped, UInt8
 
 WHOLE_ROW = -1  # as a block's size; GPTQ's configs write it so
 
@@ -40,11 +39,11 @@ class BlockScaled(NamedTuple):
         and activations are permuted to meet them).
     """
 
-    values: Array
-    scales: Array
-    global_scales: Array | None = None
-    zero_points: Array | None = None
-    order: Array | None = None
+    values: Shaped[Any, "*lead columns"]
+    scales: Shaped[Any, "*lead b"]
+    global_scales: Float32[Any, "*lead"] | None = None
+    zero_points: Int8[Any, "*lead b"] | None = None
+    order: Int32[Any, "..."] | None = None
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,7 @@ def from_offset_binary(q: BlockScaled, format: Format | str) -> BlockScaled:
     return q._replace(values=(q.values.astype(np.int8) - np.int8(8)).astype(_INT4))
 
 
-def _bytes(array: Array) -> Array:
+def _bytes(array: Shaped[AnyArray, "*shape"]) -> UInt8[AnyArray, "*shape"]:
     return array.view(np.uint8) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, jnp.uint8)
 
 
@@ -298,7 +297,7 @@ def _host_elements(codes: np.ndarray, format: Format) -> np.ndarray:
     return codes.view(format.element_dtype)
 
 
-def _of_bytes(array: Array, dtype: np.dtype) -> Array:
+def _of_bytes(array: UInt8[AnyArray, "*shape"], dtype: np.dtype) -> Shaped[AnyArray, "*shape"]:
     return array.view(dtype) if isinstance(array, np.ndarray) else lax.bitcast_convert_type(array, dtype)
 
 
@@ -314,40 +313,46 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) ->
         ValueError: `shape` below the present one, or its K not a whole number of blocks.
     """
     format = get(format)
-    lead, rows, columns = _of_matrix(q, format)
-    check_shape("shape", shape, 2)
+    (rows, columns), target = _resized(q, shape, format)
     if shape[0] < rows or shape[1] < columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at least {(rows, columns)}, the weight's own")
-    target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))
     # e8m0 has no zero: a scale filled with zeros would be NaN.
-    fills = BlockScaled(values=0, scales=one(format, q.scales.dtype), global_scales=1.0, zero_points=0, order=0)
-    padded = jax.tree.map(_extend, q, target, fills._replace(**{n: None for n, a in q._asdict().items() if a is None}))
-    if q.zero_points is not None and format.block_size == WHOLE_ROW:  # a row's own zero is what adds nothing to it
+    fills = {"scales": one(format, q.scales.dtype), "global_scales": 1.0}
+    extended = {
+        name: _extend(array, getattr(target, name).shape, fills.get(name, 0))
+        for name, array in q._asdict().items()
+        if array is not None
+    }
+    padded = q._replace(**extended)
+    if padded.zero_points is not None and format.block_size == WHOLE_ROW:  # a row's own zero is what adds nothing to it
         inside = jnp.arange(padded.values.shape[-1]) < q.values.shape[-1]
         zero = padded.zero_points.astype(padded.values.dtype)
         if is_packed(q) and format.element_bits == 4:
             zero = (zero & 15) * jnp.uint8(0x11)
         padded = padded._replace(values=jnp.where(inside, padded.values, zero))
-    if q.order is not None:
+    if padded.order is not None:
         padded = padded._replace(order=jnp.where(jnp.arange(shape[1]) < columns, padded.order, jnp.arange(shape[1])))
     return padded
 
 
-def _of_matrix(q: BlockScaled, format: Format) -> tuple[tuple[int, ...], int, int]:
-    """Leading axes, N and K. ValueError where there is no N."""
-    shape = logical_shape(q, format)
-    if len(shape) < 2:
+def _resized(q: BlockScaled, shape: tuple[int, int], format: Format) -> tuple[tuple[int, int], BlockScaled]:
+    """The present N and K of `q`, and what its arrays become (`jax.ShapeDtypeStruct`) where `shape` takes their place.
+
+    Raises:
+        ValueError: `q` has no axis N, or the K of `shape` is not a whole number of blocks.
+    """
+    present = logical_shape(q, format)
+    if len(present) < 2:
         raise ValueError(f"`q.values` (shape {q.values.shape}) must be (..., N, K)")
-    return shape[:-2], shape[-2], shape[-1]
+    check_shape("shape", shape, 2)
+    scale_dtype = format.scale_dtype if q.scales.dtype == jnp.uint8 else q.scales.dtype
+    target = format.abstract((*present[:-2], *shape), packed=is_packed(q), scale_dtype=scale_dtype)
+    return (present[-2], present[-1]), target
 
 
-def _scale_dtype(q: BlockScaled, format: Format) -> np.dtype:
-    return format.scale_dtype if q.scales.dtype == jnp.uint8 else q.scales.dtype
-
-
-def _extend(array: Array, target: jax.ShapeDtypeStruct, fill: float) -> jax.Array:
-    widths = [(0, new - old, 0) for old, new in zip(array.shape, target.shape, strict=True)]
-    return lax.pad(array, jnp.array(fill, target.dtype), widths)
+def _extend(array: Shaped[AnyArray, "..."], shape: tuple[int, ...], fill: float) -> Shaped[Array, "..."]:
+    widths = [(0, new - old, 0) for old, new in zip(array.shape, shape, strict=True)]
+    return lax.pad(array, jnp.array(fill, array.dtype), widths)
 
 
 def unpad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) -> BlockScaled:
@@ -357,9 +362,7 @@ def unpad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) 
         ValueError: `shape` above the present one, or its K not a whole number of blocks.
     """
     format = get(format)
-    lead, rows, columns = _of_matrix(q, format)
-    check_shape("shape", shape, 2)
+    (rows, columns), target = _resized(q, shape, format)
     if shape[0] > rows or shape[1] > columns:
         raise ValueError(f"`shape` (={tuple(shape)}) must be at most {(rows, columns)}, the weight's own")
-    target = format.abstract((*lead, *shape), packed=is_packed(q), scale_dtype=_scale_dtype(q, format))
     return jax.tree.map(lambda array, t: lax.slice(array, [0] * array.ndim, t.shape), q, target)

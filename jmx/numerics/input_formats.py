@@ -30,8 +30,9 @@ from jax.core import Tracer
 
 from jmx.numerics import element_codes, formats, mxfp8, quantization, rounding
 from jmx.util.checks import check_array, check_instance, check_one_of
+from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Int32, Integer, Num, Shaped, UInt8
 
-Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+StaticScale = Float32[AnyArray, ""] | np.float32
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,16 @@ class InputFormat:
         return (*shape[:-1], 1 if self.block_size == "row" else -(-shape[-1] // self.block_size))
 
 
-class Quantised(NamedTuple):
+class QuantizedInputs(NamedTuple):
     """Activations in an input format; a pytree. An element is worth value * scale * `global_scale`.
 
     `values` (..., K) of the format's element dtype, `scales` of its scale dtype and of `InputFormat.scales_shape`,
     `global_scale` float32 (): the static scale that stands beside dynamic ones; None, which counts as 1, without these.
     """
 
-    values: Array
-    scales: Array
-    global_scale: Array | None = None
+    values: Shaped[Any, "*lead K"]
+    scales: Shaped[Any, "..."]
+    global_scale: Float32[Any, ""] | None = None
 
 
 _E4M3, _E2M1 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float4_e2m1fn)
@@ -124,7 +125,9 @@ _LEAST_SCALE = 1 << 23  # 2^-126, as float32 bits
 _E4M3_NAN = 0x7F
 
 
-def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -> Quantised:
+def quantize(
+    x: Float[AnyArray, "*lead K"], format: InputFormat, static_scale: StaticScale | None = None
+) -> QuantizedInputs:
     """Rounds activations to an input format, the same bits on every platform. Traceable.
 
     Scales, with amax the largest magnitude among the elements that share one, float32 operations rounded to nearest:
@@ -168,7 +171,7 @@ def quantize(x: Array, format: InputFormat, static_scale: Array | None = None) -
     _check_static_scale(format, static_scale)
     if format == MXFP4:
         q = quantization.quantize(x, formats.MXFP4, scale_rule="round_even", nonfinite="nan_block")
-        return Quantised(q.values, q.scales)
+        return QuantizedInputs(q.values, q.scales)
     if format.scale_dtype == _E8M0:
         return _quantize_by_powers_of_two(x, format)
     return (_quantize_dynamic if format.dynamic else _quantize_static)(x, static_scale, format)
@@ -179,7 +182,7 @@ def _check_format(format: Any) -> None:
         raise ValueError(f"`format` (={format!r}) must be one of `INPUT_FORMATS`")
 
 
-def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
+def _check_static_scale(format: InputFormat, scale: Any) -> None:
     if not format.static:
         if scale is not None:
             raise ValueError(
@@ -195,7 +198,7 @@ def _check_static_scale(format: InputFormat, scale: Array | None) -> None:
     check_static_range("static_scale", scale, format)
 
 
-def check_static_range(name: str, scales: Array, format: InputFormat) -> None:
+def check_static_range(name: str, scales: Float32[AnyArray, "..."] | np.float32, format: InputFormat) -> None:
     """Raises ValueError for static scales, float32, outside `static_limits`; traced ones cannot be looked at."""
     if isinstance(scales, Tracer):
         return
@@ -212,16 +215,23 @@ def static_limits(format: InputFormat) -> tuple[np.float32, np.float32]:
 
 
 @partial(jax.jit, static_argnums=2)
-def _quantize_static(x: Array, static_scale: Array, format: InputFormat) -> Quantised:
+def _quantize_static(
+    x: Float[Array, "*lead K"], static_scale: Float32[Array, ""], format: InputFormat
+) -> QuantizedInputs:
     magnitude, negative = _magnitude_and_sign(x)
     scale = _in_range(static_scale, format)
-    elements = rounding.minifloat(rounding.divided(rounding.normalised(magnitude), scale), format.element_dtype)
-    elements = jnp.where((magnitude >= element_codes.F32_INF) | (scale == rounding.NAN), jnp.uint8(_E4M3_NAN), elements)
-    return Quantised(_signed(elements, negative, format.element_dtype), lax.bitcast_convert_type(scale, jnp.float32))
+    elements = rounding.minifloat(rounding.divided(rounding.normalized(magnitude), scale), format.element_dtype)
+    is_nan = (magnitude >= element_codes.F32_INF) | (scale == rounding.NAN)
+    elements = jnp.where(is_nan, jnp.uint8(_E4M3_NAN), elements)
+    return QuantizedInputs(
+        _signed(elements, negative, format.element_dtype), lax.bitcast_convert_type(scale, jnp.float32)
+    )
 
 
 @partial(jax.jit, static_argnums=2)
-def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat) -> Quantised:
+def _quantize_dynamic(
+    x: Float[Array, "*lead K"], static_scale: Float32[Array, ""] | None, format: InputFormat
+) -> QuantizedInputs:
     magnitude, negative = _magnitude_and_sign(x)
     blocks = _in_blocks(magnitude, format)
     amax = blocks.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
@@ -232,25 +242,25 @@ def _quantize_dynamic(x: Array, static_scale: Array | None, format: InputFormat)
         code, scale = _nvfp4_scale(amax, given)
         scales = lax.bitcast_convert_type(jnp.where(is_nan, jnp.uint8(_E4M3_NAN), code), format.scale_dtype)
     else:
-        scale = rounding.divided(rounding.normalised(amax), rounding.bits_of(format.largest))
+        scale = rounding.divided(rounding.normalized(amax), rounding.bits_of(format.largest))
         scale = jnp.maximum(scale, _LEAST_SCALE)
         scales = lax.bitcast_convert_type(jnp.where(is_nan, rounding.NAN, scale), format.scale_dtype)
-    quotient = rounding.divided(rounding.normalised(blocks), rounding.normalised(scale))
+    quotient = rounding.divided(rounding.normalized(blocks), rounding.normalized(scale))
     if format == INT8_TOKEN:
         elements = rounding.integer(quotient).astype(jnp.int8)
     else:
         elements = rounding.minifloat(quotient, format.element_dtype)
     elements = _out_of_blocks(jnp.where(is_nan, jnp.zeros_like(elements), elements), x.shape)
-    return Quantised(_signed(elements, negative, format.element_dtype), scales[..., 0], static_scale)
+    return QuantizedInputs(_signed(elements, negative, format.element_dtype), scales[..., 0], static_scale)
 
 
 @partial(jax.jit, static_argnums=1)
-def _quantize_by_powers_of_two(x: Array, format: InputFormat) -> Quantised:
+def _quantize_by_powers_of_two(x: Float[Array, "*lead K"], format: InputFormat) -> QuantizedInputs:
     elements, scales = mxfp8.quantize_blocks(_in_blocks(element_codes.float32_bits(x), format))
-    return Quantised(_out_of_blocks(elements, x.shape), scales)
+    return QuantizedInputs(_out_of_blocks(elements, x.shape), scales)
 
 
-def _in_blocks(x: Array, format: InputFormat) -> jax.Array:
+def _in_blocks(x: Num[Array, "*lead K"], format: InputFormat) -> Num[Array, "*lead b n"]:
     """(..., K) as (..., blocks, elements of one); behind a last block that is short stand zeros, which change no
     scale."""
     *lead, size = x.shape
@@ -260,32 +270,36 @@ def _in_blocks(x: Array, format: InputFormat) -> jax.Array:
     return whole.reshape(*lead, count, shared)
 
 
-def _out_of_blocks(blocks: Array, shape: tuple[int, ...]) -> jax.Array:
+def _out_of_blocks(blocks: Shaped[Array, "*lead b n"], shape: tuple[int, ...]) -> Shaped[Array, "*lead K"]:
     """The inverse of `_in_blocks`: (..., blocks, elements of one) to `shape`, (..., K)."""
     return blocks.reshape(*shape[:-1], blocks.shape[-2] * blocks.shape[-1])[..., : shape[-1]]
 
 
-def _magnitude_and_sign(x: Array) -> tuple[jax.Array, jax.Array]:
+def _magnitude_and_sign(x: Float[Array, "*shape"]) -> tuple[Int32[Array, "*shape"], Bool[Array, "*shape"]]:
     bits = element_codes.float32_bits(x)
     return (bits & 0x7FFFFFFF).astype(jnp.int32), bits >> 31 == 1
 
 
-def _in_range(static_scale: Array, format: InputFormat) -> jax.Array:
+def _in_range(static_scale: Float32[Array, ""], format: InputFormat) -> Int32[Array, ""]:
     """float32 bits; NaN, for want of an error, of a traced scale that is out of range."""
     least, most = (rounding.bits_of(limit) for limit in static_limits(format))
     given = lax.bitcast_convert_type(static_scale, jnp.int32)
     return jnp.where((given >= least) & (given <= most), given, rounding.NAN)
 
 
-def _nvfp4_scale(amax: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _nvfp4_scale(
+    amax: Int32[Array, "*shape"], static_scale: Int32[Array, ""]
+) -> tuple[UInt8[Array, "*shape"], Int32[Array, "*shape"]]:
     """Codes of the scales of blocks, and float32 bits of what elements are divided by."""
-    limit = rounding.times(rounding.bits_of(6.0), given)
-    code = rounding.minifloat(rounding.divided(rounding.normalised(amax), limit), _E4M3)
+    limit = rounding.times(rounding.bits_of(6.0), static_scale)
+    code = rounding.minifloat(rounding.divided(rounding.normalized(amax), limit), _E4M3)
     code = jnp.maximum(code, 1)
-    return code, rounding.times(_float32_bits(lax.bitcast_convert_type(code, _E4M3)), given)
+    return code, rounding.times(_float32_bits(lax.bitcast_convert_type(code, _E4M3)), static_scale)
 
 
-def _signed(elements: jax.Array, negative: jax.Array, dtype: np.dtype) -> jax.Array:
+def _signed(
+    elements: Integer[Array, "*lead K"], negative: Bool[Array, "*lead K"], dtype: np.dtype
+) -> Shaped[Array, "*lead K"]:
     """Magnitudes, as codes or integers, and signs -> `dtype`."""
     if dtype == np.int8:
         return jnp.where(negative, -elements, elements)
@@ -296,7 +310,7 @@ def _signed(elements: jax.Array, negative: jax.Array, dtype: np.dtype) -> jax.Ar
     return lax.bitcast_convert_type(packed, dtype).reshape(elements.shape)
 
 
-def dequantize(q: Quantised, format: InputFormat) -> jax.Array:
+def dequantize(q: QuantizedInputs, format: InputFormat) -> Float32[Array, "*lead K"]:
     """What `q`, in `format`, is worth: float32 (..., K), the exact product of value and scales, rounded to nearest,
     ties to even.
 
@@ -305,10 +319,10 @@ def dequantize(q: Quantised, format: InputFormat) -> jax.Array:
 
     Raises:
         ValueError: another format, scales that do not fit the values.
-        TypeError: no `Quantised`.
+        TypeError: no `QuantizedInputs`.
     """
     _check_format(format)
-    check_instance("q", q, Quantised, "a jmx.numerics.input_formats.Quantised")
+    check_instance("q", q, QuantizedInputs, "a jmx.numerics.input_formats.QuantizedInputs")
     expected = format.scales_shape(q.values.shape)
     if q.scales.shape != expected:
         raise ValueError(
@@ -318,7 +332,7 @@ def dequantize(q: Quantised, format: InputFormat) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=1)
-def _dequantize(q: Quantised, format: InputFormat) -> jax.Array:
+def _dequantize(q: QuantizedInputs, format: InputFormat) -> Float32[Array, "*lead K"]:
     bits, scale = _float32_bits(q.values), _float32_bits(q.scales)
     if format.dynamic:
         bits, scale = _in_blocks(bits, format), scale[..., None]
@@ -329,14 +343,14 @@ def _dequantize(q: Quantised, format: InputFormat) -> jax.Array:
     return _out_of_blocks(signed, q.values.shape) if format.dynamic else signed
 
 
-def _float32_bits(x: Array) -> jax.Array:
+def _float32_bits(x: Shaped[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Signed float32 bits (int32) of values or scales, which float32 holds exactly."""
     if x.dtype == _E8M0:
         return lax.bitcast_convert_type(element_codes.power_of_two(lax.bitcast_convert_type(x, jnp.uint8)), jnp.int32)
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def reduce_static_scales(scales: Array) -> np.float32:
+def reduce_static_scales(scales: Float[AnyArray, " E"] | Float[AnyArray, "E P"]) -> np.float32:
     """One static scale for all experts: the largest, under which no expert's inputs are cut off that were not before.
 
     Warns (UserWarning) when they differ, as experts of smaller scales then get coarser inputs. It is what vLLM does.

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jmx.numerics import formats
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.util.checks import check_one_of
+from jmx.util.typing import Array, Int32
 
-Index = jax.Array | tuple[jax.Array, ...]
+Index = Array | tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class WeightSpec:
     format: Format
 
 
-def rows_in_order(order: jax.Array, gate_up_order: str | None) -> jax.Array:
+def rows_in_order(order: Int32[Array, "*lead I"], gate_up_order: str | None) -> Int32[Array, "*lead N"]:
     """(..., I), the order of the columns of "down" -> int32 (..., N): the row of "gate_up" that each place is to hold.
 
     What comes out of the rows in this order needs none to meet those columns.
@@ -70,13 +71,13 @@ class Layout:
     inverse: Callable[..., BlockScaled]
     take: Callable[..., BlockScaled]
     formats: tuple[str, ...] | None = None
-    rounds: Callable[[BlockScaled, WeightSpec], jax.Array] | None = None
+    rounds: Callable[[BlockScaled, WeightSpec], Int32[Array, ""]] | None = None
     orders_rows: bool = False
 
     def holds(self, format: Format) -> bool:
         return self.formats is None or format.name in self.formats
 
-    def rows(self, order: jax.Array | None, spec: WeightSpec) -> tuple[jax.Array, ...]:
+    def rows(self, order: Int32[Array, "*lead I"] | None, spec: WeightSpec) -> tuple[Int32[Array, "*lead N"], ...]:
         """That one more argument, or none: of a weight `spec`, where `order` is that of the columns of "down"."""
         if not self.orders_rows or order is None or spec.role == "down":
             return ()

@@ -7,22 +7,19 @@ largest magnitude and 448 the largest of e4m3. So nothing saturates. The specifi
 2^(floor(log2 amax) - 8), gives half of that to blocks with amax above 448 times it, whose largest elements it cuts off.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmx.numerics import element_codes, rounding
 from jmx.numerics.formats import MXFP8, BlockScaled
-
-Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+from jmx.util.typing import AnyArray, Array, Float, Float32, Shaped, UInt32
 
 _E4M3_MAX_EXPONENT = 8  # of 448 = 1.75 * 2^8
 _CARRY = (1 << 21) - 1  # carries above float32 mantissa 1.75
 
 
-def quantize(x: Array) -> BlockScaled:
+def quantize(x: Float[AnyArray, "*lead K"]) -> BlockScaled:
     """Rounds floats to MXFP8, the same bits on every platform. Traceable.
 
     Elements round to nearest, ties to even; zeros keep their sign. A block of zeros gets scale code 0. A block that
@@ -47,13 +44,15 @@ def quantize(x: Array) -> BlockScaled:
 
 
 @jax.jit
-def _quantize(x: Array) -> BlockScaled:
+def _quantize(x: Float[Array, "*lead K"]) -> BlockScaled:
     bits = element_codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // MXFP8.block_size, MXFP8.block_size)
     elements, scales = quantize_blocks(bits)
     return BlockScaled(elements.reshape(x.shape), scales)
 
 
-def quantize_blocks(bits: Array) -> tuple[Array, Array]:
+def quantize_blocks(
+    bits: UInt32[Array, "*lead b n"],
+) -> tuple[Float[Array, "*lead b n"], Shaped[Array, "*lead b"]]:
     """Blocks of any size by the rule of this file.
 
     Args:
@@ -75,7 +74,7 @@ def quantize_blocks(bits: Array) -> tuple[Array, Array]:
     )
 
 
-def dequantize(q: BlockScaled) -> jax.Array:
+def dequantize(q: BlockScaled) -> Float32[Array, "*lead K"]:
     """What `q`, as `quantize` gives it, is worth: float32 (..., K).
 
     Exact where the result is a normal float32, else infinite or, on platforms whose floats have no subnormals, zero.

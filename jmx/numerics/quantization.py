@@ -7,7 +7,7 @@ float32 arithmetic, each operation rounded to nearest even:
     element = round(x / scale + zero_point), saturated; scale as `quantize` says
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -30,8 +30,7 @@ from jmx.numerics.formats import (
     unpack,
 )
 from jmx.util.checks import check_array, check_dtype, check_key, check_one_of
-
-Array = Any  # a jax.Array, a numpy array (with ml_dtypes), or a tracer
+from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Int32, Key, Shaped, UInt8, UInt32
 
 # A scale is the power of two of the block's largest magnitude, cut to its float32 exponent and divided by 2^2, e2m1's
 # largest power of two. The rules differ only in what is added to the float32 bits before the mantissa is cut off.
@@ -56,7 +55,7 @@ def _midpoints() -> list[int]:
 
 
 def quantize(
-    x: Array, format: Format | str = MXFP4, *, scale_rule: str = "ocp", nonfinite: str = "refuse"
+    x: Float[AnyArray, "*lead K"], format: Format | str = MXFP4, *, scale_rule: str = "ocp", nonfinite: str = "refuse"
 ) -> BlockScaled:
     """Rounds floats to a block format.
 
@@ -113,7 +112,7 @@ def rows_share_scales(format: Format) -> bool:
     return format in (NVFP4, FP8_TENSOR, FP8_BLOCK)
 
 
-def _refuse_nonfinite(x: Array) -> None:
+def _refuse_nonfinite(x: Float[AnyArray, "..."]) -> None:
     if isinstance(x, Tracer):
         raise ValueError(
             "`nonfinite` (='refuse') must look at the values of `x`, which is traced: "
@@ -127,7 +126,7 @@ def _refuse_nonfinite(x: Array) -> None:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _quantize_mxfp4(x: Array, block_size: int, scale_addend: int) -> BlockScaled:
+def _quantize_mxfp4(x: Float[Array, "*lead K"], block_size: int, scale_addend: int) -> BlockScaled:
     bits = element_codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
@@ -142,12 +141,13 @@ def _quantize_mxfp4(x: Array, block_size: int, scale_addend: int) -> BlockScaled
     return unpack(BlockScaled(_pairs(elements), scale[..., 0].astype(jnp.uint8)))
 
 
-def _e2m1(magnitude: Array) -> Array:
+def _e2m1(magnitude: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """e2m1 codes (uint8) of magnitudes, given as float32 bits."""
-    return sum((magnitude >= midpoint).astype(jnp.uint8) for midpoint in _midpoints())
+    return reduce(jnp.add, [(magnitude >= midpoint).astype(jnp.uint8) for midpoint in _midpoints()])
 
 
-def _pairs(elements: Array) -> Array:
+def _pairs(elements: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead bytes"]:
+    """Two 4-bit codes a byte, the even one in the low nibble."""
     return elements[..., 0::2] | elements[..., 1::2] << 4
 
 
@@ -156,10 +156,10 @@ _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 
 
 @partial(jax.jit, static_argnums=1)
-def _quantize(x: Array, format: Format) -> BlockScaled:
+def _quantize(x: Float[Array, "*lead K"], format: Format) -> BlockScaled:
     x = x.astype(jnp.float32)
     shape = x.shape
-    blocks = _cut(x, format)
+    blocks = _in_blocks(x, format)
     steps = jnp.float32(_steps(format))
     bad = ~jnp.isfinite(blocks).all(axis=-1)
     blocks = jnp.where(bad[..., None], 0, blocks)
@@ -192,19 +192,19 @@ def _quantize(x: Array, format: Format) -> BlockScaled:
     return BlockScaled(_elements_of(quotients, format), scales, global_scales, zero_points)
 
 
-def _divide(a: Array, b: Array) -> Array:
+def _divide(a: Float32[Array, "*shape"], b: Float32[Array, "..."]) -> Float32[Array, "*shape"]:
     """a / b, rounded once, for positive b; less than the least normal number is zero."""
     bits = rounding.divided(_extended(a), _extended(b))
     bits = jnp.where((a == 0) | (bits < _LEAST_NORMAL), 0, jnp.minimum(bits, element_codes.F32_INF))
     return jnp.copysign(lax.bitcast_convert_type(bits, jnp.float32), a)
 
 
-def _extended(x: Array) -> Array:
+def _extended(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Extended bits of a float32's magnitude, as `rounding` takes them."""
-    return rounding.normalised((element_codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
+    return rounding.normalized((element_codes.float32_bits(x) & 0x7FFFFFFF).astype(jnp.int32))
 
 
-def _cut(x: Array, format: Format) -> Array:
+def _in_blocks(x: Float[Array, "*lead K"], format: Format) -> Float[Array, "*lead b n"]:
     """(..., K) to (..., blocks, block_size), the last one filled up with zeros."""
     size = x.shape[-1]
     block = size if format.block_size == WHOLE_ROW else format.block_size
@@ -212,7 +212,7 @@ def _cut(x: Array, format: Format) -> Array:
     return jnp.pad(x, widths).reshape(*x.shape[:-1], format.num_blocks(size, "x.shape[-1]"), block)
 
 
-def _over_rows(array: Array) -> Array:
+def _over_rows(array: Shaped[Array, "*lead N b"]) -> Shaped[Array, "*lead N b"]:
     """The largest of each 128 rows (..., N, blocks), for all of them."""
     rows = array.shape[-2]
     filled = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, -rows % _BLOCK_ROWS), (0, 0)])
@@ -234,7 +234,7 @@ def _integer_range(format: Format) -> tuple[int, int]:
     return -(2 ** (format.element_bits - 1)), 2 ** (format.element_bits - 1) - 1
 
 
-def _scales(exact: Array, dtype: np.dtype, empty: Array) -> Array:
+def _scales(exact: Float32[Array, "*shape"], dtype: np.dtype, empty: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
     """float32 rounded to `dtype`, neither zero nor infinite; 1 where `empty`."""
     info = jnp.finfo(dtype)
     if dtype == jnp.float8_e4m3fn:
@@ -244,13 +244,13 @@ def _scales(exact: Array, dtype: np.dtype, empty: Array) -> Array:
     return jnp.where(empty, jnp.ones((), dtype), rounded)
 
 
-def _e4m3(x: Array) -> Array:
+def _e4m3(x: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
     """float32 to float8_e4m3fn, saturated, and rounded once, which not every platform's own conversion does."""
     sign = (element_codes.float32_bits(x) >> 24).astype(jnp.uint8) & 0x80
     return lax.bitcast_convert_type(rounding.minifloat(_extended(x), jnp.float8_e4m3fn) | sign, jnp.float8_e4m3fn)
 
 
-def _elements_of(quotients: Array, format: Format) -> Array:
+def _elements_of(quotients: Float32[Array, "*lead K"], format: Format) -> Shaped[Array, "*lead K"]:
     """float32 rounded and saturated to elements."""
     if format.element_dtype == jnp.float8_e4m3fn:
         return _e4m3(quotients)
@@ -262,7 +262,7 @@ def _elements_of(quotients: Array, format: Format) -> Array:
     return jnp.clip(jnp.round(quotients), *_integer_range(format)).astype(jnp.int8).astype(format.element_dtype)
 
 
-def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format | str = MXFP4) -> jax.Array:
+def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format | str = MXFP4) -> Float[Array, "*lead K"]:
     """Floats of a weight, in the order of inputs.
 
     MXFP4 is built by integer operations, the same bits on every platform: exact wherever `dtype` can represent the
@@ -287,7 +287,7 @@ def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format | str =
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _dequantize(q: BlockScaled, dtype: np.dtype, format: Format) -> jax.Array:
+def _dequantize(q: BlockScaled, dtype: np.dtype, format: Format) -> Float[Array, "*lead K"]:
     weights, rows = expand(q, dtype if format == MXFP4 else jnp.float32, format)
     if rows is not None:
         weights *= rows[..., None]
@@ -297,7 +297,9 @@ def _dequantize(q: BlockScaled, dtype: np.dtype, format: Format) -> jax.Array:
     return weights.astype(dtype)
 
 
-def expand(q: BlockScaled, dtype: Any, format: Format) -> tuple[jax.Array, jax.Array | None]:
+def expand(
+    q: BlockScaled, dtype: Any, format: Format
+) -> tuple[Float[Array, "*rows K"], Float32[Array, "*rows"] | None]:
     """A weight as (floats (..., N, K) of `dtype`, factors float32 (..., N) of whole rows or None), columns as they lie.
 
     A product multiplies a row's sum by its factor. So floats in bfloat16 are exact but for scales of more than four
@@ -320,7 +322,7 @@ def expand(q: BlockScaled, dtype: Any, format: Format) -> tuple[jax.Array, jax.A
     return (weights * _spread(scales, weights.shape, format)).astype(dtype), q.global_scales
 
 
-def _elements(values: Array, format: Format) -> Array:
+def _elements(values: UInt8[Array, "*rows bytes"], format: Format) -> Float32[Array, "*rows K"]:
     """Packed bytes (..., n) as float32 elements (..., K)."""
     if format.element_bits == 8:
         return lax.bitcast_convert_type(values, format.element_dtype).astype(jnp.float32)
@@ -333,7 +335,7 @@ def _elements(values: Array, format: Format) -> Array:
     return jnp.stack(pair, axis=-1).reshape(*values.shape[:-1], 2 * values.shape[-1])
 
 
-def _spread(by_block: Array, shape: tuple[int, ...], format: Format) -> Array:
+def _spread(by_block: Float32[Array, "*rows b"], shape: tuple[int, ...], format: Format) -> Float32[Array, "*rows K"]:
     """(..., blocks), one for each of a block's columns."""
     if format.block_size == WHOLE_ROW:
         return jnp.broadcast_to(by_block, shape)
@@ -341,7 +343,7 @@ def _spread(by_block: Array, shape: tuple[int, ...], format: Format) -> Array:
     return wide.reshape(*by_block.shape[:-1], by_block.shape[-1] * format.block_size)[..., : shape[-1]]
 
 
-def random(key: Array, shape: tuple[int, ...], format: Format = MXFP4) -> BlockScaled:
+def random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], format: Format = MXFP4) -> BlockScaled:
     """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
 
     Codes are uniform over all element codes that are numbers. Scales are two neighbouring powers of two such that the

@@ -5,19 +5,17 @@ place on NVIDIA GPUs; it multiplies by the reciprocal of a constant; its CPU cod
 product with what is added to it.
 
 Magnitudes are float32 bits without a sign, as int32. *Extended* bits have an exponent field that may be below 1, where
-float32 would have a subnormal: the significand then has 24 bits all the same. `normalised` gives them.
+float32 would have a subnormal: the significand then has 24 bits all the same. `normalized` gives them.
 """
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jmx.numerics import element_codes
-
-Array = jax.Array
+from jmx.util.typing import Array, Float32, Int32, UInt8
 
 _BIAS = 127
 _MANTISSA = 23  # bits of float32, of 24 in its significand
@@ -31,12 +29,12 @@ def bits_of(number: float | np.floating) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-def normalised(magnitude: Array) -> Array:
+def normalized(magnitude: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """float32 bits -> extended bits. Of zero: those of 2^-151, below every float32."""
     return element_codes.over_power_of_two(magnitude, jnp.int32(_BIAS))
 
 
-def divided(dividend: Array, divisor: Array | int) -> Array:
+def divided(dividend: Int32[Array, "*shape"], divisor: Int32[Array, "..."] | int) -> Int32[Array, "*shape"]:
     """Quotient of finite magnitudes, extended bits each, rounded to 24 bits, to nearest: as float32 has it, but for its
     subnormals. A quotient of 2^128 or more has exponent field 255."""
     m, n = _significand(dividend), _significand(divisor)
@@ -52,16 +50,16 @@ def divided(dividend: Array, divisor: Array | int) -> Array:
     return (jnp.minimum(field, 255) << _MANTISSA) + quotient - _HIDDEN
 
 
-def _about(dividend: Array, divisor: Array | int) -> Array:
+def _about(dividend: Int32[Array, "*shape"], divisor: Int32[Array, "..."] | int) -> Float32[Array, "*shape"]:
     return dividend.astype(jnp.float32) / jnp.asarray(divisor, jnp.float32)
 
 
-def times(a: Array | int, b: Array) -> Array:
+def times(a: Int32[Array, "..."] | int, b: Int32[Array, "..."]) -> Int32[Array, "..."]:
     """Product of two magnitudes, float32 bits each, as float32 bits: rounded once, to nearest, ties to even, subnormals
     included. `a` has at most 8 significant bits, as every element and every narrow scale has. NaN where either is NaN
     or infinite."""
     zero, finite = (a == 0) | (b == 0), (a < element_codes.F32_INF) & (b < element_codes.F32_INF)
-    a, b = normalised(jnp.asarray(a, jnp.int32)), normalised(b)
+    a, b = normalized(jnp.asarray(a, jnp.int32)), normalized(b)
     product = (_significand(a) >> 16).astype(jnp.uint32) * _significand(b).astype(jnp.uint32)  # 31 or 32 bits
     carry = (product >> 31).astype(jnp.int32)
     word = (product >> 4).astype(jnp.int32) | (product & 15 != 0)  # what is cut off stays below every half
@@ -71,9 +69,9 @@ def times(a: Array | int, b: Array) -> Array:
     return jnp.where(finite, jnp.where(zero, 0, bits), NAN)
 
 
-def minifloat(bits: Array, dtype: Any) -> Array:
+def minifloat(bits: Int32[Array, "*shape"], dtype: Any) -> UInt8[Array, "*shape"]:
     """Extended bits -> codes (uint8, no sign) of a narrower float: to nearest, ties to even, saturating. What
-    `normalised` makes of zero becomes zero, also when it was divided by a float32 of 2^-140 or more."""
+    `normalized` makes of zero becomes zero, also when it was divided by a float32 of 2^-140 or more."""
     limits = ml_dtypes.finfo(dtype)
     dropped = _MANTISSA - limits.nmant
     below = _BIAS + limits.minexp - 1  # float32's exponent field under which `dtype` has its subnormals
@@ -84,16 +82,16 @@ def minifloat(bits: Array, dtype: Any) -> Array:
     return jnp.where(field >= 1, normal, subnormal).astype(jnp.uint8)
 
 
-def integer(bits: Array) -> Array:
+def integer(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Extended bits of numbers below 2^22 -> int32: to nearest, ties to even."""
     places = _BIAS + _MANTISSA - (bits >> _MANTISSA)
     return _shifted(_significand(bits), jnp.clip(places, 1, _NEVER_ROUNDS_UP))
 
 
-def _significand(bits: Array | int) -> Any:
+def _significand(bits: Int32[Array, "..."] | int) -> Any:
     return bits & _HIDDEN - 1 | _HIDDEN
 
 
-def _shifted(word: Array, places: Array) -> Array:
+def _shifted(word: Int32[Array, "*shape"], places: Int32[Array, "..."]) -> Int32[Array, "*shape"]:
     """word / 2^places, rounded to nearest, ties to even."""
     return (word + (1 << (places - 1)) - 1 + (word >> places & 1)) >> places

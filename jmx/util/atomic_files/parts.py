@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jmx.util.atomic_files import renaming
-from jmx.util.atomic_files.errors import named_errors
+from jmx.util.atomic_files.paths import named_errors
 
 try:
     import fcntl

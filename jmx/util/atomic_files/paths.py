@@ -1,4 +1,4 @@
-"""What is checked of a path before anything is written to it."""
+"""Checks of a path before anything is written to it, and errors that name their file."""
 
 import contextlib
 import itertools
@@ -113,3 +113,14 @@ def place(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{os.fspath(path)!r} must be a name that a file can have")
     path = Path(path).absolute()
     return _real(path) if path.name in ("", "..") else path
+
+
+@contextlib.contextmanager
+def named_errors(file: Path) -> Iterator[None]:
+    """Errors of the system, such as a full disk, with the name of the file, which those of an open file lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(file)) from error

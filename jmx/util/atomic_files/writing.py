@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.util.atomic_files import parts, renaming
-from jmx.util.atomic_files.errors import named_errors
-from jmx.util.atomic_files.paths import Kind, check_new, place
+from jmx.util.atomic_files.paths import Kind, check_new, named_errors, place
 
 
 @contextlib.contextmanager

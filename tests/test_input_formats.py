@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import FrozenInstanceError, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jmx.numerics.input_formats import (
     MXFP8,
     NVFP4,
     InputFormat,
-    Quantised,
+    QuantizedInputs,
     dequantize,
     quantize,
     reduce_static_scales,
@@ -317,15 +318,15 @@ def test_every_element_under_scales_of_every_size(rng, format):
     if format == NVFP4:
         global_scale = rng.integers(1, 0x7F800000, (), np.uint32).view(SINGLE)
     if format == FP8_STATIC:
-        cases = [Quantised(values, scale[0]) for scale in scales[:64]]
+        cases = [QuantizedInputs(values, scale[0]) for scale in scales[:64]]
     else:
-        cases = [Quantised(values, scales, global_scale)]
+        cases = [QuantizedInputs(values, scales, global_scale)]
     for q in cases:
         exact = q.values.astype(np.float64) * q.scales.astype(np.float64)
         exact = exact if global_scale is None else exact * np.float64(global_scale)
         with np.errstate(over="ignore", under="ignore"):
             expected = exact.astype(SINGLE)
-        got = np.asarray(dequantize(Quantised(*(None if a is None else jnp.asarray(a) for a in q)), format))
+        got = np.asarray(dequantize(QuantizedInputs(*(None if a is None else jnp.asarray(a) for a in q)), format))
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
         np.testing.assert_array_equal(bits(got)[~np.isnan(got)], bits(expected)[~np.isnan(got)])
 
@@ -383,7 +384,7 @@ def test_part_of_a_block_is_refused(format):
 @formats
 def test_what_cannot_be_quantised_is_refused(format):
     with pytest.raises(ValueError, match="scalar"):
-        quantize(SINGLE(1), format, static_for(format))
+        quantize(cast(Any, SINGLE(1)), format, static_for(format))
     for x in (np.ones(K), np.ones(K, np.int32), np.ones(K, jnp.float8_e4m3fn)):
         with pytest.raises(TypeError, match=f"`x` .dtype {x.dtype}. must be float32"):
             quantize(x, format, static_for(format))
@@ -419,7 +420,7 @@ def test_static_scales_are_given_where_they_belong(format):
         quantize(x, format)
     for scale in (0.5, np.float64(0.5), np.ones((), jnp.bfloat16)):
         with pytest.raises(TypeError, match=r"`static_scale` \(.*\) must be a float32 scalar"):
-            quantize(x, format, scale)
+            quantize(x, format, cast(Any, scale))
     with pytest.raises(ValueError, match=r"`static_scale` \(shape \(3,\)\) must be a scalar"):
         quantize(x, format, np.ones(3, SINGLE))
 

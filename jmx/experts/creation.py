@@ -1,0 +1,131 @@
+"""Weights of experts out of arrays, floats or random numbers, each checked before anything is computed."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmx.activations import GATE_UP_ORDERS, join_gate_up, split_gate_up
+from jmx.numerics import formats, quantization
+from jmx.numerics.formats import BlockScaled, Format
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.util.checks import check_array, check_int
+from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Key
+
+ORDERS = (*GATE_UP_ORDERS, None)
+BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+
+
+def check_sizes(
+    num_experts: Any, hidden_size: Any, intermediate_size: Any, format: Format, input_format: str | None = None
+) -> tuple[int, int, int]:
+    """The sizes as Python's integers.
+
+    `input_format`: a key of `INPUT_FORMATS`, whose blocks must divide the sizes, or None.
+
+    Raises:
+        ValueError, TypeError: a size that no experts can have, naming the argument.
+    """
+    num_experts = check_int("num_experts", num_experts, least=1)
+    hidden_size = check_int("hidden_size", hidden_size, least=1)
+    intermediate_size = check_int("intermediate_size", intermediate_size, least=1)
+    format.check_size("hidden_size", hidden_size)
+    format.check_size("intermediate_size", intermediate_size)
+    if input_format is not None:
+        INPUT_FORMATS[input_format].check_sizes(hidden_size, intermediate_size)
+    return num_experts, hidden_size, intermediate_size
+
+
+def check_weights(
+    gate_up: BlockScaled, down: BlockScaled, gate_up_order: str | None, format: Format
+) -> tuple[int, ...]:
+    """The logical shape (*lead, H, I) of weights gate_up (*lead, 2I or I, H) and down (*lead, H, I); lead ends with E.
+
+    Raises:
+        ValueError, TypeError: arrays that do not fit each other, naming the weight.
+    """
+    *lead, hidden = formats.logical_shape(gate_up, format, "gate_up")
+    *down_lead, intermediate = formats.logical_shape(down, format, "down")
+    for name, shape in (("gate_up", (*lead, hidden)), ("down", (*down_lead, intermediate))):
+        if len(shape) < 2:
+            raise ValueError(f"`{name}` (logical shape {shape}) must have axes of experts, rows and columns")
+        if 0 in shape:
+            raise ValueError(f"`{name}` (logical shape {shape}) must have one of each axis at least")
+    rows, down_rows = lead.pop(), down_lead.pop()
+    if not lead:
+        raise ValueError(f"`gate_up` (logical shape {(rows, hidden)}) must have an expert axis")
+    if down_lead != lead or down_rows != hidden:
+        raise ValueError(
+            f"`down` (logical shape {(*down_lead, down_rows, intermediate)}) must be (E, H, I) with "
+            f"E, H = {(*lead, hidden)} as `gate_up` has them"
+        )
+    expected = intermediate * (1 if gate_up_order is None else 2)
+    if rows != expected:
+        raise ValueError(
+            f"`gate_up` (logical shape {(*lead, rows, hidden)}) must have {expected} rows, "
+            f"{'I' if gate_up_order is None else '2I'} with I = {intermediate} as `down` has it"
+        )
+    if formats.is_packed(gate_up) != formats.is_packed(down):
+        raise TypeError("`gate_up` and `down` must both be packed or both be canonical")
+    return (*lead, hidden, intermediate)
+
+
+def check_bias(name: str, bias: Any, shape: tuple[int, ...]) -> None:
+    """Raises ValueError or TypeError, naming the bias, unless it is None or a floating array of this shape."""
+    if bias is None:
+        return
+    check_array(name, bias)
+    if tuple(bias.shape) != shape:
+        raise ValueError(f"`{name}` (shape {tuple(bias.shape)}) must be {shape}")
+    check_bias_dtype(name, bias)
+
+
+def check_bias_dtype(name: str, bias: AbstractArray) -> None:
+    """Raises TypeError, naming the bias, unless its dtype is floating, of 16 bits or more."""
+    if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 2:
+        raise TypeError(f"`{name}` (dtype {bias.dtype}) must be floating, of 16 bits or more")
+
+
+def check_float_weight(name: str, weight: Any, format: Format) -> None:
+    """Raises ValueError or TypeError, naming the weight, unless it is floats (E, N, K) that `format` can hold."""
+    check_array(name, weight, jnp.floating)
+    if len(weight.shape) != 3:
+        raise ValueError(f"`{name}` (shape {tuple(weight.shape)}) must be (E, N, K), the contracted axis last")
+    format.check_size(f"{name}.shape[-1]", weight.shape[-1])
+
+
+def quantize_weight(
+    name: str, weight: Float[AnyArray, "E N K"], gate_up_order: str | None, format: Format, **options: str
+) -> BlockScaled:
+    """Packed arrays of a float weight, quantized one expert at a time, so that little more than both is in memory.
+
+    `gate_up_order`: that of a weight "gate_up", whose halves have scales of their own where rows share scales; else
+    None. `options`: those of `quantization.quantize`, checked.
+
+    Raises:
+        ValueError, TypeError: those of `quantization.quantize`, naming the weight and the expert.
+    """
+    quantize = partial(quantization.quantize, format=format, **options)
+
+    def quantize_expert(weight: Float[AnyArray, "N K"]) -> BlockScaled:
+        if gate_up_order is None or not quantization.rows_share_scales(format):
+            return formats.pack(quantize(weight))
+        halves = split_gate_up(weight.T, gate_up_order)
+        gate, up = (formats.pack(quantize(half.T)) for half in halves)
+        return jax.tree.map(lambda gate, up: join_gate_up(gate.T, up.T, gate_up_order).T, gate, up)
+
+    packed = []
+    for i in range(weight.shape[0]):
+        try:
+            packed.append(quantize_expert(weight[i]))
+        except (ValueError, TypeError) as e:
+            raise type(e)(f"`{name}` of expert {i}: {e}") from None
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *packed)
+
+
+def random_biases(
+    keys: list[Key[Array, ""]], num_experts: int, sizes: tuple[int, int], dtype: Any
+) -> list[Float[Array, "E N"]]:
+    """Biases, normal with a standard deviation of 0.02, of as many rows as `sizes` has: one array for each key."""
+    return [0.02 * jax.random.normal(key, (num_experts, n), dtype) for key, n in zip(keys, sizes, strict=True)]
