@@ -11,15 +11,15 @@
 namespace jmx {
 
 // Floating point as the language has it: XLA's threads may have been told to read subnormal numbers as zero, or not to.
-class PlainFloats {
+class DefaultFloatEnvironment {
  public:
-  PlainFloats() {
+  DefaultFloatEnvironment() {
     std::fegetenv(&saved_);
     std::fesetenv(FE_DFL_ENV);
   }
-  ~PlainFloats() { std::fesetenv(&saved_); }
-  PlainFloats(const PlainFloats&) = delete;
-  PlainFloats& operator=(const PlainFloats&) = delete;
+  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
 
  private:
   std::fenv_t saved_;
@@ -31,16 +31,16 @@ class PlainFloats {
 // waits only for what another thread has begun: a pool that has no thread free, or is this very thread's, delays nothing.
 // One that comes late finds nothing left and goes.
 template <typename Pool, typename Work>
-void Share(Pool& pool, int64_t helpers, int64_t count, int64_t longest, const Work& work) {
+void ParallelFor(Pool& pool, int64_t helpers, int64_t count, int64_t max_chunk, const Work& work) {
   struct State {
     std::atomic<int64_t> next{0}, done{0};
   };
   const auto state = std::make_shared<State>();
-  const auto take_part = [state, helpers, count, longest, &work] {
-    const PlainFloats plain;
+  const auto take_part = [state, helpers, count, max_chunk, &work] {
+    const DefaultFloatEnvironment plain;
     int64_t mine = 0;
     for (int64_t i = state->next.load(); i < count;) {
-      const int64_t end = i + std::clamp<int64_t>((count - i) / (2 * (helpers + 1)), 1, longest);
+      const int64_t end = i + std::clamp<int64_t>((count - i) / (2 * (helpers + 1)), 1, max_chunk);
       if (!state->next.compare_exchange_weak(i, end)) continue;
       work(i, end);
       mine += end - i;
