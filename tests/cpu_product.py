@@ -12,17 +12,18 @@ from jmx.numerics.formats import MXFP4, NVFP4, BlockScaled, Format
 
 FLOAT32, BFLOAT16, FEW_BFLOAT16, INT8 = range(4)  # `Input` of product.h
 
+POINTERS = ("x", "x_scales", "values", "scales", "zero_points", "global_scales", "bias", "out")
+SIZES = ("rows", "columns", "k", "group", "out_stride")
+
 
 class Gemm(ctypes.Structure):
     """`Gemm` of product.h."""
 
-    _pointers = ["x", "x_scales", "values", "scales", "zero_points", "global_scales", "bias", "out"]
-    _sizes = ["rows", "columns", "k", "group", "out_stride"]
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _pointers),
-        *((name, ctypes.c_int64) for name in _sizes),
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
         ("scratch", ctypes.c_void_p),
-    ]
+    )
 
 
 class Guarded:
