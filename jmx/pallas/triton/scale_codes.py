@@ -68,8 +68,8 @@ def reader(
         expert: whose they are.
         row: int32 (N,), of the expert; those that there are not have any factors.
         groups: codes of a row. Of those from there on a factor is finite, unless `any_large`.
-        num_threads: of the block of threads.
-        interpret: whether to say it in jnp.
+        num_threads: threads of the CTA.
+        interpret: whether to compute it in jnp, for a CPU.
     """
     (number,), last = codes.picks.shape, codes.words.shape[1] - 1
     # Where rows are fewer than threads each is read several times, see `of_groups` in `kernel`.

@@ -33,7 +33,7 @@ class FewRows {
   static constexpr int kStepBlocks = 4;  // blocks of a step, and vectors that they are decoded to
   static constexpr int kStepWeights = kStepBlocks * jmx::kBlock;
   static constexpr int kPairedRows = 2;      // rows of the weight that are read side by side: hardware sees few streams
-  static constexpr int kPrefetchBytes = 6144;  // bytes between what is asked for and what is read
+  static constexpr int kPrefetchBytes = 6144;  // distance of prefetches ahead of loads
   static constexpr int kScaleColumns = 32;  // whose scales are looked at before any is used; they are asked for so much ahead
   static constexpr int kCachedColumns = 64;   // columns that lie in a cache for the next rows of x
 

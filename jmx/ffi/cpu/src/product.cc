@@ -1,4 +1,4 @@
-// The kernel, for the instruction set that this file is compiled for: once for each, under the name JMX_INSTRUCTION_SET.
+// The microkernels of one instruction set: this file is compiled once for each, under the name JMX_INSTRUCTION_SET.
 //
 // A tile is some rows of x by kTileColumns rows of the weight, all sums in registers. Where x has few rows, weights are decoded
 // between the load and the product. Where it has many, kTileColumns rows of the weight are decoded once, into a panel that the
@@ -30,8 +30,8 @@ using jmx::kTileColumns;
 using jmx::Gemm;
 
 constexpr int64_t kXBytes = 512 << 10;  // of x, which one panel after another meets: a part of the second-level cache
-constexpr int kPrefetchBytes = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
-constexpr int64_t kPanelPrefetchBytes = 64 << 10;  // the same where a panel of them meets many rows, and hardware fetches what follows
+constexpr int kPrefetchBytes = 8192;  // distance of prefetches ahead of loads of weights: some hundred nanoseconds
+constexpr int64_t kPanelPrefetchBytes = 64 << 10;  // the same for panels that many rows use, where hardware prefetches what follows
 
 // Where the weights of a tile come from: bytes, or a decoded panel (columns, steps).
 template <typename Lanes, typename Format>
@@ -247,7 +247,7 @@ void RunInt8(const Gemm& gemm) {
   else RunGemm<Integers<false>, Format>(gemm);
 }
 
-// The ways of a format. A kernel with a base has those alone that it has the better instructions for.
+// The microkernels of a format. A set with a fallback has only those for which it has better instructions.
 template <typename Format, bool integers>
 constexpr jmx::MicrokernelSet MicrokernelsFor() {
   jmx::MicrokernelSet set = {};

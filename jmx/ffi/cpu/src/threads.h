@@ -1,4 +1,4 @@
-// Work shared between the thread that XLA calls us on and its own pool, which has a thread a core that it may use.
+// Parallel loops over the thread that XLA calls a handler on and XLA's thread pool.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace jmx {
 
-// Floating point as the language has it: XLA's threads may have been told to read subnormal numbers as zero, or not to.
+// Floating point as the language has it: XLA's threads may flush subnormal numbers to zero.
 class DefaultFloatEnvironment {
  public:
   DefaultFloatEnvironment() {
@@ -27,9 +27,9 @@ class DefaultFloatEnvironment {
 
 // Calls work(i, end) for ranges that make up 0..count, on this thread and at most `helpers` of the pool's.
 //
-// Whoever is free takes the next ones, at most `longest` in a row and fewer towards the end. The caller takes part, and
+// A free thread claims the next ones, at most `max_chunk` at once and fewer towards the end. The caller takes part, and
 // waits only for what another thread has begun: a pool that has no thread free, or is this very thread's, delays nothing.
-// One that comes late finds nothing left and goes.
+// A thread that starts late finds no work and returns.
 template <typename Pool, typename Work>
 void ParallelFor(Pool& pool, int64_t helpers, int64_t count, int64_t max_chunk, const Work& work) {
   struct State {

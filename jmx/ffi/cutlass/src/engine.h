@@ -34,7 +34,7 @@ enum class FloatType { kFloat32, kBfloat16, kFloat16 };
 
 enum class Function { kSwiGlu, kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
 
-// Sizes and arrays of one call as its caller has them: what FlashInfer's runner is not told, or only padded.
+// Sizes and arrays of one call that FlashInfer's runner does not get, or gets only padded.
 struct Call {
   int num_sms = 0;
   int64_t num_experts = 0;
@@ -51,7 +51,7 @@ struct Call {
   float alpha = 1, beta = 0, limit = 0;  // of kSwiGlu
 };
 
-// The call that this thread's runner works on: functions of FlashInfer's that are replaced have no other way to it.
+// The call that this thread's runner works on. Functions that replace FlashInfer's get at it through this alone.
 extern thread_local Call const* call;
 
 }  // namespace jmx

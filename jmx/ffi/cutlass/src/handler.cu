@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 
 constexpr int kMaxSms = 144;  // of a whole GH100: no card has more, so that memory made for it fits any
 
-// Sets `call` while it lives.
+// Sets `call` for its lifetime.
 struct CallScope {
   explicit CallScope(Call const& of) { call = &of; }
   ~CallScope() { call = nullptr; }
@@ -105,7 +105,7 @@ int CountSms(ArgumentChecker& check) {
   return count;
 }
 
-// Checked arrays on XLA's stream, by the tiles that `runner` was told.
+// Runs the layer on checked arrays, on XLA's stream, with the tiles that were set on `runner`.
 void Launch(ArgumentChecker& check, cudaStream_t stream, Runner& runner, const Arrays& arrays, const Sizes& sizes, bool overlap) {
   const size_t runner_bytes = RunnerBytes(runner, sizes), needed = WorkspaceBytes(runner, sizes);
   if (arrays.workspace.element_count() < needed)
@@ -179,18 +179,7 @@ ffi::Error Moe(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
 }  // namespace jmx
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe, jmx::Moe,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
+                              jmx::BindArguments<10>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>())
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("intermediate_size")

@@ -1,4 +1,4 @@
-// What stands around the two products: rows gathered by expert, the activation between them, and each token's sum.
+// Kernels around the two grouped GEMMs: dispatch (gather rows by expert), activation, and combine (sum per token).
 //
 // These take arrays as the caller has them (x without padding; biases of any float type, gate and up in either order;
 // the same expert in several slots of a token) and add in float32: nothing has to be copied or rounded for them.
@@ -10,10 +10,10 @@ namespace jmx {
 
 constexpr int kThreads = 128;
 constexpr int kVectorSize = 8;                   // elements that a thread takes at a time: 16 bytes of two each
-constexpr int kCtasPerSm = 16;  // as many blocks as may run at once, for each piece of columns
+constexpr int kCtasPerSm = 16;  // the most that run at once, for each range of columns
 
-// Runs `kernel` behind what `stream` has. With `overlap` its launch is under way before that has ended, and it waits
-// for it by cudaGridDependencySynchronize.
+// Launches `kernel` on `stream`. With `overlap` (programmatic dependent launch) it starts before the kernel ahead of it has
+// ended, and waits for that by cudaGridDependencySynchronize.
 template <class... Parameters, class... Arguments>
 void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool overlap, cudaStream_t stream,
             Arguments... arguments) {
@@ -45,7 +45,7 @@ struct alignas(16) Vector {
   X at[kVectorSize];
 };
 
-// In pieces of 16 bytes, to which arrays are aligned.
+// By 16 bytes, to which arrays are aligned.
 template <class X>
 __device__ Vector<X> Load(X const* from) {
   Vector<X> vector;
@@ -155,7 +155,7 @@ struct ActivationFunction {
   }
 };
 
-// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded. A block takes
+// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded. A CTA takes
 // rows one after another, most of one expert, so that its bias is loaded once for them.
 template <bool kGated, Function kFunction>
 __global__ void __launch_bounds__(kThreads)
