@@ -262,10 +262,10 @@ def _kernel(of: _Operands, out: Any, *, product: Product) -> None:
                 sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
             return sums
 
-        def by_words(rows: Rows) -> Array:
+        def by_words(rows: Rows, codes: ScaleCodes) -> Array:
             """As `by_blocks`, by words of codes, and by blocks where these do not suffice."""
             groups = num_words * PLACES // format.block_size
-            read = reader(of.codes, expert, rows.weight, groups, num_threads, product.interpret)
+            read = reader(codes, expert, rows.weight, groups, num_threads, product.interpret)
 
             def step(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
                 sums, every = state
@@ -276,14 +276,14 @@ def _kernel(of: _Operands, out: Any, *, product: Product) -> None:
             every = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
             sums, every = lax.fori_loop(0, steps, step, (zeros, every))
             # 0, which is not known to compilers: what both loops compute of the same rows would stay in registers.
-            zero = of.codes.shifts[jnp.int32(0)]
+            zero = codes.shifts[jnp.int32(0)]
             again = Rows(rows.weight + zero, rows.x + zero, rows.part + zero, column + zero < num_rows // sides)
             return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
 
         zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
         rows = Rows(weight_row, x_row, part, inside)
         with jax.named_scope("mainloop"):
-            sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows)
+            sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows, of.codes)
 
         def of_rows(array: Any) -> Array:
             return plgpu.load(array.at[expert, weight_row], mask=inside, other=0).astype(jnp.float32)
