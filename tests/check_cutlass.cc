@@ -9,11 +9,11 @@ using Result = xla::ffi::Result<Array>;
 xla::ffi::Error CheckAlone(Array x, Array expert_ids, Array weights, Array gate_up, Array gate_up_scales,
                            Array gate_up_bias, Array down, Array down_scales, Array down_bias, Array layer, Result y,
                            Result workspace, int64_t intermediate_size, bool gated) {
-  Arguments given("jmx_cutlass_moe");
-  Check(given,
+  ArgumentChecker check("jmx_cutlass_moe");
+  Check(check,
         {x, expert_ids, weights, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, layer, *y, *workspace},
         intermediate_size, gated);
-  return given.error();
+  return check.error();
 }
 
 }  // namespace jmx

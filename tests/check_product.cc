@@ -33,8 +33,8 @@ double Element(jmx::Format format, uint8_t code) {
 }
 
 bool Agrees(const Case& of, jmx::Input input, int64_t rows) {
-  const jmx::Way& way = jmx::JMX_CHECKED->Find(of.format, input);
-  if (way.run == nullptr) return true;
+  const jmx::Microkernel& microkernel = jmx::JMX_CHECKED->Find(of.format, input);
+  if (microkernel.run == nullptr) return true;
   std::mt19937 random(rows);
   const int64_t group = of.group == jmx::kWholeRow ? kK : of.group, groups = kColumns * kK / group;
   std::vector<float> x(rows * kK), x_scales(rows, 0.5f), global_scales(kColumns, 0.75f), bias(kColumns), out(rows * kColumns);
@@ -57,7 +57,7 @@ bool Agrees(const Case& of, jmx::Input input, int64_t rows) {
     if (of.format == jmx::kInt4Float32) std::memcpy(&scales[4 * i], &scale, sizeof scale);
     else scales[i] = static_cast<char>(of.format == jmx::kMxfp4 ? 118 + random() % 12 : 8 + random() % 100);
   }
-  std::vector<char> scratch(way.room(kK) + 64);
+  std::vector<char> scratch(microkernel.scratch_bytes(kK) + 64);
   char* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64);
   const void* given = input == jmx::kInt8 ? static_cast<const void*>(bytes.data()) : input == jmx::kFloat32 ? static_cast<const void*>(x.data()) : halves.data();
   const bool global = of.format == jmx::kNvfp4;
@@ -66,7 +66,7 @@ bool Agrees(const Case& of, jmx::Input input, int64_t rows) {
 #else
   const bool rounded = false;
 #endif
-  way.run({static_cast<const char*>(given), input == jmx::kInt8 ? x_scales.data() : nullptr, values.data(), scales.data(),
+  microkernel.run({static_cast<const char*>(given), input == jmx::kInt8 ? x_scales.data() : nullptr, values.data(), scales.data(),
            of.zeros ? zeros.data() : nullptr, global ? global_scales.data() : nullptr, bias.data(), out.data(), rows, kColumns, kK, of.group,
            kColumns, aligned});
   for (int64_t m = 0; m < rows; ++m)

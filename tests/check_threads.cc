@@ -33,7 +33,7 @@ class Pool {
 
 constexpr int64_t kRows = 9, kColumns = 64, kK = 256, kWidth = 8;
 
-std::vector<float> Compute(const jmx::Kernel& kernel, int helpers, int longest) {
+std::vector<float> Compute(const jmx::InstructionSet& kernel, int helpers, int max_chunk) {
   std::mt19937 random(0);
   std::vector<float> x(kRows * kK), bias(kColumns), out(kRows * kColumns);
   std::vector<uint8_t> values(kColumns * kK / 2), scales(kColumns * kK / jmx::kBlock);
@@ -41,13 +41,13 @@ std::vector<float> Compute(const jmx::Kernel& kernel, int helpers, int longest) 
   for (uint8_t& a : values) a = static_cast<uint8_t>(random());
   for (uint8_t& a : scales) a = static_cast<uint8_t>(120 + random() % 8);
   Pool pool;
-  jmx::Share(pool, helpers, kColumns / kWidth, longest, [&](int64_t i, int64_t end) {
+  jmx::ParallelFor(pool, helpers, kColumns / kWidth, max_chunk, [&](int64_t i, int64_t end) {
     const std::align_val_t line{64};
-    const jmx::Way& way = kernel.Find(jmx::kMxfp4, jmx::kFloat32);
-    char* scratch = static_cast<char*>(::operator new(way.room(kK), line));
+    const jmx::Microkernel& microkernel = kernel.Find(jmx::kMxfp4, jmx::kFloat32);
+    char* scratch = static_cast<char*>(::operator new(microkernel.scratch_bytes(kK), line));
     const int64_t n = i * kWidth, columns = (end - i) * kWidth;
     const char* of = reinterpret_cast<const char*>(&scales[n * kK / jmx::kBlock]);
-    way.run({reinterpret_cast<const char*>(x.data()), nullptr, &values[n * kK / 2], of, nullptr, nullptr, &bias[n], &out[n], kRows, columns, kK,
+    microkernel.run({reinterpret_cast<const char*>(x.data()), nullptr, &values[n * kK / 2], of, nullptr, nullptr, &bias[n], &out[n], kRows, columns, kK,
              jmx::kBlock, kColumns, scratch});
     ::operator delete(scratch, line);
   });

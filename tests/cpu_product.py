@@ -1,4 +1,4 @@
-"""One piece of the kernels for CPUs, called without XLA: every argument ends where memory does."""
+"""One GEMM of the kernels for CPUs, called without XLA. Every array ends where readable memory ends."""
 
 import ctypes
 import mmap
@@ -10,11 +10,24 @@ import numpy as np
 from jmx.ffi.cpu import library as ffi
 from jmx.numerics.formats import MXFP4, NVFP4, BlockScaled, Format
 
-FLOAT32, BFLOAT16, FEW_BFLOAT16, INT8 = range(4)  # ways through the weights, as `Input` of product.h numbers them
+FLOAT32, BFLOAT16, FEW_BFLOAT16, INT8 = range(4)  # `Input` of product.h
+
+POINTERS = ("x", "x_scales", "values", "scales", "zero_points", "global_scales", "bias", "out")
+SIZES = ("rows", "columns", "k", "group", "out_stride")
+
+
+class Gemm(ctypes.Structure):
+    """`Gemm` of product.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        ("scratch", ctypes.c_void_p),
+    )
 
 
 class Guarded:
-    """Memory that ends where a page begins that may not be touched."""
+    """A copy of an array that ends just before an inaccessible page."""
 
     def __init__(self, array: np.ndarray, before: int = 0):
         """`before`: bytes between the array's end and that page."""
@@ -43,18 +56,35 @@ def product(
     x_scales: np.ndarray | None = None,
     before: int = 0,
 ) -> np.ndarray:
-    """x (M, K) times a packed weight (N, K) of numpy by one kernel; `before` shifts what may be."""
-    way = {4: FLOAT32, 2: FEW_BFLOAT16 if few else BFLOAT16, 1: INT8}[x.itemsize]
+    """x (M, K) times a packed weight (N, K) of numpy by one instruction set, `before` elements ahead of the page."""
+    input_type = {4: FLOAT32, 2: FEW_BFLOAT16 if few else BFLOAT16, 1: INT8}[x.itemsize]
     kind = {MXFP4: 0, NVFP4: 1}.get(format)
     if kind is None:
         kind = [np.dtype(d) for d in (ml_dtypes.bfloat16, np.float16, np.float32)].index(weight.scales.dtype) + 2
     columns = len(weight.values)
-    given = [x, x_scales, weight.values, weight.scales, weight.zero_points, weight.global_scales, bias]
-    given.append(np.full((len(x), columns), np.nan, np.float32))
-    held = [None if a is None else Guarded(np.ascontiguousarray(a), before * a.itemsize) for a in given]
-    addresses = [None if g is None else ctypes.c_void_p(g.array.ctypes.data) for g in held]
-    sizes = [ctypes.c_int64(n) for n in (len(x), columns, x.shape[1], format.block_size)]
+    arrays = {
+        "x": x,
+        "x_scales": x_scales,
+        "values": weight.values,
+        "scales": weight.scales,
+        "zero_points": weight.zero_points,
+        "global_scales": weight.global_scales,
+        "bias": bias,
+        "out": np.full((len(x), columns), np.nan, np.float32),
+    }
+    held = {
+        name: Guarded(np.ascontiguousarray(array), before * array.itemsize)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    gemm = Gemm(
+        **{name: guarded.array.ctypes.data for name, guarded in held.items()},
+        rows=len(x),
+        columns=columns,
+        k=x.shape[1],
+        group=format.block_size,
+        out_stride=columns,
+    )
     library: Any = ctypes.CDLL(str(ffi._PATH))
-    assert library.jmx_cpu_product(instructions.encode(), kind, way, *addresses, *sizes) == 0
-    assert held[-1] is not None
-    return held[-1].array.copy()
+    assert library.jmx_cpu_product(instructions.encode(), kind, input_type, ctypes.byref(gemm)) == 0
+    return held["out"].array.copy()

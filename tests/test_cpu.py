@@ -100,7 +100,7 @@ EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 def test_the_portable_kernel_runs_on_arm(check, request, tmp_path):
     root, program = request.config.rootpath, str(tmp_path / "check")
     command = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static", "-std=gnu++20"]
-    flags = ["-O3", "-ffp-contract=fast", "-DJMX_KERNEL=kPortable", "-DJMX_CHECKED=kPortable"]
+    flags = ["-O3", "-ffp-contract=fast", "-DJMX_INSTRUCTION_SET=kPortable", "-DJMX_CHECKED=kPortable"]
     flags += [f"-I{root}/jmx/ffi/cpu/src", "-o", program]
     files = [root / "jmx/ffi/cpu/src/product.cc", root / f"tests/{check}.cc"]
     subprocess.run([*command, *flags, *map(str, files)], check=True, timeout=600)
@@ -121,11 +121,11 @@ def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):
         "-DkAvx512Bf16=kPortable",
     ]
     isa = ["-mavx512f", "-mavx512bw", "-mavx512bf16", "-mfma", "-mamx-tile", "-mamx-bf16"]
-    emulated = ["-DJMX_KERNEL=kAmxBf16", "-include", str(root / "tests/emulated_tiles.h")]
+    emulated = ["-DJMX_INSTRUCTION_SET=kAmxBf16", "-include", str(root / "tests/emulated_tiles.h")]
     checked = ["-DJMX_CHECKED=kAmxBf16", "-DJMX_ROUNDS_WEIGHTS"]
     files = {
         "tiles.o": [*isa, *emulated, "-c", root / "jmx/ffi/cpu/src/product.cc"],
-        "base.o": ["-DJMX_KERNEL=kPortable", "-c", root / "jmx/ffi/cpu/src/product.cc"],
+        "base.o": ["-DJMX_INSTRUCTION_SET=kPortable", "-c", root / "jmx/ffi/cpu/src/product.cc"],
         "check": [*checked, root / "tests/check_product.cc", "tiles.o", "base.o"],
     }
     for name, arguments in files.items():

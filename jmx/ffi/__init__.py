@@ -8,7 +8,7 @@ import jax
 
 
 def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None:
-    """Tells XLA of a library's handlers, which have their targets' names.
+    """Registers a library's handlers with XLA; each has the name of its target.
 
     The platform is initialised first, if it is here: a handler for another jax is an error then, which the caller sees.
     Else jax keeps it until it initialises the platform, which then fails, and every program with it.

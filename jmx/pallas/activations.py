@@ -31,7 +31,7 @@ def _relu(x: jax.Array) -> jax.Array:
 
 
 def in_kernel(activation: Activation) -> Callable[..., jax.Array]:
-    """What computes `activation` on float32 arrays in a Mosaic GPU kernel."""
+    """The function that computes `activation` on float32 arrays in a Mosaic GPU or Triton kernel."""
     match activation:
         case ReLU():
             return _relu

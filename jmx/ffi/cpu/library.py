@@ -1,4 +1,4 @@
-"""Loads the library of the backend `cpu` when it is first asked for, and registers its handlers with XLA."""
+"""Loads the library of the backend `cpu` on first use, and registers its handlers with XLA."""
 
 import ctypes
 import functools
@@ -24,7 +24,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Loads the library and tells XLA of it, once."""
+    """Loads the library and registers it with XLA, once."""
     if not _PATH.exists():
         return Library(fault="jmx was installed without its kernels in C++")
     try:

@@ -1,4 +1,4 @@
-"""What can be tuned of the backend `cutlass`: the tiles that are compiled, and which of them each product runs with.
+"""Tuning parameters of the backend `cutlass`: the tiles that are compiled, and which of them each product uses.
 
 A tile of `rows` weight rows by `tokens` token rows is summed up by one or two warpgroups, which take `columns` columns
 at a time. Scales are applied to float32 sums after each 32 columns, so every sum has a second one beside it in
@@ -85,12 +85,12 @@ class Config:
 
 
 def padded(size: int) -> int:
-    """`size` as the weights have it."""
+    """`size` rounded up to a multiple of PADDING."""
     return -(-size // PADDING) * PADDING
 
 
 def faults(tile: Tile, product: str, problem: Problem) -> str | None:
-    """Why `tile` cannot run the "gate_up" or "down" product of `problem`; None where it can."""
+    """The reason why `tile` cannot run the "gate_up" or "down" product of `problem`; None where it can."""
     hidden, intermediate = padded(problem.hidden_size), padded(problem.intermediate_size)
     halves = 1 if problem.gate_up_order is None else 2
     rows, columns = (halves * intermediate, hidden) if product == "gate_up" else (hidden, intermediate)

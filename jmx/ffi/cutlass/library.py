@@ -1,4 +1,4 @@
-"""Loads the library of the backend `cutlass` when it is first asked for, and tells XLA of it. Nothing is built here."""
+"""Loads the library of the backend `cutlass` on first use, and registers it with XLA. Nothing is built here."""
 
 import ctypes
 import functools
@@ -23,7 +23,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Loads the library and tells XLA of it, once. It is one that these sources were compiled to."""
+    """Loads the library and registers it with XLA, once. It must have been compiled from these sources."""
     found, _ = _load()
     return found
 

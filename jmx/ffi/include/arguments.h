@@ -1,4 +1,4 @@
-// Checks of the arrays that XLA hands to a handler: element types and sizes, and an error that names the first wrong one.
+// Checks the arrays that XLA passes to a handler: element types and shapes. The error names the first one that is wrong.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -15,27 +16,34 @@ namespace jmx {
 
 constexpr int64_t kAnySize = -1;
 
-// A handler reads no size of an array, and no element, before the array was required here and `failed` was asked.
+// Adds `count` array arguments, at least one, to the binding of a handler.
+template <int count, typename Binding>
+auto BindArguments(Binding&& binding) {
+  if constexpr (count == 1) return std::move(binding).template Arg<xla::ffi::AnyBuffer>();
+  else return BindArguments<count - 1>(std::move(binding).template Arg<xla::ffi::AnyBuffer>());
+}
+
+// A handler reads sizes and elements of an array only after it was required here and `failed` returned false.
 //
-// Element types are compared as such, not by `xla::ffi::ByteWidth`: that is 1 for elements of 1, 2 and 4 bits too, of
+// Element types are compared themselves, not by `xla::ffi::ByteWidth`: that is 1 for elements of 1, 2 and 4 bits too, of
 // which XLA packs several into a byte.
-class Arguments {
+class ArgumentChecker {
  public:
   using Array = xla::ffi::AnyBuffer;
   using Types = std::initializer_list<xla::ffi::DataType>;
   using Shape = std::vector<int64_t>;
 
-  explicit Arguments(const char* handler) : handler_(handler) {}
+  explicit ArgumentChecker(const char* handler) : handler_(handler) {}
 
   void Require(const char* name, Array array, Types types, const Shape& shape) {
     RequireType(name, array, types);
     const auto sizes = array.dimensions();
     const auto fits = [](int64_t size, int64_t wanted) { return wanted == kAnySize || size == wanted; };
     if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(), fits))
-      Fail(Named(name, array) + " must have the shape " + Text(shape));
+      InvalidArgument(Describe(name, array) + " must have the shape " + Text(shape));
   }
 
-  // An array that a call may lack has no elements then, in any number of axes.
+  // For an optional array: without elements, of any shape, if the call does not have it.
   void RequireOrEmpty(const char* name, Array array, Types types, const Shape& shape) {
     if (array.element_count() != 0) Require(name, array, types, shape);
     else RequireType(name, array, types);
@@ -43,22 +51,22 @@ class Arguments {
 
   void RequireEmpty(const char* name, Array array, Types types) {
     RequireType(name, array, types);
-    if (array.element_count() != 0) Fail(Named(name, array) + " must be empty in this call");
+    if (array.element_count() != 0) InvalidArgument(Describe(name, array) + " must be empty in this call");
   }
 
-  // `what` says which argument is wrong, its value and the rule.
-  void Fail(const std::string& what) {
-    if (!fault_) fault_ = std::string(handler_) + ": " + what;
+  // Keeps the first error only. `what` names the argument, its value and the rule.
+  void InvalidArgument(const std::string& what) {
+    if (!error_) error_ = std::string(handler_) + ": " + what;
   }
 
-  bool failed() const { return fault_.has_value(); }
+  bool failed() const { return error_.has_value(); }
 
   xla::ffi::Error error() const {
-    return fault_ ? xla::ffi::Error::InvalidArgument(*fault_) : xla::ffi::Error::Success();
+    return error_ ? xla::ffi::Error::InvalidArgument(*error_) : xla::ffi::Error::Success();
   }
 
   // "`x` (F32 (4, 64))"
-  static std::string Named(const char* name, Array array) {
+  static std::string Describe(const char* name, Array array) {
     std::ostringstream text;
     text << "`" << name << "` (" << array.element_type() << " " << Text(array.dimensions()) << ")";
     return text.str();
@@ -68,10 +76,10 @@ class Arguments {
   void RequireType(const char* name, Array array, Types types) {
     if (std::find(types.begin(), types.end(), array.element_type()) != types.end()) return;
     std::ostringstream text;
-    text << Named(name, array) << " must be of type ";
+    text << Describe(name, array) << " must be of type ";
     for (const auto* type = types.begin(); type != types.end(); ++type)
       text << (type == types.begin() ? "" : type + 1 == types.end() ? " or " : ", ") << *type;
-    Fail(text.str());
+    InvalidArgument(text.str());
   }
 
   template <typename Sizes>
@@ -82,7 +90,7 @@ class Arguments {
   }
 
   const char* handler_;
-  std::optional<std::string> fault_;
+  std::optional<std::string> error_;
 };
 
 }  // namespace jmx

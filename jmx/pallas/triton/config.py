@@ -10,14 +10,14 @@ _MAX_HELD = 304
 _BLOCK_BYTES = 6
 _BLOCK_FACTORS = 3
 MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
-# Bytes of shared memory that a block of threads may use, by compute capability (CUDA C++ Programming Guide, technical
+# Bytes of shared memory that a CTA may use, by compute capability (CUDA C++ Programming Guide, technical
 # specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 7): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a layer is cut: tokens into blocks of rows of one expert, and both products into tiles.
+    """Tile sizes of a layer: tokens go into blocks of rows of one expert, and both products into tiles.
 
     Args:
         block_m: rows of a block, at most.
@@ -72,8 +72,8 @@ class Config:
     def shared_memory(self) -> int:
         """Bytes of shared memory that the kernel uses at most.
 
-        The pipeline holds rows in 16 bits, weights in 4, and some scales. Beside it what a block shares goes to the
-        threads that hold its weights; after it, sums to those that store them.
+        The pipeline holds rows in 16 bits, weights in 4, and some scales. Beside it scales and zero points go to the
+        threads that hold their weights; after it, sums to those that store them.
         """
         blocks = self.block_n * self.block_k // 32
         stage = self.block_k * (2 * self.block_m + self.block_n // 2) + _BLOCK_BYTES * blocks

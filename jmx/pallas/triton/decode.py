@@ -1,7 +1,7 @@
 """Four elements of each word of 16 bits, as bfloat16, in operations of Pallas Triton.
 
 Compiled, a thread works on two words at a time, in one register, and makes two weights by each instruction: see
-`elements`. Interpreted on a CPU, where PTX does not run, jnp says the same.
+`elements`. Interpreted on a CPU, where PTX does not run, jnp computes the same.
 
 Elements of one place stand next to each other in a register, those of one word do not. So columns come in another
 order, the *turned* one, which x is brought into: of every CHUNK columns first those of place 0, every fourth one, then
@@ -71,7 +71,7 @@ def weights_by_place(words: Array, groups: Groups, format: Format, interpret: bo
         words: int16 (N, n).
         groups: each of n / groups words.
         format: of 4 bits an element.
-        interpret: whether to say it in jnp.
+        interpret: whether to compute it in jnp, for a CPU.
 
     Returns:
         PLACES arrays, bfloat16 (N, n).

@@ -93,7 +93,7 @@ def _e2m1(signs: str, turn: str, scaled: bool) -> str:
 
 
 def _e2m1_at(place: int, scaled: bool) -> str:
-    """Left by a few bits is a shift, which more units of a multiprocessor do than a turn."""
+    """Left by a few bits is a shift, which an SM has more units for than for a turn."""
     turn = TURNS[place]
     turned = f"shl.b32 t, t, {turn}" if turn <= 6 else f"shf.l.wrap.b32 t, t, t, {turn}"
     return _e2m1(f"{SIGNS[place // 2]:#x}", turned, scaled)

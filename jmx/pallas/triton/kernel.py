@@ -28,7 +28,6 @@ from jmx.activations import Activation
 from jmx.grouping import Blocks
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.triton.codes import Codes, any_large, reader
 from jmx.pallas.triton.config import Config
 from jmx.pallas.triton.decode import (
     CHUNK,
@@ -42,6 +41,7 @@ from jmx.pallas.triton.decode import (
     weights_turned,
 )
 from jmx.pallas.triton.elements import PLACES
+from jmx.pallas.triton.scale_codes import ScaleCodes, any_large, reader
 
 Array = jax.Array
 
@@ -80,6 +80,13 @@ class Product:
         """Whether the result's columns go in the turned order: those of what is between the two products do."""
         return self.activation is not None
 
+    @property
+    def kernel_name(self) -> str:
+        """As a profile shows it: block_m x block_n x block_k, warps, stages, products and parts."""
+        c = self.config
+        sizes = f"{c.block_m}x{c.block_n}x{c.block_k}"
+        return f"jmx_grouped_product_{sizes}_warps{c.num_warps}_stages{c.num_stages}_products{c.products}_k{c.split_k}"
+
     def out(self, num_weight_rows: int) -> jax.ShapeDtypeStruct:
         """(parts, rows, columns): parts are to be added up; turned, columns are some more, which hold zeros."""
         if not self.turned:
@@ -101,7 +108,7 @@ class _Operands(NamedTuple):
     ids: Any
     ids_of: Any
     values: Any
-    codes: Codes | None
+    codes: ScaleCodes | None
     scales: Any
     zero_points: Any
     groups_of: Any
@@ -138,7 +145,7 @@ def grouped_product(
     row_scales = weight.global_scales
     if format.block_size == WHOLE_ROW:
         scales, row_scales = None, scales[..., 0]
-    codes = None if scales is None else Codes.of(scales, format, product.config.block_k)
+    codes = None if scales is None else ScaleCodes.of(scales, format, product.config.block_k)
     # Words keep within it for as long as Pallas counts so, as scales of two bytes do; single bytes do not.
     if any(array is not None and array.dtype.itemsize == 1 and array.size > _INT32 for array in (scales, zero_points)):
         scales, zero_points = (None if a is None else a[blocks.experts] for a in (scales, zero_points))
@@ -168,9 +175,8 @@ def _words(array: Array) -> Array:
     return lax.bitcast_convert_type(array.reshape(*array.shape[:-1], -1, 2), jnp.int16)
 
 
-def _kernel(*refs: Any, structure: Any, product: Product) -> None:
-    out = refs[-1]
-    of = structure.unflatten(refs[:-1])
+def _kernel(of: _Operands, out: Any, *, product: Product) -> None:
+    """One tile of one block: `of` has references to the operands, by their names."""
     experts, x_rows, out_rows, counts, _ = of.blocks
     x, row_of, values = of.x, of.row_of, of.values
     config, sides, format = product.config, product.sides, product.format
@@ -256,10 +262,10 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
                 sums = jnp.where(jnp.max(look_ahead[0].astype(jnp.int32), axis=1)[:, None] > 0, jnp.nan, sums)
             return sums
 
-        def by_words(rows: Rows) -> Array:
+        def by_words(rows: Rows, codes: ScaleCodes) -> Array:
             """As `by_blocks`, by words of codes, and by blocks where these do not suffice."""
             groups = num_words * PLACES // format.block_size
-            read = reader(of.codes, expert, rows.weight, groups, num_threads, product.interpret)
+            read = reader(codes, expert, rows.weight, groups, num_threads, product.interpret)
 
             def step(index: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
                 sums, every = state
@@ -270,27 +276,29 @@ def _kernel(*refs: Any, structure: Any, product: Product) -> None:
             every = jnp.zeros_like(jax.eval_shape(read, jnp.int32(0))[1])
             sums, every = lax.fori_loop(0, steps, step, (zeros, every))
             # 0, which is not known to compilers: what both loops compute of the same rows would stay in registers.
-            zero = of.codes.shifts[jnp.int32(0)]
+            zero = codes.shifts[jnp.int32(0)]
             again = Rows(rows.weight + zero, rows.x + zero, rows.part + zero, column + zero < num_rows // sides)
             return lax.cond(any_large(every), lambda: by_blocks(again, _counted_down), lambda: sums)
 
         zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
         rows = Rows(weight_row, x_row, part, inside)
-        sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows)
+        with jax.named_scope("mainloop"):
+            sums = by_blocks(rows, partial(lax.fori_loop, 0)) if of.codes is None else by_words(rows, of.codes)
 
         def of_rows(array: Any) -> Array:
             return plgpu.load(array.at[expert, weight_row], mask=inside, other=0).astype(jnp.float32)
 
-        if of.row_scales is not None:
-            sums *= of_rows(of.row_scales)[:, None]
-        if of.bias is not None:
-            sums += jnp.where(part == 0, of_rows(of.bias), 0)[:, None]
-        y = _activated(sums, product)
-        nth = jnp.arange(tile_n)
-        y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
-        index = tile * tile_n + nth
-        at = (part, out_rows[block] + row[:, None], index[None, :])
-        plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
+        with jax.named_scope("epilogue"):
+            if of.row_scales is not None:
+                sums *= of_rows(of.row_scales)[:, None]
+            if of.bias is not None:
+                sums += jnp.where(part == 0, of_rows(of.bias), 0)[:, None]
+            y = _activated(sums, product)
+            nth = jnp.arange(tile_n)
+            y = jnp.where(columns(nth)[:, None] < num_rows // sides, y, 0)
+            index = tile * tile_n + nth
+            at = (part, out_rows[block] + row[:, None], index[None, :])
+            plgpu.store(out.at[at], y.T.astype(out.dtype), mask=here[:, None] & (index < width)[None, :])
 
 
 def _names(ids: Any, row: Array, id: Array) -> Array:
@@ -343,13 +351,13 @@ def _call(*arrays: Array, structure: Any, product: Product) -> Array:
     parts, _, width = out.shape
     tiles = pl.cdiv(width, config.block_n // product.sides)
     return pl.pallas_call(
-        partial(_kernel, structure=structure, product=product),
+        partial(_kernel, product=product),
         out_shape=out,
         grid=(tiles, operands.blocks.experts.size, parts),  # the first one runs fastest: a block's rows stay in L2
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=product.interpret,
-        name="jmx_grouped_product",
-    )(*arrays)
+        name=product.kernel_name,
+    )(operands)
 
 
 # A primitive of its own, since it is on lowering that Pallas warns, long after a trace has left this file; and only

@@ -2,7 +2,7 @@
 // 32 columns of each, and adds to 256 sums.
 //
 // Such a tile of weights lies as bytes do, a row of it 32 columns of a row of the weight. One of x has its pairs of columns
-// as rows, so x is transposed first, once for all weights that meet it. kWeights tiles of weights are decoded into a
+// as rows, so x is transposed first, once for all weights that meet it. kWeightTiles tiles of weights are decoded into a
 // panel; two tiles of x at a time run over it, with all sums in registers, while the next panel is decoded between them.
 #pragma once
 
@@ -61,35 +61,35 @@ inline void Transpose(__m512i (&rows)[16]) {
 template <typename Format>
 class Amx {
  public:
-  static constexpr int64_t kInARow = 16;  // pieces: x is transposed once for all of them
+  static constexpr int64_t kTasksPerClaim = 16;  // pieces: x is transposed once for all of them
 
-  static int64_t Room(int64_t k) { return kSumBytes + 2 * PanelBytes(k) + MostTiles(k) * Steps(k) * kTileBytes; }
+  static int64_t ScratchBytes(int64_t k) { return kSumBytes + 2 * PanelBytes(k) + MaxXTiles(k) * Steps(k) * kTileBytes; }
 
-  static void Run(const jmx::Piece& piece) {
+  static void RunGemm(const jmx::Gemm& gemm) {
     const TileRegisters configured;
-    const int64_t tiles = (piece.rows + kSide - 1) / kSide, parts = (tiles + MostTiles(piece.k) - 1) / MostTiles(piece.k);
+    const int64_t tiles = (gemm.rows + kSide - 1) / kSide, parts = (tiles + MaxXTiles(gemm.k) - 1) / MaxXTiles(gemm.k);
     for (int64_t part = 0; part < parts; ++part)
-      Columns(piece, tiles * part / parts * kSide, std::min(piece.rows, tiles * (part + 1) / parts * kSide));
+      MultiplyRows(gemm, tiles * part / parts * kSide, std::min(gemm.rows, tiles * (part + 1) / parts * kSide));
   }
 
  private:
   static constexpr int kSide = 16;  // of a tile
   static constexpr int kTileBytes = 1024, kRowBytes = 64;
-  static constexpr int kWeights = 2, kTokens = 2;  // tiles that are multiplied by each other: their sums are half of the registers
-  static constexpr int kColumns = kWeights * kSide;  // rows of the weight in a panel
-  static constexpr int kSumBytes = kWeights * kTokens * kTileBytes;
-  static constexpr int64_t kXBytes = 1 << 20;  // which one panel after another meets: half of the second-level cache
+  static constexpr int kWeightTiles = 2, kXTiles = 2;  // tiles that are multiplied by each other: their sums are half of the registers
+  static constexpr int kColumns = kWeightTiles * kSide;  // rows of the weight in a panel
+  static constexpr int kSumBytes = kWeightTiles * kXTiles * kTileBytes;
+  static constexpr int64_t kXCacheBytes = 1 << 20;  // which one panel after another meets: half of the second-level cache
 
   static int64_t Steps(int64_t k) { return jmx::Blocks(k); }
-  static int64_t PanelBytes(int64_t k) { return Steps(k) * kWeights * kTileBytes; }
-  static int64_t MostTiles(int64_t k) { return std::max<int64_t>(kTokens, kXBytes / (kTileBytes * Steps(k))); }
+  static int64_t PanelBytes(int64_t k) { return Steps(k) * kWeightTiles * kTileBytes; }
+  static int64_t MaxXTiles(int64_t k) { return std::max<int64_t>(kXTiles, kXCacheBytes / (kTileBytes * Steps(k))); }
 
   // Rows of the weight from `column` on, decoded some vectors at a time: by steps, and then by rows.
   class Panel {
    public:
-    Panel(const jmx::Piece& piece, int64_t column, char* at)
-        : format_(piece, column), at_(at), steps_(Steps(piece.k)), whole_(piece.k / jmx::kBlock),
-          columns_(static_cast<int>(std::clamp<int64_t>(piece.columns - column, 0, kColumns))) {}
+    Panel(const jmx::Gemm& gemm, int64_t column, char* at)
+        : format_(gemm, column), at_(at), steps_(Steps(gemm.k)), whole_(gemm.k / jmx::kBlock),
+          columns_(static_cast<int>(std::clamp<int64_t>(gemm.columns - column, 0, kColumns))) {}
 
     const char* data() const { return at_; }
     int columns() const { return columns_; }
@@ -111,12 +111,12 @@ class Amx {
 
     template <bool tail>
     void Decode(int end) {
-      char* const tile = at_ + step_ * kWeights * kTileBytes;
+      char* const tile = at_ + step_ * kWeightTiles * kTileBytes;
       for (; row_ < end; ++row_) {
         // What the next panel reads is asked for.
         if (step_ % kStepsOfALine == 0) __builtin_prefetch(format_.Values(row_ + columns_) + step_ * (jmx::kBlock / 2), 0, 2);
-        if (step_ % (Format::kScalesEvery * jmx::kStep) == 0)
-          __builtin_prefetch(format_.Ahead((row_ + columns_) * steps_ + step_), 0, 2);
+        if (step_ % (Format::kScalesEvery * jmx::kTileColumns) == 0)
+          __builtin_prefetch(format_.ScaleAddress((row_ + columns_) * steps_ + step_), 0, 2);
         _mm512_store_si512(tile + row_ * kRowBytes, Bfloats::Decode<tail>(format_, row_, step_, 0));
       }
     }
@@ -130,21 +130,21 @@ class Amx {
   };
 
   // Rows of x from `begin` to `end` by all columns of the piece.
-  static void Columns(const jmx::Piece& piece, int64_t begin, int64_t end) {
-    const int64_t steps = Steps(piece.k), tile_bytes = steps * kTileBytes, panel_bytes = PanelBytes(piece.k);
-    char *const sums = piece.scratch, *const panels = sums + kSumBytes, *const x = panels + 2 * panel_bytes;
+  static void MultiplyRows(const jmx::Gemm& gemm, int64_t begin, int64_t end) {
+    const int64_t steps = Steps(gemm.k), tile_bytes = steps * kTileBytes, panel_bytes = PanelBytes(gemm.k);
+    char *const sums = gemm.scratch, *const panels = sums + kSumBytes, *const x = panels + 2 * panel_bytes;
     for (int64_t row = begin; row < end; row += kSide)
-      Arrange(piece, row, std::min(row + kSide, end), x + (row - begin) / kSide * tile_bytes);
-    const int64_t times = (end - begin + kTokens * kSide - 1) / (kTokens * kSide) * steps;  // that sums are added to
-    std::optional<Panel> two[2];
-    two[0].emplace(piece, 0, panels);
-    two[0]->Decode(two[0]->left());
-    for (int64_t i = 0, column = 0; column < piece.columns; ++i, column += kColumns) {
-      const Panel& panel = *two[i % 2];
-      Panel& next = two[(i + 1) % 2].emplace(piece, column + kColumns, panels + (i + 1) % 2 * panel_bytes);
-      const int64_t share = (next.left() + times - 1) / times;
-      for (int64_t row = begin; row < end; row += kTokens * kSide) {
-        const int64_t rows = std::min<int64_t>(end - row, kTokens * kSide);
+      PackX(gemm, row, std::min(row + kSide, end), x + (row - begin) / kSide * tile_bytes);
+    const int64_t num_steps = (end - begin + kXTiles * kSide - 1) / (kXTiles * kSide) * steps;  // that sums are added to
+    std::optional<Panel> both_panels[2];
+    both_panels[0].emplace(gemm, 0, panels);
+    both_panels[0]->Decode(both_panels[0]->left());
+    for (int64_t i = 0, column = 0; column < gemm.columns; ++i, column += kColumns) {
+      const Panel& panel = *both_panels[i % 2];
+      Panel& next = both_panels[(i + 1) % 2].emplace(gemm, column + kColumns, panels + (i + 1) % 2 * panel_bytes);
+      const int64_t share = (next.left() + num_steps - 1) / num_steps;
+      for (int64_t row = begin; row < end; row += kXTiles * kSide) {
+        const int64_t rows = std::min<int64_t>(end - row, kXTiles * kSide);
         const char* const tiles = x + (row - begin) / kSide * tile_bytes;
         const auto multiply = [&]<int weights, int tokens>() {
           Multiply<weights, tokens>(panel.data(), tiles, steps, sums, [&] { next.Decode(share); });
@@ -158,19 +158,19 @@ class Amx {
         }
         for (int w = 0; w * kSide < panel.columns(); ++w)
           for (int t = 0; t * kSide < rows; ++t)
-            Store(piece, panel, w, sums + (w * kTokens + t) * kTileBytes, row + t * kSide, std::min<int64_t>(rows - t * kSide, kSide), column);
+            StoreSums(gemm, panel, w, sums + (w * kXTiles + t) * kTileBytes, row + t * kSide, std::min<int64_t>(rows - t * kSide, kSide), column);
       }
     }
   }
 
   // Rows from `begin` to `end`, 16 at most, as tiles one after another.
-  static void Arrange(const jmx::Piece& piece, int64_t begin, int64_t end, char* tile) {
-    const uint16_t* const x = reinterpret_cast<const uint16_t*>(piece.x) + begin * piece.k;
-    for (int64_t step = 0; step < Steps(piece.k); ++step, tile += kTileBytes) {
+  static void PackX(const jmx::Gemm& gemm, int64_t begin, int64_t end, char* tile) {
+    const uint16_t* const x = reinterpret_cast<const uint16_t*>(gemm.x) + begin * gemm.k;
+    for (int64_t step = 0; step < Steps(gemm.k); ++step, tile += kTileBytes) {
       __m512i rows[kSide] = {};
       for (int64_t m = 0; m < end - begin; ++m) {
-        const uint16_t* const row = x + m * piece.k;
-        rows[m] = (step + 1) * jmx::kBlock <= piece.k ? Bfloats::LoadX<false>(row, step, 0, piece.k) : Bfloats::LoadX<true>(row, step, 0, piece.k);
+        const uint16_t* const row = x + m * gemm.k;
+        rows[m] = (step + 1) * jmx::kBlock <= gemm.k ? Bfloats::LoadX<false>(row, step, 0, gemm.k) : Bfloats::LoadX<true>(row, step, 0, gemm.k);
       }
       Transpose(rows);
       for (int i = 0; i < kSide; ++i) _mm512_store_si512(tile + i * kRowBytes, rows[i]);
@@ -178,8 +178,8 @@ class Amx {
   }
 
   // Tiles of a panel by tiles of x; `meanwhile` is called after each step.
-  template <int weights, int tokens, typename Meanwhile>
-  static void Multiply(const char* panel, const char* x, int64_t steps, char* sums, const Meanwhile& meanwhile) {
+  template <int weights, int tokens, typename Interleaved>
+  static void Multiply(const char* panel, const char* x, int64_t steps, char* sums, const Interleaved& interleaved) {
     constexpr bool kTwoWeights = weights > 1, kTwoTokens = tokens > 1;
     const char* const second = x + steps * kTileBytes;
     asm volatile("" ::: "memory");  // GCC's intrinsics do not say that they read and write memory
@@ -188,7 +188,7 @@ class Amx {
     if constexpr (kTwoWeights) _tile_zero(2);
     if constexpr (kTwoWeights && kTwoTokens) _tile_zero(3);
     for (int64_t step = 0; step < steps; ++step) {
-      const char* const tiles = panel + step * kWeights * kTileBytes;
+      const char* const tiles = panel + step * kWeightTiles * kTileBytes;
       _tile_loadd(4, tiles, kRowBytes);
       _tile_loadd(6, x + step * kTileBytes, kRowBytes);
       _tile_dpbf16ps(0, 4, 6);
@@ -201,29 +201,29 @@ class Amx {
         _tile_dpbf16ps(2, 5, 6);
         if constexpr (kTwoTokens) _tile_dpbf16ps(3, 5, 7);
       }
-      meanwhile();
+      interleaved();
     }
     _tile_stored(0, sums, kRowBytes);
     if constexpr (kTwoTokens) _tile_stored(1, sums + kTileBytes, kRowBytes);
-    if constexpr (kTwoWeights) _tile_stored(2, sums + kTokens * kTileBytes, kRowBytes);
-    if constexpr (kTwoWeights && kTwoTokens) _tile_stored(3, sums + (kTokens + 1) * kTileBytes, kRowBytes);
+    if constexpr (kTwoWeights) _tile_stored(2, sums + kXTiles * kTileBytes, kRowBytes);
+    if constexpr (kTwoWeights && kTwoTokens) _tile_stored(3, sums + (kXTiles + 1) * kTileBytes, kRowBytes);
     asm volatile("" ::: "memory");
   }
 
   // The sums of tile `w` of a panel, which begins at `column`, by `rows` rows of x from `row` on.
-  static void Store(const jmx::Piece& piece, const Panel& panel, int w, const char* sums, int64_t row, int64_t rows, int64_t column) {
+  static void StoreSums(const jmx::Gemm& gemm, const Panel& panel, int w, const char* sums, int64_t row, int64_t rows, int64_t column) {
     const int columns = std::min(kSide, panel.columns() - w * kSide);
     const __mmask16 here = static_cast<__mmask16>((1u << columns) - 1);
     alignas(64) float factors[kSide] = {};
     for (int n = 0; n < columns; ++n) factors[n] = panel.Factor(w * kSide + n);
     const __m512 factor = _mm512_load_ps(factors);
     column += w * kSide;
-    const __m512 bias = piece.bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(here, piece.bias + column);
+    const __m512 bias = gemm.bias == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(here, gemm.bias + column);
     __m512i totals[kSide];
     for (int n = 0; n < kSide; ++n) totals[n] = _mm512_load_si512(sums + n * kRowBytes);
     Transpose(totals);
     for (int m = 0; m < rows; ++m)
-      _mm512_mask_storeu_ps(piece.out + (row + m) * piece.out_stride + column, here, _mm512_fmadd_ps((__m512)totals[m], factor, bias));
+      _mm512_mask_storeu_ps(gemm.out + (row + m) * gemm.out_stride + column, here, _mm512_fmadd_ps((__m512)totals[m], factor, bias));
   }
 };
 

@@ -1,4 +1,4 @@
-// The XLA FFI handler of the grouped product: checks its arguments, cuts them into pieces and hands these to threads.
+// The XLA FFI handler of the grouped product: checks its arguments and splits the work into tasks for a thread pool.
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -13,27 +13,36 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace jmx {
+
+// The attributes of a call. `group`: weights that share a scale, or kWholeRow. `few`: calls of these shapes have few rows per
+// expert; their sums may be added up in another order, which must not depend on what the blocks are.
+struct Attributes {
+  std::string_view instructions, format;
+  int64_t group;
+  bool few;
+};
+
 namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kMaxColumns = 64;          // a piece is no larger, so that threads end together
-constexpr int64_t kReadRows = 4;             // of a block, in the mean, up to which reading weights is what takes the time
-constexpr int64_t kReadInARow = 16;          // pieces that a thread then takes at once: what it asks for ahead is its own
-constexpr int64_t kWorkOfAThread = 1 << 18;  // products below which another thread is not worth its start
+constexpr int64_t kTaskColumns = 64;  // of the result in a task: few, so that all threads finish at about the same time
+constexpr int64_t kMemoryBoundRows = 4;  // mean rows of a block up to which a call is bound by memory bandwidth
+constexpr int64_t kMemoryBoundTasksPerClaim = 16;  // then a thread claims so many tasks at once, and prefetches its own weights
+constexpr int64_t kMinProductsPerThread = 1 << 18;  // multiplications below which starting another thread costs more than it saves
 
-const Kernel* Find(std::string_view name) {
-  const Kernel* best = nullptr;
-  for (const Kernel* kernel : {JMX_KERNELS}) {
-    if (!kernel->runs_here()) continue;
-    if (name == kernel->name) return kernel;
-    if (name == "best") best = kernel;
+const InstructionSet* FindInstructionSet(std::string_view name) {
+  const InstructionSet* best = nullptr;
+  for (const InstructionSet* instructions : {JMX_INSTRUCTION_SETS}) {
+    if (!instructions->is_supported()) continue;
+    if (name == instructions->name) return instructions;
+    if (name == "best") best = instructions;
   }
   return best;
 }
 
-// Memory of this thread's own, which it keeps.
-char* Scratch(size_t bytes) {
+// Scratch memory of this thread, kept between calls.
+char* ThreadScratch(size_t bytes) {
   struct Buffer {
     char* data = nullptr;
     size_t size = 0;
@@ -52,30 +61,30 @@ char* Scratch(size_t bytes) {
   return buffer.data;
 }
 
-// The arrays of a call. Those that its format or its type of x lacks are empty.
+// The arrays of a call. Those that the weight format or the type of x does not use are empty.
 struct Arrays {
   ffi::AnyBuffer x, x_scales, values, scales, zero_points, global_scales, bias;
   RowBlocks blocks;
   ffi::AnyBuffer out;
 };
 
-// What weights are by an attribute of the call; the type of their scales says the rest.
-struct Scheme {
+// The weight format as the call's attributes give it; `Resolve` completes it by the type of the scales.
+struct WeightFormat {
   std::string_view name;
   int64_t group;
 
-  bool Integers() const { return name == "int4"; }
+  bool IsInt4() const { return name == "int4"; }
 
-  void Check(Arguments& given) const {
-    if (name != "mxfp4" && name != "nvfp4" && !Integers())
-      return given.Fail("`format` (=" + std::string(name) + ") must be mxfp4, nvfp4 or int4");
+  void Check(ArgumentChecker& check) const {
+    if (name != "mxfp4" && name != "nvfp4" && !IsInt4())
+      return check.InvalidArgument("`format` (=" + std::string(name) + ") must be mxfp4, nvfp4 or int4");
     const bool power = group >= kBlock && std::has_single_bit(static_cast<uint64_t>(group));
-    if (Integers() ? group != kWholeRow && !power : group != (name == "mxfp4" ? kBlock : kBlock / 2))
-      given.Fail("`group` (=" + std::to_string(group) + ") must be how many weights of " + std::string(name) + " share a scale");
+    if (IsInt4() ? group != kWholeRow && !power : group != (name == "mxfp4" ? kBlock : kBlock / 2))
+      check.InvalidArgument("`group` (=" + std::to_string(group) + ") must be how many weights of " + std::string(name) + " share a scale");
   }
 
-  Format With(ffi::DataType scale) const {
-    if (!Integers()) return name == "mxfp4" ? kMxfp4 : kNvfp4;
+  Format Resolve(ffi::DataType scale) const {
+    if (!IsInt4()) return name == "mxfp4" ? kMxfp4 : kNvfp4;
     return scale == ffi::BF16 ? kInt4Bfloat16 : scale == ffi::F16 ? kInt4Float16 : kInt4Float32;
   }
 };
@@ -83,7 +92,7 @@ struct Scheme {
 struct Sizes {
   int64_t num_experts, columns, k, groups;
 
-  // Of values (E, N, K / 2), whose number of axes is known to be three.
+  // `values` is (E, N, K / 2); that it has three axes was checked.
   Sizes(ffi::AnyBuffer values, int64_t group)
       : num_experts(values.dimensions()[0]),
         columns(values.dimensions()[1]),
@@ -91,147 +100,139 @@ struct Sizes {
         groups(group == kWholeRow ? 1 : k / group) {}
 };
 
-void Check(Arguments& given, const Arrays& arrays, const Scheme& scheme) {
-  scheme.Check(given);
-  given.Require("values", arrays.values, {ffi::U8}, {kAnySize, kAnySize, kAnySize});
-  if (given.failed()) return;
-  const auto [num_experts, columns, k, groups] = Sizes(arrays.values, scheme.group);
-  if (columns % kStep != 0 || (scheme.group != kWholeRow && k % scheme.group != 0))
-    return given.Fail(Arguments::Named("values", arrays.values) + " must have rows of whole groups, by " + std::to_string(kStep));
-  if (scheme.Integers()) {
-    given.Require("x", arrays.x, {ffi::F32, ffi::BF16, ffi::S8}, {kAnySize, k});
-    given.Require("scales", arrays.scales, {ffi::BF16, ffi::F16, ffi::F32}, {num_experts, columns, groups});
-    given.RequireOrEmpty("zero_points", arrays.zero_points, {ffi::S8}, {num_experts, columns, groups});
+void Check(ArgumentChecker& check, const Arrays& arrays, const WeightFormat& format) {
+  format.Check(check);
+  check.Require("values", arrays.values, {ffi::U8}, {kAnySize, kAnySize, kAnySize});
+  if (check.failed()) return;
+  const auto [num_experts, columns, k, groups] = Sizes(arrays.values, format.group);
+  if (columns % kTileColumns != 0 || (format.group != kWholeRow && k % format.group != 0))
+    return check.InvalidArgument(ArgumentChecker::Describe("values", arrays.values) + " must have rows of whole groups, by " + std::to_string(kTileColumns));
+  if (format.IsInt4()) {
+    check.Require("x", arrays.x, {ffi::F32, ffi::BF16, ffi::S8}, {kAnySize, k});
+    check.Require("scales", arrays.scales, {ffi::BF16, ffi::F16, ffi::F32}, {num_experts, columns, groups});
+    check.RequireOrEmpty("zero_points", arrays.zero_points, {ffi::S8}, {num_experts, columns, groups});
   } else {
-    given.Require("x", arrays.x, {ffi::F32, ffi::BF16}, {kAnySize, k});
-    given.Require("scales", arrays.scales, {ffi::U8}, {num_experts, columns, groups});
-    given.RequireEmpty("zero_points", arrays.zero_points, {ffi::S8});
+    check.Require("x", arrays.x, {ffi::F32, ffi::BF16}, {kAnySize, k});
+    check.Require("scales", arrays.scales, {ffi::U8}, {num_experts, columns, groups});
+    check.RequireEmpty("zero_points", arrays.zero_points, {ffi::S8});
   }
-  if (scheme.name == "nvfp4") given.Require("global_scales", arrays.global_scales, {ffi::F32}, {num_experts, columns});
-  else given.RequireEmpty("global_scales", arrays.global_scales, {ffi::F32});
-  given.Require("out", arrays.out, {ffi::F32}, {kAnySize, columns});
-  arrays.blocks.RequireArrays(given);
-  if (given.failed()) return;
+  if (format.name == "nvfp4") check.Require("global_scales", arrays.global_scales, {ffi::F32}, {num_experts, columns});
+  else check.RequireEmpty("global_scales", arrays.global_scales, {ffi::F32});
+  check.Require("out", arrays.out, {ffi::F32}, {kAnySize, columns});
+  arrays.blocks.RequireArrays(check);
+  if (check.failed()) return;
   const int64_t rows = arrays.x.dimensions()[0];
-  if (arrays.x.element_type() == ffi::S8) given.Require("x_scales", arrays.x_scales, {ffi::F32}, {rows, 1});
-  else given.RequireEmpty("x_scales", arrays.x_scales, {ffi::F32});
-  given.RequireOrEmpty("bias", arrays.bias, {ffi::F32}, {arrays.blocks.size(), columns});
-  arrays.blocks.RequireWithin(given, num_experts, rows, arrays.out.dimensions()[0]);
+  if (arrays.x.element_type() == ffi::S8) check.Require("x_scales", arrays.x_scales, {ffi::F32}, {rows, 1});
+  else check.RequireEmpty("x_scales", arrays.x_scales, {ffi::F32});
+  check.RequireOrEmpty("bias", arrays.bias, {ffi::F32}, {arrays.blocks.size(), columns});
+  arrays.blocks.RequireWithin(check, num_experts, rows, arrays.out.dimensions()[0]);
 }
 
-// Columns column..end of one block, where its weights have those.
-void Run(const Arrays& arrays, const Way& way, const Sizes& sizes, int64_t group, int64_t b, int64_t column, int64_t end) {
-  const RowBlock block = arrays.blocks.At(b);
+// Columns begin..end of the result of one row block; `end` may lie beyond the last column.
+struct Task {
+  int64_t block, begin, end;
+};
+
+void RunTask(const Arrays& arrays, const Microkernel& microkernel, const Sizes& sizes, int64_t group, const Task& task) {
+  const RowBlock block = arrays.blocks.At(task.block);
   if (block.count <= 0) return;
   const auto [num_experts, columns, k, groups] = sizes;
-  const int64_t row = block.expert * columns + column;  // among the weight rows of all experts
-  const auto given = [](const ffi::AnyBuffer& array) { return array.element_count() != 0; };
-  Piece piece;
-  piece.x = static_cast<const char*>(arrays.x.untyped_data()) + block.from * k * ffi::ByteWidth(arrays.x.element_type());
-  piece.x_scales = given(arrays.x_scales) ? arrays.x_scales.typed_data<float>() + block.from : nullptr;
-  piece.values = arrays.values.typed_data<uint8_t>() + row * (k / 2);
-  piece.scales = static_cast<const char*>(arrays.scales.untyped_data()) + row * groups * ffi::ByteWidth(arrays.scales.element_type());
-  piece.zero_points = given(arrays.zero_points) ? arrays.zero_points.typed_data<int8_t>() + row * groups : nullptr;
-  piece.global_scales = given(arrays.global_scales) ? arrays.global_scales.typed_data<float>() + row : nullptr;
-  piece.bias = given(arrays.bias) ? arrays.bias.typed_data<float>() + b * columns + column : nullptr;
-  piece.out = arrays.out.typed_data<float>() + block.to * columns + column;
-  piece.rows = block.count;
-  piece.columns = std::min(end, columns) - column;
-  piece.k = k;
-  piece.group = group;
-  piece.out_stride = columns;
-  piece.scratch = Scratch(way.room(k));
-  way.run(piece);
+  const int64_t row = block.expert * columns + task.begin;  // among the weight rows of all experts
+  const auto is_given = [](const ffi::AnyBuffer& array) { return array.element_count() != 0; };
+  Gemm gemm;
+  gemm.x = static_cast<const char*>(arrays.x.untyped_data()) + block.x_row * k * ffi::ByteWidth(arrays.x.element_type());
+  gemm.x_scales = is_given(arrays.x_scales) ? arrays.x_scales.typed_data<float>() + block.x_row : nullptr;
+  gemm.values = arrays.values.typed_data<uint8_t>() + row * (k / 2);
+  gemm.scales = static_cast<const char*>(arrays.scales.untyped_data()) + row * groups * ffi::ByteWidth(arrays.scales.element_type());
+  gemm.zero_points = is_given(arrays.zero_points) ? arrays.zero_points.typed_data<int8_t>() + row * groups : nullptr;
+  gemm.global_scales = is_given(arrays.global_scales) ? arrays.global_scales.typed_data<float>() + row : nullptr;
+  gemm.bias = is_given(arrays.bias) ? arrays.bias.typed_data<float>() + task.block * columns + task.begin : nullptr;
+  gemm.out = arrays.out.typed_data<float>() + block.out_row * columns + task.begin;
+  gemm.rows = block.count;
+  gemm.columns = std::min(task.end, columns) - task.begin;
+  gemm.k = k;
+  gemm.group = group;
+  gemm.out_stride = columns;
+  gemm.scratch = ThreadScratch(microkernel.scratch_bytes(k));
+  microkernel.run(gemm);
 }
 
-void RunAll(ffi::ThreadPool pool, const Arrays& arrays, const Way& way, int64_t group) {
+void RunAllTasks(ffi::ThreadPool pool, const Arrays& arrays, const Microkernel& microkernel, int64_t group) {
   const Sizes sizes(arrays.values, group);
   const int64_t blocks = arrays.blocks.size();
-  int64_t rows = 0, busy = 0;
+  int64_t rows = 0, nonempty_blocks = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t count = arrays.blocks.At(b).count;
     rows += std::max<int64_t>(count, 0);
-    busy += count > 0;
+    nonempty_blocks += count > 0;
   }
   if (rows == 0 || sizes.columns == 0 || sizes.k == 0) return;
-  const int64_t width = std::min(kMaxColumns, sizes.columns);
-  const int64_t pieces = (sizes.columns + width - 1) / width;
+  const int64_t width = std::min(kTaskColumns, sizes.columns);
+  const int64_t block_tasks = (sizes.columns + width - 1) / width;
   const auto work = [&](int64_t i, int64_t end) {
-    for (int64_t n; i < end; i += n) {  // those of one block are one
-      n = std::min(end - i, pieces - i % pieces);
-      Run(arrays, way, sizes, group, i / pieces, i % pieces * width, (i % pieces + n) * width);
+    for (int64_t n; i < end; i += n) {  // neighbouring tasks of one block run as one
+      n = std::min(end - i, block_tasks - i % block_tasks);
+      const int64_t first = i % block_tasks;
+      RunTask(arrays, microkernel, sizes, group, {i / block_tasks, first * width, (first + n) * width});
     }
   };
-  const int64_t worth = rows * sizes.columns * sizes.k / kWorkOfAThread;
-  const int64_t helpers = std::min({pool.num_threads() - 1, worth, blocks * pieces - 1});
-  Share(pool, helpers, blocks * pieces, rows <= kReadRows * busy ? kReadInARow : way.in_a_row, work);
+  const int64_t useful_threads = rows * sizes.columns * sizes.k / kMinProductsPerThread;
+  const int64_t helpers = std::min({pool.num_threads() - 1, useful_threads, blocks * block_tasks - 1});
+  ParallelFor(pool, helpers, blocks * block_tasks, rows <= kMemoryBoundRows * nonempty_blocks ? kMemoryBoundTasksPerClaim : microkernel.tasks_per_claim, work);
 }
 
 // For each block b and each m below counts[b], with e = experts[b]:
-//   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantised(weight[e]).T + bias[b]
-// Rows of `out` that no block names are left as they are. `few` says that calls of these shapes have few rows an expert:
-// their sums may have an order of their own, which must not depend on what the blocks are.
+//   out[out_rows[b] + m] = x[x_rows[b] + m] @ dequantized(weight[e]).T + bias[b]
+// Rows of `out` that no block covers are left as they are. XLA passes arrays by position; attributes have names.
 ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer x_scales, ffi::AnyBuffer values,
                           ffi::AnyBuffer scales, ffi::AnyBuffer zero_points, ffi::AnyBuffer global_scales,
                           ffi::AnyBuffer bias, ffi::AnyBuffer experts, ffi::AnyBuffer x_rows, ffi::AnyBuffer out_rows,
-                          ffi::AnyBuffer counts, ffi::Result<ffi::AnyBuffer> out, std::string_view instructions,
-                          std::string_view format, int64_t group, bool few) {
+                          ffi::AnyBuffer counts, ffi::Result<ffi::AnyBuffer> out, const Attributes& attributes) {
   const Arrays arrays{x, x_scales, values, scales, zero_points, global_scales, bias, {experts, x_rows, out_rows, counts}, *out};
-  const Scheme scheme{format, group};
-  const Kernel* kernel = Find(instructions);
-  Arguments given("jmx_cpu_grouped_product");
-  if (kernel == nullptr) given.Fail("`instructions` (=" + std::string(instructions) + ") must be a set that this machine has");
-  Check(given, arrays, scheme);
-  if (given.failed()) return given.error();
+  const WeightFormat format{attributes.format, attributes.group};
+  const InstructionSet* instructions = FindInstructionSet(attributes.instructions);
+  ArgumentChecker check("jmx_cpu_grouped_product");
+  if (instructions == nullptr)
+    check.InvalidArgument("`instructions` (=" + std::string(attributes.instructions) + ") must be a set that this machine has");
+  Check(check, arrays, format);
+  if (check.failed()) return check.error();
   const ffi::DataType type = x.element_type();
-  const Input input = type == ffi::S8 ? kInt8 : type == ffi::F32 ? kFloat32 : few ? kFewBfloat16 : kBfloat16;
-  RunAll(pool, arrays, kernel->Find(scheme.With(scales.element_type()), input), group);
+  const Input input = type == ffi::S8 ? kInt8 : type == ffi::F32 ? kFloat32 : attributes.few ? kFewBfloat16 : kBfloat16;
+  RunAllTasks(pool, arrays, instructions->Find(format.Resolve(scales.element_type()), input), attributes.group);
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace jmx
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cpu_grouped_product, jmx::GroupedProduct,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<std::string_view>("instructions")
-                                  .Attr<std::string_view>("format")
-                                  .Attr<int64_t>("group")
-                                  .Attr<bool>("few"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jmx::Attributes, xla::ffi::StructMember<std::string_view>("instructions"),
+                                      xla::ffi::StructMember<std::string_view>("format"),
+                                      xla::ffi::StructMember<int64_t>("group"), xla::ffi::StructMember<bool>("few"));
 
-// Names of the kernels that this machine runs, the best one last: "portable avx2 ".
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmx_cpu_grouped_product, jmx::GroupedProduct,
+    jmx::BindArguments<11>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>()).Ret<xla::ffi::AnyBuffer>().Attrs<jmx::Attributes>());
+
+// Names of the instruction sets that this machine supports, the best one last: "portable avx2 ".
 extern "C" const char* jmx_cpu_kernels() {
   static const std::string names = [] {
     using namespace jmx;
     std::string all;
-    for (const Kernel* kernel : {JMX_KERNELS})
-      if (kernel->runs_here()) all.append(kernel->name).append(" ");
+    for (const InstructionSet* instructions : {JMX_INSTRUCTION_SETS})
+      if (instructions->is_supported()) all.append(instructions->name).append(" ");
     return all;
   }();
   return names.c_str();
 }
 
-// One piece on this thread, without XLA: what tests hold to its memory and to its bits. 0, or 1 for a name not known.
-extern "C" int jmx_cpu_product(const char* instructions, int format, int input, const char* x, const float* x_scales,
-                               const uint8_t* values, const char* scales, const int8_t* zero_points, const float* global_scales,
-                               const float* bias, float* out, int64_t rows, int64_t columns, int64_t k, int64_t group) {
-  const jmx::Kernel* kernel = jmx::Find(instructions);
-  if (kernel == nullptr) return 1;
-  const jmx::Way& way = kernel->Find(static_cast<jmx::Format>(format), static_cast<jmx::Input>(input));
-  way.run({x, x_scales, values, scales, zero_points, global_scales, bias, out, rows, columns, k, group, columns,
-           jmx::Scratch(way.room(k))});
+// One GEMM on this thread, without XLA: for tests of memory accesses and of exact results. `gemm.scratch` is ignored.
+// Returns 0, or 1 if `instructions` is unknown.
+extern "C" int jmx_cpu_product(const char* instructions, int format, int input, const jmx::Gemm* gemm) {
+  const jmx::InstructionSet* found = jmx::FindInstructionSet(instructions);
+  if (found == nullptr) return 1;
+  const jmx::Microkernel& microkernel = found->Find(static_cast<jmx::Format>(format), static_cast<jmx::Input>(input));
+  jmx::Gemm with_scratch = *gemm;
+  with_scratch.scratch = jmx::ThreadScratch(microkernel.scratch_bytes(gemm->k));
+  microkernel.run(with_scratch);
   return 0;
 }

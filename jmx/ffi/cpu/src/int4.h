@@ -31,37 +31,37 @@ struct Float32 {
 };
 
 template <typename Scale>
-class Int4 : public Packed {
+class Int4 : public PackedWeights {
  public:
   static constexpr int kScalesEvery = 16 / sizeof(typename Scale::Bits);
 
-  Int4(const jmx::Piece& piece, int64_t column)
-      : Packed(piece, column),
-        shift_(piece.group == jmx::kWholeRow ? kNone : std::countr_zero(static_cast<uint64_t>(piece.group / jmx::kBlock))),
-        groups_(piece.group == jmx::kWholeRow ? 1 : piece.k / piece.group),
-        scales_(piece.scales + column * groups_ * sizeof(typename Scale::Bits)),
-        zeros_(piece.zero_points == nullptr ? nullptr : piece.zero_points + column * groups_) {}
+  Int4(const jmx::Gemm& gemm, int64_t column)
+      : PackedWeights(gemm, column),
+        shift_(gemm.group == jmx::kWholeRow ? kShiftToZero : std::countr_zero(static_cast<uint64_t>(gemm.group / jmx::kBlock))),
+        groups_(gemm.group == jmx::kWholeRow ? 1 : gemm.k / gemm.group),
+        scales_(gemm.scales + column * groups_ * sizeof(typename Scale::Bits)),
+        zeros_(gemm.zero_points == nullptr ? nullptr : gemm.zero_points + column * groups_) {}
 
   template <typename Lanes, bool tail>
   auto Table(int64_t column, int64_t block, int) const {
     const float scale = ScaleOf(column, block);
-    if (zeros_ == nullptr) return Lanes::Of(Line{0, scale});  // a table the sooner
-    return Lanes::Of(Line{static_cast<float>(Zero(column, block)), scale});
+    if (zeros_ == nullptr) return Lanes::MakeTable(AffineCode{0, scale});  // a table the sooner
+    return Lanes::MakeTable(AffineCode{static_cast<float>(Zero(column, block)), scale});
   }
 
-  float Factor(int64_t column) const { return shift_ == kNone ? ToFloat(column) : 1; }
+  float Factor(int64_t column) const { return shift_ == kShiftToZero ? ToFloat(column) : 1; }
 
-  const void* Ahead(int64_t blocks) const { return scales_ + (blocks >> shift_) * sizeof(typename Scale::Bits); }
+  const void* ScaleAddress(int64_t blocks) const { return scales_ + (blocks >> shift_) * sizeof(typename Scale::Bits); }
 
   // Of as many blocks as lanes are for, four each, or of the last `weights` of a row: scales. Lanes past them have any.
 #if defined(__AVX512BW__)
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
-    if (shift_ == kNone) return _mm512_set1_ps(1);
+    if (shift_ == kShiftToZero) return _mm512_set1_ps(1);
     const char* scales = scales_ + (column * groups_ + (block >> shift_)) * sizeof(typename Scale::Bits);
     if constexpr (sizeof(typename Scale::Bits) == 4) {
-      return _mm512_permutexvar_ps(Spread(), _mm512_maskz_loadu_ps(Here(weights), scales));
+      return _mm512_permutexvar_ps(GroupOfLane(), _mm512_maskz_loadu_ps(GroupMask(weights), scales));
     } else {
-      const __m512i few = _mm512_permutexvar_epi32(Spread(), _mm512_cvtepu16_epi32(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(Here(weights), scales))));
+      const __m512i few = _mm512_permutexvar_epi32(GroupOfLane(), _mm512_cvtepu16_epi32(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(GroupMask(weights), scales))));
       if constexpr (std::is_same_v<Scale, Bfloat16>) return (__m512)_mm512_slli_epi32(few, 16);
       else return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(few));
     }
@@ -69,9 +69,9 @@ class Int4 : public Packed {
 
   // Zero points of the same.
   __m512i Zeros(int64_t column, int64_t block, int64_t weights) const {
-    if (shift_ == kNone) return _mm512_set1_epi32(zeros_[column]);
-    const __m512i few = _mm512_maskz_loadu_epi8(Here(weights), zeros_ + column * groups_ + (block >> shift_));
-    return _mm512_permutexvar_epi32(Spread(), _mm512_cvtepi8_epi32(_mm512_castsi512_si128(few)));
+    if (shift_ == kShiftToZero) return _mm512_set1_epi32(zeros_[column]);
+    const __m512i few = _mm512_maskz_loadu_epi8(GroupMask(weights), zeros_ + column * groups_ + (block >> shift_));
+    return _mm512_permutexvar_epi32(GroupOfLane(), _mm512_cvtepi8_epi32(_mm512_castsi512_si128(few)));
   }
 #else
   auto Factors(int64_t column, int64_t block, int64_t weights) const {
@@ -88,16 +88,16 @@ class Int4 : public Packed {
 
 #if defined(__AVX512BF16__)
   static constexpr bool kMayHaveZeros = true;
-  static const uint16_t* Elements() { return kIntegers; }
-  static constexpr float kElementsOver = 256;  // so that no x is too large for products without their scale
+  static const uint16_t* ElementTable() { return kIntegers; }
+  static constexpr float kElementScale = 256;  // so that no x is too large for products without their scale
 #endif
 
  private:
   // Of a block of a row.
-  float ScaleOf(int64_t column, int64_t block) const { return shift_ == kNone ? 1 : ToFloat(column * groups_ + (block >> shift_)); }
+  float ScaleOf(int64_t column, int64_t block) const { return shift_ == kShiftToZero ? 1 : ToFloat(column * groups_ + (block >> shift_)); }
   int8_t Zero(int64_t column, int64_t block) const { return zeros_ == nullptr ? 0 : zeros_[column * groups_ + (block >> shift_)]; }
 
-  static constexpr int kNone = 62;  // places that leave nothing of any number
+  static constexpr int kShiftToZero = 62;  // places that leave nothing of any number
 
   float ToFloat(int64_t group) const {
     typename Scale::Bits bits;
@@ -107,10 +107,10 @@ class Int4 : public Packed {
 
 #if defined(__AVX512BW__)
   // Bits for the groups of so many weights.
-  uint32_t Here(int64_t weights) const { return (1u << (weights / jmx::kBlock >> shift_)) - 1; }
+  uint32_t GroupMask(int64_t weights) const { return (1u << (weights / jmx::kBlock >> shift_)) - 1; }
 
   // Of each lane, which of the step's groups it is of.
-  __m512i Spread() const {
+  __m512i GroupOfLane() const {
     const __m512i blocks = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return _mm512_srl_epi32(blocks, _mm_cvtsi32_si128(shift_));
   }

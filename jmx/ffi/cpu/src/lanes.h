@@ -33,7 +33,7 @@ inline V Load(const void* from) {
 
 // The first `bytes` of a vector, the others zero; none of those is read.
 template <typename V>
-inline V LoadSome(const void* from, int64_t bytes) {
+inline V LoadPartial(const void* from, int64_t bytes) {
   V v = {};
   std::memcpy(&v, from, bytes < 0 ? 0 : bytes < static_cast<int64_t>(sizeof v) ? bytes : sizeof v);
   return v;
@@ -41,7 +41,7 @@ inline V LoadSome(const void* from, int64_t bytes) {
 
 // The sums of four vectors' lanes, by halves.
 template <int n>
-inline void Totals(const typename Vector<float, n>::Type (&sums)[4], float (&out)[4]) {
+inline void HorizontalSums(const typename Vector<float, n>::Type (&sums)[4], float (&out)[4]) {
   if constexpr (n == 1) {
     for (int i = 0; i < 4; ++i) out[i] = sums[i][0];
   } else if constexpr (n == 4) {
@@ -59,12 +59,12 @@ inline void Totals(const typename Vector<float, n>::Type (&sums)[4], float (&out
       std::memcpy(both, &sums[i], sizeof both);
       halves[i] = both[0] + both[1];
     }
-    Totals<n / 2>(halves, out);
+    HorizontalSums<n / 2>(halves, out);
   }
 }
 
 // a * b + c, rounded as the target has it, and never in another way where the compiler would like to.
-inline float Fused(float a, float b, float c) {
+inline float MultiplyAdd(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
   return __builtin_fmaf(a, b, c);
 #else
@@ -73,7 +73,7 @@ inline float Fused(float a, float b, float c) {
 }
 
 // What four bits stand for where they are an integer of two's complement: (code - zero) * scale.
-struct Line {
+struct AffineCode {
   float zero, scale;
 };
 
@@ -90,23 +90,23 @@ template <typename Input>
 struct Floats {
   static constexpr int n = kFloatLanes;
   typedef Input X;
-  typedef uint32_t Entry;  // of a table
+  typedef uint32_t TableEntry;  // of a table
   typedef typename Vector<float, n>::Type Part;
   typedef Part Sum;
   static constexpr int kLanes = n, kBlocks = 1, kParts = jmx::kBlock / n;
   static constexpr int kTileRows = n == 16 ? 6 : n == 8 ? 3 : 4, kFewRows = n == 8 ? 2 : 4;  // 32 registers, or 16
-  static constexpr bool kArranged = false;
+  static constexpr bool kPacksX = false;
 
   // Tables of sixteen weights, as `Decode` takes them.
 #if defined(__AVX512F__)
-  static __m512 Of(const uint32_t* weights) { return _mm512_load_ps(weights); }
-  static __m512 Of(Line line) {
+  static __m512 MakeTable(const uint32_t* weights) { return _mm512_load_ps(weights); }
+  static __m512 MakeTable(AffineCode line) {
     const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
     return _mm512_mul_ps(_mm512_sub_ps(integers, _mm512_set1_ps(line.zero)), _mm512_set1_ps(line.scale));
   }
 #else
-  static const uint32_t* Of(const uint32_t* weights) { return weights; }
-  static Line Of(Line line) { return line; }
+  static const uint32_t* MakeTable(const uint32_t* weights) { return weights; }
+  static AffineCode MakeTable(AffineCode line) { return line; }
 #endif
 
 #if defined(__AVX512F__)
@@ -126,7 +126,7 @@ struct Floats {
     const __m256i signs = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(8)), 28);
     return (Part)_mm256_xor_ps(first, _mm256_castsi256_ps(signs));  // the second half of a table is the first, negated
   }
-  static Part Decode(const uint8_t* values, Line line) {
+  static Part Decode(const uint8_t* values, AffineCode line) {
     const __m256i integers = _mm256_srai_epi32(_mm256_slli_epi32(Codes(values), 28), 28);
     return ((Part)_mm256_cvtepi32_ps(integers) - line.zero) * line.scale;
   }
@@ -136,7 +136,7 @@ struct Floats {
     for (int i = 0; i < n; ++i) bits[i] = table[values[i / 2] >> 4 * (i % 2) & 15];
     return (Part)bits;
   }
-  static Part Decode(const uint8_t* values, Line line) {
+  static Part Decode(const uint8_t* values, AffineCode line) {
     typename Vector<int32_t, n>::Type integers;
     for (int i = 0; i < n; ++i) integers[i] = ((values[i / 2] >> 4 * (i % 2) & 15) ^ 8) - 8;
     return (__builtin_convertvector(integers, Part) - line.zero) * line.scale;
@@ -162,7 +162,7 @@ struct Floats {
   static Part LoadX(const X* row, int64_t block, int part, int64_t k) {
     const int64_t first = block * jmx::kBlock + part * n;
     typedef typename Vector<X, n>::Type Given;
-    const Given x = tail ? LoadSome<Given>(row + (first < k ? first : k), (k - first) * static_cast<int64_t>(sizeof(X))) : Load<Given>(row + first);
+    const Given x = tail ? LoadPartial<Given>(row + (first < k ? first : k), (k - first) * static_cast<int64_t>(sizeof(X))) : Load<Given>(row + first);
     if constexpr (sizeof(X) == 4) return x;
     else return (Part)(__builtin_convertvector(x, typename Vector<uint32_t, n>::Type) << 16);
   }
@@ -174,23 +174,23 @@ struct Floats {
 // Weights as 32 bfloat16, whose neighbours' products the instruction adds to one float32.
 struct Bfloats {
   typedef uint16_t X;
-  typedef uint16_t Entry;
+  typedef uint16_t TableEntry;
   typedef __m512i Part;
   typedef typename Vector<float, 16>::Type Sum;
   static constexpr int kLanes = 16, kBlocks = 1, kParts = 1, kTileRows = 6, kFewRows = 4;
-  static constexpr bool kArranged = false;
+  static constexpr bool kPacksX = false;
 
   struct Pair {  // one table for each half of a block
     __m512i tables;
   };
 
   static __m256i Half(const uint16_t* weights) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(weights)); }
-  static __m512i Of(const uint16_t* weights) { return _mm512_broadcast_i64x4(Half(weights)); }
-  static Pair Of(const uint16_t* first, const uint16_t* second) {
+  static __m512i MakeTable(const uint16_t* weights) { return _mm512_broadcast_i64x4(Half(weights)); }
+  static Pair MakeTable(const uint16_t* first, const uint16_t* second) {
     return {_mm512_inserti64x4(_mm512_castsi256_si512(Half(first)), Half(second), 1)};
   }
-  static __m512i Of(Line line) {  // weights are rounded once
-    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(Floats<float>::Of(line)));
+  static __m512i MakeTable(AffineCode line) {  // weights are rounded once
+    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(Floats<float>::MakeTable(line)));
   }
 
   static __m512i Codes(__m128i values) {
@@ -207,14 +207,14 @@ struct Bfloats {
   template <bool tail, typename Format>
   static Part Decode(const Format& format, int column, int64_t block, int) {
     const uint8_t* values = format.Values(column) + block * (jmx::kBlock / 2);
-    const __m128i some = tail ? LoadSome<__m128i>(values, format.k / 2 - block * (jmx::kBlock / 2)) : Load<__m128i>(values);
+    const __m128i some = tail ? LoadPartial<__m128i>(values, format.k / 2 - block * (jmx::kBlock / 2)) : Load<__m128i>(values);
     return Decode(some, format.template Table<Bfloats, tail>(column, block, 0));
   }
 
   template <bool tail>
   static Part LoadX(const X* row, int64_t block, int, int64_t k) {
     const X* x = row + block * jmx::kBlock;
-    return tail ? LoadSome<Part>(x, (k - block * jmx::kBlock) * static_cast<int64_t>(sizeof(X))) : Load<Part>(x);
+    return tail ? LoadPartial<Part>(x, (k - block * jmx::kBlock) * static_cast<int64_t>(sizeof(X))) : Load<Part>(x);
   }
 
   static Sum Add(Sum sum, Part weights, Part x) { return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x); }

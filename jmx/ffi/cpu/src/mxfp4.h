@@ -6,31 +6,31 @@
 
 namespace {
 
-class Mxfp4 : public Packed {
+class Mxfp4 : public PackedWeights {
  public:
-  static constexpr int kScalesEvery = 16;  // blocks of kStep rows whose scales fill a line of the cache
+  static constexpr int kScalesEvery = 16;  // blocks of kTileColumns rows whose scales fill a line of the cache
 
-  Mxfp4(const jmx::Piece& piece, int64_t column)
-      : Packed(piece, column), scales_(reinterpret_cast<const uint8_t*>(piece.scales) + column * (piece.k / jmx::kBlock)) {}
+  Mxfp4(const jmx::Gemm& gemm, int64_t column)
+      : PackedWeights(gemm, column), scales_(reinterpret_cast<const uint8_t*>(gemm.scales) + column * (gemm.k / jmx::kBlock)) {}
 
   template <typename Lanes, bool tail>
   auto Table(int64_t column, int64_t block, int) const {
-    return Lanes::Of(jmx::kUnderE8m0<typename Lanes::Entry>.bits[*Scale(column, block)]);
+    return Lanes::MakeTable(jmx::kE8m0Tables<typename Lanes::TableEntry>.bits[*Scale(column, block)]);
   }
 
   float Factor(int64_t) const { return 1; }
 
-  const void* Ahead(int64_t blocks) const { return scales_ + blocks; }
+  const void* ScaleAddress(int64_t blocks) const { return scales_ + blocks; }
 
 #if defined(__AVX512BF16__)
   // Products of elements alone, over 2^kShift so that no x is too large for them; a scale times 2^kShift is a number.
   static constexpr int kShift = 8;
   static constexpr bool kMayHaveZeros = false;
-  static const uint16_t* Elements() { return jmx::kUnderE8m0<uint16_t>.bits[127 - kShift]; }
-  static constexpr float kElementsOver = 1;  // by which sums are smaller than they should be
+  static const uint16_t* ElementTable() { return jmx::kE8m0Tables<uint16_t>.bits[127 - kShift]; }
+  static constexpr float kElementScale = 1;  // by which sums are smaller than they should be
 
   // Scales outside of this range are rare, and take tables of their own. Within it, weights are normal numbers.
-  bool Plain(int64_t columns) const { return AllWithin(scales_, columns * (k / jmx::kBlock), 2, 246); }
+  bool HasOrdinaryScales(int64_t columns) const { return AllWithin(scales_, columns * (k / jmx::kBlock), 2, 246); }
 
   // Of four scales, the i-th becomes the exponents of lane i.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {

@@ -6,36 +6,36 @@
 
 namespace {
 
-class Nvfp4 : public Packed {
+class Nvfp4 : public PackedWeights {
  public:
   static constexpr int kScalesEvery = 8;
 
-  Nvfp4(const jmx::Piece& piece, int64_t column)
-      : Packed(piece, column),
-        scales_(reinterpret_cast<const uint8_t*>(piece.scales) + column * (piece.k / kGroup)),
-        factors_(piece.global_scales + column) {}
+  Nvfp4(const jmx::Gemm& gemm, int64_t column)
+      : PackedWeights(gemm, column),
+        scales_(reinterpret_cast<const uint8_t*>(gemm.scales) + column * (gemm.k / kGroup)),
+        factors_(gemm.global_scales + column) {}
 
   template <typename Lanes, bool tail>
   auto Table(int64_t column, int64_t block, int part) const {
-    const auto of = [](int scale) { return jmx::kUnderE4m3<typename Lanes::Entry>.bits[scale]; };
+    const auto of = [](int scale) { return jmx::kE4m3Tables<typename Lanes::TableEntry>.bits[scale]; };
     const uint8_t* two = Scale(column, block);
     const bool alone = tail && k % jmx::kBlock <= kGroup;  // then the second half has no weights
-    if constexpr (Lanes::kParts == 1) return Lanes::Of(of(two[0]), of(two[alone ? 0 : 1]));
-    else return Lanes::Of(of(two[alone ? 0 : part * 2 / Lanes::kParts]));
+    if constexpr (Lanes::kParts == 1) return Lanes::MakeTable(of(two[0]), of(two[alone ? 0 : 1]));
+    else return Lanes::MakeTable(of(two[alone ? 0 : part * 2 / Lanes::kParts]));
   }
 
   float Factor(int64_t column) const { return factors_[column]; }
 
-  const void* Ahead(int64_t blocks) const { return scales_ + 2 * blocks; }
+  const void* ScaleAddress(int64_t blocks) const { return scales_ + 2 * blocks; }
 
 #if defined(__AVX512BF16__)
   static constexpr int kShift = 8;  // as of Mxfp4
   static constexpr bool kMayHaveZeros = false;
-  static const uint16_t* Elements() { return jmx::kUnderE8m0<uint16_t>.bits[127 - kShift]; }
-  static constexpr float kElementsOver = 1;
+  static const uint16_t* ElementTable() { return jmx::kE8m0Tables<uint16_t>.bits[127 - kShift]; }
+  static constexpr float kElementScale = 1;
 
   // Positive normal numbers.
-  bool Plain(int64_t columns) const { return AllWithin(scales_, columns * (k / kGroup), 8, 126); }
+  bool HasOrdinaryScales(int64_t columns) const { return AllWithin(scales_, columns * (k / kGroup), 8, 126); }
 
   // The i-th of eight scales, to two lanes: its seven bits stand where a float32 has its exponent and mantissa.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {

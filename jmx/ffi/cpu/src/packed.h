@@ -12,9 +12,9 @@
 
 namespace {
 
-class Packed {
+class PackedWeights {
  public:
-  Packed(const jmx::Piece& piece, int64_t column) : k(piece.k), values_(piece.values + column * (piece.k / 2)) {}
+  PackedWeights(const jmx::Gemm& gemm, int64_t column) : k(gemm.k), values_(gemm.values + column * (gemm.k / 2)) {}
 
   const uint8_t* Values(int64_t column) const { return values_ + column * (k / 2); }
 

@@ -1,7 +1,7 @@
-// The kernel, for the instruction set that this file is compiled for: once for each, under the name JMX_KERNEL.
+// The microkernels of one instruction set: this file is compiled once for each, under the name JMX_INSTRUCTION_SET.
 //
-// A tile is some rows of x by kStep rows of the weight, all sums in registers. Where x has few rows, weights are decoded
-// between the load and the product. Where it has many, kStep rows of the weight are decoded once, into a panel that the
+// A tile is some rows of x by kTileColumns rows of the weight, all sums in registers. Where x has few rows, weights are decoded
+// between the load and the product. Where it has many, kTileColumns rows of the weight are decoded once, into a panel that the
 // first-level cache holds, and tiles of x run over it. Both add up in one order. Formats and types of x are parameters of
 // one loop.
 #include <algorithm>
@@ -26,175 +26,175 @@
 
 namespace {
 
-using jmx::kStep;
-using jmx::Piece;
+using jmx::kTileColumns;
+using jmx::Gemm;
 
-constexpr int64_t kRowBytes = 512 << 10;  // of x, which one panel after another meets: a part of the second-level cache
-constexpr int kAhead = 8192;  // bytes of weights between what is asked for and what is read: some hundred nanoseconds
-constexpr int64_t kAheadOfMany = 64 << 10;  // the same where a panel of them meets many rows, and hardware fetches what follows
+constexpr int64_t kXBytes = 512 << 10;  // of x, which one panel after another meets: a part of the second-level cache
+constexpr int kPrefetchBytes = 8192;  // distance of prefetches ahead of loads of weights: some hundred nanoseconds
+constexpr int64_t kPanelPrefetchBytes = 64 << 10;  // the same for panels that many rows use, where hardware prefetches what follows
 
 // Where the weights of a tile come from: bytes, or a decoded panel (columns, steps).
-template <typename L, typename Format>
-struct Streamed {
+template <typename Lanes, typename Format>
+struct StreamedWeights {
   static constexpr bool kStreamed = true;
   const Format& format;
   template <bool tail>
-  typename L::Part At(int column, int64_t step, int part) const {
-    return L::template Decode<tail>(format, column, step, part);
+  typename Lanes::Part At(int column, int64_t step, int part) const {
+    return Lanes::template Decode<tail>(format, column, step, part);
   }
 };
 
-template <typename L>
-struct Decoded {
+template <typename Lanes>
+struct DecodedPanel {
   static constexpr bool kStreamed = false;
-  const typename L::Part* parts;
+  const typename Lanes::Part* parts;
   int64_t steps;
   template <bool>
-  const typename L::Part& At(int column, int64_t step, int part) const {
-    return parts[(column * steps + step) * L::kParts + part];
+  const typename Lanes::Part& At(int column, int64_t step, int part) const {
+    return parts[(column * steps + step) * Lanes::kParts + part];
   }
 };
 
 // Steps through k, of which the last may be cut short.
-template <typename L>
+template <typename Lanes>
 int64_t Steps(int64_t k) {
-  constexpr int kWeights = L::kBlocks * jmx::kBlock;
+  constexpr int kWeights = Lanes::kBlocks * jmx::kBlock;
   return (k + kWeights - 1) / kWeights;
 }
 
 // Elements from one row of x to the next, as `L` reads them.
-template <typename L>
+template <typename Lanes>
 int64_t Stride(int64_t k) {
-  if constexpr (L::kArranged) return Steps<L>(k);
+  if constexpr (Lanes::kPacksX) return Steps<Lanes>(k);
   else return k;
 }
 
 // The tile of rows from `row` and columns from `column` of a piece, given x from its first row on.
-template <typename L, int rows, typename Format, typename Weights>
-inline void Tile(const Piece& piece, const typename L::X* x, const Format& format, const Weights& weights, int64_t row, int64_t column) {
-  const int64_t k = piece.k, stride = Stride<L>(k);  // which stores to `out` could change, for all that the compiler knows
-  typename L::Sum sums[rows][kStep] = {};
+template <typename Lanes, int rows, typename Format, typename Weights>
+inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& format, const Weights& weights, int64_t row, int64_t column) {
+  const int64_t k = gemm.k, stride = Stride<Lanes>(k);  // which stores to `out` could change, for all that the compiler knows
+  typename Lanes::Sum sums[rows][kTileColumns] = {};
   const auto add = [&]<bool tail>(int64_t step) __attribute__((always_inline)) {
-    for (int part = 0; part < L::kParts; ++part) {
-      if constexpr (L::kArranged) {  // a part is several vectors: one at a time
-        for (int n = 0; n < kStep; ++n) {
-          const typename L::Part w = weights.template At<tail>(n, step, part);
-          for (int m = 0; m < rows; ++m) sums[m][n] = L::Add(sums[m][n], w, L::template LoadX<tail>(x + m * stride, step, part, k));
+    for (int part = 0; part < Lanes::kParts; ++part) {
+      if constexpr (Lanes::kPacksX) {  // a part is several vectors: one at a time
+        for (int n = 0; n < kTileColumns; ++n) {
+          const typename Lanes::Part w = weights.template At<tail>(n, step, part);
+          for (int m = 0; m < rows; ++m) sums[m][n] = Lanes::Add(sums[m][n], w, Lanes::template LoadX<tail>(x + m * stride, step, part, k));
         }
         continue;
       }
-      typename L::Part w[kStep];
-      for (int n = 0; n < kStep; ++n) w[n] = weights.template At<tail>(n, step, part);
+      typename Lanes::Part w[kTileColumns];
+      for (int n = 0; n < kTileColumns; ++n) w[n] = weights.template At<tail>(n, step, part);
       for (int m = 0; m < rows; ++m) {
-        const auto a = L::template LoadX<tail>(x + m * stride, step, part, k);
-        for (int n = 0; n < kStep; ++n) sums[m][n] = L::Add(sums[m][n], w[n], a);
+        const auto a = Lanes::template LoadX<tail>(x + m * stride, step, part, k);
+        for (int n = 0; n < kTileColumns; ++n) sums[m][n] = Lanes::Add(sums[m][n], w[n], a);
       }
     }
   };
-  const int64_t whole = k / (L::kBlocks * jmx::kBlock);
+  const int64_t whole = k / (Lanes::kBlocks * jmx::kBlock);
   for (int64_t step = 0; step < whole; ++step) {
-    if constexpr (Weights::kStreamed) {  // a tile reads kStep rows side by side: ask for as much, in the order of memory
-      constexpr int kBytes = L::kBlocks * jmx::kBlock / 2;
-      for (int n = 0; n < kStep; n += 64 / kBytes < kStep ? 64 / kBytes : kStep)
-        __builtin_prefetch(format.Values(0) + kAhead + (step * kStep + n) * kBytes);
-      if (step * L::kBlocks % Format::kScalesEvery == 0)
-        __builtin_prefetch(format.Ahead(kAhead / (jmx::kBlock / 2) + step * L::kBlocks * kStep));
+    if constexpr (Weights::kStreamed) {  // a tile reads kTileColumns rows side by side: ask for as much, in the order of memory
+      constexpr int kBytes = Lanes::kBlocks * jmx::kBlock / 2;
+      for (int n = 0; n < kTileColumns; n += 64 / kBytes < kTileColumns ? 64 / kBytes : kTileColumns)
+        __builtin_prefetch(format.Values(0) + kPrefetchBytes + (step * kTileColumns + n) * kBytes);
+      if (step * Lanes::kBlocks % Format::kScalesEvery == 0)
+        __builtin_prefetch(format.ScaleAddress(kPrefetchBytes / (jmx::kBlock / 2) + step * Lanes::kBlocks * kTileColumns));
     }
     add.template operator()<false>(step);
   }
-  if (whole < Steps<L>(k)) add.template operator()<true>(whole);
+  if (whole < Steps<Lanes>(k)) add.template operator()<true>(whole);
   for (int m = 0; m < rows; ++m) {
-    float totals[kStep];
-    Totals<L::kLanes>(sums[m], totals);
-    const float scale = piece.x_scales == nullptr ? 1 : piece.x_scales[row + m];
-    float* out = piece.out + (row + m) * piece.out_stride + column;
-    for (int n = 0; n < kStep; ++n)
-      out[n] = Fused(totals[n] * format.Factor(n), scale, piece.bias == nullptr ? 0 : piece.bias[column + n]);
+    float totals[kTileColumns];
+    HorizontalSums<Lanes::kLanes>(sums[m], totals);
+    const float scale = gemm.x_scales == nullptr ? 1 : gemm.x_scales[row + m];
+    float* out = gemm.out + (row + m) * gemm.out_stride + column;
+    for (int n = 0; n < kTileColumns; ++n)
+      out[n] = MultiplyAdd(totals[n] * format.Factor(n), scale, gemm.bias == nullptr ? 0 : gemm.bias[column + n]);
   }
 }
 
 // One tile of each number of rows up to `most`, of which the last may be fewer.
-template <typename L, int most, typename Format, typename Weights>
-inline void Rows(const Piece& piece, const typename L::X* x, int64_t rows, const Format& format, const Weights& weights, int64_t row, int64_t column) {
-  if constexpr (most > 0) {
-    for (; rows >= most; rows -= most, x += most * Stride<L>(piece.k), row += most)
-      Tile<L, most>(piece, x, format, weights, row, column);
-    if (rows > 0) Rows<L, most - 1>(piece, x, rows, format, weights, row, column);
+template <typename Lanes, int max_rows, typename Format, typename Weights>
+inline void RunTiles(const Gemm& gemm, const typename Lanes::X* x, int64_t rows, const Format& format, const Weights& weights, int64_t row, int64_t column) {
+  if constexpr (max_rows > 0) {
+    for (; rows >= max_rows; rows -= max_rows, x += max_rows * Stride<Lanes>(gemm.k), row += max_rows)
+      RunTile<Lanes, max_rows>(gemm, x, format, weights, row, column);
+    if (rows > 0) RunTiles<Lanes, max_rows - 1>(gemm, x, rows, format, weights, row, column);
   }
 }
 
 // How many rows of x panels are decoded for: as many as the second-level cache holds.
-template <typename L>
-int64_t MostRows(int64_t k) {
-  return std::max<int64_t>(L::kTileRows, kRowBytes / std::max<int64_t>(1, Stride<L>(k) * static_cast<int64_t>(sizeof(typename L::X))));
+template <typename Lanes>
+int64_t MaxPanelRows(int64_t k) {
+  return std::max<int64_t>(Lanes::kTileRows, kXBytes / std::max<int64_t>(1, Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X))));
 }
 
 // Bytes of rows of x in the order of `L`, and of a decoded panel behind them.
-template <typename L>
-int64_t ArrangedBytes(int64_t k) {
+template <typename Lanes>
+int64_t PackedXBytes(int64_t k) {
   constexpr int64_t kLine = 64;
-  return L::kArranged ? (MostRows<L>(k) * Stride<L>(k) * static_cast<int64_t>(sizeof(typename L::X)) + kLine - 1) / kLine * kLine : 0;
+  return Lanes::kPacksX ? (MaxPanelRows<Lanes>(k) * Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X)) + kLine - 1) / kLine * kLine : 0;
 }
 
-template <typename L>
-int64_t Room(int64_t k) {
-  return ArrangedBytes<L>(k) + kStep * Steps<L>(k) * L::kParts * static_cast<int64_t>(sizeof(typename L::Part));
+template <typename Lanes>
+int64_t ScratchBytes(int64_t k) {
+  return PackedXBytes<Lanes>(k) + kTileColumns * Steps<Lanes>(k) * Lanes::kParts * static_cast<int64_t>(sizeof(typename Lanes::Part));
 }
 
 // `count` rows of x from `row` on, as `L` reads them.
-template <typename L>
-const typename L::X* Given(const Piece& piece, int64_t row, int64_t count) {
-  typedef typename L::X X;
-  if constexpr (L::kArranged) {
-    X* arranged = reinterpret_cast<X*>(piece.scratch);
+template <typename Lanes>
+const typename Lanes::X* PreparedX(const Gemm& gemm, int64_t row, int64_t count) {
+  typedef typename Lanes::X X;
+  if constexpr (Lanes::kPacksX) {
+    X* packed = reinterpret_cast<X*>(gemm.scratch);
     for (int64_t m = 0; m < count; ++m)
-      L::Arrange(reinterpret_cast<const int8_t*>(piece.x) + (row + m) * piece.k, piece.k, arranged + m * Stride<L>(piece.k));
-    return arranged;
+      Lanes::PackX(reinterpret_cast<const int8_t*>(gemm.x) + (row + m) * gemm.k, gemm.k, packed + m * Stride<Lanes>(gemm.k));
+    return packed;
   } else {
-    return reinterpret_cast<const X*>(piece.x) + row * piece.k;
+    return reinterpret_cast<const X*>(gemm.x) + row * gemm.k;
   }
 }
 
-// kStep rows of the weight, decoded.
-template <typename L, typename Format>
-void Decode(const Piece& piece, int64_t column, typename L::Part* next) {
-  const int64_t steps = Steps<L>(piece.k), whole = piece.k / (L::kBlocks * jmx::kBlock);
-  for (int64_t n = column; n < column + kStep; ++n) {
-    const Format format(piece, n);
+// kTileColumns rows of the weight, decoded.
+template <typename Lanes, typename Format>
+void DecodePanel(const Gemm& gemm, int64_t column, typename Lanes::Part* next) {
+  const int64_t steps = Steps<Lanes>(gemm.k), whole = gemm.k / (Lanes::kBlocks * jmx::kBlock);
+  for (int64_t n = column; n < column + kTileColumns; ++n) {
+    const Format format(gemm, n);
     for (int64_t step = 0; step < steps; ++step)
-      for (int part = 0; part < L::kParts; ++part)
-        *next++ = step < whole ? L::template Decode<false>(format, 0, step, part) : L::template Decode<true>(format, 0, step, part);
+      for (int part = 0; part < Lanes::kParts; ++part)
+        *next++ = step < whole ? Lanes::template Decode<false>(format, 0, step, part) : Lanes::template Decode<true>(format, 0, step, part);
   }
 }
 
-template <typename L, typename Format>
-void Run(const Piece& piece) {
-  typedef typename L::Part Part;
-  static_assert(L::kFewRows <= L::kTileRows);
-  if (piece.rows <= L::kFewRows) {
-    const typename L::X* x = Given<L>(piece, 0, piece.rows);
-    for (int64_t n = 0; n < piece.columns; n += kStep) {
-      const Format format(piece, n);
-      Rows<L, L::kFewRows>(piece, x, piece.rows, format, Streamed<L, Format>{format}, 0, n);
+template <typename Lanes, typename Format>
+void RunGemm(const Gemm& gemm) {
+  typedef typename Lanes::Part Part;
+  static_assert(Lanes::kFewRows <= Lanes::kTileRows);
+  if (gemm.rows <= Lanes::kFewRows) {
+    const typename Lanes::X* x = PreparedX<Lanes>(gemm, 0, gemm.rows);
+    for (int64_t n = 0; n < gemm.columns; n += kTileColumns) {
+      const Format format(gemm, n);
+      RunTiles<Lanes, Lanes::kFewRows>(gemm, x, gemm.rows, format, StreamedWeights<Lanes, Format>{format}, 0, n);
     }
     return;
   }
-  Part* const panel = reinterpret_cast<Part*>(piece.scratch + ArrangedBytes<L>(piece.k));
-  const int64_t parts = (piece.rows + MostRows<L>(piece.k) - 1) / MostRows<L>(piece.k);
+  Part* const panel = reinterpret_cast<Part*>(gemm.scratch + PackedXBytes<Lanes>(gemm.k));
+  const int64_t parts = (gemm.rows + MaxPanelRows<Lanes>(gemm.k) - 1) / MaxPanelRows<Lanes>(gemm.k);
   for (int64_t part = 0; part < parts; ++part) {
-    const int64_t first = piece.rows * part / parts, rows = piece.rows * (part + 1) / parts - first;
-    const typename L::X* x = Given<L>(piece, first, rows);
-    const int64_t tiles = (rows + L::kTileRows - 1) / L::kTileRows;  // of as many rows each
+    const int64_t first = gemm.rows * part / parts, rows = gemm.rows * (part + 1) / parts - first;
+    const typename Lanes::X* x = PreparedX<Lanes>(gemm, first, rows);
+    const int64_t num_tiles = (rows + Lanes::kTileRows - 1) / Lanes::kTileRows;  // of as many rows each
     // Bytes further behind are asked for while these are multiplied: those behind the piece are likely the next one's.
-    const int64_t bytes = piece.columns * (piece.k / 2), share = bytes / (tiles * (piece.columns / kStep)) + 1;
-    const uint8_t *behind = piece.values + std::min(bytes, kAheadOfMany), *const end = behind + bytes;
-    for (int64_t n = 0; n < piece.columns; n += kStep) {
-      Decode<L, Format>(piece, n, panel);
-      const Format format(piece, n);
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        for (const uint8_t* stop = std::min(behind + share, end); behind < stop; behind += 64) __builtin_prefetch(behind);
-        const int64_t m = rows * tile / tiles, count = rows * (tile + 1) / tiles - m;
-        Rows<L, L::kTileRows>(piece, x + m * Stride<L>(piece.k), count, format, Decoded<L>{panel, Steps<L>(piece.k)}, first + m, n);
+    const int64_t bytes = gemm.columns * (gemm.k / 2), share = bytes / (num_tiles * (gemm.columns / kTileColumns)) + 1;
+    const uint8_t *prefetch_at = gemm.values + std::min(bytes, kPanelPrefetchBytes), *const end = prefetch_at + bytes;
+    for (int64_t n = 0; n < gemm.columns; n += kTileColumns) {
+      DecodePanel<Lanes, Format>(gemm, n, panel);
+      const Format format(gemm, n);
+      for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        for (const uint8_t* stop = std::min(prefetch_at + share, end); prefetch_at < stop; prefetch_at += 64) __builtin_prefetch(prefetch_at);
+        const int64_t m = rows * tile / num_tiles, count = rows * (tile + 1) / num_tiles - m;
+        RunTiles<Lanes, Lanes::kTileRows>(gemm, x + m * Stride<Lanes>(gemm.k), count, format, DecodedPanel<Lanes>{panel, Steps<Lanes>(gemm.k)}, first + m, n);
       }
     }
   }
@@ -202,8 +202,8 @@ void Run(const Piece& piece) {
 
 #if defined(__AMX_BF16__)
 constexpr char kName[] = "amx_bf16";
-constexpr const jmx::Kernel* const* kBase = &jmx::kAvx512Bf16;
-bool RunsHere() {
+constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512Bf16;
+bool IsSupported() {
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // of edx
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
@@ -212,67 +212,67 @@ bool RunsHere() {
 }
 #elif defined(__AVX512BF16__)
 constexpr char kName[] = "avx512_bf16";
-constexpr const jmx::Kernel* const* kBase = nullptr;
-bool RunsHere() {
+constexpr const jmx::InstructionSet* const* kFallback = nullptr;
+bool IsSupported() {
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
 }
 #elif defined(__AVX512VNNI__)
 constexpr char kName[] = "avx512_vnni";
-constexpr const jmx::Kernel* const* kBase = &jmx::kAvx512;
-bool RunsHere() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
+constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512;
+bool IsSupported() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
 #elif defined(__AVX512F__)
 constexpr char kName[] = "avx512";
-constexpr const jmx::Kernel* const* kBase = nullptr;
-bool RunsHere() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+constexpr const jmx::InstructionSet* const* kFallback = nullptr;
+bool IsSupported() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
 #elif defined(__AVXVNNI__)
 constexpr char kName[] = "avx_vnni";
-constexpr const jmx::Kernel* const* kBase = &jmx::kAvx2;
-bool RunsHere() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"); }
+constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx2;
+bool IsSupported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"); }
 #elif defined(__AVX2__)
 constexpr char kName[] = "avx2";
-constexpr const jmx::Kernel* const* kBase = nullptr;
-bool RunsHere() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+constexpr const jmx::InstructionSet* const* kFallback = nullptr;
+bool IsSupported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #else
 constexpr char kName[] = "portable";
-constexpr const jmx::Kernel* const* kBase = nullptr;
-bool RunsHere() { return true; }
+constexpr const jmx::InstructionSet* const* kFallback = nullptr;
+bool IsSupported() { return true; }
 #endif
 
-template <typename L, typename Format>
-constexpr jmx::Way kWay = {Room<L>, Run<L, Format>};
+template <typename Lanes, typename Format>
+constexpr jmx::Microkernel kMicrokernel = {ScratchBytes<Lanes>, RunGemm<Lanes, Format>};
 
 template <typename Format>
-void RunIntegers(const Piece& piece) {
-  if (piece.zero_points != nullptr) Run<Integers<true>, Format>(piece);
-  else Run<Integers<false>, Format>(piece);
+void RunInt8(const Gemm& gemm) {
+  if (gemm.zero_points != nullptr) RunGemm<Integers<true>, Format>(gemm);
+  else RunGemm<Integers<false>, Format>(gemm);
 }
 
-// The ways of a format. A kernel with a base has those alone that it has the better instructions for.
+// The microkernels of a format. A set with a fallback has only those for which it has better instructions.
 template <typename Format, bool integers>
-constexpr jmx::Ways WaysOf() {
-  jmx::Ways ways = {};
+constexpr jmx::MicrokernelSet MicrokernelsFor() {
+  jmx::MicrokernelSet set = {};
 #if defined(__AMX_BF16__)
-  ways.of[jmx::kBfloat16] = {Amx<Format>::Room, Amx<Format>::Run, Amx<Format>::kInARow};
+  set.by_input[jmx::kBfloat16] = {Amx<Format>::ScratchBytes, Amx<Format>::RunGemm, Amx<Format>::kTasksPerClaim};
 #else
-  if constexpr (integers) ways.of[jmx::kInt8] = {Room<Integers<true>>, RunIntegers<Format>};  // the one that needs more
+  if constexpr (integers) set.by_input[jmx::kInt8] = {ScratchBytes<Integers<true>>, RunInt8<Format>};  // the one that needs more
 #if defined(__AVX512BF16__)
-  ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
-  ways.of[jmx::kBfloat16] = kWay<Bfloats, Format>;
-  ways.of[jmx::kFewBfloat16] = {Few<Format>::Room, Few<Format>::Run};
+  set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
+  set.by_input[jmx::kBfloat16] = kMicrokernel<Bfloats, Format>;
+  set.by_input[jmx::kFewBfloat16] = {FewRows<Format>::ScratchBytes, FewRows<Format>::RunGemm};
 #elif !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-  ways.of[jmx::kFloat32] = kWay<Floats<float>, Format>;
-  ways.of[jmx::kBfloat16] = ways.of[jmx::kFewBfloat16] = kWay<Floats<uint16_t>, Format>;
+  set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
+  set.by_input[jmx::kBfloat16] = set.by_input[jmx::kFewBfloat16] = kMicrokernel<Floats<uint16_t>, Format>;
 #endif
 #endif
-  return ways;
+  return set;
 }
 
-constexpr jmx::Kernel kKernel = {
-    kName, RunsHere, kBase,
-    {WaysOf<Mxfp4, false>(), WaysOf<Nvfp4, false>(), WaysOf<Int4<Bfloat16>, true>(), WaysOf<Int4<Float16>, true>(), WaysOf<Int4<Float32>, true>()}};
+constexpr jmx::InstructionSet kInstructionSet = {
+    kName, IsSupported, kFallback,
+    {MicrokernelsFor<Mxfp4, false>(), MicrokernelsFor<Nvfp4, false>(), MicrokernelsFor<Int4<Bfloat16>, true>(), MicrokernelsFor<Int4<Float16>, true>(), MicrokernelsFor<Int4<Float32>, true>()}};
 
 }  // namespace
 
 namespace jmx {
-const Kernel* const JMX_KERNEL = &kKernel;
+const InstructionSet* const JMX_INSTRUCTION_SET = &kInstructionSet;
 }

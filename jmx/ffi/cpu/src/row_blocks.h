@@ -1,4 +1,4 @@
-// Blocks: rows of one expert that are worked on together, by four arrays of one element a block.
+// Row blocks: consecutive rows of one expert, described by four arrays with one element per block.
 #pragma once
 
 #include <cstdint>
@@ -8,29 +8,29 @@
 
 namespace jmx {
 
-// Rows from..from + count of x, and to..to + count of the result. Of a count that is not positive, no rows.
+// Rows x_row..x_row + count of x, and out_row..out_row + count of the result. A count <= 0 means no rows.
 struct RowBlock {
-  int64_t expert, from, to, count;
+  int64_t expert, x_row, out_row, count;
 };
 
 struct RowBlocks {
   xla::ffi::AnyBuffer experts, x_rows, out_rows, counts;
 
-  void RequireArrays(Arguments& given) const {
-    given.Require("experts", experts, {xla::ffi::S32}, {kAnySize});
+  void RequireArrays(ArgumentChecker& check) const {
+    check.Require("experts", experts, {xla::ffi::S32}, {kAnySize});
     const int64_t blocks = experts.dimensions().size() == 1 ? size() : kAnySize;
-    given.Require("x_rows", x_rows, {xla::ffi::S32}, {blocks});
-    given.Require("out_rows", out_rows, {xla::ffi::S32}, {blocks});
-    given.Require("counts", counts, {xla::ffi::S32}, {blocks});
+    check.Require("x_rows", x_rows, {xla::ffi::S32}, {blocks});
+    check.Require("out_rows", out_rows, {xla::ffi::S32}, {blocks});
+    check.Require("counts", counts, {xla::ffi::S32}, {blocks});
   }
 
-  void RequireWithin(Arguments& given, int64_t num_experts, int64_t rows, int64_t out_size) const {
+  void RequireWithin(ArgumentChecker& check, int64_t num_experts, int64_t rows, int64_t out_size) const {
     for (int64_t b = 0; b < size(); ++b) {
       const RowBlock block = At(b);
-      if (block.count > 0 && (block.expert < 0 || block.expert >= num_experts || block.from < 0 ||
-                              block.from + block.count > rows || block.to < 0 || block.to + block.count > out_size))
-        return given.Fail("block " + std::to_string(b) + " (`experts` " + std::to_string(block.expert) + ", `x_rows` " +
-                          std::to_string(block.from) + ", `out_rows` " + std::to_string(block.to) + ", `counts` " +
+      if (block.count > 0 && (block.expert < 0 || block.expert >= num_experts || block.x_row < 0 ||
+                              block.x_row + block.count > rows || block.out_row < 0 || block.out_row + block.count > out_size))
+        return check.InvalidArgument("block " + std::to_string(b) + " (`experts` " + std::to_string(block.expert) + ", `x_rows` " +
+                          std::to_string(block.x_row) + ", `out_rows` " + std::to_string(block.out_row) + ", `counts` " +
                           std::to_string(block.count) + ") lies outside of the arrays");
     }
   }

@@ -35,19 +35,19 @@ constexpr uint32_t E4m3Bits(int scale, int element) {
 }
 
 // `Entry`: uint32_t, float32's bits; or uint16_t, their upper half, which is a bfloat16.
-template <typename Entry, uint32_t (*bits_of)(int scale, int element)>
+template <typename TableEntry, uint32_t (*bits_of)(int scale, int element)>
 struct Table {
-  Entry bits[256][16];
+  TableEntry bits[256][16];
   constexpr Table() : bits() {
     for (int scale = 0; scale < 256; ++scale)
       for (int element = 0; element < 16; ++element)
-        bits[scale][element] = static_cast<Entry>(bits_of(scale, element) >> (32 - 8 * sizeof(Entry)));
+        bits[scale][element] = static_cast<TableEntry>(bits_of(scale, element) >> (32 - 8 * sizeof(TableEntry)));
   }
 };
 
-template <typename Entry>
-alignas(64) inline constexpr Table<Entry, E8m0Bits> kUnderE8m0;
-template <typename Entry>
-alignas(64) inline constexpr Table<Entry, E4m3Bits> kUnderE4m3;
+template <typename TableEntry>
+alignas(64) inline constexpr Table<TableEntry, E8m0Bits> kE8m0Tables;
+template <typename TableEntry>
+alignas(64) inline constexpr Table<TableEntry, E4m3Bits> kE4m3Tables;
 
 }  // namespace jmx

@@ -1,4 +1,4 @@
-// Work shared between the thread that XLA calls us on and its own pool, which has a thread a core that it may use.
+// Parallel loops over the thread that XLA calls a handler on and XLA's thread pool.
 #pragma once
 
 #include <algorithm>
@@ -10,16 +10,16 @@
 
 namespace jmx {
 
-// Floating point as the language has it: XLA's threads may have been told to read subnormal numbers as zero, or not to.
-class PlainFloats {
+// Floating point as the language has it: XLA's threads may flush subnormal numbers to zero.
+class DefaultFloatEnvironment {
  public:
-  PlainFloats() {
+  DefaultFloatEnvironment() {
     std::fegetenv(&saved_);
     std::fesetenv(FE_DFL_ENV);
   }
-  ~PlainFloats() { std::fesetenv(&saved_); }
-  PlainFloats(const PlainFloats&) = delete;
-  PlainFloats& operator=(const PlainFloats&) = delete;
+  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
 
  private:
   std::fenv_t saved_;
@@ -27,20 +27,20 @@ class PlainFloats {
 
 // Calls work(i, end) for ranges that make up 0..count, on this thread and at most `helpers` of the pool's.
 //
-// Whoever is free takes the next ones, at most `longest` in a row and fewer towards the end. The caller takes part, and
+// A free thread claims the next ones, at most `max_chunk` at once and fewer towards the end. The caller takes part, and
 // waits only for what another thread has begun: a pool that has no thread free, or is this very thread's, delays nothing.
-// One that comes late finds nothing left and goes.
+// A thread that starts late finds no work and returns.
 template <typename Pool, typename Work>
-void Share(Pool& pool, int64_t helpers, int64_t count, int64_t longest, const Work& work) {
+void ParallelFor(Pool& pool, int64_t helpers, int64_t count, int64_t max_chunk, const Work& work) {
   struct State {
     std::atomic<int64_t> next{0}, done{0};
   };
   const auto state = std::make_shared<State>();
-  const auto take_part = [state, helpers, count, longest, &work] {
-    const PlainFloats plain;
+  const auto take_part = [state, helpers, count, max_chunk, &work] {
+    const DefaultFloatEnvironment plain;
     int64_t mine = 0;
     for (int64_t i = state->next.load(); i < count;) {
-      const int64_t end = i + std::clamp<int64_t>((count - i) / (2 * (helpers + 1)), 1, longest);
+      const int64_t end = i + std::clamp<int64_t>((count - i) / (2 * (helpers + 1)), 1, max_chunk);
       if (!state->next.compare_exchange_weak(i, end)) continue;
       work(i, end);
       mine += end - i;

@@ -40,17 +40,17 @@ struct Sizes {
 };
 
 // The sizes of a call's arrays; of no meaning where these failed.
-inline Sizes Check(Arguments& given, const Arrays& arrays, int64_t intermediate_size, bool gated) {
+inline Sizes Check(ArgumentChecker& check, const Arrays& arrays, int64_t intermediate_size, bool gated) {
   namespace ffi = xla::ffi;
   Sizes sizes;
   sizes.gated = gated;
   sizes.intermediate_size = intermediate_size;
   sizes.stacked = arrays.layer.element_count() != 0;
-  given.RequireOrEmpty("layer", arrays.layer, {ffi::S32}, {1});
-  given.Require("x", arrays.x, {ffi::BF16, ffi::F16}, {kAnySize, kAnySize});
-  given.Require("expert_ids", arrays.expert_ids, {ffi::S32}, {kAnySize, kAnySize});
-  given.Require("gate_up", arrays.gate_up, {ffi::U8}, std::vector<int64_t>(sizes.stacked ? 4 : 3, kAnySize));
-  if (given.failed()) return sizes;
+  check.RequireOrEmpty("layer", arrays.layer, {ffi::S32}, {1});
+  check.Require("x", arrays.x, {ffi::BF16, ffi::F16}, {kAnySize, kAnySize});
+  check.Require("expert_ids", arrays.expert_ids, {ffi::S32}, {kAnySize, kAnySize});
+  check.Require("gate_up", arrays.gate_up, {ffi::U8}, std::vector<int64_t>(sizes.stacked ? 4 : 3, kAnySize));
+  if (check.failed()) return sizes;
 
   const auto weight = arrays.gate_up.dimensions();
   const int64_t rows = weight[sizes.stacked + 1];
@@ -62,29 +62,29 @@ inline Sizes Check(Arguments& given, const Arrays& arrays, int64_t intermediate_
   sizes.padded_hidden_size = 2 * weight[sizes.stacked + 2];
   sizes.padded_intermediate_size = rows / sizes.halves();
   if (arrays.gate_up.element_count() == 0 || sizes.padded_hidden_size % kPadded != 0 || rows % (sizes.halves() * kPadded) != 0)
-    given.Fail(Arguments::Named("gate_up", arrays.gate_up) + " must be padded to multiples of " + std::to_string(kPadded));
+    check.InvalidArgument(ArgumentChecker::Describe("gate_up", arrays.gate_up) + " must be padded to multiples of " + std::to_string(kPadded));
   if (sizes.hidden_size <= 0 || sizes.hidden_size > sizes.padded_hidden_size || sizes.hidden_size % 8 != 0)
-    given.Fail(Arguments::Named("x", arrays.x) + " must have columns by 8, no more than " + std::to_string(sizes.padded_hidden_size));
+    check.InvalidArgument(ArgumentChecker::Describe("x", arrays.x) + " must have columns by 8, no more than " + std::to_string(sizes.padded_hidden_size));
   if (intermediate_size <= 0 || intermediate_size > sizes.padded_intermediate_size || intermediate_size % 8 != 0)
-    given.Fail("`intermediate_size` (=" + std::to_string(intermediate_size) + ") must be a multiple of 8, of 8 to " +
+    check.InvalidArgument("`intermediate_size` (=" + std::to_string(intermediate_size) + ") must be a multiple of 8, of 8 to " +
                std::to_string(sizes.padded_intermediate_size));
   if (sizes.num_tokens > INT_MAX / (sizes.num_experts + 1) || sizes.top_k > INT_MAX / (sizes.num_tokens + 1))
-    given.Fail(Arguments::Named("expert_ids", arrays.expert_ids) + " must have tokens times experts, and times top_k, of 32 bits");
-  if (given.failed()) return sizes;
+    check.InvalidArgument(ArgumentChecker::Describe("expert_ids", arrays.expert_ids) + " must have tokens times experts, and times top_k, of 32 bits");
+  if (check.failed()) return sizes;
 
   const int64_t hidden = sizes.padded_hidden_size, intermediate = sizes.padded_intermediate_size;
   const std::vector<int64_t> slots = {sizes.num_tokens, sizes.top_k};
-  given.Require("expert_ids", arrays.expert_ids, {ffi::S32}, slots);
-  given.Require("weights", arrays.weights, {ffi::F32}, slots);
-  given.Require("gate_up_scales", arrays.gate_up_scales, {ffi::U8}, sizes.OfScales(rows, hidden));
-  given.Require("down", arrays.down, {ffi::U8}, sizes.OfExperts({hidden, intermediate / 2}));
-  given.Require("down_scales", arrays.down_scales, {ffi::U8}, sizes.OfScales(hidden, intermediate));
-  given.RequireOrEmpty("gate_up_bias", arrays.gate_up_bias, {ffi::F32, ffi::BF16, ffi::F16},
+  check.Require("expert_ids", arrays.expert_ids, {ffi::S32}, slots);
+  check.Require("weights", arrays.weights, {ffi::F32}, slots);
+  check.Require("gate_up_scales", arrays.gate_up_scales, {ffi::U8}, sizes.OfScales(rows, hidden));
+  check.Require("down", arrays.down, {ffi::U8}, sizes.OfExperts({hidden, intermediate / 2}));
+  check.Require("down_scales", arrays.down_scales, {ffi::U8}, sizes.OfScales(hidden, intermediate));
+  check.RequireOrEmpty("gate_up_bias", arrays.gate_up_bias, {ffi::F32, ffi::BF16, ffi::F16},
                        sizes.OfExperts({sizes.halves() * intermediate_size}));
-  given.RequireOrEmpty("down_bias", arrays.down_bias, {arrays.gate_up_bias.element_type()},
+  check.RequireOrEmpty("down_bias", arrays.down_bias, {arrays.gate_up_bias.element_type()},
                        sizes.OfExperts({sizes.hidden_size}));
-  given.Require("y", arrays.y, {ffi::F32, ffi::BF16, ffi::F16}, {sizes.num_tokens, sizes.hidden_size});
-  given.Require("workspace", arrays.workspace, {ffi::U8}, {kAnySize});
+  check.Require("y", arrays.y, {ffi::F32, ffi::BF16, ffi::F16}, {sizes.num_tokens, sizes.hidden_size});
+  check.Require("workspace", arrays.workspace, {ffi::U8}, {kAnySize});
   return sizes;
 }
 

@@ -30,19 +30,19 @@ using Tensors = engine::TmaWarpSpecializedGroupedGemmInput;
       cutlass::gemm::KernelTmaWarpSpecialized##SCHEDULE, cutlass::epilogue::TmaWarpSpecializedCooperative, \
       cutlass::WeightOnlyQuantOp::FINEGRAINED_SCALE_ONLY>
 
-enum class Element { kFloat32, kBfloat16, kFloat16 };
+enum class FloatType { kFloat32, kBfloat16, kFloat16 };
 
 enum class Function { kSwiGlu, kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
 
-// Sizes and arrays of one call as its caller has them: what FlashInfer's runner is not told, or only padded.
+// Sizes and arrays of one call that FlashInfer's runner does not get, or gets only padded.
 struct Call {
-  int multiprocessors = 0;
+  int num_sms = 0;
   int64_t num_experts = 0;
   int64_t hidden_size = 0;        // columns of x and y
   int64_t intermediate_size = 0;  // columns between the products
-  Element x = Element::kBfloat16;
-  Element y = Element::kBfloat16;
-  Element bias = Element::kFloat32;
+  FloatType x = FloatType::kBfloat16;
+  FloatType y = FloatType::kBfloat16;
+  FloatType bias = FloatType::kFloat32;
   void const* gate_up_bias = nullptr;  // (layers, experts, rows), or null
   void const* down_bias = nullptr;
   int32_t const* layer = nullptr;  // in device memory; null where there is one layer
@@ -51,7 +51,7 @@ struct Call {
   float alpha = 1, beta = 0, limit = 0;  // of kSwiGlu
 };
 
-// The call that this thread's runner works on: functions of FlashInfer's that are replaced have no other way to it.
+// The call that this thread's runner works on. Functions that replace FlashInfer's get at it through this alone.
 extern thread_local Call const* call;
 
 }  // namespace jmx

@@ -16,17 +16,17 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kMultiprocessors = 144;  // of a whole GH100: no card has more, so that memory made for it fits any
+constexpr int kMaxSms = 144;  // of a whole GH100: no card has more, so that memory made for it fits any
 
-// Sets `call` while it lives.
-struct Scope {
-  explicit Scope(Call const& of) { call = &of; }
-  ~Scope() { call = nullptr; }
+// Sets `call` for its lifetime.
+struct CallScope {
+  explicit CallScope(Call const& of) { call = &of; }
+  ~CallScope() { call = nullptr; }
 };
 
 // Of a type that was checked.
-Element ElementOf(ffi::DataType type) {
-  return type == ffi::F32 ? Element::kFloat32 : type == ffi::BF16 ? Element::kBfloat16 : Element::kFloat16;
+FloatType ElementOf(ffi::DataType type) {
+  return type == ffi::F32 ? FloatType::kFloat32 : type == ffi::BF16 ? FloatType::kBfloat16 : FloatType::kFloat16;
 }
 
 std::optional<Function> FunctionOf(std::string_view name) {
@@ -63,13 +63,13 @@ Tile const* Find(std::string_view name) {
   return nullptr;
 }
 
-engine::ActivationType KindOf(const Sizes& sizes) {
+engine::ActivationType ActivationTypeOf(const Sizes& sizes) {
   return sizes.gated ? engine::ActivationType::Swiglu : engine::ActivationType::Relu;  // the runner asks no more
 }
 
 size_t RunnerBytes(Runner& runner, const Sizes& sizes) {
   const size_t bytes = runner.getWorkspaceSize(sizes.num_tokens, sizes.padded_hidden_size, sizes.padded_intermediate_size,
-                                               sizes.num_experts, sizes.top_k, KindOf(sizes), {},
+                                               sizes.num_experts, sizes.top_k, ActivationTypeOf(sizes), {},
                                                /*use_lora=*/false, false, false, false, /*use_awq=*/false);
   return tensorrt_llm::common::alignSize(bytes, tensorrt_llm::common::kCudaMemAlign);
 }
@@ -80,12 +80,12 @@ size_t WorkspaceBytes(Runner& runner, const Sizes& sizes) {
 }
 
 // The tiles of both products, or null with an error.
-std::pair<Tile const*, Tile const*> FindBoth(Arguments& given, const Sizes& sizes, std::string_view gate_up_tile,
+std::pair<Tile const*, Tile const*> FindTiles(ArgumentChecker& check, const Sizes& sizes, std::string_view gate_up_tile,
                                              std::string_view down_tile) {
   const auto find = [&](const char* name, std::string_view tile, int64_t rows, int64_t columns) {
     Tile const* found = Find(tile);
     if (found == nullptr || rows % found->rows != 0 || columns % found->columns != 0)
-      given.Fail("`" + std::string(name) + "` (=" + std::string(tile) + ") must be a tile that is compiled, and divide " +
+      check.InvalidArgument("`" + std::string(name) + "` (=" + std::string(tile) + ") must be a tile that is compiled, and divide " +
                  std::to_string(rows) + " rows by " + std::to_string(columns) + " columns");
     return found;
   };
@@ -94,31 +94,31 @@ std::pair<Tile const*, Tile const*> FindBoth(Arguments& given, const Sizes& size
 }
 
 // Of this thread's device, which must be a Hopper GPU.
-int Multiprocessors(Arguments& given) {
+int CountSms(ArgumentChecker& check) {
   int device = 0, major = 0, minor = 0, count = 0;
   tensorrt_llm::common::check_cuda_error(cudaGetDevice(&device));
   tensorrt_llm::common::check_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   tensorrt_llm::common::check_cuda_error(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   tensorrt_llm::common::check_cuda_error(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   if (major != 9 || minor != 0)
-    given.Fail("needs compute capability 9.0, not " + std::to_string(major) + "." + std::to_string(minor));
+    check.InvalidArgument("needs compute capability 9.0, not " + std::to_string(major) + "." + std::to_string(minor));
   return count;
 }
 
-// Checked arrays on XLA's stream, by the tiles that `runner` was told.
-void Launch(Arguments& given, cudaStream_t stream, Runner& runner, const Arrays& arrays, const Sizes& sizes, bool overlap) {
+// Runs the layer on checked arrays, on XLA's stream, with the tiles that were set on `runner`.
+void Launch(ArgumentChecker& check, cudaStream_t stream, Runner& runner, const Arrays& arrays, const Sizes& sizes, bool overlap) {
   const size_t runner_bytes = RunnerBytes(runner, sizes), needed = WorkspaceBytes(runner, sizes);
   if (arrays.workspace.element_count() < needed)
-    return given.Fail(Arguments::Named("workspace", arrays.workspace) + " must have " + std::to_string(needed) + " bytes");
+    return check.InvalidArgument(ArgumentChecker::Describe("workspace", arrays.workspace) + " must have " + std::to_string(needed) + " bytes");
   char* memory = static_cast<char*>(arrays.workspace.untyped_data());
-  const auto quantised =
+  const auto quantization =
       engine::QuantParams::GroupWise(kBlock, arrays.gate_up_scales.typed_data<uint8_t>(), arrays.down_scales.typed_data<uint8_t>(),
                                      nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
   tensorrt_llm::kernels::LoraParams no_adapters{};
   engine::MoeMinLatencyParams unused{};
   runner.runMoe(arrays.x.untyped_data(), nullptr, false, arrays.expert_ids.typed_data<int32_t>(),
                 arrays.weights.typed_data<float>(), arrays.gate_up.typed_data<uint8_t>(), nullptr,
-                engine::ActivationParams(KindOf(sizes)), arrays.down.typed_data<uint8_t>(), nullptr, quantised,
+                engine::ActivationParams(ActivationTypeOf(sizes)), arrays.down.typed_data<uint8_t>(), nullptr, quantization,
                 sizes.num_tokens, sizes.padded_hidden_size, sizes.hidden_size, sizes.padded_intermediate_size,
                 sizes.num_experts, sizes.top_k, memory, arrays.y.untyped_data(),
                 reinterpret_cast<int*>(memory + runner_bytes), {}, false, false, no_adapters, false, false, false, unused,
@@ -133,64 +133,53 @@ ffi::Error Moe(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
                std::string_view down_tile, bool overlap) {
   const Arrays arrays{x,           expert_ids, weights, gate_up, gate_up_scales, gate_up_bias, down,
                       down_scales, down_bias,  layer,   *y,      *workspace};
-  Arguments given("jmx_cutlass_moe");
-  const Sizes sizes = Check(given, arrays, intermediate_size, gated);
+  ArgumentChecker check("jmx_cutlass_moe");
+  const Sizes sizes = Check(check, arrays, intermediate_size, gated);
   const auto function = FunctionOf(activation);
   if (!function || (*function == Function::kSwiGlu && !gated))
-    given.Fail("`activation` (=" + std::string(activation) + ") must be a known one, and swiglu gated");
-  if (given.failed()) return given.error();
-  const auto [first, second] = FindBoth(given, sizes, gate_up_tile, down_tile);
-  if (given.failed()) return given.error();
+    check.InvalidArgument("`activation` (=" + std::string(activation) + ") must be a known one, and swiglu gated");
+  if (check.failed()) return check.error();
+  const auto [first, second] = FindTiles(check, sizes, gate_up_tile, down_tile);
+  if (check.failed()) return check.error();
 
   try {
-    Call one;
-    one.multiprocessors = Multiprocessors(given);
-    if (given.failed()) return given.error();
+    Call call_parameters;
+    call_parameters.num_sms = CountSms(check);
+    if (check.failed()) return check.error();
     if (sizes.num_tokens == 0 || sizes.top_k == 0) {
       tensorrt_llm::common::check_cuda_error(cudaMemsetAsync(y->untyped_data(), 0, y->size_bytes(), stream));
       return ffi::Error::Success();
     }
-    one.num_experts = sizes.num_experts;
-    one.hidden_size = sizes.hidden_size;
-    one.intermediate_size = intermediate_size;
-    one.x = ElementOf(x.element_type());
-    one.y = ElementOf(y->element_type());
-    one.bias = ElementOf(gate_up_bias.element_type());
-    one.gate_up_bias = gate_up_bias.element_count() != 0 ? gate_up_bias.untyped_data() : nullptr;
-    one.down_bias = down_bias.element_count() != 0 ? down_bias.untyped_data() : nullptr;
-    one.layer = sizes.stacked ? layer.typed_data<int32_t>() : nullptr;
-    one.interleaved = interleaved;
-    one.function = *function;
-    one.alpha = alpha;
-    one.beta = beta;
-    one.limit = limit;
-    const Scope scope(one);
+    call_parameters.num_experts = sizes.num_experts;
+    call_parameters.hidden_size = sizes.hidden_size;
+    call_parameters.intermediate_size = intermediate_size;
+    call_parameters.x = ElementOf(x.element_type());
+    call_parameters.y = ElementOf(y->element_type());
+    call_parameters.bias = ElementOf(gate_up_bias.element_type());
+    call_parameters.gate_up_bias = gate_up_bias.element_count() != 0 ? gate_up_bias.untyped_data() : nullptr;
+    call_parameters.down_bias = down_bias.element_count() != 0 ? down_bias.untyped_data() : nullptr;
+    call_parameters.layer = sizes.stacked ? layer.typed_data<int32_t>() : nullptr;
+    call_parameters.interleaved = interleaved;
+    call_parameters.function = *function;
+    call_parameters.alpha = alpha;
+    call_parameters.beta = beta;
+    call_parameters.limit = limit;
+    const CallScope scope(call_parameters);
     Runner runner;  // its own for every call, since it keeps pointers into the workspace
     runner.use_fused_finalize_ = false;
     runner.setTactic(first->config, second->config);
-    Launch(given, stream, runner, arrays, sizes, overlap);
+    Launch(check, stream, runner, arrays, sizes, overlap);
   } catch (const std::exception& e) {
     return ffi::Error::Internal(std::string("jmx_cutlass_moe: ") + e.what());
   }
-  return given.error();
+  return check.error();
 }
 
 }  // namespace
 }  // namespace jmx
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe, jmx::Moe,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
+                              jmx::BindArguments<10>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>())
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("intermediate_size")
@@ -209,9 +198,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe, jmx::Moe,
 extern "C" int64_t jmx_cutlass_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_t num_experts,
                                                int64_t hidden_size, int64_t intermediate_size, int gated) {
   try {
-    jmx::Call one;
-    one.multiprocessors = jmx::kMultiprocessors;
-    const jmx::Scope scope(one);
+    jmx::Call call_parameters;
+    call_parameters.num_sms = jmx::kMaxSms;
+    const jmx::CallScope scope(call_parameters);
     jmx::Runner runner;
     runner.use_fused_finalize_ = false;
     jmx::Sizes sizes;

@@ -11,14 +11,14 @@ namespace {
 namespace ffi = xla::ffi;
 
 ffi::Error Interleave(cudaStream_t stream, ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> out) {
-  Arguments given("jmx_cutlass_interleave");
-  given.Require("values", values, {ffi::U8}, {kAnySize, kAnySize, kAnySize});
-  if (given.failed()) return given.error();
+  ArgumentChecker check("jmx_cutlass_interleave");
+  check.Require("values", values, {ffi::U8}, {kAnySize, kAnySize, kAnySize});
+  if (check.failed()) return check.error();
   const auto shape = values.dimensions();
   if (shape[1] % 16 != 0 || shape[2] % 32 != 0)
-    given.Fail(Arguments::Named("values", values) + " must be (E, N, K / 2), N % 16 = K % 64 = 0");
-  given.Require("out", *out, {ffi::U8}, {shape[0], shape[1], shape[2]});
-  if (given.failed()) return given.error();
+    check.InvalidArgument(ArgumentChecker::Describe("values", values) + " must be (E, N, K / 2), N % 16 = K % 64 = 0");
+  check.Require("out", *out, {ffi::U8}, {shape[0], shape[1], shape[2]});
+  if (check.failed()) return check.error();
   for (int64_t expert = 0; expert < shape[0]; ++expert) {
     const int64_t offset = expert * shape[1] * shape[2];
     tensorrt_llm::kernels::cutlass_kernels::interleave_fp4_weights_for_sm90_mixed_gemm(

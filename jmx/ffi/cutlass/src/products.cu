@@ -28,7 +28,7 @@ template <>
 void sm90_dispatch_moe_mixed_dtype_gemm_to_cutlass<jmx::Activation, jmx::Weight, jmx::Sum, jmx::gemm::EpilogueOpDefault,
                                                    1, Sm90Wfp4Afp8ScaleMode::kDisabled>(jmx::Input input,
                                                                                         jmx::Tensors tensors,
-                                                                                        int multiprocessors,
+                                                                                        int num_sms,
                                                                                         size_t* workspace_size) {
   if (jmx::call != nullptr && jmx::call->layer != nullptr) {
     const int64_t elements = jmx::call->num_experts * input.n * input.k;
@@ -45,7 +45,7 @@ void sm90_dispatch_moe_mixed_dtype_gemm_to_cutlass<jmx::Activation, jmx::Weight,
   if (config.tile_config_sm90 == tkc::CutlassTileConfigSM90::CtaShape##M##x##N##x##K##B &&              \
       config.mainloop_schedule == SCHEDULE_##SCHEDULE &&                                               \
       config.cluster_shape == tkc::ClusterShape::ClusterShape_##CLUSTER_M##x##CLUSTER_N##x1)            \
-    return JMX_LAUNCHER(M, N, K, SCHEDULE, CLUSTER_M, CLUSTER_N)(input, tensors, multiprocessors, workspace_size);
+    return JMX_LAUNCHER(M, N, K, SCHEDULE, CLUSTER_M, CLUSTER_N)(input, tensors, num_sms, workspace_size);
   JMX_TILES
 #undef TILE
   TLLM_THROW("no such tile is compiled");
@@ -55,12 +55,12 @@ void sm90_dispatch_moe_mixed_dtype_gemm_to_cutlass<jmx::Activation, jmx::Weight,
 template <>
 size_t calcMaxWorkspaceSizeTmaWarpSpecializedMixedInput<jmx::Activation, jmx::Weight, jmx::Sum,
                                                         Sm90Wfp4Afp8ScaleMode::kDisabled>(int num_experts,
-                                                                                          int multiprocessors) {
+                                                                                          int num_sms) {
   jmx::Input input{};
   input.num_experts = num_experts;
   size_t most = 0, size = 0;
 #define TILE(...)                                                                \
-  JMX_LAUNCHER(__VA_ARGS__)(input, jmx::Tensors{}, multiprocessors, &size);       \
+  JMX_LAUNCHER(__VA_ARGS__)(input, jmx::Tensors{}, num_sms, &size);       \
   most = std::max(most, size);
   JMX_TILES
 #undef TILE
@@ -73,7 +73,7 @@ namespace cutlass_kernels {
 
 // Asks no device: sizes of memory are wanted while tracing, on machines that may have none.
 template <>
-jmx::Products::MoeGemmRunner() : sm_(90), multi_processor_count_(jmx::call->multiprocessors) {}
+jmx::Products::MoeGemmRunner() : sm_(90), multi_processor_count_(jmx::call->num_sms) {}
 
 template class MoeGemmRunner<jmx::Activation, jmx::Weight, jmx::Sum>;
 

@@ -1,4 +1,4 @@
-// What stands around the two products: rows gathered by expert, the activation between them, and each token's sum.
+// Kernels around the two grouped GEMMs: dispatch (gather rows by expert), activation, and combine (sum per token).
 //
 // These take arrays as the caller has them (x without padding; biases of any float type, gate and up in either order;
 // the same expert in several slots of a token) and add in float32: nothing has to be copied or rounded for them.
@@ -9,11 +9,11 @@
 namespace jmx {
 
 constexpr int kThreads = 128;
-constexpr int kVector = 8;                   // elements that a thread takes at a time: 16 bytes of two each
-constexpr int kPartsOfAMultiprocessor = 16;  // as many blocks as may run at once, for each piece of columns
+constexpr int kVectorSize = 8;                   // elements that a thread takes at a time: 16 bytes of two each
+constexpr int kCtasPerSm = 16;  // the most that run at once, for each range of columns
 
-// Runs `kernel` behind what `stream` has. With `overlap` its launch is under way before that has ended, and it waits
-// for it by cudaGridDependencySynchronize.
+// Launches `kernel` on `stream`. With `overlap` (programmatic dependent launch) it starts before the kernel ahead of it has
+// ended, and waits for that by cudaGridDependencySynchronize.
 template <class... Parameters, class... Arguments>
 void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool overlap, cudaStream_t stream,
             Arguments... arguments) {
@@ -32,20 +32,20 @@ void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool 
 
 // A grid of pieces of columns by parts of `count` rows or tokens: one each, or as many parts as keep the GPU busy.
 inline dim3 Grid(int64_t count, int64_t columns, int64_t least_parts = 1) {
-  const int64_t pieces = (columns + kThreads * kVector - 1) / (kThreads * kVector);
-  const int64_t busy = kPartsOfAMultiprocessor * call->multiprocessors;
+  const int64_t pieces = (columns + kThreads * kVectorSize - 1) / (kThreads * kVectorSize);
+  const int64_t busy = kCtasPerSm * call->num_sms;
   return dim3(std::max<int64_t>(1, std::min(count, std::max(busy, least_parts))), pieces);
 }
 
 // The columns of this thread.
-__device__ inline int64_t Column() { return (int64_t(blockIdx.y) * kThreads + threadIdx.x) * kVector; }
+__device__ inline int64_t Column() { return (int64_t(blockIdx.y) * kThreads + threadIdx.x) * kVectorSize; }
 
 template <class X>
 struct alignas(16) Vector {
-  X at[kVector];
+  X at[kVectorSize];
 };
 
-// In pieces of 16 bytes, to which arrays are aligned.
+// By 16 bytes, to which arrays are aligned.
 template <class X>
 __device__ Vector<X> Load(X const* from) {
   Vector<X> vector;
@@ -59,7 +59,7 @@ template <class To, class X>
 __device__ Vector<To> Convert(Vector<X> const& from) {
   Vector<To> vector;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) vector.at[i] = To(float(from.at[i]));
+  for (int i = 0; i < kVectorSize; ++i) vector.at[i] = To(float(from.at[i]));
   return vector;
 }
 
@@ -72,7 +72,7 @@ __device__ void Store(X* to, Vector<X> const& vector) {
 
 struct Bias {
   void const* data;  // null: none
-  Element type;
+  FloatType type;
   int64_t size;  // of one expert
   int64_t num_experts;
   int32_t const* layer;
@@ -81,13 +81,13 @@ struct Bias {
     if (data == nullptr) return 0;
     return ((layer == nullptr ? 0 : *layer) * num_experts + expert) * size;
   }
-  // Elements from `index` on, a multiple of kVector.
+  // Elements from `index` on, a multiple of kVectorSize.
   __device__ Vector<float> At(int64_t index) const {
     if (data == nullptr) return {};
     switch (type) {
-      case Element::kFloat32:
+      case FloatType::kFloat32:
         return Load(static_cast<float const*>(data) + index);
-      case Element::kBfloat16:
+      case FloatType::kBfloat16:
         return Convert<float>(Load(static_cast<__nv_bfloat16 const*>(data) + index));
       default:
         return Convert<float>(Load(static_cast<half const*>(data) + index));
@@ -132,7 +132,7 @@ __device__ inline float Max(float a, float b) {
 
 // The activations of jmx/activations.py.
 template <Function kFunction>
-struct Between {
+struct ActivationFunction {
   float alpha, beta, limit;
 
   __device__ float operator()(float gate) const {
@@ -155,12 +155,12 @@ struct Between {
   }
 };
 
-// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded. A block takes
+// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded. A CTA takes
 // rows one after another, most of one expert, so that its bias is loaded once for them.
 template <bool kGated, Function kFunction>
 __global__ void __launch_bounds__(kThreads)
     Activate(Sum const* h, Activation* rows, int64_t const* first_row, int num_experts, int64_t intermediate_size,
-             int64_t padded_size, Between<kFunction> between, Bias bias, bool interleaved) {
+             int64_t padded_size, ActivationFunction<kFunction> activation, Bias bias, bool interleaved) {
   cudaGridDependencySynchronize();
   const int64_t num_rows = first_row[num_experts];
   const int64_t begin = num_rows * blockIdx.x / gridDim.x, end = num_rows * (blockIdx.x + 1) / gridDim.x;
@@ -188,19 +188,19 @@ __global__ void __launch_bounds__(kThreads)
       if (!kGated) {
         added[0] = bias.At(start + column);
       } else if (interleaved) {
-        const Vector<float> both[2] = {bias.At(start + 2 * column), bias.At(start + 2 * column + kVector)};
-        for (int i = 0; i < 2 * kVector; ++i) added[i % 2].at[i / 2] = both[i / kVector].at[i % kVector];
+        const Vector<float> both[2] = {bias.At(start + 2 * column), bias.At(start + 2 * column + kVectorSize)};
+        for (int i = 0; i < 2 * kVectorSize; ++i) added[i % 2].at[i / 2] = both[i / kVectorSize].at[i % kVectorSize];
       } else {
         added[0] = bias.At(start + column);
         added[1] = bias.At(start + intermediate_size + column);
       }
     }
     Vector<Activation> out;
-    for (int i = 0; i < kVector; ++i) {
+    for (int i = 0; i < kVectorSize; ++i) {
       if constexpr (kGated) {
-        out.at[i] = Activation(between(second.at[i] + added[0].at[i], first.at[i] + added[1].at[i]));
+        out.at[i] = Activation(activation(second.at[i] + added[0].at[i], first.at[i] + added[1].at[i]));
       } else {
-        out.at[i] = Activation(between(first.at[i] + added[0].at[i]));
+        out.at[i] = Activation(activation(first.at[i] + added[0].at[i]));
       }
     }
     Store(rows + row * padded_size + column, out);
@@ -211,7 +211,7 @@ struct Slot {
   int64_t row, bias;  // where they begin; the row of one that contributes nothing is negative
   float weight;
 };
-constexpr int kMostSlots = 512;  // that a block holds, where one token has no more: 12 KB
+constexpr int kMaxSlotsPerCta = 512;  // that a block holds, where one token has no more: 12 KB
 
 // y of some tokens: the sum over each one's slots, in their order. An expert in several slots was sorted, and multiplied,
 // once, for the first of them.
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads)
       const Slot one = slots[slot];
       if (one.row < 0) continue;
       const auto out = Load(rows + one.row + column), added = bias.At(one.bias + column);
-      for (int i = 0; i < kVector; ++i) sum.at[i] += one.weight * (out.at[i] + added.at[i]);
+      for (int i = 0; i < kVectorSize; ++i) sum.at[i] += one.weight * (out.at[i] + added.at[i]);
     }
     Store(y + token * hidden_size + column, Convert<Y>(sum));
   }
@@ -265,7 +265,7 @@ void expandInputRowsKernelLauncher<jmx::Activation, jmx::Activation>(
     jmx::Launch(kernel, jmx::Grid(num_tokens * top_k, padded_size), 0, overlap, stream, from, rows, source,
                 first_row + num_experts, num_tokens, jmx::call->hidden_size, padded_size);
   };
-  if (jmx::call->x == jmx::Element::kBfloat16) return run(jmx::GatherRows<__nv_bfloat16>, x);
+  if (jmx::call->x == jmx::FloatType::kBfloat16) return run(jmx::GatherRows<__nv_bfloat16>, x);
   run(jmx::GatherRows<half>, reinterpret_cast<half const*>(x));
 }
 
@@ -280,9 +280,9 @@ void doActivation<jmx::Activation, jmx::Sum, jmx::Sum>(jmx::Activation* rows, jm
   const int64_t size = jmx::call->intermediate_size;
   const auto run = [&](auto function) {
     constexpr jmx::Function kFunction = decltype(function)::value;
-    const jmx::Between<kFunction> between{jmx::call->alpha, jmx::call->beta, jmx::call->limit};
+    const jmx::ActivationFunction<kFunction> activation{jmx::call->alpha, jmx::call->beta, jmx::call->limit};
     jmx::Launch(gated ? jmx::Activate<true, kFunction> : jmx::Activate<false, kFunction>, jmx::Grid(num_rows, padded_size),
-                0, overlap, stream, h, rows, first_row, num_experts, size, padded_size, between,
+                0, overlap, stream, h, rows, first_row, num_experts, size, padded_size, activation,
                 jmx::GateUpBias(gated ? 2 * size : size), jmx::call->interleaved);
   };
   switch (jmx::call->function) {
@@ -304,7 +304,7 @@ void finalizeMoeRoutingKernelLauncher<jmx::Sum, jmx::Sum, jmx::Sum>(
     jmx::Sum const* rows, jmx::Sum* y, jmx::Sum const*, float const* weights, int const* row_of, int const*,
     int const* expert_ids, int64_t const*, int64_t num_tokens, int64_t padded_size, int64_t hidden_size, int64_t top_k,
     int64_t num_experts, MOEParallelismConfig, bool, bool overlap, cudaStream_t stream) {
-  const int64_t tokens = std::max<int64_t>(1, jmx::kMostSlots / top_k);  // of a block, at most
+  const int64_t tokens = std::max<int64_t>(1, jmx::kMaxSlotsPerCta / top_k);  // of a block, at most
   const dim3 grid = jmx::Grid(num_tokens, hidden_size, (num_tokens + tokens - 1) / tokens);
   const size_t bytes = (num_tokens + grid.x - 1) / grid.x * top_k * sizeof(jmx::Slot);
   const auto run = [&](auto* kernel, auto* to) {
@@ -312,9 +312,9 @@ void finalizeMoeRoutingKernelLauncher<jmx::Sum, jmx::Sum, jmx::Sum>(
                 num_experts, hidden_size, padded_size, jmx::DownBias());
   };
   switch (jmx::call->y) {
-    case jmx::Element::kBfloat16:
+    case jmx::FloatType::kBfloat16:
       return run(jmx::Combine<__nv_bfloat16>, reinterpret_cast<__nv_bfloat16*>(y));
-    case jmx::Element::kFloat16:
+    case jmx::FloatType::kFloat16:
       return run(jmx::Combine<half>, reinterpret_cast<half*>(y));
     default:
       return run(jmx::Combine<float>, y);

@@ -14,7 +14,7 @@ thread_local Call const* call = nullptr;
 // list of tiles. Defined so, the sources that have it need not be compiled.
 namespace tensorrt_llm {
 
-[[noreturn]] static void NoPart(char const* what) { TLLM_THROW("%s is no part of this library", what); }
+[[noreturn]] static void NotCompiled(char const* what) { TLLM_THROW("%s is no part of this library", what); }
 
 namespace common {
 
@@ -28,21 +28,21 @@ namespace kernels {
 
 int Lora_run(LoraImpl*, int64_t, int64_t, void const*, int32_t const*, void const* const*, int, void* const*, void*,
              cudaStream_t) {
-  NoPart("an adapter");
+  NotCompiled("an adapter");
 }
 
 template <>
 void apply_per_channel_scale_kernel_launcher<jmx::Sum, jmx::Activation>(jmx::Activation*, jmx::Sum const*,
                                                                         jmx::Sum const*, int, int, int64_t const*,
                                                                         cudaStream_t) {
-  NoPart("AWQ");
+  NotCompiled("AWQ");
 }
 
 namespace cutlass_kernels {
 
 std::vector<jmx::gemm::CutlassGemmConfig> get_candidate_configs(
     int, int, jmx::gemm::CutlassGemmConfig::CandidateConfigTypeParam) {
-  NoPart("FlashInfer's list of tiles");
+  NotCompiled("FlashInfer's list of tiles");
 }
 
 template <>
@@ -50,14 +50,14 @@ void doActivation<jmx::Sum, jmx::Sum, jmx::Sum>(jmx::Sum*, jmx::Sum const*, floa
                                                 int64_t const*, int const*, int, int64_t, int64_t, ActivationParams,
                                                 QuantParams const&, bool, jmx::Tensors::ElementSF*, float*,
                                                 float const*, bool, cudaStream_t) {
-  NoPart("an adapter");
+  NotCompiled("an adapter");
 }
 
 template <>
 void finalizeMoeRoutingKernelLauncher<jmx::Sum, jmx::Activation, jmx::Sum>(
     jmx::Activation const*, jmx::Sum*, jmx::Sum const*, float const*, int const*, int const*, int const*,
     int64_t const*, int64_t, int64_t, int64_t, int64_t, int64_t, MOEParallelismConfig, bool, bool, cudaStream_t) {
-  NoPart("a product for Ampere");
+  NotCompiled("a product for Ampere");
 }
 
 template class CutlassMoeFCRunner<jmx::Activation, jmx::Weight, jmx::Sum, jmx::Activation>;

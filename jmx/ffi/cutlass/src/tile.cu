@@ -1,4 +1,5 @@
-// One product with one tile: compiled once for every entry of JMX_TILES, each with its own JMX_TILE.
+// Translation unit of one GEMM with one tile: compiled once for every entry of JMX_TILES, with JMX_TILE set to it, so that
+// tiles compile in parallel. It has nothing but the explicit instantiation.
 #include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_tma_ws_mixed_input_launcher.inl"
 
 #include "engine.h"

@@ -31,7 +31,7 @@ _WORD = 4  # bytes
 _TOPS = -0x7F7F7F80  # the top bits of a word's bytes
 
 
-class Codes(NamedTuple):
+class ScaleCodes(NamedTuple):
     """What the kernel reads: arrays, or their refs.
 
     `words` int32 (E, n): the codes of an expert, one row behind the other.
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
     second: Any
 
     @classmethod
-    def of(cls, scales: Array, format: Format, block_k: int) -> "Codes | None":
+    def of(cls, scales: Array, format: Format, block_k: int) -> "ScaleCodes | None":
         """Of `scales` (E, N, groups) in steps of `block_k` columns; None where they are to be read as they are."""
         num_experts, num_rows, groups = scales.shape
         number = block_k // format.block_size if format == MXFP4 else 0
@@ -58,7 +58,7 @@ class Codes(NamedTuple):
 
 
 def reader(
-    codes: Codes, expert: Array, row: Array, groups: int, num_threads: int, interpret: bool
+    codes: ScaleCodes, expert: Array, row: Array, groups: int, num_threads: int, interpret: bool
 ) -> Callable[[Array], tuple[Array, Array]]:
     """What reads a step: the scaled factors of its blocks, bfloat16 (N, g), and the words themselves, or'ed into one a
     row, int32 (N,) or (N, n). Where `any_large` of these, factors may be anything. Interpreted, they are codes.
@@ -68,8 +68,8 @@ def reader(
         expert: whose they are.
         row: int32 (N,), of the expert; those that there are not have any factors.
         groups: codes of a row. Of those from there on a factor is finite, unless `any_large`.
-        num_threads: of the block of threads.
-        interpret: whether to say it in jnp.
+        num_threads: threads of the CTA.
+        interpret: whether to compute it in jnp, for a CPU.
     """
     (number,), last = codes.picks.shape, codes.words.shape[1] - 1
     # Where rows are fewer than threads each is read several times, see `of_groups` in `kernel`.

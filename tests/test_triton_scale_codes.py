@@ -8,10 +8,9 @@ from ptx import halves, run_ptx
 from test_triton_decode import every_code, registers, run_both, weights_of
 
 from jmx.numerics.formats import MXFP4, NVFP4
-from jmx.pallas.triton import codes as scale_codes
-from jmx.pallas.triton import decode
-from jmx.pallas.triton.codes import Codes
+from jmx.pallas.triton import decode, scale_codes
 from jmx.pallas.triton.elements import SCALED_FACTORS, SHIFTED
+from jmx.pallas.triton.scale_codes import ScaleCodes
 
 CODES = np.arange(256, dtype=np.uint32)
 
@@ -22,9 +21,9 @@ CODES = np.arange(256, dtype=np.uint32)
 )
 def test_codes_are_read_by_words_where_a_step_has_whole_ones_and_so_has_an_expert(rows, groups, block_k, by_words):
     scales = jnp.zeros((2, rows, groups), jnp.uint8)
-    assert (Codes.of(scales, MXFP4, block_k) is not None) == by_words
-    assert Codes.of(scales, NVFP4, block_k) is None
-    assert Codes.of(scales.astype(jnp.float32), MXFP4, block_k) is None
+    assert (ScaleCodes.of(scales, MXFP4, block_k) is not None) == by_words
+    assert ScaleCodes.of(scales, NVFP4, block_k) is None
+    assert ScaleCodes.of(scales.astype(jnp.float32), MXFP4, block_k) is None
 
 
 @pytest.mark.parametrize("codes", [[0, 127, 1, 126], [0, 128, 0, 0], [0, 0, 0, 255], [200, 0, 0, 0]])
