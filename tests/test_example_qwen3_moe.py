@@ -30,6 +30,8 @@ from examples.qwen3_moe.load import expert_sizes, layer_shapes, top_shapes
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.compressed_tensors.layers import Layer
 
+pytestmark = pytest.mark.sampled(3)
+
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"
 NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")

@@ -10,6 +10,8 @@ from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import LAYOUTS, Layout, WeightSpec
 
+pytestmark = pytest.mark.sampled(3)
+
 SPEC = WeightSpec("gate_up", (96, 64), "interleaved", jmx.MXFP4)
 
 

@@ -35,6 +35,8 @@ from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.selection import tuning
 from jmx.selection.problem import Computation
 
+pytestmark = pytest.mark.sampled(3)
+
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")
 

@@ -18,6 +18,8 @@ from jmx.numerics.layouts import WeightSpec
 from jmx.pallas.mosaic_sm90 import dequantize
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, TILE, num_tiles
 
+pytestmark = pytest.mark.sampled(3)
+
 SCALE_BYTES = 128  # of a tile of MXFP4
 
 SPECS = [

@@ -33,6 +33,8 @@ from jmx.pallas.triton.elements import NAMES
 from jmx.selection import tuning
 from jmx.selection.select import select
 
+pytestmark = pytest.mark.sampled(3)
+
 interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
 PROBLEM = Case(dtype="bfloat16").problem()
 AMPERE, HOPPER = Environment.named("a100"), Environment.named("h200")

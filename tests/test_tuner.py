@@ -31,6 +31,8 @@ from jmx.selection.problem import Problem
 from jmx.selection.tuning import Key
 from jmx.xla import backend as xla
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 NAME = tuning.shape_class(SHAPE.problem(1, "packed"))
 
