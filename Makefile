@@ -1,5 +1,6 @@
 # `make demo` and `make test` need Python 3.12 or newer (with venv) and nothing else: everything goes into .venv.
 #   make test ARGS="tests/test_formats.py -x"    one file
+#   make test-all                                every test, not a draw of them
 #   make test EXTRA=cuda13                       with one more extra of pyproject.toml: jax for NVIDIA GPUs
 #   make test-aot ARGS="-m aot -n auto"          all configurations, for minutes
 #   make demo PYTHON=/opt/python3.13/bin/python  name the interpreter
@@ -7,6 +8,7 @@
 VENV ?= .venv
 ARGS ?=
 EXTRA ?=
+BUILD ?=
 PYTHON ?=
 
 pythons := $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python)
@@ -16,11 +18,13 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-aot test-sanitized lint format bench clean
+.PHONY: help environments demo test test-all test-oldest test-aot test-sanitized lint format bench clean
 
 help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
-	@echo "make test     run the tests"
+	@echo "make test     run a case of every test, others each time"
+	@echo "make test-all run all tests"
+	@echo "make test-oldest  run some with the oldest versions of dependencies that are allowed"
 	@echo "make test-aot compile kernels for a GPU that is not there, and read what the compiler reports"
 	@echo "make test-sanitized  the kernels in C++ under ASan, UBSan and TSan"
 	@echo "make lint     ruff and pyright"
@@ -32,11 +36,34 @@ demo: $(VENV)/installed-hf$(extra)
 	$(bin)/python examples/gpt_oss/generate.py $(ARGS)
 
 test: $(VENV)/installed-test$(extra)
-	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile)
+	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn)
+
+test-all: $(VENV)/installed-test$(extra)
+	$(bin)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 # In an environment of its own: with jax's CUDA plugin in it, every program looks for a GPU, and complains without one.
+# Its tests use no kernel in C++, so none is compiled: --editable would put it where that of $(VENV) may be in use.
+aot := VENV=$(VENV)-aot EXTRA=aot BUILD=--config-settings=wheel.cmake=false
 test-aot:
-	@PYTEST_ADDOPTS='-m "aot and not slow"' $(MAKE) --no-print-directory test VENV=$(VENV)-aot EXTRA=aot
+	@PYTEST_ADDOPTS='-m "aot and not slow"' $(MAKE) --no-print-directory test-all $(aot) $(if $(ARGS),,ARGS="$$(grep -l mark.aot tests/test_*.py | tr '\n' ' ')")
+
+# What dependencies decide: arrays, modules, checkpoints, tables in a terminal. The kernels in C++ are those of $(VENV).
+oldest := $(VENV)-oldest
+oldest_tests := $(patsubst %,tests/test_%.py,formats routing backends cpu ffi nnx linen meshes autodiff explain tables \
+    checkpoint_orbax checkpoint_gpt_oss checkpoint_compressed_tensors cli cli_completion cli_convert)
+test-oldest: $(VENV)/installed $(oldest)/installed-oldest
+	$(oldest)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn $(oldest_tests))
+
+# The environments of test-aot and test-oldest, which can be made while other tests run.
+environments: $(oldest)/installed-oldest
+	@$(MAKE) --no-print-directory $(VENV)-aot/installed-test-aot $(aot)
+
+$(oldest)/installed-oldest: pyproject.toml tests/oldest.py | $(bin)/python
+	@echo "installing the oldest versions into $(oldest)"
+	@$(bin)/python -m venv $(oldest)
+	@$(bin)/python tests/oldest.py > $(oldest)/requirements.txt
+	@$(oldest)/bin/python -m pip install --quiet --disable-pip-version-check -r $(oldest)/requirements.txt
+	@touch $@
 
 # The tests of the kernels in C++, on kernels built to find reads and writes out of bounds, undefined behaviour and races.
 # Python itself is not built so: the sanitizer's library has to be loaded before it, and its own leaks do not count.
@@ -75,7 +102,7 @@ clean:
 $(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/cpu/src/* jmx/ffi/include/*) | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
 	@echo "installing jmx into $(VENV)"
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(bin)/python -m pip install --quiet --disable-pip-version-check $(BUILD) --editable .
 	@touch $@
 
 # One stamp for each set of extras; the dashes between them become pip's commas. jmx itself is there by now.

@@ -1,6 +1,9 @@
 """jmx: a mixture-of-experts layer for Flax whose expert weights stay in 4 bits."""
 
-from jmx import checkpoint as checkpoint
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from jmx._version import __version__
 from jmx.activations import ACTIVATIONS, GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import register_backend
@@ -39,6 +42,9 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.select import NoBackendError, Selection, select, use_backend
+
+if TYPE_CHECKING:
+    from jmx import checkpoint as checkpoint
 
 __all__ = [
     "ACTIVATIONS",
@@ -92,3 +98,14 @@ __all__ = [
     "unpad",
     "use_backend",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`jmx.checkpoint`, imported when it is first used: it brings Orbax, whose import takes as long as that of Flax."""
+    if name == "checkpoint":
+        return importlib.import_module("jmx.checkpoint")
+    raise AttributeError(f"module 'jmx' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,6 @@
 """What every test shares: the platform it runs on, skips with reasons, and fresh random data that can be had again."""
 
+import collections
 import importlib.util
 import os
 import pathlib
@@ -41,35 +42,70 @@ def pytest_report_header() -> str:
     return f"jax {jax.__version__} on {jax.default_backend()}, JMX_TEST_SEED={SEED}"
 
 
-def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """What is left out of `items`: all but n cases, by this run's seed, of each backend of a test that is `sampled`."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--drawn",
+        action="store_true",
+        help="of each test one case of each backend, others in every run, and fewer examples of properties",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--drawn"):
+        hypothesis.settings.register_profile("drawn", hypothesis.settings.get_profile("jmx"), max_examples=20)
+        hypothesis.settings.load_profile("drawn")
+
+
+def _left_out(items: list[pytest.Item], drawn: bool) -> set[pytest.Item]:
+    """What does not run of `items`: all but n cases, by this run's seed, of each backend of a test that is `sampled`.
+
+    Where tests are `drawn`: all but one case of each backend of every test, of the format that was drawn least before.
+    """
     alike: dict[tuple[str, str, int], list[pytest.Item]] = {}
     for item in items:
-        if marker := item.get_closest_marker("sampled"):
-            backend = item.callspec.params.get("backend", "")  # pyright: ignore[reportAttributeAccessIssue]
-            alike.setdefault((item.nodeid.partition("[")[0], backend, *marker.args), []).append(item)
-    left_out = []
+        marker = item.get_closest_marker("sampled")
+        if drawn or marker:
+            count = 1 if drawn or not marker else marker.args[0]
+            alike.setdefault((item.nodeid.partition("[")[0], _param(item, "backend"), count), []).append(item)
+    left_out: set[pytest.Item] = set()
+    taken: collections.Counter[str] = collections.Counter()
     for (name, backend, count), cases in alike.items():
         order = np.random.default_rng([SEED, zlib.crc32(f"{name} {backend}".encode())]).permutation(len(cases))
-        left_out += [cases[i] for i in order[count:]]
+        shuffled = [cases[i] for i in order]
+        if drawn:
+            shuffled.sort(key=lambda case: taken[_param(case, "format")])
+            taken.update(_param(case, "format") for case in shuffled[:count])
+        left_out.update(shuffled[count:])
     return left_out
+
+
+def _param(item: pytest.Item, name: str) -> str:
+    """The value of a parameter of a test's case, "" where it has none of that name."""
+    return str(item.callspec.params.get(name, "")) if hasattr(item, "callspec") else ""  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _skip_reason(item: pytest.Item) -> str | None:
+    """Why `item` cannot run on this machine, if it cannot."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        return f"needs an NVIDIA GPU; jax runs on {jax.default_backend()} here"
+    if item.get_closest_marker("aot") and not CUDA_PLUGIN:
+        return "needs the CUDA plugin of jax, which the `aot` extra installs"
+    needed = max((marker.args[0] for marker in item.iter_markers("devices")), default=1)
+    return f"needs {needed} devices; there are {jax.device_count()}" if needed > jax.device_count() else None
 
 
 @pytest.hookimpl(trylast=True)  # after what -k leaves: a case that is asked for alone always runs
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if jax.default_backend() == "cpu" and not os.environ.get("JMX_TEST_ALL"):
-        left_out = {*_sample(items)}
+    for item in items:
+        if reason := _skip_reason(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    drawn = bool(config.getoption("--drawn"))
+    if drawn or (jax.default_backend() == "cpu" and not os.environ.get("JMX_TEST_ALL")):
+        left_out: set[pytest.Item] = set()
+        for skipped in False, True:  # a case that is skipped is drawn for no other
+            left_out |= _left_out([item for item in items if bool(_skip_reason(item)) is skipped], drawn)
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
-    for item in items:
-        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU; jax runs on {jax.default_backend()} here"))
-        if item.get_closest_marker("aot") and not CUDA_PLUGIN:
-            item.add_marker(pytest.mark.skip(reason="needs the CUDA plugin of jax, which the `aot` extra installs"))
-        needed = max((marker.args[0] for marker in item.iter_markers("devices")), default=1)
-        if needed > jax.device_count():
-            reason = f"needs {needed} devices; there are {jax.device_count()}"
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)

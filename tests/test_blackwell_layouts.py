@@ -19,6 +19,8 @@ from jmx.numerics.layouts import LAYOUTS, WeightSpec
 from jmx.numerics.mxfp8 import quantize
 from jmx.selection.environment import known_devices
 
+pytestmark = pytest.mark.sampled(3)
+
 ARRANGEMENTS = [CUTLASS, TRTLLM]
 NAMED = {"cutlass": CUTLASS, "trtllm": TRTLLM}
 GOLDEN = np.load(Path(__file__).parent / "data" / "blackwell.npz")  # see data/make_blackwell.py

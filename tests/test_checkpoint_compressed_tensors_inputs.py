@@ -21,6 +21,8 @@ from jmx import cli
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing, shards
 from jmx.numerics.input_formats import FP8_BLOCK_UE8M0, INPUT_FORMATS
 
+pytestmark = pytest.mark.sampled(3)
+
 WHOLE = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}  # what sizes must be a multiple of
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FLOAT4 = FLOAT8 | {"num_bits": 4}

@@ -22,6 +22,8 @@ from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import LAYOUTS
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def layouts_in(custom_metadata, layers):
     stored = orbax_arrays.Stored({}, custom_metadata)

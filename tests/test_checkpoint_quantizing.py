@@ -16,6 +16,8 @@ from jmx.checkpoint.quantizing import writer
 from jmx.numerics import formats
 from jmx.numerics.formats import FORMATS, Format
 
+pytestmark = pytest.mark.sampled(3)
+
 E, H, I = 2, 128, 160  # noqa: E741 (the field's name)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NAMES = {"BF16": BF16, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}

@@ -45,6 +45,8 @@ from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.ffi.cpu import library as ffi
 from jmx.selection.environment import Environment
 
+pytestmark = pytest.mark.sampled(3)
+
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
 PROMPTS = GOLDEN["input_ids"].tolist()

@@ -31,6 +31,8 @@ from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.model_configs.qwen3_moe import PUBLISHED
 
+pytestmark = pytest.mark.sampled(3)
+
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"
 NAMES = ("bf16", "other", "nvfp4", "fp8_block", "w4a16")

@@ -16,6 +16,8 @@ from jmx import grouping
 from jmx.grouping import cut, few, group, many, max_blocks, single
 from jmx.routing import Logits, TopKSoftmax, route
 
+pytestmark = pytest.mark.sampled(3)
+
 some = settings(max_examples=15)  # shapes are drawn from few values: each compiles anew
 jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(cut, static_argnums=(1, 2))

@@ -30,6 +30,8 @@ from jmx.numerics.input_formats import (
     resolve,
 )
 
+pytestmark = pytest.mark.sampled(3)
+
 ALL = [*INPUT_FORMATS.values()]
 DYNAMIC = [format for format in ALL if format.dynamic]
 K = 256  # whole blocks of every format

@@ -11,6 +11,8 @@ from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import LAYOUTS, Layout, WeightSpec
 
+pytestmark = pytest.mark.sampled(3)
+
 registered_backends()  # of other packages, too, which have layouts
 SPEC = WeightSpec("gate_up", (96, 64), "interleaved", jmx.MXFP4)
 

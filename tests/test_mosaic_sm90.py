@@ -34,6 +34,8 @@ from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.selection import tuning
 
+pytestmark = pytest.mark.sampled(3)
+
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")
 

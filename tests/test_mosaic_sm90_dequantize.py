@@ -16,6 +16,8 @@ from jmx.pallas.mosaic_sm90.dequantize import Decoder, decoder_of
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.pallas.sm90.tiles import TILE, num_tiles
 
+pytestmark = pytest.mark.sampled(3)
+
 _HALF_UNIT = 2.0**-8  # of bfloat16, relative to the least number of an octave
 
 forward = jax.jit(LAYOUT.forward, static_argnums=1)

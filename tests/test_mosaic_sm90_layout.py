@@ -19,6 +19,8 @@ from jmx.pallas.mosaic_sm90 import dequantize
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.pallas.sm90.tiles import TILE, num_tiles
 
+pytestmark = pytest.mark.sampled(3)
+
 SCALE_BYTES = 128  # of a tile of MXFP4
 
 SPECS = [

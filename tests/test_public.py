@@ -47,8 +47,11 @@ def test_every_public_name_is_there_once_and_in_order():
     assert len({*jmx.__all__}) == len(jmx.__all__)
     assert all(getattr(jmx, name) is not None for name in jmx.__all__)
     tree = ast.parse((ROOT / "__init__.py").read_text())
-    imported = {a.asname or a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    nodes = [*tree.body, *(inner for node in tree.body if isinstance(node, ast.If) for inner in node.body)]
+    own = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jmx")]
+    imported = {a.asname or a.name for node in own for a in node.names}
     assert imported == {*jmx.__all__}
+    assert {*jmx.__all__} <= {*dir(jmx)}
 
 
 def test_public_functions_and_classes_say_what_they_are():
@@ -90,9 +93,28 @@ def test_importing_all_of_it_touches_no_device_and_compiles_nothing():
 
 
 def test_importing_adds_little_to_jax_and_flax():
-    told = run("import flax.nnx, time\nstart = time.perf_counter()\nimport jmx\nprint(time.perf_counter() - start)")
-    assert told.returncode == 0, told.stderr
-    assert float(told.stdout) < 5  # about 0.4 s on a machine that does nothing else
+    """At most 0.3 s of CPU time, which other programs on the machine lengthen little: the least of up to five runs."""
+    code = """import jax, flax, time
+start = time.process_time()
+import jmx
+print(time.process_time() - start)"""
+    seconds = []
+    while len(seconds) < 5 and min(seconds, default=1.0) > 0.3:
+        done = run(code)
+        assert done.returncode == 0, done.stderr
+        seconds.append(float(done.stdout))
+    assert min(seconds) <= 0.3, seconds  # about 0.2
+
+
+def test_checkpoints_are_imported_when_they_are_used():
+    absent = "flax.nnx", "optax", "orbax.checkpoint", "rich.progress", "safetensors", "tensorstore", "jmx.checkpoint"
+    done = run(f"import jmx, sys; print([name for name in {absent} if name in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+    for use in ("jmx.", "from jmx import checkpoint; ", "from jmx import *; "):
+        done = run(f"import jmx, sys; {use}checkpoint.gpt_oss; print(sys.modules['jmx.checkpoint'] is jmx.checkpoint)")
+        assert done.stdout.strip() == "True", done.stderr
+    with pytest.raises(AttributeError, match="module 'jmx' has no attribute 'checkpoints'"):
+        jmx.checkpoints  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def module_name(path):

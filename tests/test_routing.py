@@ -29,6 +29,8 @@ from jmx.routing import (
     validate,
 )
 
+pytestmark = pytest.mark.sampled(3)
+
 T, E = 64, 16  # most tests share one shape, and so one compilation a method
 METHODS = [
     TopKSoftmax(4),

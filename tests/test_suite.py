@@ -1,9 +1,12 @@
-"""The suite's own configuration: which warnings are errors."""
+"""The suite's own configuration: which warnings are errors, which cases are drawn, which versions are the oldest."""
 
 import pathlib
 import re
 import subprocess
 import sys
+
+import oldest
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLUGIN = """import warnings
@@ -31,3 +34,58 @@ def test_a_plugin_that_warns_stops_nothing_and_a_test_that_does_fails(tmp_path):
     )
     assert re.search(r"1 failed, 1 passed", done.stdout), done.stdout + done.stderr
     assert "::test_that_warns - UserWarning: a test's own" in done.stdout
+
+
+DRAWN = """import pytest
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxint4"])
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+def test_one(backend, format):
+    pass
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxint4"])
+def test_two(format):
+    pass
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.devices(10**6)), 2])
+def test_three(n):
+    pass
+
+def test_four():
+    pass
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(tmp_path, seed, monkeypatch):
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_four.py").write_text(DRAWN)
+    monkeypatch.setenv("JMX_TEST_SEED", seed)
+    monkeypatch.delenv("JMX_TEST_ALL", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    options = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "--collect-only", "-q"]
+
+    def collected(*more):
+        command = [sys.executable, "-m", "pytest", *options, *more, "test_four.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return re.findall(r"::(\w+)(?:\[(.*)\])?", done.stdout)
+
+    drawn = collected("--drawn")
+    assert sorted(name for name, _ in drawn) == [
+        "test_four",
+        "test_one",
+        "test_one",
+        "test_three",
+        "test_three",
+        "test_two",
+    ]
+    words = {word for _, case in drawn for word in case.split("-")}
+    assert words >= {"xla", "cpu", "mxfp4", "nvfp4", "mxint4"}
+    assert len(collected()) == 6 + 2 + 2 + 1
+
+
+def test_the_oldest_versions_are_those_of_pyproject():
+    extras = {"test": ["jmx[hf]", "psutil", "pytest>=8.2"], "hf": ["tokenizers>=0.21"]}
+    found = [*oldest.requirements(["jax>=0.11", "jmx[test]"], extras)]
+    assert found == ["jax==0.11", "tokenizers==0.21", "psutil", "pytest==8.2"]

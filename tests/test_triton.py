@@ -34,6 +34,8 @@ from jmx.selection import tuning
 from jmx.selection.registry import Registry
 from jmx.selection.select import select
 
+pytestmark = pytest.mark.sampled(3)
+
 interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
 REGISTERED = registered_backends()
 PROBLEM = Case(dtype="bfloat16").problem()
