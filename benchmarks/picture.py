@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the README's picture out of a saved benchmark: time over floor against tokens, jmx beside its peers.
 
-    python benchmarks/picture.py benchmarks/results/h200-gpt-oss-120b.json docs/images/h200-gpt-oss-120b.svg
+python benchmarks/picture.py benchmarks/results/h200-gpt-oss-120b.json docs/images/h200-gpt-oss-120b.svg
 """
 
 import argparse
@@ -62,8 +62,10 @@ def draw(report: Report, path: str) -> None:
         axes.text(1, 1.02, "hardware limit measured in the same run", fontsize=9, va="bottom")
         for system, line in lines(report).items():
             label, color, ours = SYSTEMS[system]
-            style = {"linewidth": 3.0, "zorder": 3} if ours else {"linewidth": 1.5, "linestyle": "--"}
-            axes.plot(*zip(*line, strict=True), marker="o", markersize=6 if ours else 4, color=color, label=label, **style)
+            style = (
+                {"linewidth": 3.0, "markersize": 6} if ours else {"linewidth": 1.5, "markersize": 4, "linestyle": "--"}
+            )
+            axes.plot(*zip(*line, strict=True), marker="o", color=color, label=label, **style)
         tokens = sorted({tokens for line in lines(report).values() for tokens, _ in line})
         axes.set_xticks(tokens, [str(count) for count in tokens])
         axes.set_yticks(TICKS, [f"{tick:g}x" for tick in TICKS])

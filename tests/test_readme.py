@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {"README.md": ROOT / "README.md"} | {
     path.relative_to(ROOT / "docs").as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PROSE = [*PAGES.values(), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 
 class Block(NamedTuple):
@@ -156,7 +156,7 @@ def anchors(path: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES.values(), CONTRIBUTING, *(ROOT / "benchmarks").glob("*.md")], ids=str)
+@pytest.mark.parametrize("page", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_anchors_of_links_are_headings(page):
     text = INDENTED.sub("", FENCED.sub("", page.read_text()))
     for link, anchor in re.findall(r"\]\((?!https:)([^)#\s]*)#([^)\s]+)\)", text):
@@ -164,7 +164,7 @@ def test_anchors_of_links_are_headings(page):
         assert target.suffix != ".md" or anchor in anchors(target), f"{link}#{anchor}"
 
 
-@pytest.mark.parametrize("page", [*PAGES.values(), CONTRIBUTING, *(ROOT / "benchmarks").glob("*.md")], ids=str)
+@pytest.mark.parametrize("page", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_lines_are_wrapped_at_120(page):
     """But those of tables, of code, and words that cannot be broken."""
     text = INDENTED.sub("", FENCED.sub("", page.read_text()))

@@ -131,7 +131,7 @@ def parser() -> Parser:
 
     add("explain", explain, "say which backend runs a layer, and why each of the others does not")
     add("doctor", doctor, "show versions and devices, what each backend lacks here, and how to get it")
-    add("convert", convert, "write a checkpoint in another form, or with its experts quantised")
+    add("convert", convert, "write a checkpoint in another form, or with quantized experts")
     add("bench", bench, "time one layer on this machine, against the machine's own limits")
     add("tune", tune, "measure how a backend's kernels run fastest here, and keep that for later calls")
     add("build", build, "compile a backend's kernels for this machine, and keep them for later calls")
