@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The relative error of a product whose inputs are rounded to each input format, against unquantized inputs in bfloat16.
+"""The relative error of a product by input format: rounded inputs against unquantized ones in bfloat16.
 
     python benchmarks/input_error.py --tokens 256 --columns 4096 --rows 512 --draws 9
 
