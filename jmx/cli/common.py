@@ -70,7 +70,7 @@ def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
 
 
 def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool = False) -> str:
-    """The name in `known` that equals `value`; with `any_case`, ignoring case. ValueError, listing all, if none does."""
+    """The name in `known` that equals `value`; with `any_case`, ignoring case. ValueError, listing all, if none."""
     names = sorted(known)
     lower = {name.lower(): name for name in names}
     if value in names:
