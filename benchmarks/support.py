@@ -12,6 +12,7 @@ import itertools
 import json
 import pathlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -190,7 +191,7 @@ def page(found: Measured) -> str:
         f"* `{backend.name}`: {', '.join(dict.fromkeys(target.device for target in its))}"
         for backend, its in places.items()
     ]
-    reasons = [f"{number}. {reason}" for reason, number in notes.reasons.items()]
+    reasons = [_item(number, reason) for reason, number in notes.reasons.items()]
     sources = [
         f"* ({letter}) {source.device}, {source.shape}, {' / '.join(map(str, dict.fromkeys(source.tokens)))} tokens"
         for source, letter in notes.sources.items()
@@ -209,6 +210,13 @@ def page(found: Measured) -> str:
         "\n".join(sources) or "Nothing yet.",
     ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _item(number: int, text: str) -> str:
+    """An item of a numbered list, wrapped."""
+    first = f"{number}. "
+    lines = textwrap.wrap(text, 120 - len(first), break_long_words=False, break_on_hyphens=False)
+    return first + f"\n{' ' * len(first)}".join(lines)
 
 
 def _family(format: str) -> str:
