@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What rounding activations to each input format does to a product: its relative error against unquantised inputs.
+"""The relative error of a product by input format: rounded inputs against unquantized ones in bfloat16.
 
     python benchmarks/input_error.py --tokens 256 --columns 4096 --rows 512 --draws 9
 

@@ -77,7 +77,7 @@ def _beside(packages: pathlib.Path, which: Sequence[str], rest: Sequence[str]) -
 def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
     """Adds the peers' rows to a saved report: its model, tokens, routing and limits, timed now on this machine.
 
-    A peer that cannot run, or that ends early, has rows that say so.
+    A peer that cannot run, or that ends early, has rows with the error.
     """
     from jmx.perf import bench, shapes
     from jmx.perf.roofline import Report, Row

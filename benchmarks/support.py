@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes docs/support.md: what every backend says to every format of weights and of inputs, and how fast it then is.
+"""Writes docs/support.md: which weight and input formats each backend supports, and how fast it is.
 
     python benchmarks/support.py > docs/support.md
 
-Answers come from the backends themselves, asked about every device that can be named, in every layout. That a backend's
-kernels were not built on this machine counts for nothing. Times come from the reports in benchmarks/results.
+Answers come from the backends themselves, for every known device and every layout. Kernels that were not built on this
+machine count as built. Times come from the reports in benchmarks/results.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import itertools
 import json
 import pathlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,18 +33,24 @@ TOKENS = 64
 
 _HEAD = """# What runs where
 
-Every format of weights and of inputs on every backend: yes, or the number of the reason that `jmx.explain` gives. [Weight formats](weight_formats.md) and [input formats](input_formats.md) say what they are, to the bit, and [backends](backends.md)
-what these need. This page is written by [a script](../benchmarks/support.py) that asks the backends themselves, each on the devices on which it runs, in the layout that it reads, as if it had been built; a test holds the page to it:
+Every weight format and input format on every backend: yes, or the number of the reason that `jmx.explain` gives.
+[Weight formats](weight_formats.md) and [input formats](input_formats.md) define them to the bit;
+[backends](backends.md) lists what each backend needs.
+
+[A script](../benchmarks/support.py) generates this page. It asks the backends themselves, each on the devices on which
+it runs, in the layout that it reads, as if it had been built. A test compares the page with the script's output:
 
     python benchmarks/support.py > docs/support.md
-"""  # noqa: E501
+"""
 
 _TIMES = """
-Behind a yes stand microseconds of a layer, at the fewest and the most tokens of what the letter names; for several formats that a backend reads alike those of one, which is named. Those of `xla` with a (d) are of a CPU and a small layer: that it runs, and is to be compared with nothing else.
-"""  # noqa: E501
+After a yes come microseconds per layer, at the smallest and the largest token count of the measurement that the letter
+names. For several formats that a backend treats alike they are those of one, which is named. Times of `xla` with a (d)
+are of a CPU and a small layer: they show that it runs, and compare with nothing else.
+"""
 
 
-class Home(NamedTuple):
+class Target(NamedTuple):
     """Where a backend runs: a device's name, and a layout."""
 
     device: str
@@ -79,31 +86,31 @@ def main() -> int:
 # Asking
 
 
-def ask(backend: Backend, home: Home, format: str, input_format: str | None) -> Rejection | None:
-    """What it says there, as if it had been built."""
-    problem = SHAPE.problem(TOKENS, home.layout)
+def ask(backend: Backend, target: Target, format: str, input_format: str | None) -> Rejection | None:
+    """The backend's answer there, as if it had been built."""
+    problem = SHAPE.problem(TOKENS, target.layout)
     problem = dataclasses.replace(problem, format=format, input_format=input_format)
-    no = backend.supports(problem, Environment.named(home.device))
-    if no is None and not layouts.get(home.layout).holds(FORMATS[format]):  # which a backend need not refuse
-        return Rejection(Reason.FORMAT, f"{home.layout!r} holds no {format!r}", "use another format")
+    no = backend.supports(problem, Environment.named(target.device))
+    if no is None and not layouts.get(target.layout).holds(FORMATS[format]):  # which a backend need not refuse
+        return Rejection(Reason.FORMAT, f"{target.layout!r} holds no {format!r}", "use another format")
     return None if no is not None and no.reason is Reason.NOT_BUILT else no
 
 
-def homes(backend: Backend) -> list[Home]:
-    """Where it runs weights of some format, under inputs of some."""
-    places = [Home(device, layout) for device in known_devices() for layout in layouts.LAYOUTS]
+def targets(backend: Backend) -> list[Target]:
+    """Where it runs at least one pair of weight and input formats."""
+    places = [Target(device, layout) for device in known_devices() for layout in layouts.LAYOUTS]
     pairs = [*itertools.product(FORMATS, (None, *INPUT_FORMATS))]
-    return [home for home in places if any(ask(backend, home, *pair) is None for pair in pairs)]
+    return [target for target in places if any(ask(backend, target, *pair) is None for pair in pairs)]
 
 
-def cell(backend: Backend, places: Sequence[Home], format: str, input_format: str | None, found: Measured) -> Cell:
-    """Its answer at home: yes if it says so in one place, else what it says in the first."""
-    if any(ask(backend, home, format, input_format) is None for home in places):
+def cell(backend: Backend, places: Sequence[Target], format: str, input_format: str | None, found: Measured) -> Cell:
+    """Its answer on its own devices: yes if it is yes on one of them, else the answer on the first."""
+    if any(ask(backend, target, format, input_format) is None for target in places):
         return found.get((backend.name, format, input_format), Cell(None))
-    told = str(ask(backend, places[0], format, input_format))
+    answer = str(ask(backend, places[0], format, input_format))
     for name in (format, input_format):
-        told = told.replace(repr(name), "X")  # so that formats which have the same reason share it
-    return Cell(told)
+        answer = answer.replace(repr(name), "X")  # so that formats which have the same reason share it
+    return Cell(answer)
 
 
 # What was measured
@@ -112,8 +119,8 @@ def cell(backend: Backend, places: Sequence[Home], format: str, input_format: st
 def measured(directory: pathlib.Path) -> Measured:
     """The times in a directory's reports.
 
-    Where several have the same, those of a report that is made for formats go before, then those of more counts, then
-    those of the latest.
+    If several have the same, reports made for formats take precedence, then those of more token counts, then the
+    latest.
     """
     ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int, str], Cell]] = {}
     for file in sorted(directory.glob("*.json")):
@@ -138,14 +145,14 @@ def measured(directory: pathlib.Path) -> Measured:
 
 
 class _Notes:
-    """Numbers of reasons and letters of sources, in the order in which the page comes to them."""
+    """Numbers of reasons and letters of sources, in the order of their first use."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, int] = {}
         self.sources: dict[Source, str] = {}
 
     def text(self, cells: Mapping[str, Cell]) -> str:
-        """What a backend says to formats, by name, that it answers alike: with the time of one that was measured."""
+        """The answer that a backend gives to all of these formats, with the time of one that was measured."""
         no = next(iter(cells.values())).no
         if no is not None:
             return f"no ({self.reasons.setdefault(no, len(self.reasons) + 1)})"
@@ -159,7 +166,7 @@ class _Notes:
 
 def page(found: Measured) -> str:
     """The page, in Markdown, with the times that were `measured`."""
-    places = {backend: its for backend in registered_backends() if (its := homes(backend))}
+    places = {backend: its for backend in registered_backends() if (its := targets(backend))}
     notes = _Notes()
     titles = [f"`{backend.name}`" for backend in places]
 
@@ -167,21 +174,21 @@ def page(found: Measured) -> str:
         """One a set of formats of one family that have the same answers."""
         alike: dict[tuple[str, tuple[str | None, ...]], dict[str, tuple[Cell, ...]]] = {}
         for format in FORMATS:
-            cells = tuple(cell(backend, home, format, input_format, found) for backend, home in places.items())
+            cells = tuple(cell(backend, its, format, input_format, found) for backend, its in places.items())
             alike.setdefault((_family(format), tuple(cell.no for cell in cells)), {})[format] = cells
-        told = []
+        found_rows = []
         for members in alike.values():
             columns = (dict(zip(members, column, strict=True)) for column in zip(*members.values(), strict=True))
-            told.append((_names([*members]), *map(notes.text, columns)))
-        return told
+            found_rows.append((_names([*members]), *map(notes.text, columns)))
+        return found_rows
 
     plain = [("weights", *titles), *rows(None)]
     rounded = [("inputs", "weights", *titles), *((f"`{name}`", *row) for name in INPUT_FORMATS for row in rows(name))]
     devices = [
-        f"* `{backend.name}`: {', '.join(dict.fromkeys(home.device for home in its))}"
+        f"* `{backend.name}`: {', '.join(dict.fromkeys(target.device for target in its))}"
         for backend, its in places.items()
     ]
-    reasons = [f"{number}. {reason}" for reason, number in notes.reasons.items()]
+    reasons = [_item(number, reason) for reason, number in notes.reasons.items()]
     sources = [
         f"* ({letter}) {source.device}, {source.shape}, {' / '.join(map(str, dict.fromkeys(source.tokens)))} tokens"
         for source, letter in notes.sources.items()
@@ -192,14 +199,21 @@ def page(found: Measured) -> str:
         _table(plain),
         "## Rounded inputs",
         _table(rounded),
-        "## Reasons\nX is the format at hand.",
+        "## Reasons\nX is the format in question.",
         "\n".join(reasons),
-        "## Devices\nThose that `--device` names on which a backend runs.",
+        "## Devices\nThe names of `--device` on which each backend runs.",
         "\n".join(devices),
         "## Measured",
         "\n".join(sources) or "Nothing yet.",
     ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _item(number: int, text: str) -> str:
+    """An item of a numbered list, wrapped."""
+    first = f"{number}. "
+    lines = textwrap.wrap(text, 120 - len(first), break_long_words=False, break_on_hyphens=False)
+    return first + f"\n{' ' * len(first)}".join(lines)
 
 
 def _family(format: str) -> str:

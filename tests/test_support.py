@@ -1,4 +1,4 @@
-"""The table of what runs where: that the page is what the backends say, and that times come from the reports."""
+"""docs/support.md: the page matches the backends' answers, and its times those of the reports."""
 
 import dataclasses
 import json
@@ -20,7 +20,8 @@ PAGE = ROOT / "docs" / "support.md"
 
 
 def test_the_page_is_what_the_script_writes():
-    assert PAGE.read_text() == support.page(support.measured(support.RESULTS)), "write it anew, as it says itself"
+    page = support.page(support.measured(support.RESULTS))
+    assert PAGE.read_text() == page, "regenerate it: python benchmarks/support.py > docs/support.md"
 
 
 def test_every_pair_of_formats_has_a_row():
@@ -43,16 +44,16 @@ def expand(names: str) -> list[str]:
 def test_answers_are_those_of_explain():
     asked = 0
     for backend in registered_backends():
-        for home in support.homes(backend)[:1]:
+        for target in support.targets(backend)[:1]:
             for format, input_format in (("mxfp4", None), ("int8_g64", None), ("int4_g32", "int8_token")):
                 problem = dataclasses.replace(
-                    support.SHAPE.problem(support.TOKENS, home.layout), format=format, input_format=input_format
+                    support.SHAPE.problem(support.TOKENS, target.layout), format=format, input_format=input_format
                 )
-                trail = explain_problem(problem, Environment.named(home.device)).trail
+                trail = explain_problem(problem, Environment.named(target.device)).trail
                 no = next(no for name, _, no in trail if name == backend.name)
-                told = support.cell(backend, [home], format, input_format, {}).no
-                assert (told is None) == (no is None or no.reason is Reason.NOT_BUILT)
-                assert told is None or no is None or told.startswith(f"{no.reason.value}: ")
+                answer = support.cell(backend, [target], format, input_format, {}).no
+                assert (answer is None) == (no is None or no.reason is Reason.NOT_BUILT)
+                assert answer is None or no is None or answer.startswith(f"{no.reason.value}: ")
                 asked += 1
     assert asked >= 12
 
@@ -63,8 +64,8 @@ def reports(tmp_path):
 
     def add(name, device, shape, *rows, date="2026-01-01"):
         keys = ("system", "format", "input_format", "tokens", "us", "error")
-        told = [{"shape": shape} | dict(zip(keys, row, strict=True)) for row in rows]
-        report = {"device": device, "date": date, "settings": {"shape": {"format": "mxfp4"}}, "rows": told}
+        entries = [{"shape": shape} | dict(zip(keys, row, strict=True)) for row in rows]
+        report = {"device": device, "date": date, "settings": {"shape": {"format": "mxfp4"}}, "rows": entries}
         (tmp_path / name).write_text(json.dumps(report))
 
     return tmp_path, add

@@ -1,4 +1,4 @@
-"""What stands between and after two grouped products where a system leaves it to its caller: one kernel each."""
+"""The work between and after two grouped products that a system leaves to its caller: one kernel each."""
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import torch

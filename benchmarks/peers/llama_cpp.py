@@ -3,7 +3,7 @@
 
 As a program it fetches llama-cpp-python's sources from the package index, and builds the ggml in them into DIR, for
 this machine's instruction set (it needs pip, cmake and a C++ compiler, and some minutes). As a module it runs a layer
-as llama.cpp runs gpt-oss's: `mul_mat_id` for gate, up and down, tokens quantised to 8 bits in front of each. Weights
+as llama.cpp runs gpt-oss's: `mul_mat_id` for gate, up and down, tokens quantized to 8 bits in front of each. Weights
 lie in the layout that ggml itself prefers here, `CPU_REPACK`, where it has one.
 """
 
@@ -122,7 +122,7 @@ class Ggml:
         return None
 
     def context(self) -> ctypes.c_void_p:
-        """Room for the descriptions of tensors, not for what they hold."""
+        """Memory for the descriptions of tensors, not for their contents."""
         return ctypes.c_void_p(self("init", _Parameters(64 << 20, None, True)))
 
     def tensor(self, context: ctypes.c_void_p, kind: int, *sizes: int) -> ctypes.c_void_p:
@@ -203,8 +203,8 @@ class Program:
     def __init__(self, layers: Sequence[Layer], calls: Sequence[Call], alpha: float, limit: float) -> None:
         self.ggml = ggml = layers[0].ggml
         inputs, nodes = ggml.context(), ggml.context()
-        room = ctypes.c_size_t(_GRAPH_NODES)
-        self.graph = ctypes.c_void_p(ggml("new_graph_custom", nodes, room, ctypes.c_bool(False)))
+        size = ctypes.c_size_t(_GRAPH_NODES)
+        self.graph = ctypes.c_void_p(ggml("new_graph_custom", nodes, size, ctypes.c_bool(False)))
         given, results = [], []
         for layer, call in zip(layers, calls, strict=True):
             (num_tokens, hidden), top_k = call.x.shape, call.expert_ids.shape[1]

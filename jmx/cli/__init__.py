@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         to_stderr("jmx: interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has gone: nobody is left to tell
+    except BrokenPipeError:  # the reader of the pipe has exited
         return EXIT_NO
     except (ValueError, TypeError, OSError) as e:
         return fail(e, EXIT_NO if getattr(e, "errno", None) in _MACHINE else EXIT_USAGE)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(e, EXIT_NO)
 
 
-# What no other argument helps against: a full disk, one that is broken, a process out of memory or of open files.
+# Errors that no other argument avoids: a full or broken disk, a process out of memory or of open files.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
@@ -70,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Makes stdout and stderr such that nothing printed to them fails for its characters, or goes elsewhere.
+    """Makes stdout and stderr accept every character, and no other file take their place.
 
     Files that are opened take the numbers of streams that were closed: warnings of libraries would go into them.
     """
@@ -94,7 +94,7 @@ def _flush() -> None:
 
 
 def parser() -> Parser:
-    """Of the whole command line."""
+    """The parser of the whole command line."""
     shared = Parser(add_help=False)
     shared.add_argument(
         "--compilation-cache",
@@ -129,11 +129,11 @@ def parser() -> Parser:
         command.set_defaults(command=module.run)
         module.add(command)
 
-    add("explain", explain, "say which backend runs a layer, and why each of the others does not")
+    add("explain", explain, "show which backend runs a layer, and why each of the others does not")
     add("doctor", doctor, "show versions and devices, what each backend lacks here, and how to get it")
-    add("convert", convert, "write a checkpoint in another form, or with its experts quantised")
+    add("convert", convert, "write a checkpoint in another form, or with quantized experts")
     add("bench", bench, "time one layer on this machine, against the machine's own limits")
-    add("tune", tune, "measure how a backend's kernels run fastest here, and keep that for later calls")
+    add("tune", tune, "find the fastest configurations of a backend's kernels here, and keep them for later calls")
     add("build", build, "compile a backend's kernels for this machine, and keep them for later calls")
     return whole
 

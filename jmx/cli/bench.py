@@ -1,4 +1,4 @@
-"""`jmx bench`: the time of one layer, against the machine's own limits."""
+"""`jmx bench`: times one layer against the machine's own limits."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ def add(command: Parser) -> None:
     command.add_argument(
         "--format",
         metavar="NAME,...",
-        help="weight formats, one after the other, with an input format behind a colon or without (default mxfp4)",
+        help="weight formats, one after the other, optionally with an input format after a colon (default mxfp4)",
     )
     command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
     command.add_argument(
@@ -43,7 +43,7 @@ def add(command: Parser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="save JSON to FILE, or print it on stdout without FILE; until all is measured, what is lies in FILE.part. "
+        help="save JSON to FILE, or print it on stdout without FILE; rows measured so far are in FILE.part. "
         "An earlier report is replaced; any other file is refused",
     )
     command.add_argument(
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
-    """`part`: the file that has what is measured until all is."""
+    """`part`: the file with the rows measured so far."""
     import jax
 
     from jmx.perf import bench, shapes

@@ -1,4 +1,4 @@
-"""`jmx build`: a backend's kernels compiled for this machine."""
+"""`jmx build`: compiles a backend's kernels for this machine."""
 
 import argparse
 import pathlib
@@ -11,7 +11,7 @@ def add(command: Parser) -> None:
     command.add_argument("--arch", default="sm_90a", metavar="NAME", help="of the GPU (default and only one: sm_90a)")
     command.add_argument("--jobs", type=number, metavar="N", help="compilers at a time (default: as many as fit here)")
     command.add_argument("--output", metavar="FILE", help="the library to write (default: in this user's own cache)")
-    command.add_argument("--again", action="store_true", help="compile although it is there")
+    command.add_argument("--again", action="store_true", help="compile even if the library exists")
 
 
 def run(arguments: argparse.Namespace) -> int:

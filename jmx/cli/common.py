@@ -1,4 +1,4 @@
-"""What commands share: their parser, the checks of their arguments, and how results are printed."""
+"""Shared by all commands: the parser, checks of arguments, and printing of results."""
 
 import argparse
 import contextlib
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-MOST = (1 << 31) - 1  # of sizes and counts: what 32-bit indices reach
-_WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, where neither a terminal nor COLUMNS says
+MOST = (1 << 31) - 1  # of sizes and counts: the range of 32-bit indices
+_WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, if neither a terminal nor COLUMNS gives it
 EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_SIGNAL = 128  # and the number of the signal that ended the command
 
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse does, but that a help or a version which cannot be written is an error."""
+        """As argparse does, except that a help or version text that cannot be written is an error."""
         if file is None or file is sys.stderr:
             super()._print_message(message, file)
         else:
@@ -32,13 +32,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def fail(error: Exception, code: int) -> int:
-    """Prints what is wrong, as one line on stderr, and gives `code` back."""
+    """Prints the error as one line on stderr, and returns `code`."""
     to_stderr(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}")
     return code
 
 
 def to_stderr(line: str) -> None:
-    """Prints a line on stderr, if anybody reads it."""
+    """Prints a line on stderr, if it is open."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -70,7 +70,7 @@ def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
 
 
 def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool = False) -> str:
-    """The name in `known` that `value` is, with `any_case` whatever its case. ValueError, naming all, if it is none."""
+    """The name in `known` that equals `value`; with `any_case`, ignoring case. ValueError, listing all, if none."""
     names = sorted(known)
     lower = {name.lower(): name for name in names}
     if value in names:
@@ -83,7 +83,7 @@ def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool =
 
 
 def check_directories(*paths: str | None) -> None:
-    """Raises ValueError for a file that could not be written, before the work that it is to hold.
+    """Raises ValueError for a file that cannot be written, before the work starts.
 
     What is there may be replaced if it is a regular file; a device such as /dev/null is not one.
     """
@@ -129,7 +129,7 @@ def check_pair(pair: str) -> tuple[str, str | None]:
 
 
 def resolved_pair(pair: str) -> str:
-    """The same with the format that a family of inputs stands for. ValueError as `check_pair`."""
+    """The same, with a family of input formats resolved to one format. ValueError as `check_pair`."""
     return ":".join(filter(None, check_pair(pair)))
 
 

@@ -12,7 +12,7 @@ _FILES = ("FILE",)
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the script and exits. What may be typed for names is asked of jmx only now: that imports jax."""
+    """Prints the script and exits. Names to complete come from jmx, imported only here: that imports jax."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, choices=SHELLS, **options)
@@ -43,7 +43,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
 
 
 def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
-    """Names that arguments take, by where a parser puts them."""
+    """Names that arguments accept, by the argument's `dest`."""
     from jmx.backends import registered_backends
     from jmx.checkpoint.quantizing import WRITABLE
     from jmx.numerics import formats, layouts

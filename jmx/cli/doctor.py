@@ -1,4 +1,4 @@
-"""`jmx doctor`: versions and devices, and what each backend lacks here."""
+"""`jmx doctor`: prints versions, devices, and what each backend lacks here."""
 
 import argparse
 

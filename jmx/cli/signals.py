@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, as exceptions: what is half written is then removed, as on Ctrl-C."""
+"""Signals that ask a process to end, as exceptions: partial output is then removed, as on Ctrl-C."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(s
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal came. As KeyboardInterrupt, it passes through what handles all other exceptions, such as event loops."""
+    """A signal was received. Like KeyboardInterrupt it is not an Exception, so handlers of those let it pass."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -22,7 +22,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-    """Within it SIGTERM and SIGHUP raise `Terminated` in the main thread.
+    """While it is open, SIGTERM and SIGHUP raise `Terminated` in the main thread.
 
     Not one that somebody handles or ignores already, as nohup does SIGHUP.
     """

@@ -1,4 +1,4 @@
-"""`jmx tune`: how a backend's kernels run fastest here."""
+"""`jmx tune`: finds the fastest configurations of a backend's kernels here."""
 
 import argparse
 import dataclasses
@@ -20,16 +20,16 @@ def add(command: Parser) -> None:
         "--format",
         default="mxfp4",
         metavar="NAME",
-        help="of the weights, with an input format behind a colon or without (default mxfp4)",
+        help="of the weights, optionally with an input format after a colon (default mxfp4)",
     )
     command.add_argument(
         "--tokens", type=counts, metavar="N,...", help="token counts (default: powers of 4, and some more)"
     )
     command.add_argument("--output", metavar="FILE", help="the table to add to (default: this user's own cache)")
     command.add_argument(
-        "--seconds", type=float, metavar="N", help="begin no candidate of a token count after N (default: try them all)"
+        "--seconds", type=float, metavar="N", help="start no candidate of a token count after N (default: try them all)"
     )
-    command.add_argument("--again", action="store_true", help="measure what the table has already, too")
+    command.add_argument("--again", action="store_true", help="also measure token counts that the table has")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """Times one layer against the machine's own limits: the core of `jmx bench` and of benchmarks/layer.py.
 
 A row is one backend at one token count. Several different layers run one after the other inside one jitted call, whose
-time is divided by their number: so weights never come out of a cache, and the gaps between kernels count. Routing from
-logits is timed too. The floor of a row is what its problem must move and multiply, at rates measured in the same run.
+time is divided by their number: so weights never come from a cache, and the gaps between kernels count. Routing from
+logits is included. The floor of a row is its problem's bytes and flops at rates measured in the same run.
 """
 
 import dataclasses
@@ -36,13 +36,14 @@ Array = Any
 
 RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the same weights in bfloat16
 
-# bfloat16 operands leave 2e-3 to 1e-2 beside the float32 reference. Inputs rounded to e2m1 leave up to 3.6e-2: where h
-# in bfloat16 and in float32 lie on either side of a middle, they are a step of it apart. Above is another function.
+# bfloat16 operands give 2e-3 to 1e-2 against the float32 reference. Inputs rounded to e2m1 give up to 3.6e-2: where h
+# in bfloat16 and h in float32 are on opposite sides of a midpoint, they round to elements one step apart. A larger
+# error means another function.
 TOLERANCE = 5e-2
 _CHECKED_TOKENS = 64
-_SEED_BITS = 32  # jax.random.key drops those above without a word, unless jax computes in 64 bits
+_SEED_BITS = 32  # jax.random.key silently drops higher ones, unless jax computes in 64 bits
 
-# The host needs 150 to 250 us to launch a call. Where the device is done before, the time of a call is the host's; a
+# The host needs 150 to 250 us to launch a call. If the device finishes sooner, the time of a call is the host's; a
 # layer of gpt-oss-120b takes an H200 28 us at 1 token.
 _FEW_TOKENS = 16
 _LAYERS_OF_FEW_TOKENS = 16
@@ -64,25 +65,25 @@ def run(
 ) -> Report:
     """Measures the machine's limits, then every backend and `lax.ragged_dot` at every token count.
 
-    What goes wrong in one row (no memory, a backend that does not run here) stands in that row.
+    A failure in one row (out of memory, a backend that does not run here) is reported in that row.
 
     Args:
         model: a key of `MODELS`.
         tokens: token counts.
         routing: a key of `ROUTINGS`.
         formats: weight formats, or pairs "WEIGHTS:INPUTS" with an input format, one after the other; None: that of the
-            model's shape alone.
-        backends: names to measure, among the registered ones and `RAGGED_DOT`; None measures all. Those that do not run
-            here are left out, and so are those that do not take one format of several; of named ones under one format
-            the row says why.
-        layers: different layers in one call; None: see `layers_of_call`. Fewer where the device's memory holds fewer.
-        repeats: samples of which a time is the median.
+            model's shape only.
+        backends: names to measure, of the registered ones and `RAGGED_DOT`; None measures all. Backends that do not run here are
+            left out, and so are those that lack one of several formats; with names and one format the row gives the
+            reason.
+        layers: different layers in one call; None: see `layers_of_call`. Fewer if the device's memory holds fewer.
+        repeats: samples per median.
         seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
-        progress: called with a line for every limit and every row, as they come.
-        so_far: called after every row with all that there are by then.
+        progress: called with a line for every limit and every row.
+        so_far: called after every row with the rows so far.
 
     Raises:
-        ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured then.
+        ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured yet.
     """
     check_arguments(model, tokens, routing, formats, backends, layers, repeats, seed)
     seed = secrets.randbits(_SEED_BITS) if seed is None else seed
@@ -107,7 +108,7 @@ def run(
 
     for pair in [None] if formats is None else formats:
         shape = shape if pair is None else shape.in_formats(pair)
-        told = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
+        names_of_formats = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
         names = contestants() if backends is None else backends
         if backends is None or len(formats or ()) > 1:
             names = _running_here(names, shape, tokens, environment, progress)
@@ -116,21 +117,21 @@ def run(
             built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
             for case in cases:
                 row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
-                rows.append(dataclasses.replace(row, **told))
+                rows.append(dataclasses.replace(row, **names_of_formats))
                 progress(str(rows[-1]))
                 so_far(report())
     return report()
 
 
 def layers_of_call(num_tokens: int, layers: int | None) -> int:
-    """Different layers in one call on `num_tokens`: `layers`, or where that is None 16 up to 16 tokens and 4 beyond."""
+    """Different layers in one call on `num_tokens`: `layers`, or if that is None 16 up to 16 tokens and 4 beyond."""
     if layers is not None:
         return layers
     return _LAYERS_OF_FEW_TOKENS if num_tokens <= _FEW_TOKENS else _LAYERS
 
 
 def contestants() -> list[str]:
-    """Names of all that `run` can measure."""
+    """Names of everything that `run` can measure."""
     return [*(backend.name for backend in registered_backends()), RAGGED_DOT]
 
 
@@ -141,7 +142,7 @@ def _running_here(
     environment: Environment,
     progress: Callable[[str], None],
 ) -> list[str]:
-    """Those of `names` that run here at one of the token counts at least. `progress` is told of the others."""
+    """Those of `names` that run here at one or more of the token counts. `progress` gets a line for each other."""
     here = []
     for name in names:
         refusals = []
@@ -195,7 +196,7 @@ def check_arguments(
 
 
 class Case(NamedTuple):
-    """What all backends are given at one token count."""
+    """The inputs of all backends at one token count."""
 
     x: Array  # (T, H) bfloat16
     logits: Array  # (L, T, E) float32
@@ -209,7 +210,7 @@ class Case(NamedTuple):
 
     @classmethod
     def draw(cls, shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> "Case":
-        """Random tokens and logits, and what the reference makes of some of them, in float32 but for an input format.
+        """Random tokens and logits, and the reference's result for some of them, in float32 except for an input format.
 
         Args:
             kind: a key of `ROUTINGS`.
@@ -222,7 +223,7 @@ class Case(NamedTuple):
         return cls(x, logits, checked, reference, [len(np.unique(layer)) for layer in np.asarray(ids)])
 
 
-# Compiled whole, and once for all formats: on a GPU operations one by one take longer than what is timed.
+# Compiled as a whole, and once for all formats: on a GPU single operations take longer than the timed call.
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _draw(
     key: Array, sizes: tuple[int, int, int], hidden_size: int, method: Method, kind: str
@@ -248,16 +249,16 @@ def _cases(
 class Contender(NamedTuple):
     """One way to compute the layer."""
 
-    weights: str  # how its weights lie
+    weights: str  # layout of its weights
     prepare: Callable[[Experts], Any]  # packed experts -> its own weights
     layer: Callable[[Array, Array, Any], Array]  # x (T, H), logits (T, E), its own weights -> y (T, H)
 
     @classmethod
     def of(cls, name: str, shape: Shape, num_tokens: int, environment: Environment) -> "Contender":
-        """The one that `name`, of `contestants`, stands for. NoBackendError where it does not run."""
+        """The contender called `name`, of `contestants`. NoBackendError if it does not run here."""
         if name == RAGGED_DOT:
             return cls("bf16", _expanded, partial(ragged_dot_layer, shape))
-        # Packed first: the reference reads every layout, but undoes the engines' own at each call.
+        # Packed first: the reference reads every layout, but inverts backends' own layouts at each call.
         layout = usable_layout(shape.problem(num_tokens, "packed"), environment, name)
         return cls(layout, lambda experts: experts.prepare(layout, donate=True), partial(_jmx_layer, shape, name))
 
@@ -265,19 +266,19 @@ class Contender(NamedTuple):
         """Weights of as many layers as there are keys.
 
         Args:
-            built: keeps them for the next call: one copy of the weights at a time, and no more layers than these.
+            built: cache for the next call: one copy of the weights at a time, and no more layers than these.
         """
         if self.weights not in built:
             built.clear()
         weights = built.setdefault(self.weights, [])
         del weights[len(layer_keys) :]
         for key in layer_keys[len(weights) :]:
-            weights.append(jax.block_until_ready(self.prepare(shape.experts(key))))  # what fails is not kept
+            weights.append(jax.block_until_ready(self.prepare(shape.experts(key))))  # failures are not cached
         return weights
 
 
 def usable_layout(problem: Problem, environment: Environment, backend: str) -> str:
-    """The problem's own layout where `backend` can run from it, else the first that it can run from.
+    """The problem's own layout if `backend` can read it, else the first that it can read.
 
     Raises:
         NoBackendError: there is none; the text is that for the problem's own layout.
@@ -315,7 +316,7 @@ def _expanded(experts: Experts) -> FloatWeights:
 
 
 def ragged_dot_layer(shape: Shape, x: Array, logits: Array, weights: FloatWeights) -> Array:
-    """The layer as a user of `lax.ragged_dot` writes it: sort by expert, two grouped products, weigh and add up."""
+    """The layer as a user of `lax.ragged_dot` writes it: sort by expert, two grouped products, weighted sum."""
     ids, router_weights = route(Logits(logits, shape.method))
     num_tokens, top_k = ids.shape
     order = jnp.argsort(ids.reshape(-1))
@@ -361,7 +362,7 @@ def _measure_row(
             row = dataclasses.replace(row, weights=contender.weights)
             time_s, spread, error, temporary = _measure(contender, shape, case, built, layer_keys[:count], repeats)
             row = dataclasses.replace(row, us=1e6 * time_s, spread=spread, rel_err=error, temporary_bytes=temporary)
-        except Exception as e:  # whatever a backend dies of is that row's finding, and others still have to run
+        except Exception as e:  # any failure of a backend is that row's result, and others still have to run
             if out_of_memory(e) and count > 1:
                 count //= 2
                 continue
@@ -371,7 +372,7 @@ def _measure_row(
 
 
 def judge(row: Row, problem: Problem, limits: Limits) -> Row:
-    """The row with what follows from what was measured: floor, ratio to it, rates, and whether the result is wrong.
+    """The row with all that follows from its measurements: floor, ratio to it, rates, and whether the result is wrong.
 
     `limits`: the dense rate is that of the problem's own elements; see `explain.times_bfloat16`.
     """

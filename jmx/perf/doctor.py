@@ -1,4 +1,4 @@
-"""What `jmx doctor` finds: versions, devices, what each backend lacks here, and how to get it."""
+"""The findings of `jmx doctor`: versions, devices, and what each backend lacks here, with the remedy."""
 
 import importlib.metadata
 import pathlib
@@ -8,7 +8,7 @@ from typing import Any
 from jmx._version import __version__
 from jmx.util.tables import FoldingTable, words
 
-# Distributions that jmx needs, and those that some of its parts need: what for, and the extra that brings them.
+# Distributions that jmx needs, and those that parts of it need: for what, and the extra that installs them.
 _NEEDED = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "orbax-checkpoint", "safetensors", "rich")
 _OPTIONAL = {
     "tokenizers": ("text in and out of the example model", "hf"),
@@ -18,7 +18,7 @@ _OPTIONAL = {
 
 
 def examine() -> dict[str, Any]:
-    """All of it as plain values. `healthy`: all that jmx needs is there, and some backend runs."""
+    """All findings as plain values. `healthy`: all that jmx needs is installed, and a backend runs."""
     versions = {name: _version_of(name) for name in (*_NEEDED, *_OPTIONAL)} | {
         entry.dist.name: entry.dist.version
         for entry in importlib.metadata.entry_points(group="jax_plugins")
@@ -37,8 +37,8 @@ def examine() -> dict[str, Any]:
         cache = jax.config.jax_compilation_cache_dir
         try:
             devices = _examine_devices()
-            layout, backends = _examine_registered_backends()
-        except RuntimeError as e:  # a plugin that is installed and does not start
+            layout, backends = _examine_backends()
+        except RuntimeError as e:  # an installed plugin that does not start
             advice.append(f"jax finds no device: {' '.join(str(e).split())}")
     advice += _examine_build(backends)
     if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
@@ -78,8 +78,8 @@ def _examine_devices() -> list[dict[str, Any]]:
     ]
 
 
-def _examine_registered_backends() -> tuple[str, list[dict[str, Any]]]:
-    """The default layout here, and what each backend says to one token of a gpt-oss layer, in the layout it can use."""
+def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
+    """The default layout here, and each backend's answer for one token of a gpt-oss layer, in a layout it reads."""
     from jmx.backends import registered_backends, resolve_layout
     from jmx.perf.bench import usable_layout
     from jmx.perf.shapes import MODELS
@@ -103,7 +103,7 @@ def _examine_registered_backends() -> tuple[str, list[dict[str, Any]]]:
 
 
 def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
-    """What `jmx build cutlass` lacks, on a machine where that is all that keeps the backend from running."""
+    """What `jmx build cutlass` lacks, if not being built is the only reason against the backend here."""
     from jmx.selection.backend import Reason
 
     if not any(found["name"] == "cutlass" and found.get("reason") == Reason.NOT_BUILT.value for found in backends):
@@ -115,7 +115,7 @@ def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
 
 
 def tables(findings: dict[str, Any]) -> list[FoldingTable]:
-    """What `examine` gives, to print; without the advice."""
+    """The findings of `examine`, to print; without the advice."""
     versions = FoldingTable(words("package", "version"), title="versions")
     for name, version in findings["versions"].items():
         versions.add_row(name, version or "missing")

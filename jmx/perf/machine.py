@@ -1,4 +1,4 @@
-"""What this machine is, what it can do at best, and how long a call takes on it."""
+"""The machine: its description, its measured limits, and the time of a call on it."""
 
 import datetime
 import math
@@ -24,19 +24,19 @@ Device = Any  # a jax.Device
 
 
 def _read_rate(words: np.ndarray[Any, Any], repeats: int) -> float:
-    """Bytes a second that all cores of this process together read of `words`, each a part of its own."""
+    """Bytes a second that all cores of this process together read of `words`, each core a separate part."""
     with ThreadPoolExecutor(num_cpus()) as pool:
         parts = np.array_split(words, num_cpus())
         return words.nbytes / seconds(lambda: [*pool.map(np.bitwise_or.reduce, parts)], repeats)[0]
 
 
 def num_cpus() -> int:
-    """Cores that this process may use, where the platform tells; else all."""
+    """Cores that this process may use, where the platform reports that; else all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_machine(device: Device) -> dict[str, Any]:
-    """What ran: the device by its own name, its memory in bytes, and the versions."""
+    """The device by its own name, its memory in bytes, and the versions."""
     versions = {"jmx": _version.__version__, "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
     return {
         "device": device.device_kind,
@@ -50,7 +50,7 @@ def describe_machine(device: Device) -> dict[str, Any]:
 
 
 def memory_limit(device: Device) -> int | None:
-    """Bytes that a program may hold on `device`, or None where that is not known. On a CPU, those of the machine."""
+    """Bytes that a program may hold on `device`, or None if that is not known. On a CPU, the memory of the machine."""
     if device.platform == "cpu":
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -62,7 +62,7 @@ def memory_limit(device: Device) -> int | None:
 def measure_limits(repeats: int) -> Limits:
     """The best of two ways to copy (a plain copy, and a kernel that changes each word), and a square product.
 
-    On a CPU, where a copy reads what it writes, too, also of a loop that only reads.
+    On a CPU, where a copy also reads its destination, a read-only loop is measured too.
     """
     on_cpu = jax.default_backend() == "cpu"
     key = jax.random.key(secrets.randbits(32))
@@ -83,9 +83,9 @@ def measure_limits(repeats: int) -> Limits:
 def seconds(call: Callable[[], Any], repeats: int, least: float = 0.05) -> tuple[float, float]:
     """Median seconds of a call, and (slowest - fastest) / median.
 
-    Each of the `repeats` samples is the mean of so many calls, one behind the other without waiting for any, that it
-    lasts `least` seconds. Two rounds before them warm up. A call's result is let go before the next call, which so
-    finds its memory where the one before did: a CUDA graph need not be written anew.
+    Each of the `repeats` samples is the mean of so many calls, queued without waiting, that it lasts `least`
+    seconds. Two rounds before them warm up. A call's result is released before the next call, which so gets the same
+    memory: a CUDA graph need not be updated.
     """
     jax.block_until_ready(call())
     calls, samples, out = 1, [], None
@@ -103,7 +103,7 @@ def seconds(call: Callable[[], Any], repeats: int, least: float = 0.05) -> tuple
 
 
 def check_memory(compiled: Any) -> int | None:
-    """The call's temporary bytes. MemoryError before it runs, where a CPU would rather start to swap."""
+    """The call's temporary bytes. MemoryError before it runs, where a CPU would start to swap instead."""
     needs, has = compiled.memory_analysis(), memory_limit(jax.devices()[0])
     if needs is None:
         return None
@@ -114,5 +114,5 @@ def check_memory(compiled: Any) -> int | None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether `error` says that the device's memory does not suffice."""
+    """Whether `error` means that the device is out of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -1,4 +1,4 @@
-"""Measured rows against the limits of the machine: as an object, as a table, as JSON, as a picture."""
+"""Measured rows against the limits of the machine: an object, a table, JSON, a picture."""
 
 import dataclasses
 import importlib.util
@@ -17,9 +17,9 @@ from jmx.util.tables import FoldingTable, decimal, numbers, words
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine reaches: bytes read plus written a second, and dense bfloat16 flop a second.
+    """Measured rates of this machine: bytes read plus written per second, and dense bfloat16 flop per second.
 
-    A CPU's copy rate is that of reading alone, and its dense rate that of float32, where these are higher there.
+    A CPU's copy rate is that of reading only, and its dense rate that of float32, if these are higher.
     """
 
     copy_rate: float
@@ -31,19 +31,19 @@ class Row:
     """One system at one token count, a layer's share of the call.
 
     Args:
-        system, weights: who ran (a backend, or a peer), and how its weights lay.
+        system, weights: a backend or a peer, and the layout of its weights.
         tokens, layers: tokens of the call, and different layers in it.
         us: median microseconds of one layer; `spread` is (slowest - fastest) / median of the repeats.
-        tb_s: bytes of the active experts in their block format over `us`, whatever the system really moved; TB/s.
+        tb_s: bytes of the active experts in their block format over `us`, whatever the system itself moves; TB/s.
         tflop_s: flops of the two products over `us`; TFLOP/s.
         active: experts that the tokens were routed to, mean over the layers.
-        floor_us: max(bytes of active experts / copy rate, flops / dense rate), the dense rate times what
-            `explain.times_bfloat16` says of the row's formats.
+        floor_us: max(bytes of active experts / copy rate, flops / dense rate), the dense rate times
+            `explain.times_bfloat16` of the row's formats.
         over_floor: us / floor_us.
         rel_err: ||y - ref|| / ||ref|| of the first layer against float32, over up to 64 of the tokens.
-        temporary_bytes: device memory of the call beside its arguments and results, or None where not known.
+        temporary_bytes: device memory of the call beside its arguments and results, or None if not known.
         format, input_format: of weights and inputs, where a run has several; None: the run's own, and of 16 bits.
-        error: why there are no numbers, or what is wrong with them; None where all is well.
+        error: why there are no numbers, or what is wrong with them; None without errors.
     """
 
     system: str
@@ -64,14 +64,14 @@ class Row:
     input_format: str | None = None
 
     def __str__(self) -> str:
-        told = [] if self.error is None else [self.error]
+        parts = [] if self.error is None else [self.error]
         if self.us is not None:
-            told.insert(
+            parts.insert(
                 0,
                 f"{decimal(self.us)} us, {self.tb_s:.3g} TB/s, {self.tflop_s:.3g} TFLOP/s, "
                 f"{self.over_floor:.2f} x floor, relative error {self.rel_err:.1e}",
             )
-        return f"{self.name}, {self.tokens} tokens: {'; '.join(told)}"
+        return f"{self.name}, {self.tokens} tokens: {'; '.join(parts)}"
 
     @property
     def formats(self) -> str:
@@ -85,13 +85,13 @@ class Row:
 
     @property
     def held(self) -> str:
-        """How its weights lie, and where a run has several formats, which."""
+        """The layout of its weights and, if a run has several, the formats."""
         return f"{self.weights or 'none'} {self.formats}".rstrip()
 
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of a run, with the machine, its limits, and the settings: all that a reader needs to run it again."""
+    """The rows of a run, with the machine, its limits, and the settings: all that is needed to repeat it."""
 
     machine: Mapping[str, Any]
     limits: Limits
@@ -101,7 +101,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: the machine's own beside `copy_TBs` (1e12 bytes a second), `dense_TFLOPs` and `rows`.
 
-        Each row says its `shape`, so that rows of several files can lie in one table.
+        Each row has its `shape`, so that rows of several files can be in one table.
         """
         limits = {"copy_TBs": self.limits.copy_rate / 1e12, "dense_TFLOPs": self.limits.dense_rate / 1e12}
         rows = [{"shape": self.settings["model"]} | dataclasses.asdict(row) for row in self.rows]
@@ -132,7 +132,7 @@ class Report:
         """Writes JSON: the whole file or none of it.
 
         Raises:
-            FileExistsError: at `path` is something that is no saved report.
+            FileExistsError: `path` exists and is not a saved report.
         """
         atomic_files.write(path, json.dumps(self.as_dict(), indent=1).encode() + b"\n", SAVED)
 
@@ -140,10 +140,10 @@ class Report:
         s, limits = self.settings, self.limits
         title = f"{s['model']}, {s['routing']} routing, one layer on {self.machine['device']}"
         rates = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s, measured"
-        told = [f"{row.name}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
+        errors = [f"{row.name}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
         columns = [*words("system"), *numbers("tokens"), *words("weights"), *numbers("us", "+-", "TB/s", "TFLOP/s")]
         columns += numbers("experts", "floor us", "x floor", "rel. error", "layers", "temp. MB")
-        table = FoldingTable(columns, title, "\n".join([rates, *told]), keys=2)
+        table = FoldingTable(columns, title, "\n".join([rates, *errors]), keys=2)
         for row in self.rows:
             table.add_row(*_cells(row), style=None if row.error is None else "red")
         return table
@@ -171,18 +171,18 @@ def _cells(row: Row) -> list[str]:
         (row.layers, "d"),
         (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, decimal),
     )
-    told = ("-" if n is None else format(n, how) if isinstance(how, str) else how(n) for n, how in shown)
-    return [row.system, str(row.tokens), row.held, *told]
+    texts = ("-" if n is None else format(n, how) if isinstance(how, str) else how(n) for n, how in shown)
+    return [row.system, str(row.tokens), row.held, *texts]
 
 
-_COLOURS = 10  # that matplotlib has lines of
+_COLORS = 10  # of matplotlib's default cycle
 
 
 def draw(report: Report, path: str) -> None:
     """Draws time over floor against tokens, one line a system, lower is better. A PNG.
 
     Raises:
-        FileExistsError: at `path` is something that this did not draw.
+        FileExistsError: `path` exists and is not a picture drawn by this function.
         ModuleNotFoundError: matplotlib is not installed.
     """
     require_matplotlib()
@@ -197,7 +197,7 @@ def draw(report: Report, path: str) -> None:
     systems = [*dict.fromkeys(system for system, _, _ in points)]
     for number, system in enumerate(systems):
         line = sorted((tokens, ratio) for name, tokens, ratio in points if name == system)
-        dashes = ("-", "--", ":")[number // _COLOURS % 3]  # colours come again
+        dashes = ("-", "--", ":")[number // _COLORS % 3]  # colors repeat
         axes.plot([tokens for tokens, _ in line], [ratio for _, ratio in line], dashes, marker="o", label=system)
     tokens = sorted({tokens for _, tokens, _ in points})
     axes.set_xticks(tokens, [str(count) for count in tokens])
@@ -210,9 +210,9 @@ def draw(report: Report, path: str) -> None:
     axes.set_title(f"{s['model']}, {s['routing']} routing, one layer on {report.machine['device']}", fontsize=10)
     axes.set_xlabel("tokens")
     axes.set_ylabel("time over floor")
-    if len(systems) <= _COLOURS:
+    if len(systems) <= _COLORS:
         axes.legend(fontsize=8)
-    else:  # inside it would lie over the lines
+    else:  # inside it would cover the lines
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(visible=True, linewidth=0.3)
     picture = io.BytesIO()
@@ -221,7 +221,7 @@ def draw(report: Report, path: str) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raises ModuleNotFoundError, saying what helps, where there is no matplotlib."""
+    """Raises ModuleNotFoundError, with the remedy, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
             "a picture needs matplotlib: pip install 'jmx[bench]', or save JSON here and draw it elsewhere"
@@ -229,11 +229,11 @@ def require_matplotlib() -> None:
 
 
 def check_outputs(json_file: str | None, picture: str | None) -> None:
-    """Raises what `Report.save` and `draw` would raise of these files, before there is anything to save.
+    """Raises the errors that `Report.save` and `draw` would raise for these files, before anything is measured.
 
     Raises:
-        FileExistsError, FileNotFoundError: something else is there; the directory that should hold it does not exist.
-        ValueError: both are the same file, or one lies in the other.
+        FileExistsError, FileNotFoundError: the path holds something else; its directory does not exist.
+        ValueError: both are the same file, or one is inside the other.
     """
     atomic_files.check_apart(json=json_file, png=picture)
     for path, kind in ((json_file, SAVED), (picture, PICTURE)):
@@ -256,6 +256,6 @@ def _picture_fault(path: Path) -> str | None:
     return None if drawn else "it is another file"
 
 
-_DRAWN_BY = "jmx bench"  # in a picture's own text, by which it is known again
+_DRAWN_BY = "jmx bench"  # in a picture's metadata, to recognize it
 SAVED = Kind("a saved report of the benchmark", _report_fault)
 PICTURE = Kind("a picture that `jmx bench` drew", _picture_fault)

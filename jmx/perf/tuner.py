@@ -1,9 +1,9 @@
 """Finds the configurations that tuning.py looks up, by measuring them: the core of `jmx tune`.
 
-Each candidate is compiled into the jitted stack of different layers that `jmx bench` times, with routing from logits
-inside. All those of a token count are compiled side by side, and only then measured, one at a time. One that fails to
-compile or run, gives another result than the reference, or not the same bits twice, is told and passed over. The
-fastest few are timed once more, longer: the least of many short times is partly luck.
+Each candidate is compiled into the jitted stack of different layers that `jmx bench` times, including routing from
+logits. All candidates of a token count are compiled in parallel, and then measured one at a time. A candidate that
+fails to compile or run, differs from the reference, or does not give the same bits twice, is reported and skipped. The
+fastest few are timed again, longer: the minimum of many short times is partly chance.
 """
 
 import pathlib
@@ -37,7 +37,7 @@ Array = Any
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)  # no gap wider than the reach of an entry, `tuning.REACH`
 _REPEATS, _FINAL_REPEATS = 3, 7
 _FINALISTS = 3
-_MOST_COMPILERS = 8  # each takes host memory, and the main thread traces for all of them
+_MOST_COMPILERS = 8  # each needs host memory, and the main thread traces for all of them
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Outcome:
 
     Args:
         key: what was measured.
-        entry: what the table has now; None where no candidate runs and is right.
-        tried: candidates that were measured; 0 where the entry was there before.
-        failed: a line for each candidate that was passed over.
+        entry: the table's entry now; None if no candidate runs and is correct.
+        tried: candidates that were measured; 0 if the entry was there before.
+        failed: a line for each candidate that was skipped.
     """
 
     key: Key
@@ -62,7 +62,7 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
 
     Raises:
         ValueError: it has nothing to tune.
-        NoBackendError: it does not run here; or there is none that does.
+        NoBackendError: it does not run here, or no tunable backend does.
     """
     layout = resolve_layout("auto", environment, FORMATS[shape.format], shape.input_format)
     problem = shape.problem(num_tokens, layout)
@@ -98,22 +98,22 @@ def run(
 ) -> list[Outcome]:
     """Measures `engine`'s candidates at every token count, and adds each count's best to the table in `file` at once.
 
-    So what was found stays when the run is interrupted, and the next run goes on from there.
+    So an interrupted run keeps its results, and the next run continues from there.
 
     Args:
         engine: a registered backend.
         tokens: token counts.
-        file: made where it does not exist.
-        strict: whether a file that is no such table is an error, rather than given another name with a warning.
+        file: created if it does not exist.
+        strict: whether another kind of file is an error, rather than renamed with a warning.
         again: whether to measure token counts that the file has already.
-        seconds: begin to trace and compile no further candidate of a token count after so many. Those begun by then
-            are measured, at least the heuristic's own. None: all of them.
+        seconds: start no further candidate of a token count after so many seconds. Those started by then are
+            measured, at least the heuristic's own. None: start all of them.
         layers: as in `jmx.perf.bench.run`.
         console: takes the progress bar and the lines about candidates that failed; default: stderr.
 
     Raises:
         ValueError: `file` is another file than a table for `engine` and this device, and `strict`.
-        RuntimeError: the device stopped to answer. The text names the candidate.
+        RuntimeError: the device stopped responding. The text names the candidate.
     """
     environment = Environment.probe()
     known = (tuning.load if strict else tuning.read)(file, engine, environment.device_kind)
@@ -136,9 +136,9 @@ def run(
                     layer_keys[: bench.layers_of_call(count, layers)],
                 )
             except NoBackendError as e:
-                told = f"{engine.name!r} does not run: {dict(e.trail)[engine.name]}"
-                progress.console.print(f"{count} tokens: {told}", markup=False, soft_wrap=True)
-                outcomes.append(Outcome(key, None, failed=(told,)))
+                rejected = f"{engine.name!r} does not run: {dict(e.trail)[engine.name]}"
+                progress.console.print(f"{count} tokens: {rejected}", markup=False, soft_wrap=True)
+                outcomes.append(Outcome(key, None, failed=(rejected,)))
                 continue
             outcome = _tune(rig, key, seconds, progress)
             if outcome.entry is not None:
@@ -148,7 +148,7 @@ def run(
 
 
 def table(outcomes: Sequence[Outcome]) -> FoldingTable:
-    """The outcomes of `run`, a row each. What failed has been told by then."""
+    """The outcomes of `run`, a row each. Failures were reported during the run."""
     columns = [*numbers("tokens"), *words("chosen"), *numbers("us", "heuristic us", "ratio", "tried")]
     made = FoldingTable(columns, ", ".join(dict.fromkeys(outcome.key.shape for outcome in outcomes)))
     for outcome in outcomes:
@@ -170,12 +170,12 @@ def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> O
     for config in begun:
         try:
             trials.append(rig.trial(config, programs.popleft().result()))
-        except Exception as e:  # whatever a candidate dies of is its own affair; others still have their turn
+        except Exception as e:  # any failure of one candidate leaves the others to be measured
             failed.append(f"{config!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
             progress.console.print(f"{key.tokens} tokens: passed over {failed[-1]}", markup=False, soft_wrap=True)
             rig.check_alive(config)
         trials.sort(key=lambda trial: trial.us)
-        # The others' programs are let go: each holds device memory.
+        # The other programs are released: each holds device memory.
         trials[_FINALISTS:] = [trial for trial in trials[_FINALISTS:] if trial.config == rig.heuristic]
         best = f", {decimal(trials[0].us)} us" if trials else ""
         progress.update(task, advance=1, description=f"{key.tokens} tokens{best}")
@@ -189,9 +189,9 @@ def _tune(rig: "_Rig", key: Key, seconds: float | None, progress: Progress) -> O
 def _compile(
     rig: "_Rig", seconds: float | None, advance: Callable[[], None]
 ) -> tuple[list[Any], deque[Future[jax.stages.Compiled]]]:
-    """The candidates that were begun in time, the heuristic's own first, and what became of each; all are done.
+    """The candidates that were started in time, the heuristic's own first, and the result of each; all are done.
 
-    One is begun when a compiler is free to take it, so that an interrupted run has few to wait for.
+    One is started when a compiler thread is free, so that an interrupted run has few to wait for.
     """
     start = time.monotonic()
     begun, programs = [], deque()
@@ -209,7 +209,7 @@ def _compile(
                 break
             try:
                 program = compilers.submit(rig.lower(config).compile)
-            except Exception as e:  # told when its turn to be measured has come
+            except Exception as e:  # reported when it would be measured
                 program = Future()
                 program.set_exception(e)
             program.add_done_callback(done)
@@ -225,7 +225,7 @@ class _Trial(NamedTuple):
 
 
 class _Rig:
-    """The call at one token count, on which configurations are tried."""
+    """The call at one token count that configurations are measured on."""
 
     def __init__(
         self,
@@ -252,12 +252,12 @@ class _Rig:
         self._expected: Array | None = None
 
     def lower(self, config: Any) -> jax.stages.Lowered:
-        """Traces the call. An override holds for the thread that opens it, and so for this alone."""
+        """Traces the call. An override applies only to the thread that opens it, and so to this trace."""
         with tuning.override(self._engine.name, config):
             return jax.jit(partial(bench.run_layers, self._layer)).lower(*self._arguments)
 
     def trial(self, config: Any, compiled: jax.stages.Compiled) -> _Trial:
-        """Checks and times. ValueError for a wrong result, besides whatever the candidate itself raises."""
+        """Checks and times. ValueError for a wrong result, or any exception of the candidate itself."""
         machine.check_memory(compiled)
         call = partial(compiled, *self._arguments)
         result = call()
@@ -272,7 +272,7 @@ class _Rig:
         return 1e6 * machine.seconds(call, repeats)[0] / len(self._case.logits)
 
     def _check(self, y: Array) -> None:
-        """The first right result against the reference on some tokens, all others against it on every token."""
+        """Compares the first correct result with the reference on some tokens, all others with it on every token."""
         if self._expected is None:
             error = bench.relative_error(y[self._case.checked], self._case.reference)
         else:
@@ -283,7 +283,7 @@ class _Rig:
             self._expected = y
 
     def check_alive(self, config: Any) -> None:
-        """Raises RuntimeError if the device answers no more: a kernel's bad access ends all work of its process."""
+        """Raises RuntimeError if the device no longer responds: an illegal access ends all work of its process."""
         try:
             jax.block_until_ready(self._case.x + 1)
         except Exception as e:
@@ -291,7 +291,7 @@ class _Rig:
 
 
 def _rig_that_fits(rig: Callable[[Array], _Rig], layer_keys: Array) -> _Rig:
-    """`rig(layer_keys)`, or of half the layers, and half of those, where the device's memory holds fewer."""
+    """`rig(layer_keys)`, or of half the layers, and half of those, if the device's memory holds fewer."""
     while True:
         try:
             return rig(layer_keys)
@@ -303,7 +303,7 @@ def _rig_that_fits(rig: Callable[[Array], _Rig], layer_keys: Array) -> _Rig:
 
 @jax.jit
 def _worst_token(y: Array, expected: Array) -> Array:
-    """The largest ||y - expected|| / ||expected|| of a token; a norm over all of them would hide one that is wrong."""
+    """The largest ||y - expected|| / ||expected|| of a token; a norm over all tokens would hide a single wrong one."""
     y, expected = y.astype(jnp.float32), expected.astype(jnp.float32)
     return (jnp.linalg.norm(y - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)).max()
 

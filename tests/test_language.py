@@ -1,0 +1,83 @@
+"""Prose in the repository keeps to the terms of docs/internals/style.md: a list of banned words does not occur."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Each with what to write instead.
+BANNED = {
+    r"(?:de|re|un)?quantis\w*": "quantize",
+    r"optimis\w*": "optimize",
+    r"multiprocessors?": "SM",
+    r"blocks? of threads": "CTA",
+    r"houses?": "package, layout",
+    r"rooms?": "module, space",
+    r"walls?": "limit, bound",
+    r"(?:is|are|was|were|be) told": "is given, is reported",
+    r"told of": "given, signaled",
+    r"tell each other": "signal",
+    r"what stands": "name it",
+    r"says? so": "states, reports",
+    r"(?:is|are|be) had": "is available",
+    r"a cut": "a slice, a split",
+    r"the way of": "as ... does",
+    r"go(?:es)? round": "strides, iterates",
+    r"for good": "persistent, always",
+    r"every so manieth": "every n-th",
+}
+PATTERN = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
+
+FILES = re.compile(r"^```text files\n.*?^```$", re.MULTILINE | re.DOTALL)  # quotes first lines of modules
+
+# Folders and files, each a case; a folder's cases are those below it that no other entry names.
+PLACES = {
+    "README.md": ("README.md",),
+    "CONTRIBUTING.md": ("CONTRIBUTING.md",),
+    "docs": ("docs/**/*.md",),
+    "benchmarks": ("benchmarks/*.md", "benchmarks/*.py", "benchmarks/peers/*.py"),
+    "jmx/util": ("jmx/util/**/*.py",),
+    "jmx/perf": ("jmx/perf/**/*.py",),
+    "jmx/cli": ("jmx/cli/**/*.py",),
+}
+# These define the words.
+EXEMPT = {"docs/internals/style.md", "tests/test_language.py"}
+# To be emptied: pages that quote messages of backends or are not revised yet, and modules not revised yet.
+EXEMPT |= {
+    "docs/support.md",
+    "docs/blackwell.md",
+    "docs/adding_a_backend.md",
+    "jmx/cli/explain.py",
+    "jmx/cli/convert.py",
+}
+
+
+def hits(*globs: str) -> list[str]:
+    """Lines of files with a banned word: "file:line: word (write ...)"."""
+    found = []
+    for path in sorted({path for glob in globs for path in ROOT.glob(glob)}):
+        name = path.relative_to(ROOT).as_posix()
+        if name not in EXEMPT and "results" not in path.parts:
+            text = FILES.sub(lambda block: re.sub(r".+", "", block[0]), path.read_text())
+            for number, line in enumerate(text.splitlines(), 1):
+                found += [f"{name}:{number}: {word} (write: {instead(word)})" for word in PATTERN.findall(line)]
+    return found
+
+
+def instead(word: str) -> str:
+    """What to write for a banned word."""
+    return next(better for banned, better in BANNED.items() if re.fullmatch(banned, word, re.IGNORECASE))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_banned_words(place):
+    found = hits(*PLACES[place])
+    assert not found, "\n".join(found)
+
+
+def test_banned_words_are_found():
+    assert instead("Quantised") == "quantize"
+    assert PATTERN.findall("the multiprocessors go round for good") == ["multiprocessors", "go round", "for good"]
+    assert not PATTERN.findall("mushroom, household, quantized")
