@@ -73,9 +73,9 @@ def run(
         routing: a key of `ROUTINGS`.
         formats: weight formats, or pairs "WEIGHTS:INPUTS" with an input format, one after the other; None: that of the
             model's shape only.
-        backends: names to measure, of the registered ones and `RAGGED_DOT`; None measures all. Backends that do not run here are
-            left out, and so are those that lack one of several formats; with names and one format the row gives the
-            reason.
+        backends: names to measure, of the registered ones and `RAGGED_DOT`; None measures all. Backends that do not run
+            here are left out, and so are those that lack one of several formats; with names and one format the row
+            gives the reason.
         layers: different layers in one call; None: see `layers_of_call`. Fewer if the device's memory holds fewer.
         repeats: samples per median.
         seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
