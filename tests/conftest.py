@@ -23,7 +23,7 @@ SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32)))
 
 import shapes  # noqa: E402
 
-if os.environ.get("JMX_TEST_SHAPES") != "0":  # before jmx is imported
+if os.environ.get("JMX_TEST_SHAPES") == "1":  # before jmx is imported
     shapes.install()
 
 import hypothesis  # noqa: E402

@@ -1,7 +1,8 @@
 """Checks the shapes and dtypes in signatures of jmx while tests run: every call, of whatever is traced or computed.
 
 jmx's own errors come first: a call that breaks its signature is an error here only if the function accepts it. Then the
-signature is not true, or the caller passes arrays that it should not. `JMX_TEST_SHAPES=0` turns the checks off.
+signature is not true, or the caller passes arrays that it should not. They run where `JMX_TEST_SHAPES=1` asks
+for them.
 """
 
 import ast

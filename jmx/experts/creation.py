@@ -11,7 +11,7 @@ from jmx.numerics import formats, quantization
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.util.checks import check_array, check_int
-from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Key
+from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Shaped
 
 ORDERS = (*GATE_UP_ORDERS, None)
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -125,7 +125,7 @@ def quantize_weight(
 
 
 def random_biases(
-    keys: list[Key[Array, ""]], num_experts: int, sizes: tuple[int, int], dtype: Any
+    keys: list[Shaped[Array, "..."]], num_experts: int, sizes: tuple[int, int], dtype: Any
 ) -> list[Float[Array, "E N"]]:
     """Biases, normal with a standard deviation of 0.02, of as many rows as `sizes` has: one array for each key."""
     return [0.02 * jax.random.normal(key, (num_experts, n), dtype) for key, n in zip(keys, sizes, strict=True)]
