@@ -92,7 +92,7 @@ def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
     selection = jmx.select(problem, HOPPER, None, registered_backends())
     assert selection.backend.name == "xla"
     told = next(str(no) for name, no in selection.trail if name == "mosaic_fp8")
-    assert "must be a multiple of 128 for fp8_block inputs" in told
+    assert "must be a multiple of 128, the columns of a scale of fp8_block inputs" in told
     assert "backend='xla', or leave inputs as they are" in told
     case = Case(hidden=sizes[0], intermediate=sizes[1], num_experts=2, format="fp8_block", input_format="fp8_block")
     experts = draw_weights(rng, case).experts(case)

@@ -109,11 +109,11 @@ class Limits:
         return Rejection(Reason.LAYOUT, detail, f"experts.prepare({self.layout!r})")
 
 
-def indivisible(sizes: Mapping[str, int], multiple: int, why: str) -> Rejection | None:
+def indivisible(sizes: Mapping[str, int], multiple: int, why: str, remedy: str = "use xla") -> Rejection | None:
     """The rejection of the first of `sizes`, by name, that is no multiple of `multiple`; None where all are."""
     for name, size in sizes.items():
         if size % multiple:
-            return Rejection(Reason.SHAPE, f"{name} (={size}) must be a multiple of {multiple}, {why}", "use xla")
+            return Rejection(Reason.SHAPE, f"{name} (={size}) must be a multiple of {multiple}, {why}", remedy)
     return None
 
 

@@ -135,7 +135,9 @@ def _sizes(problem: Problem) -> Rejection | None:
         if isinstance(block, int)
         else (COLUMN_ALIGNMENT, "columns that are read together")
     )
-    return indivisible(hidden_and_intermediate(problem), multiple, why)
+    return indivisible(
+        hidden_and_intermediate(problem), multiple, why, "use backend='xla', or leave inputs as they are"
+    )
 
 
 def _scale(experts: Experts, role: str) -> jax.Array | None:
