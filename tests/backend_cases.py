@@ -45,6 +45,8 @@ ON_INPUT = 4 / 3  # times as much where x times the routing weight is rounded, t
 # And where weights are: 8 bits do not hold an integer, or e4m3, times a scale of 8 bits. All four roundings, in numpy,
 # gave 3.4e-3 on the average of integers of 8 bits, and 3.7e-3 at most of 240 layers.
 ROUNDED_WEIGHTS = 4 / 3
+# And where x is: float16, which a kernel rounds to bfloat16. Mixtral gave 2.85e-3 to 3.07e-3 in four draws.
+ROUNDED_FLOAT16 = 4 / 3
 TAKES = {
     "mosaic": "bfloat16",
     "mosaic_fp8": "bfloat16",
@@ -360,6 +362,7 @@ def assert_agrees(backend: str, case: Case, y: Any, expected: Any, factor: float
     format = FORMATS[case.format]
     rounds = backend in TAKES and format.scale_dtype.itemsize > 1 and format.block_size != WHOLE_ROW
     factor *= ROUNDED_WEIGHTS if rounds else 1
+    factor *= ROUNDED_FLOAT16 if case.dtype == "float16" and TAKES.get(backend) == "bfloat16" else 1
     if backend == "mosaic_fp8":
         factor *= ROUNDED_INPUTS_OF_FEW if np.size(expected) < FEW_ELEMENTS else ROUNDED_INPUTS
     takes = TAKES.get(backend, case.dtype)

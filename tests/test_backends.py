@@ -432,7 +432,9 @@ def test_x_may_be_donated(backend, tokens, rng):
 def test_inside_shard_map(backend, tokens, check, rng):
     case = suited(backend, Case(tokens=tokens))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    experts = weights.experts(case)
+    here = [*experts.gate_up.values.devices()]  # a CPU's for an interpreted kernel, though a GPU is the default
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=here)
     run = jax.shard_map(
         lambda x, routing, experts: layer(x, routing, experts, None, case.activation, "output", backend),
         mesh=mesh,
@@ -440,5 +442,5 @@ def test_inside_shard_map(backend, tokens, check, rng):
         out_specs=P("x"),
         check_vma=check,
     )
-    y = jax.jit(run)(x, routing, weights.experts(case))
+    y = jax.jit(run)(x, routing, experts)
     assert_agrees(backend, case, y, reference(case, weights, x, routing))
