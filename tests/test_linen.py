@@ -123,7 +123,7 @@ def test_grad_of_params_passes_quantised_weights_by(x):
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [("canonical", "`gate_up.values` (float4_e2m1fn): quantised weights have none"), ("packed", "but got uint8")],
+    [("canonical", "`gate_up.values` (float4_e2m1fn): quantized weights have none"), ("packed", "but got uint8")],
 )
 def test_a_gradient_of_quantised_weights_is_an_error(layout, message, x):
     layer = make(layout=layout)

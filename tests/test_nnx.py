@@ -243,7 +243,7 @@ def test_grad_and_optimizer_pass_quantised_weights_by(x, rng):
 
 @pytest.mark.parametrize(
     ("layout", "message"),
-    [("canonical", "`gate_up.values` (float4_e2m1fn): quantised weights have none"), ("packed", "but got uint8")],
+    [("canonical", "`gate_up.values` (float4_e2m1fn): quantized weights have none"), ("packed", "but got uint8")],
 )
 def test_a_gradient_of_quantised_weights_is_an_error_that_names_them(layout, message, x):
     layer = make(layout=layout)
