@@ -257,7 +257,7 @@ def test_what_is_set_aside_gets_a_name_that_is_free(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jmx import atomic_files
+from jmx.util import atomic_files
 from jmx.util.atomic_files import renaming
 
 if sys.argv[2] == "swapping":
@@ -337,7 +337,7 @@ def test_what_is_left_of_a_process_that_was_killed_before_it_had_a_lock_goes(cal
     path = tmp_path / "it"
     killed = f"""
 import os, signal
-from jmx import atomic_files
+from jmx.util import atomic_files
 make = os.{call}
 
 def then_killed(*arguments, **options):
