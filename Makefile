@@ -18,7 +18,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help environments demo test test-all test-oldest test-aot test-sanitized lint format bench clean
+.PHONY: help demo test test-all test-oldest test-aot test-sanitized lint format bench clean
 
 help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
@@ -53,10 +53,6 @@ oldest_tests := $(patsubst %,tests/test_%.py,formats routing backends cpu ffi nn
     checkpoint_orbax checkpoint_gpt_oss checkpoint_compressed_tensors cli cli_completion cli_convert)
 test-oldest: $(VENV)/installed $(oldest)/installed-oldest
 	$(oldest)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn $(oldest_tests))
-
-# The environments of test-aot and test-oldest, which can be made while other tests run.
-environments: $(oldest)/installed-oldest
-	@$(MAKE) --no-print-directory $(VENV)-aot/installed-test-aot $(aot)
 
 $(oldest)/installed-oldest: pyproject.toml tests/oldest.py | $(bin)/python
 	@echo "installing the oldest versions into $(oldest)"
