@@ -39,6 +39,9 @@ PLACES = {
     "docs": ("docs/**/*.md",),
     "benchmarks": ("benchmarks/*.md", "benchmarks/*.py", "benchmarks/peers/*.py"),
     "jmx/util": ("jmx/util/**/*.py",),
+    "jmx/pallas/sm90": ("jmx/pallas/*.py", "jmx/pallas/sm90/*.py"),
+    "jmx/pallas/mosaic_sm90": ("jmx/pallas/mosaic_sm90/*.py",),
+    "jmx/pallas/mosaic_sm90_fp8": ("jmx/pallas/mosaic_sm90_fp8/*.py",),
     "jmx/perf": ("jmx/perf/**/*.py",),
     "jmx/cli": ("jmx/cli/**/*.py",),
 }
