@@ -31,7 +31,7 @@ from jmx.perf.roofline import require_matplotlib
 from jmx.selection.environment import Environment
 
 LAYERS = 4
-SCOPES = 120  # ranges that a warp may record: each takes 16 bytes of shared memory
+SCOPES = 88  # ranges that a warp may record: each takes 16 bytes of shared memory
 
 WARPS = 4  # of a warpgroup
 WINDOW_US = 45.0
