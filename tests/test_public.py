@@ -25,7 +25,7 @@ ORDER = [
     {"backends"},
     {"autodiff"},
     {"layer"},
-    {"explain", "module_arguments"},
+    {"explain", "module_arguments", "module_call"},
     {"nnx", "linen"},
     {"checkpoint"},
     {"perf"},
