@@ -41,6 +41,8 @@ PLACES = {
     "jmx/util": ("jmx/util/**/*.py",),
     "jmx/perf": ("jmx/perf/**/*.py",),
     "jmx/cli": ("jmx/cli/**/*.py",),
+    "jmx/ffi/cpu": ("jmx/ffi/cpu/**/*.py", "jmx/ffi/cpu/**/*.cc", "jmx/ffi/cpu/**/*.h"),
+    "jmx/ffi/include": ("jmx/ffi/include/*.h",),
 }
 # These define the words.
 EXEMPT = {"docs/internals/style.md", "tests/test_language.py"}
