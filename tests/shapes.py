@@ -17,7 +17,7 @@ import beartype
 import jaxtyping
 
 _PACKAGE = "jmx"
-_KINDS = {"Bool", "Float", "Float32", "Int", "Int8", "Int32", "Integer", "Key", "Num", "Shaped"} | {
+_KINDS = {"Bool", "Float", "Float32", "Int", "Int8", "Int16", "Int32", "Integer", "Key", "Num", "Shaped"} | {
     f"UInt{bits}" for bits in (8, 16, 32)
 }
 

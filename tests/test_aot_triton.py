@@ -20,7 +20,7 @@ from jmx import Environment, Experts, Routing
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import FEW_TOKENS
-from jmx.pallas.triton.elements import num_factors
+from jmx.pallas.triton.ptx import num_factors
 from jmx.perf.shapes import MODELS
 from jmx.selection import tuning
 

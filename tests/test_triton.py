@@ -29,7 +29,7 @@ from jmx.backends import registered_backends
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import Config
-from jmx.pallas.triton.elements import NAMES
+from jmx.pallas.triton.ptx import FORMAT_NAMES
 from jmx.selection import tuning
 from jmx.selection.registry import Registry
 from jmx.selection.select import select
@@ -181,7 +181,7 @@ def of_format(name, tokens):
 
 
 @slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("tokens", [1, 40])
 @interpreted
 def test_every_format_interpreted(tokens, name, rng):
@@ -253,7 +253,7 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
 )
 @pytest.mark.parametrize("tokens", [3, 50])
 @interpreted
-def test_however_it_is_cut(tokens, config, rng):
+def test_every_tiling(tokens, config, rng):
     """Sizes that no tile divides: 160 and 224 columns, quarters of 40 and 56 of them."""
     assert_cut(Case(tokens=tokens, hidden=160, intermediate=224, num_experts=4, dtype="bfloat16"), config, rng)
 
@@ -425,7 +425,7 @@ def test_sizes_of_gpt_oss(tokens, top_k, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("tokens", [1, 5, 40, 600])
 def test_every_format(tokens, name, rng):
     battery.check("triton", of_format(name, tokens), rng)
