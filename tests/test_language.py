@@ -49,6 +49,8 @@ PLACES = {
     "jmx/pallas/mosaic_sm90_fp8": ("jmx/pallas/mosaic_sm90_fp8/*.py",),
     "jmx/perf": ("jmx/perf/**/*.py",),
     "jmx/cli": ("jmx/cli/**/*.py",),
+    "jmx/ffi/cpu": ("jmx/ffi/cpu/**/*.py", "jmx/ffi/cpu/**/*.cc", "jmx/ffi/cpu/**/*.h"),
+    "jmx/ffi/include": ("jmx/ffi/include/*.h",),
     "jmx/checkpoint": ("jmx/checkpoint/**/*.py",),
     "examples": ("examples/**/*.py", "examples/**/*.md"),
 }
