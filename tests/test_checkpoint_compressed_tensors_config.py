@@ -125,7 +125,7 @@ def test_schemes_name_formats_that_there_are():
     for scheme in (SCHEMES | OTHERS).values():
         assert scheme.weights in FORMATS
         assert scheme.inputs is None or (scheme.static_scale is not None) == INPUT_FORMATS[scheme.inputs].static
-    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which DeepSeek's own config alone says
+    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which only DeepSeek's own config declares
 
 
 def test_static_inputs_name_the_tensor_of_their_scale():
@@ -193,11 +193,11 @@ def test_inputs(given, expected):
     assert found.inputs == expected
 
 
-# Whom a group means
+# Modules that a group selects
 
 
 def grouped(**groups: tuple[list[str], int]) -> dict[str, Any]:
-    """Groups by name: targets, and the size of the groups of their weights, by which they are told apart."""
+    """Groups by name: targets, and the group size of their weights, which identifies the group."""
     return config(
         config_groups={
             n: GROUP | {"targets": t, "weights": WEIGHTS | {"group_size": s}} for n, (t, s) in groups.items()

@@ -1,4 +1,4 @@
-"""What the backend `cpu` promises beyond its results: every instruction set, its memory, its threads, its refusals."""
+"""What the backend `cpu` promises beyond its results: every instruction set, memory, threads, rejections."""
 
 import contextlib
 import dataclasses
@@ -67,7 +67,7 @@ def test_every_instruction_set_computes_the_layer(instructions, dtype, tokens, r
 
 @built
 def test_an_element_has_the_same_bits_in_any_piece():
-    """Few rows and many go different ways through the weights, and rows stand in tiles of different sizes."""
+    """Few rows and many take different paths through the weights, and are in tiles of different sizes."""
     rng = np.random.default_rng(0)
     for instructions in KERNELS:
         for dtype, few in WAYS:
@@ -82,7 +82,7 @@ def test_an_element_has_the_same_bits_in_any_piece():
 @built
 @pytest.mark.parametrize("scale", [0, 1, 247, 254, 255])
 def test_a_scale_far_off_changes_no_bits_of_other_weights(scale):
-    """Where one stands among a piece's scales, that piece goes another way through the weights."""
+    """A tile with one among its scales takes another path through the weights."""
     rng = np.random.default_rng(0)
     for instructions in KERNELS:
         x, codes, scales, bias = draw_product(rng, rows=3, columns=8, k=224, dtype=ml_dtypes.bfloat16)
@@ -135,7 +135,7 @@ def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):
     subprocess.run([str(tmp_path / "check")], check=True, timeout=300)
 
 
-# One piece, without XLA
+# One tile, without XLA
 
 
 def draw_product(rng, rows, columns, k, dtype, low=110, high=134):
@@ -317,7 +317,7 @@ def test_memory_does_not_grow_with_experts(form, tokens):
     assert many < 4 * tokens * size * 2 * (1 + 2 * 2 + 1 + 2) * 1.5 + 2 * expert_bytes(size) + 2 * biases
 
 
-# What it is asked
+# Arguments
 
 
 @built

@@ -69,7 +69,7 @@ def draw(rng, name, columns, k, scale_dtype):
 
 
 def draw_rows(rng, rows, k, dtype):
-    """x, what a one of its rows is worth or None, and x in float64."""
+    """x, the scale of its rows or None, and x in float64."""
     if dtype == np.int8:
         x, scales = rng.integers(-127, 128, (rows, k)).astype(np.int8), rng.uniform(0.1, 1, rows).astype(np.float32)
         return x, scales, x * scales[:, None].astype(np.float64)
@@ -247,7 +247,7 @@ def test_a_bad_scale_shows_in_its_own_row_alone(name, scale_dtype, bad):
                 np.testing.assert_array_equal(np.delete(y, 5, 1), np.delete(clean, 5, 1))
 
 
-# What rows go through before a product
+# Quantization of rows before a product
 
 
 def rounded(x):
@@ -351,8 +351,8 @@ INT8_CASES = [
 ]
 
 
-def quantised(a, dtype):
-    """int8 tokens by the definition, in numpy: what they are worth, in float64."""
+def quantized(a, dtype):
+    """int8 tokens by the definition, in numpy: their values in float64."""
     a = a.astype(dtype).astype(np.float32)
     scales = np.maximum(np.abs(a).max(-1, keepdims=True, initial=0) / np.float32(127), np.float32(2.0**-126))
     return np.rint(a / scales).astype(np.float64) * scales
@@ -367,8 +367,8 @@ def int8_reference(case, weights, x, routing):
         tokens, slots = np.nonzero(routing.expert_ids == expert)
         weight = routing.weights[tokens, slots, None]
         rows = (x[tokens] * weight).astype(x.dtype) if case.weights_on == "input" else x[tokens]
-        h = quantised(rows, between) @ gate_up[expert].T + weights.gate_up_bias[expert]
-        out = quantised(activated(case, h), between) @ down[expert].T + weights.down_bias[expert]
+        h = quantized(rows, between) @ gate_up[expert].T + weights.gate_up_bias[expert]
+        out = quantized(activated(case, h), between) @ down[expert].T + weights.down_bias[expert]
         np.add.at(y, tokens, out * (weight if case.weights_on == "output" else 1))
     return y
 
@@ -382,7 +382,7 @@ def apply(case, x, routing, experts, backend):
 
 
 def check_error(y, expected):
-    """Codes of the first product are those of the reference. Of the second's, a few in ten thousand lie so near to the
+    """Codes of the first product are those of the reference. Of the second's, a few in ten thousand are so near to the
     middle between two codes that a last bit of float32 takes them to the other: then they are off by one."""
     assert np.linalg.norm(y - expected) <= 3e-3 * np.linalg.norm(expected)
 
@@ -439,7 +439,7 @@ def test_gradients_are_those_of_the_reference(rng):
     assert_close(gradient(x, "cpu"), gradient(x, "xla"), "float32")
 
 
-# What it takes
+# Arguments that it supports
 
 TAKEN = {name for name in FORMATS if name in ("mxfp4", "nvfp4", "mxint4") or name.startswith("int4")}
 

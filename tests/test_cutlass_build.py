@@ -1,6 +1,6 @@
 """`jmx build`: what is missing, one build among many processes, nothing half done, and a key for what was compiled.
 
-A shell script stands for nvcc: it writes what it was asked for, and is slow, fails or counts where a test wants it.
+A shell script replaces nvcc: it writes the requested file, and is slow, fails or counts as a test needs.
 """
 
 import dataclasses
@@ -417,7 +417,7 @@ def test_the_command_says_what_is_missing(machine, capsys):
 
 @pytest.fixture
 def unloaded(machine, monkeypatch):
-    monkeypatch.setattr(cutlass_source, "LIBRARY", "libjmx_none")  # not the one that may lie beside the package
+    monkeypatch.setattr(cutlass_source, "LIBRARY", "libjmx_none")  # not the one that may be beside the package
     cutlass_library.forget()
     yield machine
     cutlass_library.forget()

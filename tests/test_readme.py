@@ -122,7 +122,7 @@ def installed(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
 
 
 def test_the_backend_that_the_docs_build_works(installed):
-    """By the page's own commands."""
+    """Run with the page's own commands."""
     package, environment = installed
     found = [line.strip() for line in INDENTED.findall(FENCED.sub("", PAGES["adding_a_backend.md"].read_text()))]
     assert [line.split()[0] for line in found] == ["pip", "python", "python"]
