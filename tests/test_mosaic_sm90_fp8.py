@@ -57,7 +57,7 @@ PAIRS = [
 ]
 
 
-# What it refuses
+# What it rejects
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
     )
 
 
-# How it is cut
+# Tiles and splits
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -525,7 +525,7 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
 @pytest.mark.parametrize("warpgroups_m", [1, 2, 3, 5])
 @pytest.mark.parametrize(("format", "dtype"), [("mxfp4", "bfloat16"), ("fp8_channel", "float16")])
 def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rng):
-    """Each weight is one tile, and outputs are one: what the other warpgroups have behind it are zeros."""
+    """Each weight is one tile, and outputs are one: the other warpgroups' tiles are zeros."""
     ungated = Case(tokens=300, input_format="fp8_token", hidden=64, intermediate=64, activation=SiLU(), order=None)
     case = suited("mosaic_fp8", dataclasses.replace(ungated, format=format, dtype=dtype))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -700,7 +700,7 @@ def test_tokens_have_the_same_bits_whichever_operand_they_are(format, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("count", "other"), [(96, False), (97, True)])
 def test_what_a_layout_says_of_shared_scales_is_believed(count, other, rng):
-    """What it says wrongly gives other results: so both ways are taken where they ought to be."""
+    """A wrong flag gives other results, so both paths are taken where they should be."""
     case = Case(tokens=count, format="fp8_block", input_format="fp8_block", dtype="bfloat16", num_experts=1, top_k=1)
     case = suited("mosaic_fp8", dataclasses.replace(case, **BLOCKS))
     experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)
