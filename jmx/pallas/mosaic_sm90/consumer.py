@@ -124,8 +124,7 @@ class Consumer:
         """`acc` plus a stage's tiles times rows, by wgmma, which runs while the next half tile is dequantized."""
         stage = self.part_of(slot, width)
         for i in range(self.gemm.config.k_tiles):
-            with jax.named_scope("dequantize"):
-                halves = tile_mma.dequantize(self.gemm.decoder, stage, loaded.exponent, i)
+            halves = tile_mma.dequantize(self.gemm.decoder, stage, loaded.exponent, i)
             for half, a in enumerate(halves):
                 acc = tile_mma.multiply(acc, a, stage.x, i, half)
                 accumulator.wait_for_earlier_products()
