@@ -15,7 +15,8 @@ from jmx import _version
 ROOT = pathlib.Path(jmx.__file__).parent
 # Each file may import those before it; files of one entry stand side by side.
 ORDER = [
-    {"_version", "util", "meshes"},
+    {"_version", "util"},
+    {"meshes"},
     {"numerics"},
     {"activations", "routing", "grouping"},
     {"experts"},
