@@ -71,8 +71,8 @@ CASES = {
     "mosaic-int8_channel-64": Case(64, SMALL, "int8_channel", config=Config(40, 2, 2, 1, 3, 2)),
     "mosaic-no_gate-16": Case(16, SMALL, gate_up_order=None),
     "mosaic-input_weights-16": Case(16, SMALL, weights_on="input"),
-    "mosaic_fp8-mxfp4-1": Case(1, GPT_OSS_20B, "mxfp4", "fp8_token"),  # one_launch, keeps_rows
-    "mosaic_fp8-mxfp4-8-shared": Case(8, (8, 2, 2048, 2048), "mxfp4", "fp8_token"),  # one_launch, warpgroups_k
+    "mosaic_fp8-mxfp4-1": Case(1, GPT_OSS_20B, "mxfp4", "fp8_token"),  # fuse_quantize, resident_rows
+    "mosaic_fp8-mxfp4-8-shared": Case(8, (8, 2, 2048, 2048), "mxfp4", "fp8_token"),  # fuse_quantize, warpgroups_k
     "mosaic_fp8-mxfp4-16": Case(16, SMALL, "mxfp4", "fp8_token"),
     "mosaic_fp8-mxfp4-64-two": Case(64, SMALL, "mxfp4", "fp8_token", Fp8Config(24, 3, 2, 6)),
     "mosaic_fp8-mxfp4-block-16": Case(16, SMALL, "mxfp4", "fp8_block", Fp8Config(16, 2, 1, 4, 2, 1, False, True)),

@@ -18,7 +18,7 @@ from typing import Any
 import jaxtyping
 
 _PACKAGE = "jmx"
-_KINDS = {"Bool", "Float", "Float32", "Int", "Int8", "Int32", "Integer", "Key", "Num", "Shaped"} | {
+_KINDS = {"Bool", "Float", "Float32", "Int", "Int8", "Int16", "Int32", "Integer", "Key", "Num", "Shaped"} | {
     f"UInt{bits}" for bits in ("", 8, 16, 32)
 }
 
@@ -118,7 +118,7 @@ class _Decorating(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> Any:  # not from __pycache__, nor into it
+    def get_code(self, fullname: str) -> Any:  # not through __pycache__, where other programs would find it
         path = self.get_filename(fullname)
         tree = _Decorating().visit(ast.parse(self.get_data(path), path))
         return compile(tree, path, "exec", dont_inherit=True)

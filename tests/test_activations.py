@@ -86,7 +86,7 @@ def test_values_match_float64(activation, dtype, tolerance):
 def test_gradients_match_differences(activation):
     inputs = inputs_of(activation)
     gradients = jax.grad(lambda *xs: activation(*xs).sum(), argnums=tuple(range(len(inputs))))(*inputs)
-    step = 1e-7  # so small that no input lies within it of a clamp
+    step = 1e-7  # so small that no input is that close to a clamp
     for i, gradient in enumerate(gradients):
         above, below = ([np.asarray(x, np.float64) + s * (j == i) for j, x in enumerate(inputs)] for s in (step, -step))
         expected = (reference(activation, *above) - reference(activation, *below)) / (2 * step)

@@ -1,4 +1,4 @@
-"""The battery that every backend runs, on every backend there is."""
+"""The tests that every backend must pass."""
 
 import contextlib
 import dataclasses
@@ -144,7 +144,7 @@ def test_other_formats(backend, case, rng):
 
 
 def test_other_formats_are_all_that_a_backend_takes():
-    """On a GPU that is not here, too: what runs there is asked for in its own layout."""
+    """Also for a GPU that is not here: its backends are asked about their own layouts."""
     found = {backend.name: set() for backend in registered_backends()}
     for name, case in other_formats(jmx.Environment.named("h200")):
         found[name].add((case.format, case.input_format))
@@ -158,7 +158,7 @@ def test_other_formats_are_all_that_a_backend_takes():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_an_order_of_columns(backend, tokens, dtype, rng):
-    """With several experts at a time, of which each has its own."""
+    """With several experts at a time, each of which has its own order."""
     check(backend, Case(tokens=tokens, hidden=64, intermediate=96, dtype=dtype, format="int4_g32_order"), rng)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark on shapes that a CPU runs at once: its numbers mean what their names say, and trouble shows."""
+"""The benchmark on small shapes: its numbers mean what their names say, and failures are reported."""
 
 import dataclasses
 import functools
@@ -105,7 +105,7 @@ def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
 
 def test_of_several_formats_a_named_backend_is_timed_in_those_that_it_takes(tiny, monkeypatch):
     def supports(problem, environment):
-        return None if problem.format == "nvfp4" else Rejection(Reason.FORMAT, "not nvfp4", "quantise to it")
+        return None if problem.format == "nvfp4" else Rejection(Reason.FORMAT, "not nvfp4", "quantize to it")
 
     picky = SimpleNamespace(name="picky", supports=supports)
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((picky, Xla())))  # pyright: ignore[reportArgumentType]
@@ -114,7 +114,7 @@ def test_of_several_formats_a_named_backend_is_timed_in_those_that_it_takes(tiny
     options = {"backends": ["picky", "xla"], "layers": 1, "progress": lines.append}
     rows = bench.run("tiny", [5], formats=["mxfp4", "nvfp4"], **options).rows
     assert [(row.system, row.format) for row in rows] == [("xla", "mxfp4"), ("picky", "nvfp4"), ("xla", "nvfp4")]
-    assert "picky does not run here: weight format: not nvfp4; quantise to it" in lines
+    assert "picky does not run here: weight format: not nvfp4; quantize to it" in lines
     rows = bench.run("tiny", [5], formats=["mxfp4"], **options).rows
     assert [row.system for row in rows] == ["picky", "xla"]
 

@@ -1,4 +1,4 @@
-"""Experts: construction and its refusals, layouts and their memory, updates, views of stacks, and life as a pytree."""
+"""Experts: construction and its errors, layouts and their memory, updates, views of stacks, and use as a pytree."""
 
 import dataclasses
 import pickle
@@ -166,7 +166,7 @@ def test_random_in_eval_shape_allocates_nothing():
     assert {id(a) for a in jax.live_arrays()} <= before
 
 
-# Quantising float experts
+# Quantizing float experts
 
 
 def test_quantize_rounds_each_weight_as_ml_dtypes_does(rng):

@@ -339,7 +339,7 @@ SHORT = [format for format in ALL if format.short_block]
 @pytest.mark.parametrize("format", SHORT, ids=lambda format: format.name)
 @pytest.mark.parametrize("size", [1, 2, 5, 32, 100, 127, 128, 129, 160, 192, 255, 257, 300, 416])
 def test_the_last_block_may_be_short(rng, format, size):
-    """It has a scale of its own, and neither it nor the others depend on what is beside them."""
+    """It has its own scale, and blocks do not depend on each other."""
     x = (rng.standard_normal((2, 3, size)) * np.exp(rng.normal(0, 3, (2, 3, size)))).astype(SINGLE)
     q = assert_as_reference(x, format)
     assert q.scales.shape == (2, 3, -(-size // format.block_size))
@@ -499,7 +499,7 @@ def test_static_scales_that_cannot_be_are_refused(bad):
     ("checkpoint", "user", "supported", "expected"),
     [
         (None, None, (None, "fp8_token"), None),
-        (None, None, ("fp8_token", None), None),  # 16 bits are preferred, wherever they stand
+        (None, None, ("fp8_token", None), None),  # 16 bits are preferred, in any position
         (None, None, ("mxfp8", "fp8_token"), "mxfp8"),
         ("mxfp8", None, (None, "mxfp8"), "mxfp8"),
         ("mxfp8", "mxfp8", (None, "mxfp8"), "mxfp8"),

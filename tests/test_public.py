@@ -13,7 +13,7 @@ import jmx
 from jmx import _version
 
 ROOT = pathlib.Path(jmx.__file__).parent
-# Each file may import those before it; files of one entry stand side by side.
+# Each module may import those of earlier entries; those of one entry do not import each other.
 ORDER = [
     {"_version", "util"},
     {"meshes"},
@@ -74,7 +74,7 @@ def test_the_package_is_typed():
 
 def test_importing_all_of_it_touches_no_device_and_compiles_nothing():
     everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint"
-    nowhere = {"JAX_PLATFORMS": "nowhere"}  # initialising any device would fail
+    nowhere = {"JAX_PLATFORMS": "nowhere"}  # initializing any device would fail
     told = run(
         f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')", **nowhere
     )
@@ -147,7 +147,7 @@ def test_arrows_point_down():
         for imported in imports(path):
             there = imported.partition(".")[2].partition(".")[0]
             if there not in (here, ""):
-                assert rank[there] < rank[here], f"{module} imports {imported}, which stands above it"
+                assert rank[there] < rank[here], f"{module} imports {imported}, which is above it"
 
 
 def test_imports_have_no_circle():
@@ -157,7 +157,7 @@ def test_imports_have_no_circle():
     assert not arrows
 
 
-def test_few_modules_lie_directly_in_the_package():
+def test_few_modules_are_directly_in_the_package():
     assert len([*ROOT.glob("*.py")]) <= 14
 
 

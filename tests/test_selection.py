@@ -1,4 +1,4 @@
-"""Selection: problems and environments as they are probed, the order of preference, requests, and what errors tell."""
+"""Selection: problems and environments as they are probed, the order of preference, requests, and error messages."""
 
 import enum
 import re

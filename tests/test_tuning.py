@@ -81,7 +81,7 @@ SHAPE = tuning.shape_class(problem())
 
 
 def entries(*tokens, shape=SHAPE):
-    """Entries that their splits tell apart, all of which divide the intermediate size."""
+    """Entries with different splits, all of which divide the intermediate size."""
     splits = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
     return {
         Key(shape, count): Entry(config(128, split), 10.0 * count, 11.0 * count)
