@@ -41,6 +41,10 @@ PLACES = {
     "jmx/util": ("jmx/util/**/*.py",),
     "jmx/perf": ("jmx/perf/**/*.py",),
     "jmx/cli": ("jmx/cli/**/*.py",),
+    "jmx/engines": ("jmx/engines/*.py",),
+    "jmx/ffi/cutlass": ("jmx/ffi/*.py", "jmx/ffi/cutlass/**/*.py", "jmx/ffi/cutlass/src/*"),
+    "jmx/pallas/triton": ("jmx/pallas/triton/*.py",),
+    "jmx/xla": ("jmx/xla/*.py",),
 }
 # These define the words.
 EXEMPT = {"docs/internals/style.md", "tests/test_language.py"}

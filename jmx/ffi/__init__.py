@@ -1,4 +1,4 @@
-"""Engines in C++, called by XLA through its FFI."""
+"""Backends in C++ and CUDA, which XLA calls through its FFI."""
 
 import contextlib
 import ctypes
@@ -10,8 +10,8 @@ import jax
 def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None:
     """Registers a library's handlers with XLA; each has the name of its target.
 
-    The platform is initialised first, if it is here: a handler for another jax is an error then, which the caller sees.
-    Else jax keeps it until it initialises the platform, which then fails, and every program with it.
+    The platform, if present, is initialized first: a handler that was built for another jax is then an error here.
+    Otherwise jax would keep the handler until it initializes the platform, and that would fail for every program.
     """
     with contextlib.suppress(RuntimeError):
         jax.devices(platform)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from jmx.ffi import register
 from jmx.ffi.cutlass import source
 
-TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it
-INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, which tests compare with
+TARGET = "jmx_cutlass_moe"  # the name of the custom call, also in exported programs
+INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, for tests
 BUILD = "jmx build cutlass"
 
 
 class Library(NamedTuple):
-    """What was found: the file and the names of its tiles; or `fault`."""
+    """The loaded library: its path and the names of its tiles; or `fault`, why there is none."""
 
     path: pathlib.Path | None = None
     tiles: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Loads the library and registers it with XLA, once. It must have been compiled from these sources."""
+    """Loads the library, which must be compiled from these sources, and registers it with XLA, once."""
     found, _ = _load()
     return found
 
@@ -34,16 +34,16 @@ def workspace_bytes(
     """Bytes of workspace of a call with weights padded to these sizes.
 
     Raises:
-        RuntimeError: the library is not there, or finds no answer.
+        RuntimeError: the library is not built, or does not support these sizes.
     """
     found, loaded = _load()
     if loaded is None:
         raise RuntimeError(found.fault)
     sizes = (num_tokens, top_k, num_experts, hidden_size, intermediate_size)
-    answer = loaded.jmx_cutlass_workspace_bytes(*(ctypes.c_int64(size) for size in sizes), ctypes.c_int(gated))
-    if answer < 0:
-        raise RuntimeError(f"{TARGET}: no workspace holds a call of sizes {sizes}")
-    return answer
+    num_bytes = loaded.jmx_cutlass_workspace_bytes(*(ctypes.c_int64(size) for size in sizes), ctypes.c_int(gated))
+    if num_bytes < 0:
+        raise RuntimeError(f"{TARGET}: calls of sizes {sizes} are not supported")
+    return num_bytes
 
 
 @functools.cache
@@ -56,10 +56,10 @@ def _load() -> tuple[Library, Any]:
                 getattr(loaded, name).restype = ctypes.c_char_p
             loaded.jmx_cutlass_workspace_bytes.restype = ctypes.c_int64
             if loaded.jmx_cutlass_key().decode() != source.key():
-                fault = f"{path} was compiled from other sources than these"
+                fault = f"{path} was compiled from other sources than this version's"
                 continue
             register(loaded, (TARGET, INTERLEAVE), "gpu")
-        except Exception as e:  # of another machine, or built for another jax: the other backends still run
+        except Exception as e:  # built on another machine or for another jax: other backends still work
             fault = f"{path} does not load: {' '.join(str(e).split())}"
             continue
         return Library(path, tuple(loaded.jmx_cutlass_tiles().decode().split())), loaded
@@ -67,6 +67,6 @@ def _load() -> tuple[Library, Any]:
 
 
 def forget() -> None:
-    """Looks for the library anew when it is next asked for: for a process that goes on after it was built."""
+    """Makes the next use look for the library again, in a process that has just built it."""
     library.cache_clear()
     _load.cache_clear()
