@@ -2,15 +2,19 @@ import contextlib
 import copy
 import json
 import re
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
+from properties import examples
 
-from jmx.checkpoint.compressed_tensors import Scheme, read_quantization
+from jmx.checkpoint.compressed_tensors import Reader, Scheme, read_quantization
 from jmx.checkpoint.compressed_tensors.config import INPUTS
 from jmx.checkpoint.compressed_tensors.config_writer import entries
 from jmx.checkpoint.compressed_tensors.quantization_config import quantization_of
@@ -18,6 +22,7 @@ from jmx.checkpoint.compressed_tensors.targets import parse_target
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.numerics.quantization import dequantize
 
 GOLDEN = Path(__file__).parent / "data" / "compressed_tensors"
 FILE = Path("somewhere/config.json")
@@ -66,6 +71,7 @@ OTHERS = {
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+NVFP4_INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None, "output_activations": None}
 QUANTIZATION = {
     "quant_method": "compressed-tensors",
@@ -120,7 +126,7 @@ def test_schemes_name_formats_that_there_are():
     for scheme in (SCHEMES | OTHERS).values():
         assert scheme.weights in FORMATS
         assert scheme.inputs is None or (scheme.static_scale is not None) == INPUT_FORMATS[scheme.inputs].static
-    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which DeepSeek's own config alone says
+    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which only DeepSeek's own config declares
 
 
 def test_static_inputs_name_the_tensor_of_their_scale():
@@ -178,7 +184,7 @@ def test_older_spellings_of_the_same(tmp_path):
         ({"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}, "fp8_block"),
         ({"type": "float", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"}, "mxfp8"),
         ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp4"),
-        ({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "nvfp4"),
+        (NVFP4_INPUTS, "nvfp4"),
         ({"strategy": "token", "dynamic": True}, "int8_token"),
     ],
 )
@@ -188,11 +194,11 @@ def test_inputs(given, expected):
     assert found.inputs == expected
 
 
-# Whom a group means
+# Modules that a group selects
 
 
 def grouped(**groups: tuple[list[str], int]) -> dict[str, Any]:
-    """Groups by name: targets, and the size of the groups of their weights, by which they are told apart."""
+    """Groups by name: targets, and the group size of their weights, which identifies the group."""
     return config(
         config_groups={
             n: GROUP | {"targets": t, "weights": WEIGHTS | {"group_size": s}} for n, (t, s) in groups.items()
@@ -292,9 +298,7 @@ def test_patterns_as_people_write_them_are_taken_and_fast(pattern):
         ({"num_bits": 4, "strategy": "token", "dynamic": True}, "int4 by token, dynamic"),
         ({"num_bits": 6, "type": "float", "group_size": 32, "dynamic": True}, "float6 by group of 32, dynamic"),
         ({"strategy": "token", "dynamic": True, "symmetric": False}, "asymmetric int8 by token, dynamic"),
-        ({"strategy": "token", "dynamic": False}, "int8 by token, static"),
         ({"type": "float", "dynamic": True}, "float8 by tensor, dynamic"),
-        ({"type": "float", "dynamic": "local"}, "float8 by tensor, dynamic='local'"),
         (
             {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": True},
             "float4 by tensor_group of 16, dynamic",
@@ -419,6 +423,21 @@ def test_a_place_that_is_not_known_is_named():
         (weights(type="float", group_size=32, symmetric=False), "(asymmetric float4 by group of 32, static) must be"),
         (weights(type="float", num_bits=8, group_size=32, scale_dtype="torch.uint8"), "(float8 by group of 32, static"),
         (weights(type="float", group_size=32, scale_dtype="torch.int8"), "torch.int8 scales) must be weights"),
+        (weights(scale_dtype="half"), "group_0.weights.scale_dtype` (='half') must be a dtype, such as 'torch.uint8'"),
+        (weights(zp_dtype="int8"), "group_0.weights.zp_dtype` (='int8') must be a dtype, such as 'torch.uint8'"),
+        (weights(scale_dtype="torch.uint8"), "(int4 by group of 128, static, torch.uint8 scales) must be weights of a"),
+        (
+            weights(strategy="token", group_size=None),
+            "weights.dynamic` (=False) must not be given for strategy 'token'",
+        ),
+        (inputs(strategy="token"), "input_activations.dynamic` (=False) must not be given for strategy 'token'"),
+        (inputs(dynamic="local"), "input_activations.dynamic` (='local') must not be given for strategy 'tensor'"),
+        (
+            # The group size alone means "group".
+            inputs(**NVFP4_INPUTS | {"strategy": None}),
+            "input_activations.dynamic` (='local') must not be given for strategy 'group'",
+        ),
+        (inputs(strategy="channel"), "input_activations.strategy` must not be 'channel', which is of weights"),
         (inputs(num_bits=0), "input_activations.num_bits` (=0) must be a positive whole number"),
         (inputs(strategy="token", dynamic=True, actorder="group"), "input_activations.actorder` (='group') must be"),
     ],
@@ -681,13 +700,74 @@ def paths(entries: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [here, *(path for key, value in inner for path in paths(value, (*here, key)))]
 
 
+# What a field means that is missing or null, where that is another format of inputs: the tools' own defaults.
+DEFAULTS = {
+    "input_activations": {None},
+    "input_tensors": {None},
+    "type": {"int8_token"},  # an integer
+    "num_bits": {"mxfp8"},  # 8
+    "scale_fmt": {"fp8_block"},
+}
+GOLDEN_CONFIGS = {
+    **{name: json.loads((GOLDEN / name / "config.json").read_text()) for name in (SCHEMES | OTHERS)},
+    "fp8": {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}},
+}
+
+
+def with_one_other_value(contents: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each field of a config null, missing and of other types: its key, and the config."""
+    for *parents, key in paths(contents["quantization_config"])[1:]:
+        for value in (None, ..., 7, "seven", [], {}, True, False):
+            changed = copy.deepcopy(contents)
+            entries: Any = changed["quantization_config"]
+            for parent in parents:
+                entries = entries[parent]
+            if value is ...:
+                del entries[key]
+            elif type(value) is type(entries[key]) and value is not None:
+                continue
+            else:
+                entries[key] = value
+            yield key, changed
+
+
+@pytest.mark.parametrize("name", GOLDEN_CONFIGS)
+def test_a_field_that_is_null_missing_or_of_another_type_changes_no_number_in_silence(tmp_path, name):
+    wanted, others = scheme(GOLDEN_CONFIGS[name]), set()
+    assert wanted is not None
+    for key, contents in with_one_other_value(GOLDEN_CONFIGS[name]):
+        try:
+            found = scheme(contents)
+        except CheckpointError:
+            continue
+        if found is None or found == wanted:  # None: no module is selected, and its tensors are refused
+            continue
+        if found.inputs in (None, *INPUT_FORMATS) and found.inputs != wanted.inputs:
+            assert found.inputs in DEFAULTS[key], (key, contents)
+        if found.weights != wanted.weights and found.weights not in others:
+            others.add(found.weights)
+            check_weights_are_refused_or_equal(tmp_path / found.weights, GOLDEN / name, contents)
+
+
+def check_weights_are_refused_or_equal(directory: Path, golden: Path, contents: dict[str, Any]) -> None:
+    shutil.copytree(golden, directory)
+    placed(directory, contents)
+    with contextlib.suppress(CheckpointError):
+        layers, expected = (Reader(path, "interleaved").layers for path in (directory, golden))
+        for layer, its in zip(layers.values(), expected.values(), strict=True):
+            for modules, same in zip(layer.modules["gate_up"], its.modules["gate_up"], strict=True):
+                for module, other in zip(modules, same, strict=True):
+                    values, wanted = (dequantize(m.weight(), np.float32, m.format) for m in (module, other))
+                    np.testing.assert_array_equal(values, wanted)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("mutated")
 
 
 @hypothesis.given(st.sampled_from(sorted(SCHEMES | OTHERS)), st.data())
-@hypothesis.settings(max_examples=300)
+@examples(300)
 def test_mutated_configs_are_understood_or_refused(folder, name, data):
     contents = json.loads((GOLDEN / name / "config.json").read_text())
     for _ in range(data.draw(st.integers(1, 3))):

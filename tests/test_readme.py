@@ -22,6 +22,7 @@ from examples.qwen3_moe import generate as qwen3_moe
 from jmx import cli
 from jmx.ffi.cpu import library as ffi
 from jmx.perf.roofline import Report
+from tests import file_map
 
 ROOT = pathlib.Path(__file__).parents[1]
 # README.md, and pages of docs/ by their path there.
@@ -120,14 +121,15 @@ def installed(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
     return package, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-def test_the_backend_that_the_docs_build_works(installed):
-    """By the page's own commands."""
+def test_the_backend_that_the_docs_build_works(installed, request):
+    """Run with the page's own commands. If this run draws cases, so does that of jmx's tests."""
     package, environment = installed
     found = [line.strip() for line in INDENTED.findall(FENCED.sub("", PAGES["adding_a_backend.md"].read_text()))]
     assert [line.split()[0] for line in found] == ["pip", "python", "python"]
     (package / "conftest.py").write_text(WITHOUT_THE_INSTALLED)
-    for command, here, least in zip(found[1:], (package, ROOT), (5, 40), strict=True):
-        arguments = [sys.executable, *shlex.split(command)[1:]]
+    drawn = request.config.getoption("--drawn")
+    for command, here, least in zip(found[1:], (package, ROOT), (5, 20 if drawn else 40), strict=True):
+        arguments = [sys.executable, *shlex.split(command)[1:], *(["--drawn"] if drawn and here == ROOT else [])]
         done = subprocess.run(arguments, cwd=here, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         passed = re.search(r"(\d+) passed", done.stdout)
@@ -189,8 +191,6 @@ def test_links_and_anchors_exist(page):
 @pytest.mark.parametrize("page", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_lines_are_wrapped_at_120(page):
     """Except those of tables and code."""
-    if page.name in ("adding_a_backend.md", "blackwell.md"):
-        pytest.skip("not wrapped yet")
     text = INDENTED.sub("", FENCED.sub("", page.read_text()))
     long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
     assert not long
@@ -226,14 +226,15 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def test_the_package_is_listed_file_by_file():
-    (listing,) = (block.text for block in blocks("concepts.md") if (block.language, block.file) == ("text", "files"))
-    listed, folders = [], []
-    for indent, name in re.findall(r"^( *)(\S+)", listing, re.MULTILINE):
-        folders = folders[: len(indent) // 2]
-        path = "".join(folders) + name
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            listed.append(path)
-    there = [path.relative_to(ROOT).as_posix() for path in (ROOT / "jmx").rglob("*.py")]
-    assert sorted(listed) == sorted(there)
+    assert file_map.written() == file_map.current(), "run `python -m tests.file_map`"
+    assert not [line for line in file_map.current().splitlines() if len(line.split(maxsplit=1)) < 2]
+
+
+def test_names_in_the_walks_are_in_the_files():
+    page = file_map.PAGE
+    found = re.findall(r"`(\w+)`\s+in\s+\[[^]]+\]\(([^)]+)\)", page.read_text())
+    assert len(found) > 30
+    for name, link in found:
+        assert re.search(rf"\b(?:def|class) {name}\b|^{name}\b.* = ", (page.parent / link).read_text(), re.MULTILINE), (
+            name
+        )

@@ -1,5 +1,5 @@
-"""The backend `triton` beyond the battery: who gets it and what it refuses; interpreted on a CPU, how it cuts; and on a
-GPU, what only a compiled kernel shows."""
+"""The backend `triton` beyond tests/test_backends.py: when it is chosen and what it rejects; its splits, interpreted on
+a CPU; and what only a compiled kernel shows, on a GPU."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ from jmx.selection.select import select
 
 pytestmark = pytest.mark.sampled(3)
 
-interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
+interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, also if there is a GPU
 REGISTERED = registered_backends()
 PROBLEM = Case(dtype="bfloat16").problem()
 AMPERE, HOPPER = Environment.named("a100"), Environment.named("h200")
@@ -47,7 +47,7 @@ def interpreted_too(monkeypatch):
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry(TESTED))
 
 
-# Who gets it
+# When it is chosen
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_gate_up_and_down_may_have_scales_of_different_dtypes(name, rng):
     assert_agrees(INTERPRETED.name, case, y, reference(case, weights, x, routing))
 
 
-# The whole battery takes minutes; `-m slow` runs it.
+# All of tests/test_backends.py takes minutes; `-m slow` runs it.
 @pytest.mark.parametrize(
     ("test", "options"),
     [

@@ -58,7 +58,7 @@ def draw_blocks(rng, name, dtype, shape):
 
 
 def assert_rounded_once(found, expected):
-    """To bfloat16; and what made two factors of a scale may turn a tie."""
+    """To bfloat16. Splitting a scale into two factors may change how a tie is rounded."""
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-8 + 2.0**-15, atol=0)
 
 
@@ -216,7 +216,7 @@ def every_word():
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("products", [1, 4])
 def test_every_code_under_every_scale_on_a_gpu(products, format):
-    """Every word under a scale of its group's own, and another, and another; the groups of a row differ."""
+    """Every word under several scales of its group; the groups of a row differ."""
     words, size = every_word(), format.block_size // 4
     for turn in range(0, 256, 32):
         codes = np.roll(CODES, turn)[:, None] ^ np.arange(256 // size, dtype=np.uint8)

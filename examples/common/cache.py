@@ -37,7 +37,7 @@ class Cache:
         layers: keys (rotated) and values of each layer, (2, B, kv_heads, C, head_dim), position p at index p of C. They
             share an array so that a step writes both at once.
         lengths: int32 (B,), tokens of each row so far.
-        longest: the largest length, known to the host, so that nothing waits for the device to see if there is room.
+        longest: the largest length, known to the host, so that checking the capacity does not wait for the device.
     """
 
     layers: list[jax.Array]

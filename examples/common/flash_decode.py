@@ -3,8 +3,9 @@
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
-import math
+from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -12,9 +13,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from examples.common.flash import (
+    TO_BITS,
+    Ref,
+    RunningSoftmax,
+    add_values,
+    element_ids,
+    filled,
+    hide_unseen,
+    shared_memory,
+)
+
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
 KEYS = 128  # of one step
-STAGES = 2  # steps whose keys and values are under way
+STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 SPLITS = 8  # CTAs that share a long row's keys, at most
 
 
@@ -35,98 +47,20 @@ def flash_decode(
     """
     batch, heads, dim = query.shape
     _, _, kv_heads, capacity, _ = cache.shape
-    group = heads // kv_heads
     splits = min(SPLITS, capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1)
-    to_bits = math.log2(math.e)  # powers of two are what the hardware has
-    scale = to_bits * dim**-0.5
+    call = _Call(batch, heads // kv_heads, kv_heads, capacity, dim, splits, window)
 
-    def kernel(query, cache, positions, out, peaks, totals, scratch):
-        rows, key_blocks, value_blocks, staged, stats, barriers = scratch
-        rows_in, keys_in, values_in = barriers
-        split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
-        position = positions[row]
-        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), KEYS)
-        blocks = lax.div(position, KEYS) + 1 - first
-        steps = lax.div(blocks - split + splits - 1, splits)
-        its_heads = pl.ds(kv_head * group, group)
-        plgpu.copy_gmem_to_smem(query.at[row, its_heads], rows.at[pl.ds(0, group)], rows_in)
-
-        def block(index: jax.Array) -> jax.Array:  # the position at which a step's keys begin
-            return (first + split + index * splits) * KEYS
-
-        def bring(index: jax.Array) -> None:
-            slot = lax.rem(index, jnp.int32(STAGES))
-            for kind, target, arrived in ((0, key_blocks, keys_in), (1, value_blocks, values_in)):
-                start = ((kind * batch + row) * kv_heads + kv_head) * capacity + block(index)
-                plgpu.copy_gmem_to_smem(cache.at[pl.ds(start, KEYS)], target.at[slot], arrived.at[slot])
-
-        for index in range(STAGES):
-            pl.when(index < steps)(lambda index=index: bring(jnp.int32(index)))
-        plgpu.barrier_wait(rows_in)
-
-        def full(shape: tuple[int, ...], value: float, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-        per_row = plgpu.Layout.WGMMA.reduce(1)
-        carry = full((ROWS, dim), 0, plgpu.Layout.WGMMA), full((ROWS,), -jnp.inf, per_row), full((ROWS,), 0, per_row)
-
-        def step(index, carry):
-            gathered, peak, total = carry
-            slot = lax.rem(index, jnp.int32(STAGES))
-            plgpu.barrier_wait(keys_in.at[slot])
-
-            def scored(accumulator):
-                plgpu.wgmma(accumulator, rows, key_blocks.at[slot].transpose((1, 0)))
-                return accumulator[...]
-
-            scores = pl.run_scoped(scored, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            ids = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-            distance = position - block(index) - ids
-            seen = distance >= 0
-            if window is not None:
-                seen &= distance < window
-            scores = jnp.where(seen, scores, -jnp.inf)
-            higher = jnp.maximum(peak, scores.max(axis=1) * scale)
-            shrink = jnp.exp2(peak - higher)
-            powers = jnp.exp2(scores * scale - lax.broadcast_in_dim(higher, scores.shape, [0]))
-            gathered *= lax.broadcast_in_dim(shrink, gathered.shape, [0])
-            total = total * shrink + powers.sum(axis=1)
-            plgpu.barrier_wait(values_in.at[slot])
-
-            def gather(accumulator) -> None:
-                plgpu.wgmma(accumulator, powers.astype(query.dtype), value_blocks.at[slot])
-
-            gathered = pl.run_state(gather)(plgpu.ACC.init(gathered))
-
-            @pl.when(index + STAGES < steps)
-            def _next() -> None:
-                bring(index + STAGES)
-
-            return gathered, higher, total
-
-        gathered, peak, total = lax.fori_loop(0, steps, step, carry)
-        staged[...] = gathered
-        stats[0] = peak
-        stats[1] = total
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, group)], out.at[split, row, its_heads])
-        plgpu.copy_smem_to_gmem(stats.at[0, pl.ds(0, group)], peaks.at[split, row, its_heads])
-        plgpu.copy_smem_to_gmem(stats.at[1, pl.ds(0, group)], totals.at[split, row, its_heads])
-        plgpu.wait_smem_to_gmem(0)
-
-    def entry(query, cache, positions, out, peaks, totals) -> None:
-        def shared(*shape: int, dtype=query.dtype):
-            tiles = plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128)
-            return plgpu.SMEM(shape, dtype, transforms=tiles)
-
+    def entry(*refs: Ref) -> None:
         pl.run_scoped(
-            lambda *scratch: kernel(query, cache, positions, out, peaks, totals, scratch),
-            shared(ROWS, dim),
-            shared(STAGES, KEYS, dim),
-            shared(STAGES, KEYS, dim),
-            shared(ROWS, dim, dtype=jnp.dtype(jnp.float32)),
+            lambda *shared: _attend_split(call, _Global(*refs), _Shared(*shared)),
+            shared_memory(ROWS, dim, dtype=query.dtype),
+            shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
+            shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
+            shared_memory(ROWS, dim, dtype=jnp.float32),
             plgpu.SMEM((2, ROWS), jnp.float32),
-            (plgpu.Barrier(), plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_barriers=STAGES)),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
         )
 
     per_head = jax.ShapeDtypeStruct((splits, batch, heads), jnp.float32)
@@ -137,11 +71,139 @@ def flash_decode(
         grid_names=("split", "kv_head", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, cache.reshape(-1, dim), positions)
+    return _combine(gathered, peaks, totals, sinks).astype(query.dtype)
 
-    # A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
-    sinks = sinks * to_bits
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static of a call. `group`: query heads to a key head."""
+
+    batch: int
+    group: int
+    kv_heads: int
+    capacity: int
+    dim: int
+    splits: int
+    window: int | None
+
+
+class _Global(NamedTuple):
+    """References to global memory; those from `gathered` on are outputs, (splits, ...)."""
+
+    query: Ref
+    cache: Ref
+    positions: Ref
+    gathered: Ref
+    peaks: Ref
+    totals: Ref
+
+
+class _Shared(NamedTuple):
+    """References to the shared memory of a CTA, and its barriers; keys and values by stage."""
+
+    rows: Ref
+    keys: Ref
+    values: Ref
+    gathered: Ref
+    peak_and_total: Ref
+    rows_full: Ref
+    keys_full: Ref
+    values_full: Ref
+
+
+class _Split(NamedTuple):
+    """The keys that a CTA takes: every `splits`-th block of a row's from `first + split` on.
+
+    Args:
+        split, kv_head, row: the CTA's place in the grid.
+        position: of the query.
+        first: the first block of keys that the query sees.
+        steps: how many blocks the CTA takes.
+    """
+
+    split: jax.Array
+    kv_head: jax.Array
+    row: jax.Array
+    position: jax.Array
+    first: jax.Array
+    steps: jax.Array
+
+    @classmethod
+    def of_cta(cls, call: _Call, positions: Ref) -> "_Split":
+        split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
+        position, window = positions[row], call.window
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), KEYS)
+        blocks = lax.div(position, KEYS) + 1 - first
+        return cls(split, kv_head, row, position, first, lax.div(blocks - split + call.splits - 1, call.splits))
+
+    def start(self, call: _Call, step: jax.Array) -> jax.Array:
+        """The position at which a step's keys begin."""
+        return (self.first + self.split + step * call.splits) * KEYS
+
+
+def _attend_split(call: _Call, gmem: _Global, smem: _Shared) -> None:
+    """The kernel: the softmax of a key head's queries over a split of the keys."""
+    split = _Split.of_cta(call, gmem.positions)
+    heads = pl.ds(split.kv_head * call.group, call.group)
+    plgpu.copy_gmem_to_smem(gmem.query.at[split.row, heads], smem.rows.at[pl.ds(0, call.group)], smem.rows_full)
+    for step in range(STAGES):
+        pl.when(step < split.steps)(lambda step=step: _load(call, split, gmem.cache, smem, jnp.int32(step)))
+    plgpu.barrier_wait(smem.rows_full)
+    none = RunningSoftmax(filled((ROWS, call.dim), 0), filled((ROWS,), -jnp.inf), filled((ROWS,), 0))
+
+    def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
+        softmax = _attend_block(call, split, smem, step, softmax)
+        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, gmem.cache, smem, step + STAGES))
+        return softmax
+
+    softmax = lax.fori_loop(0, split.steps, attend, none)
+    smem.gathered[...] = softmax.gathered
+    smem.peak_and_total[0] = softmax.peak
+    smem.peak_and_total[1] = softmax.total
+    plgpu.commit_smem()
+    used, place = pl.ds(0, call.group), (split.split, split.row, heads)
+    plgpu.copy_smem_to_gmem(smem.gathered.at[used], gmem.gathered.at[place])
+    plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], gmem.peaks.at[place])
+    plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], gmem.totals.at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _load(call: _Call, split: _Split, cache: Ref, smem: _Shared, step: jax.Array) -> None:
+    """Starts the copies of a step's keys and values into their stage."""
+    stage = lax.rem(step, jnp.int32(STAGES))
+    for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
+        head = (kind * call.batch + split.row) * call.kv_heads + split.kv_head
+        start = head * call.capacity + split.start(call, step)
+        plgpu.copy_gmem_to_smem(cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
+
+
+def _attend_block(
+    call: _Call, split: _Split, smem: _Shared, step: jax.Array, softmax: RunningSoftmax
+) -> RunningSoftmax:
+    """`softmax` with a step's keys and values, once they are in shared memory."""
+    stage = lax.rem(step, jnp.int32(STAGES))
+    plgpu.barrier_wait(smem.keys_full.at[stage])
+
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, smem.rows, smem.keys.at[stage].transpose((1, 0)))
+        return accumulator[...]
+
+    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+    ids = element_ids(scores.shape, 1)
+    scores = hide_unseen(scores, split.position - split.start(call, step) - ids, call.window)
+    softmax, weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
+    plgpu.barrier_wait(smem.values_full.at[stage])
+    return softmax._replace(gathered=add_values(softmax.gathered, weights, smem.values.at[stage]))
+
+
+def _combine(gathered: jax.Array, peaks: jax.Array, totals: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The splits' results as one softmax, with the sinks in it: float32 (B, heads, D).
+
+    A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
+    """
+    sinks = sinks * TO_BITS
     peak = reduce(jnp.maximum, peaks, sinks)
     parts = [jnp.exp2(split - peak) for split in peaks]
     total = sum((part * split for part, split in zip(parts, totals, strict=True)), jnp.exp2(sinks - peak))
     out = sum(part[..., None] * split for part, split in zip(parts, gathered, strict=True))
-    return (out / total[..., None]).astype(query.dtype)
+    return out / total[..., None]

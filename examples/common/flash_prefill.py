@@ -1,13 +1,14 @@
 """Attention over a whole prompt in one kernel for Hopper GPUs: scores never leave the chip (FlashAttention 3).
 
-After `jax.experimental.pallas.ops.gpu.attention_mgpu`, which knows neither sinks nor windows nor bfloat16.
+After `jax.experimental.pallas.ops.gpu.attention_mgpu`, which has neither sinks nor windows nor bfloat16.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
-import math
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,9 +16,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-ROWS = 64  # queries of one warpgroup, of which two share the keys that a third one brings
+from examples.common.flash import (
+    TO_BITS,
+    Ref,
+    RunningSoftmax,
+    add_values,
+    element_ids,
+    filled,
+    hide_unseen,
+    shared_memory,
+)
+
+ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
 BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
-STAGES = {64: 4, 128: 2}  # by size of a head: blocks of keys and values under way, as many as shared memory holds
+STAGES = {64: 4, 128: 2}  # of the pipeline, by size of a head: as many as shared memory holds
 
 
 def flash_prefill(
@@ -35,124 +47,20 @@ def flash_prefill(
         (B, T, heads, D) of query's dtype.
     """
     batch, length, heads, dim = query.shape
-    group, stages = heads // keys.shape[2], STAGES[dim]
-    to_bits = math.log2(math.e)  # powers of two are what the hardware has
-    scale = to_bits * dim**-0.5
+    stages = STAGES[dim]
+    call = _Call(length, heads // keys.shape[2], dim, window)
 
-    def kernel(query, keys, values, sinks, out, scratch):
-        (rows, key_blocks, value_blocks), barriers, turn = scratch
-        rows_in, keys_in, values_in, keys_out, values_out = barriers
-        head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
-        tile = length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
-        warpgroup = lax.axis_index("warpgroup")
-        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(tile * BLOCK - (window - 1), 0), BLOCK)
-        steps = tile + 1 - first
-
-        def take_turns() -> None:  # so that one warpgroup multiplies while the other takes exponentials
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
-        @pl.when(warpgroup < 2)
-        def _compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
-            mine = rows.at[warpgroup]
-            start = tile * BLOCK + warpgroup * ROWS
-            plgpu.copy_gmem_to_smem(query.at[row, pl.ds(start, ROWS), head], mine, rows_in.at[warpgroup])
-            plgpu.barrier_wait(rows_in.at[warpgroup])
-
-            def full(shape: tuple[int, ...], value: jax.typing.ArrayLike, layout):
-                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-            per_row = plgpu.Layout.WGMMA.reduce(1)
-            # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
-            carry = (
-                full((ROWS, dim), 0, plgpu.Layout.WGMMA),
-                full((ROWS,), sinks[head] * to_bits, per_row),
-                full((ROWS,), 1, per_row),
-            )
-            pl.when(warpgroup == 1)(take_turns)
-
-            def step(index, carry, *, masked: bool):
-                gathered, peak, total = carry
-                slot = lax.rem(index, jnp.int32(stages))
-                plgpu.barrier_wait(keys_in.at[slot])
-
-                def scored(accumulator):
-                    plgpu.wgmma(accumulator, mine, key_blocks.at[slot].transpose((1, 0)))
-                    take_turns()
-                    return accumulator[...]
-
-                scores = pl.run_scoped(scored, plgpu.ACC((ROWS, BLOCK), jnp.float32))
-                plgpu.barrier_arrive(keys_out.at[slot])
-                if masked:
-                    ids = [
-                        plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA)
-                        for axis in (0, 1)
-                    ]
-                    distance = (ids[0] + start) - (ids[1] + (first + index) * BLOCK)
-                    seen = distance >= 0
-                    if window is not None:
-                        seen &= distance < window
-                    scores = jnp.where(seen, scores, -jnp.inf)
-                higher = jnp.maximum(peak, scores.max(axis=1) * scale)
-                shrink = jnp.exp2(peak - higher)
-                powers = jnp.exp2(scores * scale - lax.broadcast_in_dim(higher, scores.shape, [0]))
-                gathered *= lax.broadcast_in_dim(shrink, gathered.shape, [0])
-                total = total * shrink + powers.sum(axis=1)
-                weights = powers.astype(query.dtype)
-                gathered, total, higher, weights = lax.optimization_barrier((gathered, total, higher, weights))
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(values_in.at[slot])
-                plgpu.barrier_wait(turn)
-
-                def gather(accumulator) -> None:
-                    plgpu.wgmma(accumulator, weights, value_blocks.at[slot])
-
-                gathered = pl.run_state(gather)(plgpu.ACC.init(gathered))
-                plgpu.barrier_arrive(values_out.at[slot])
-                return gathered, higher, total
-
-            inner = 0 if window is not None else steps - 1  # blocks that every query sees whole
-            if window is None:
-                carry = lax.fori_loop(0, inner, lambda i, c: step(i, c, masked=False), carry)
-            gathered, _, total = lax.fori_loop(inner, steps, lambda i, c: step(i, c, masked=True), carry)
-            pl.when(warpgroup == 0)(take_turns)
-            mine[...] = (gathered / lax.broadcast_in_dim(total, gathered.shape, [0])).astype(query.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(mine, out.at[row, pl.ds(start, ROWS), head])
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(warpgroup == 2)
-        def _bring() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            kv_head = lax.div(head, jnp.int32(group))
-
-            @pl.loop(0, steps)
-            def _step(index) -> None:
-                slot = lax.rem(index, jnp.int32(stages))
-                block = (row, pl.ds((first + index) * BLOCK, BLOCK), kv_head)
-                for source, target, arrived, free in (
-                    (keys, key_blocks, keys_in, keys_out),
-                    (values, value_blocks, values_in, values_out),
-                ):
-                    pl.when(index >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-                    plgpu.copy_gmem_to_smem(source.at[block], target.at[slot], arrived.at[slot])
-
-    def entry(query, keys, values, sinks, out) -> None:
-        def shared(*shape: int):
-            tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-            return plgpu.SMEM(shape, query.dtype, transforms=tiles)
-
+    def entry(*refs: Ref) -> None:
         pl.run_scoped(
-            lambda *scratch: kernel(query, keys, values, sinks, out, scratch),
-            (shared(2, ROWS, dim), shared(stages, BLOCK, dim), shared(stages, BLOCK, dim)),
-            (
-                plgpu.Barrier(num_barriers=2),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            ),
+            lambda *shared: _kernel(call, _Global(*refs), _Shared(*shared)),
+            shared_memory(2, ROWS, dim, dtype=query.dtype),
+            shared_memory(stages, BLOCK, dim, dtype=query.dtype),
+            shared_memory(stages, BLOCK, dim, dtype=query.dtype),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2),
             collective_axes="warpgroup",
         )
@@ -166,3 +74,151 @@ def flash_prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, keys, values, sinks)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static of a call. `group`: query heads to a key head."""
+
+    length: int
+    group: int
+    dim: int
+    window: int | None
+
+    @property
+    def stages(self) -> int:
+        return STAGES[self.dim]
+
+
+class _Global(NamedTuple):
+    """References to global memory, `out` the output."""
+
+    query: Ref
+    keys: Ref
+    values: Ref
+    sinks: Ref
+    out: Ref
+
+
+class _Shared(NamedTuple):
+    """References to the shared memory of a CTA, and its barriers.
+
+    Rows are by consumer warpgroup, keys and values by stage. At `turn` the two consumers meet.
+    """
+
+    rows: Ref
+    keys: Ref
+    values: Ref
+    rows_full: Ref
+    keys_full: Ref
+    values_full: Ref
+    keys_empty: Ref
+    values_empty: Ref
+    turn: Ref
+
+    def take_turns(self) -> None:
+        """Lets one consumer multiply while the other takes exponentials."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+
+class _Tile(NamedTuple):
+    """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on."""
+
+    head: jax.Array
+    tile: jax.Array
+    row: jax.Array
+    first: jax.Array
+    steps: jax.Array
+
+
+def _kernel(call: _Call, gmem: _Global, smem: _Shared) -> None:
+    """The kernel: warpgroups 0 and 1 are consumers, of half the tile's queries each, and 2 is the producer."""
+    head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
+    tile = call.length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
+    warpgroup, window = lax.axis_index("warpgroup"), call.window
+    first = jnp.int32(0) if window is None else lax.div(jnp.maximum(tile * BLOCK - (window - 1), 0), BLOCK)
+    work = _Tile(head, tile, row, first, tile + 1 - first)
+    pl.when(warpgroup < 2)(lambda: _consume(call, work, gmem, smem, warpgroup))
+    pl.when(warpgroup == 2)(lambda: _produce(call, work, gmem, smem))
+
+
+def _produce(call: _Call, work: _Tile, gmem: _Global, smem: _Shared) -> None:
+    """Loads the tile's keys and values, block by block, as stages become empty."""
+    plgpu.set_max_registers(40, action="decrease")
+    kv_head = lax.div(work.head, jnp.int32(call.group))
+
+    @pl.loop(0, work.steps)
+    def _step(step: jax.Array) -> None:
+        stage = lax.rem(step, jnp.int32(call.stages))
+        block = (work.row, pl.ds((work.first + step) * BLOCK, BLOCK), kv_head)
+        for source, target, full, empty in (
+            (gmem.keys, smem.keys, smem.keys_full, smem.keys_empty),
+            (gmem.values, smem.values, smem.values_full, smem.values_empty),
+        ):
+            pl.when(step >= call.stages)(partial(plgpu.barrier_wait, empty.at[stage]))
+            plgpu.copy_gmem_to_smem(source.at[block], target.at[stage], full.at[stage])
+
+
+def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: jax.Array) -> None:
+    """Attention of the queries of one consumer warpgroup."""
+    plgpu.set_max_registers(232, action="increase")
+    rows, rows_full = smem.rows.at[warpgroup], smem.rows_full.at[warpgroup]
+    start = work.tile * BLOCK + warpgroup * ROWS
+    plgpu.copy_gmem_to_smem(gmem.query.at[work.row, pl.ds(start, ROWS), work.head], rows, rows_full)
+    plgpu.barrier_wait(rows_full)
+    # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
+    softmax = RunningSoftmax(
+        filled((ROWS, call.dim), 0), filled((ROWS,), gmem.sinks[work.head] * TO_BITS), filled((ROWS,), 1)
+    )
+    pl.when(warpgroup == 1)(smem.take_turns)
+
+    def attend(step: jax.Array, softmax: RunningSoftmax, *, masked: bool) -> RunningSoftmax:
+        return _attend_block(call, work, smem, rows, start, step, softmax, masked=masked)
+
+    masked_from = 0 if call.window is not None else work.steps - 1  # all queries see the blocks before it whole
+    if call.window is None:
+        softmax = lax.fori_loop(0, masked_from, partial(attend, masked=False), softmax)
+    gathered, _, total = lax.fori_loop(masked_from, work.steps, partial(attend, masked=True), softmax)
+    pl.when(warpgroup == 0)(smem.take_turns)
+    rows[...] = (gathered / lax.broadcast_in_dim(total, gathered.shape, [0])).astype(rows.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(rows, gmem.out.at[work.row, pl.ds(start, ROWS), work.head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend_block(
+    call: _Call,
+    work: _Tile,
+    smem: _Shared,
+    rows: Ref,
+    start: jax.Array,
+    step: jax.Array,
+    softmax: RunningSoftmax,
+    *,
+    masked: bool,
+) -> RunningSoftmax:
+    """`softmax` of `rows`, the queries from position `start` on, with a step's keys and values."""
+    stage = lax.rem(step, jnp.int32(call.stages))
+    plgpu.barrier_wait(smem.keys_full.at[stage])
+
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, rows, smem.keys.at[stage].transpose((1, 0)))
+        smem.take_turns()
+        return accumulator[...]
+
+    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    plgpu.barrier_arrive(smem.keys_empty.at[stage])
+    if masked:
+        queries, keys = element_ids(scores.shape, 0), element_ids(scores.shape, 1)
+        distance = (queries + start) - (keys + (work.first + step) * BLOCK)
+        scores = hide_unseen(scores, distance, call.window)
+    (gathered, peak, total), weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
+    weights = weights.astype(rows.dtype)
+    gathered, total, peak, weights = lax.optimization_barrier((gathered, total, peak, weights))
+    plgpu.barrier_arrive(smem.turn)
+    plgpu.barrier_wait(smem.values_full.at[stage])
+    plgpu.barrier_wait(smem.turn)
+    gathered = add_values(gathered, weights, smem.values.at[stage])
+    plgpu.barrier_arrive(smem.values_empty.at[stage])
+    return RunningSoftmax(gathered, peak, total)

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         environment = Environment.named(check_known("--device", arguments.device, known_devices(), any_case=True))
     problems, floats = _problems(arguments, environment)
-    declared = arguments.format is None  # then inputs are rounded only if a checkpoint says so
+    declared = arguments.format is None  # then inputs are rounded only if a checkpoint states it
     explanations = [
         explain_problem(
             problem,

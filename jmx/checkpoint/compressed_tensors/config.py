@@ -5,6 +5,7 @@ QuantizationConfig, QuantizationScheme and QuantizationArgs). Files hold more th
 were observed), and some of it would change the model: every key is checked, and an unknown one is an error.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ MIXED = "mixed-precision"  # in place of the one storage of all groups: each nam
 
 GROUP_SIZES = (32, 64, 128)  # of integers
 BLOCK = [128, 128]  # of FP8
+
+_TORCH_DTYPE = re.compile(r"torch\.[a-z]+[0-9]+(_[a-z0-9]+)?")
+_FLOAT_SCALES = (None, "torch.bfloat16", "torch.float16", "torch.float32")  # `scale_dtype` of integers and FP8
 
 # How files store weights (the package's `format`) -> the kinds of weights that can be stored so.
 STORAGES: dict[str, tuple[str, ...]] = {
@@ -226,16 +230,35 @@ def _args(entries: ConfigObject) -> _Args:
         raise CheckpointError(entries.file, f"`{entries.place}.block_structure` (={block}) {rule}")
     entries.check("observer", lambda v: v is None or isinstance(v, str), "must be a string", None)
     entries.object_or_none("observer_kwargs")
-    entries.check("zp_dtype", lambda v: v is None or isinstance(v, str), "must be a string", None)
-    return _Args(
-        type_,
-        num_bits,
-        strategy,
-        group_size,
-        entries.one_of("symmetric", (True, False), True),
-        entries.one_of("dynamic", (False, True, "local"), False),
-        entries.check("scale_dtype", lambda v: v is None or isinstance(v, str), "must be a string", None),
-    )
+    _dtype(entries, "zp_dtype")
+    symmetric = entries.one_of("symmetric", (True, False), True)
+    dynamic = _dynamic(entries, strategy)
+    return _Args(type_, num_bits, strategy, group_size, symmetric, dynamic, _dtype(entries, "scale_dtype"))
+
+
+def _dynamic(entries: ConfigObject, strategy: str) -> bool | str:
+    """When scales are computed: False, before the model runs; True, as it runs; "local", as True except a global one.
+
+    CheckpointError for a value that the strategy does not allow. It also catches a strategy that is missing, and that
+    the package would infer from the group size alone.
+    """
+    dynamic = entries.one_of("dynamic", (False, True, "local"), False)
+    allowed = {
+        False: ("tensor", "channel", "group", "block", "tensor_group"),
+        True: ("tensor", "token", "group", "tensor_group"),
+        "local": ("tensor_group",),
+    }[dynamic]
+    if strategy not in allowed:
+        problem = f"`{entries.place}.dynamic` (={dynamic!r}) must not be given for strategy {strategy!r}"
+        raise CheckpointError(entries.file, problem)
+    return dynamic
+
+
+def _dtype(entries: ConfigObject, key: str) -> str | None:
+    def fits(value: Any) -> bool:
+        return value is None or (isinstance(value, str) and _TORCH_DTYPE.fullmatch(value) is not None)
+
+    return entries.check(key, fits, "must be a dtype, such as 'torch.uint8'", None)
 
 
 def _weights(entries: ConfigObject) -> tuple[str, str]:
@@ -248,7 +271,8 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
     if args.num_bits not in (4, 8):
         raise entries.error("num_bits", "must be one of [4, 8]")
     unknown = CheckpointError(entries.file, f"`{entries.place}` ({args}) must be weights of a format that is known")
-    if args.dynamic is not False:
+    has_float_scales = args.type == "int" or args.num_bits == 8
+    if args.dynamic is not False or (has_float_scales and args.scale_dtype not in _FLOAT_SCALES):
         raise unknown
     if ordered and (args.type != "int" or args.strategy != "group"):
         raise entries.error("actorder", "must be of integers in groups")
@@ -281,6 +305,10 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
 def _inputs(entries: ConfigObject) -> str:
     """The inputs' format, or a description of the config's entry, if no known format has it."""
     args = _args(entries)
+    if args.strategy in ("channel", "block"):
+        raise CheckpointError(
+            entries.file, f"`{entries.place}.strategy` must not be {args.strategy!r}, which is of weights"
+        )
     entries.one_of("actorder", (None, False), None)
     entries.close()
     dtype = args.scale_dtype

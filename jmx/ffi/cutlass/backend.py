@@ -42,7 +42,7 @@ _MAX_PAIRS = 2**31 - 1  # of a token and an expert, which FlashInfer counts in a
 
 @dataclass(frozen=True)
 class Cutlass:
-    """The engine for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
+    """The backend for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
 
     name: str = "cutlass"
     summary: str = "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantized in registers"

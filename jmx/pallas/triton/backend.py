@@ -42,7 +42,7 @@ INTERPRETED_LIMITS = dataclasses.replace(LIMITS, platform="cpu", capabilities=No
 
 @dataclass(frozen=True)
 class Triton:
-    """The engine for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
+    """The backend for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
 
     Args:
         interpret: whether Pallas interprets the kernel on a CPU, slowly; for tests. It has another name.

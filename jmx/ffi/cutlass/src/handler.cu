@@ -28,7 +28,6 @@ struct Attributes {
 namespace {
 
 namespace ffi = xla::ffi;
-using tensorrt_llm::common::check_cuda_error;
 
 constexpr int kMaxSms = 144;  // of a full GH100; no GPU has more, so a workspace of that size fits any
 
@@ -102,10 +101,10 @@ Tile const* CheckTile(ArgumentChecker& check, const char* attribute, std::string
 // The SMs of this thread's device, which must be a Hopper GPU.
 int CountSms(ArgumentChecker& check) {
   int device = 0, major = 0, minor = 0, count = 0;
-  check_cuda_error(cudaGetDevice(&device));
-  check_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  check_cuda_error(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  check_cuda_error(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  tensorrt_llm::common::check_cuda_error(cudaGetDevice(&device));
+  tensorrt_llm::common::check_cuda_error(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  tensorrt_llm::common::check_cuda_error(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  tensorrt_llm::common::check_cuda_error(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   if (major != 9 || minor != 0)
     check.InvalidArgument("needs compute capability 9.0, not " + std::to_string(major) + "." + std::to_string(minor));
   return count;
@@ -173,7 +172,8 @@ ffi::Error RunLayer(cudaStream_t stream, const Attributes& attributes, const Arr
     const int num_sms = CountSms(check);
     if (check.failed()) return check.error();
     if (sizes.num_tokens == 0 || sizes.top_k == 0) {
-      check_cuda_error(cudaMemsetAsync(arrays.y.untyped_data(), 0, arrays.y.size_bytes(), stream));
+      tensorrt_llm::common::check_cuda_error(
+          cudaMemsetAsync(arrays.y.untyped_data(), 0, arrays.y.size_bytes(), stream));
       return ffi::Error::Success();
     }
     const Call call = CallOf(arrays, attributes, sizes, *function, num_sms);

@@ -1,0 +1,76 @@
+"""What both attention kernels for Hopper GPUs share: shared memory as wgmma reads it, and the running softmax."""
+
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# (Mosaic's transforms and accumulators are public, but not so declared.)
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+TO_BITS = math.log2(math.e)  # exponentials are powers of two: those the hardware has
+
+Ref = Any  # a reference to memory, as Pallas passes it to kernels
+
+
+class RunningSoftmax(NamedTuple):
+    """The softmax of a block of rows over the keys so far, float32 in a warpgroup's registers.
+
+    Args:
+        gathered: (rows, D), the values, weighted by `2 ** (score - peak)`.
+        peak: (rows,), the highest score.
+        total: (rows,), the sum of the weights.
+    """
+
+    gathered: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+    def add_scores(self, scores: jax.Array, scale: float) -> tuple["RunningSoftmax", jax.Array]:
+        """With the weights of further keys in it, but not their values; and these weights, of `scores`' shape."""
+        peak = jnp.maximum(self.peak, scores.max(axis=1) * scale)
+        shrink = jnp.exp2(self.peak - peak)
+        weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(peak, scores.shape, [0]))
+        gathered = self.gathered * lax.broadcast_in_dim(shrink, self.gathered.shape, [0])
+        return RunningSoftmax(gathered, peak, self.total * shrink + weights.sum(axis=1)), weights
+
+
+def filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:
+    """A float32 matrix in wgmma's layout of accumulators, or a vector with one number for each row of such a matrix."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def element_ids(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """The index of each element along `axis`, in wgmma's layout of accumulators."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def hide_unseen(scores: jax.Array, distance: jax.Array, window: int | None) -> jax.Array:
+    """`scores`, minus infinity where the key is ahead of the query or outside its window.
+
+    `distance` is from the key to the query, in positions.
+    """
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def add_values(gathered: jax.Array, weights: jax.Array, values: Ref) -> Any:
+    """`gathered` plus the product of weights and values, on tensor cores."""
+
+    def multiply(accumulator: Ref) -> None:
+        plgpu.wgmma(accumulator, weights.astype(values.dtype), values)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(gathered))
+
+
+def shared_memory(*shape: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Shared memory in the tiles that wgmma reads, swizzled so that its loads do not conflict."""
+    tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=tiles)
