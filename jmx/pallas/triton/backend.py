@@ -77,12 +77,7 @@ class Triton:
         check(config, environment.compute_capability or _INTERPRETED)
 
     def apply(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         # Pallas takes a second to import.
         from jmx.pallas.triton.decode import permute_columns, permuted_index
