@@ -22,7 +22,7 @@ if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= mak
 # Set before pytest-xdist starts its workers, who inherit it.
 SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))
 
-if os.environ.get("JMX_TEST_SHAPES") == "1":  # before jmx is imported
+if os.environ.get("JMX_TEST_SHAPES", "1") == "1":  # before jmx is imported
     import shapes
 
     shapes.install()
