@@ -24,7 +24,7 @@ help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
 	@echo "make test     run a case of every test, others each time"
 	@echo "make test-all run all tests"
-	@echo "make test-oldest  run some with the oldest versions of dependencies that are allowed"
+	@echo "make test-oldest  run a part of them with the oldest versions of dependencies that are allowed"
 	@echo "make test-wheel   build the wheel, and run it with the oldest and the newest jax"
 	@echo "make test-aot compile kernels for a GPU that is not there, and read what the compiler reports"
 	@echo "make test-sanitized  the kernels in C++ under ASan, UBSan and TSan"

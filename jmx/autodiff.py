@@ -94,13 +94,11 @@ def _refuse_weight_gradients(experts: Any) -> None:
     for role in ("gate_up", "down"):
         scale = getattr(experts, f"{role}_input_scale")
         if scale is not None and scale.perturbed:
-            raise TypeError(
-                f"`{role}_input_scale` has no gradient: it is part of the format that inputs are rounded to"
-            )
+            raise TypeError(f"no gradient of `{role}_input_scale`: inputs are rounded by it, as by a constant")
         for name, leaf in getattr(experts, role)._asdict().items():
             if leaf is not None and leaf.perturbed:
                 raise TypeError(
-                    f"`{role}.{name}` ({leaf.value.dtype}) has no gradient: quantized weights have none; "
+                    f"no gradient of `{role}.{name}` ({leaf.value.dtype}): quantized weights have none; "
                     "differentiate with respect to x, the routing weights or the biases"
                 )
 

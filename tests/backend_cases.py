@@ -4,6 +4,7 @@ The reference loops over tokens and slots in numpy, on weights that ml_dtypes de
 `call` hands them to the layer.
 """
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field, replace
@@ -310,21 +311,38 @@ def suited(backend: str, case: Case) -> Case:
     return found
 
 
+OF_THE_MACHINE = {Reason.PLATFORM, Reason.COMPUTE_CAPABILITY, Reason.LIBRARY, Reason.NOT_BUILT}
+
+
+@functools.lru_cache(maxsize=8)  # all backends are asked about a case in turn
+def forms(case: Case) -> list[tuple[Case, jmx.Problem]]:
+    """`case` in each dtype, layout and format of inputs that a backend may take it in, the preferred one first."""
+    dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
+    inputs = (None, ROUNDED) if case.input_format is None else (case.input_format,)
+    layouts = dict.fromkeys((case.layout, *LAYOUTS))
+    found = [
+        replace(case, dtype=dtype, layout=layout, input_format=format)
+        for format, dtype, layout in itertools.product(inputs, dtypes, layouts)
+    ]
+    return [(one, one.problem()) for one in found]
+
+
 def form(engine: Backend, case: Case, environment: jmx.Environment) -> Case | Rejection:
     """`case` as a backend takes it: in bfloat16 where it has no float32, its weights in a layout that it reads and that
     holds their format, its inputs rounded where it takes no others. Or why it takes it in no such form."""
-    dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
-    inputs = (None, ROUNDED) if case.input_format is None else (case.input_format,)
-    first: Rejection | None = None  # the backend's own comes before that of a layout
+    first: Rejection | None = None
     unheld: Case | None = None
-    for format, dtype, layout in itertools.product(inputs, dtypes, (case.layout, *LAYOUTS)):
-        one = replace(case, dtype=dtype, layout=layout, input_format=format)
-        rejection = engine.supports(one.problem(), environment)
-        if rejection is None and LAYOUTS[layout].holds(FORMATS[one.format]):
+    for one, problem in forms(case):
+        rejection = engine.supports(problem, environment)
+        if rejection is None and LAYOUTS[one.layout].holds(FORMATS[one.format]):
             return one
-        first = first or rejection
-        unheld = unheld or (one if rejection is None else None)
-    if unheld:  # a backend need not reject what its layout cannot hold
+        if rejection is None:
+            unheld = unheld or one
+        elif rejection.reason in OF_THE_MACHINE:  # of every form
+            return rejection
+        else:
+            first = first or rejection
+    if unheld is not None:  # a backend need not reject what its layout cannot hold
         return Rejection(Reason.FORMAT, f"{unheld.layout!r} holds no {case.format!r}", "use another format")
     assert first is not None
     return first

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jmx import activations
 from jmx.activations import (
@@ -135,7 +136,7 @@ def test_numpy_parameters_do_not_promote():
     assert activation == SwiGLU(1.5, 1.0, 7.0)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 3), st.integers(0, 5), st.sampled_from(GATE_UP_ORDERS))
 def test_join_is_the_inverse_of_split(rows, size, order):
     h = np.random.default_rng().standard_normal((rows, 2 * size)).astype(np.float32)

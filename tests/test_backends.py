@@ -33,10 +33,11 @@ from backend_cases import (
     reference,
     suited,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from properties import examples
 
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
@@ -180,7 +181,7 @@ def test_model_shapes(backend, case, rng):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)  # each compiles anew
+@examples(4)  # each compiles anew
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(0, 40),

@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from properties import examples
 
 from jmx.checkpoint.compressed_tensors import Reader, Scheme, read_quantization
 from jmx.checkpoint.compressed_tensors.config import INPUTS
@@ -766,7 +767,7 @@ def folder(tmp_path_factory):
 
 
 @hypothesis.given(st.sampled_from(sorted(SCHEMES | OTHERS)), st.data())
-@hypothesis.settings(max_examples=300)
+@examples(300)
 def test_mutated_configs_are_understood_or_refused(folder, name, data):
     contents = json.loads((GOLDEN / name / "config.json").read_text())
     for _ in range(data.draw(st.integers(1, 3))):

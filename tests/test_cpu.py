@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from backend_cases import BLOCK, Case, assert_agrees, decoded, draw_routing, draw_weights, draw_x, reference
 from cpu_product import protect
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import export
 from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
+from properties import examples
 
 import jmx
 from jmx import Environment, Experts, Reason
@@ -151,7 +152,7 @@ def product(instructions, x, codes, scales, bias, few=False, before=0):
 
 
 @built
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 40),

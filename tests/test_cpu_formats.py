@@ -15,8 +15,9 @@ import pytest
 from backend_cases import Case, activated, assert_close, draw_routing, draw_weights, draw_x
 from cpu_product import product
 from dequantized import by_column, dequantized
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 import jmx
 from jmx import Environment, Reason
@@ -97,7 +98,7 @@ def tolerance(instructions, name, dtype, few):
 
 
 @built
-@settings(max_examples=100)
+@examples(100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 20),

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from properties import examples
 
 import jmx
 from jmx import BlockScaled, Experts
@@ -181,7 +182,7 @@ def test_quantize_rounds_each_weight_as_ml_dtypes_does(rng):
         np.testing.assert_array_equal(got, expected.reshape(weight.shape))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     rule=st.sampled_from(sorted(quantization.SCALE_RULES)),
     layout=st.sampled_from(BOTH),

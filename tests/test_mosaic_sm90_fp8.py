@@ -310,9 +310,7 @@ def test_rows_are_kept_where_a_warpgroup_has_one():
         ValueError, match=r"`resident_rows` \(=True\) must be False for more tokens than `warpgroups_m`"
     ):
         few.check(shape_of(4))
-    with pytest.raises(
-        ValueError, match=r"`resident_rows` \(=True\) must be False where inputs differ by expert"
-    ):
+    with pytest.raises(ValueError, match=r"`resident_rows` \(=True\) must be False where inputs differ by expert"):
         few.check(shape_of(3)._replace(weighted=True))
     with pytest.raises(ValueError, match=r"`resident_rows` \(=True\) must be False without `fuse_quantize`"):
         dataclasses.replace(few, fuse_quantize=False)

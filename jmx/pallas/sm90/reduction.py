@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -35,6 +36,7 @@ class PartialSums(NamedTuple):
             plgpu.Barrier(num_barriers=warpgroups_m),
         )
 
+    @jax.named_scope("send_partial_sums")
     def send(
         self, wm: Int32[Array, ""], wk: Int32[Array, ""] | int, width: int, sums: RowSums, *, again: Bool[Array, ""]
     ) -> None:
@@ -51,6 +53,7 @@ class PartialSums(NamedTuple):
             self.values[wm, wk - 1, row, pl.ds(0, accumulator.row_size(width))] = sums[row]
         plgpu.barrier_arrive(self.full_barriers.at[wm])
 
+    @jax.named_scope("reduce_partial_sums")
     def reduce(self, wm: Int32[Array, ""], width: int, sums: RowSums) -> RowSums:
         """`sums` plus those that the others have sent, always in the same order: for the first warpgroup."""
         size, totals = accumulator.row_size(width), [*sums]
