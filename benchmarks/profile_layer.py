@@ -73,12 +73,12 @@ def capture(model: str, tokens: int, backend: str) -> dict[str, Any]:
     """Kernels of a few layers, and the first scopes of a CTA, each a list of events; with what was profiled."""
     pair = "mxfp4:fp8_token" if backend == "mosaic_fp8" else "mxfp4"
     shape = shapes.MODELS[model].in_formats(pair)
-    contender = bench.Contender.of(backend, shape, tokens, Environment.probe())
+    system = bench.System.of(backend, shape, tokens, Environment.probe())
     keys = jax.random.split(jax.random.key(0), LAYERS)
     x = jax.random.normal(jax.random.key(1), (tokens, shape.hidden_size), jnp.bfloat16)
     logits = jax.random.normal(jax.random.key(2), (LAYERS, tokens, shape.num_experts))
-    weights = contender.build(shape, keys, {})
-    layers = jax.jit(functools.partial(bench.run_layers, contender.layer))
+    weights = system.build(shape, keys, {})
+    layers = jax.jit(functools.partial(bench.run_layers, system.layer))
     with tempfile.TemporaryDirectory() as folder:
         jax.block_until_ready(layers(x, logits, weights))
         with jax.profiler.trace(folder, create_perfetto_trace=True):
@@ -89,7 +89,7 @@ def capture(model: str, tokens: int, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         jax.clear_caches()  # what is compiled records nothing
         with recorded_scopes(folder):
-            jax.block_until_ready(jax.jit(contender.layer)(x, logits[0], weights[0]))
+            jax.block_until_ready(jax.jit(system.layer)(x, logits[0], weights[0]))
             jax.effects_barrier()
         traces = sorted(pathlib.Path(folder).iterdir(), key=lambda path: path.stat().st_size)
         scopes = scope_events(json.loads(traces[-1].read_text())["traceEvents"])

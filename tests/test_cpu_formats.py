@@ -301,11 +301,11 @@ def test_columns_come_in_the_order_of_their_expert(dtype, rng):
 def test_blocks_outside_of_the_arrays_and_orders_outside_of_a_row_are_errors(argument, value):
     blocks = {"experts": 1, "x_rows": 1, "out_rows": 0, "counts": 2}
     x, order = jnp.ones((4, 3)), np.tile(np.arange(3), (2, 1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) lies outside of the arrays"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) is outside of the arrays"):
         ordered(x, order, [[n] for n in (blocks | {argument: value}).values()], 4)
     for bad in (-1, 3):
         order[1, 2] = bad
-        with pytest.raises(jax.errors.JaxRuntimeError, match="`order` of expert 1 names a column that is not there"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="`order` of expert 1 contains a column out of range"):
             ordered(x, order, [[n] for n in blocks.values()], 4)
 
 
@@ -314,8 +314,8 @@ def test_blocks_outside_of_the_arrays_and_orders_outside_of_a_row_are_errors(arg
     ("changed", "message"),
     [
         ({"format": "int8"}, r"`format` \(=int8\) must be mxfp4, nvfp4 or int4"),
-        ({"group": 48}, r"`group` \(=48\) must be how many weights of int4 share a scale"),
-        ({"group": 16}, r"`group` \(=16\) must be how many weights of int4 share a scale"),
+        ({"group": 48}, r"`group` \(=48\) must be the number of weights of int4 that share a scale"),
+        ({"group": 16}, r"`group` \(=16\) must be the number of weights of int4 that share a scale"),
         ({"format": "nvfp4", "group": 16}, r"`scales` \(F32 \(2, 8, 1\)\) must be of type U8"),
         ({"group": 32}, r"`scales` \(F32 \(2, 8, 1\)\) must have the shape \(2, 8, 2\)"),
         ({"zero_points": 7}, r"`zero_points` \(S8 \(7\)\) must have the shape \(2, 8, 1\)"),
@@ -333,7 +333,7 @@ def test_calls_that_do_not_fit_are_errors(changed, message):
         jnp.ones((2, 8, 1)),
         jnp.zeros(given["zero_points"], jnp.int8),
     )
-    call = jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    call = jax.ffi.ffi_call(ffi.GROUPED_PRODUCT, jax.ShapeDtypeStruct((4, 8), jnp.float32))
     attributes = {"instructions": "best", "format": given["format"], "group": np.int64(given["group"]), "few": False}
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(*arguments, nothing, nothing, *block, **attributes))

@@ -483,11 +483,11 @@ def test_static_scales_of_experts_become_the_largest():
 def test_static_scales_that_cannot_be_are_refused(bad):
     with pytest.raises(ValueError, match=r"`scales\[2\]` \(=.*\) must be positive and finite, as all 4 must"):
         reduce_static_scales(np.array([1, 2, bad, 3], SINGLE))
-    with pytest.raises(ValueError, match="must be one an expert"):
+    with pytest.raises(ValueError, match=r"must be \(E,\) or \(E, P\)"):
         reduce_static_scales(np.ones((2, 2, 2), SINGLE))
     with pytest.raises(ValueError, match=r"`scales\[1, 0\]` \(=.*\) must be positive and finite, as all 4 must"):
         reduce_static_scales(np.array([[1, 2], [bad, 3]], SINGLE))
-    with pytest.raises(ValueError, match="must be one an expert"):
+    with pytest.raises(ValueError, match=r"must be \(E,\) or \(E, P\)"):
         reduce_static_scales(np.ones(0, SINGLE))
     with pytest.raises(TypeError, match="must be float32"):
         reduce_static_scales(np.ones(2, np.int32))

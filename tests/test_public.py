@@ -15,7 +15,8 @@ from jmx import _version
 ROOT = pathlib.Path(jmx.__file__).parent
 # Each module may import those of earlier entries; those of one entry do not import each other.
 ORDER = [
-    {"_version", "util", "meshes"},
+    {"_version", "util"},
+    {"meshes"},
     {"numerics"},
     {"activations", "routing", "grouping"},
     {"experts"},
@@ -25,7 +26,7 @@ ORDER = [
     {"backends"},
     {"autodiff"},
     {"layer"},
-    {"explain", "module_arguments"},
+    {"explain", "module_arguments", "module_call"},
     {"nnx", "linen"},
     {"checkpoint"},
     {"perf"},

@@ -463,7 +463,7 @@ def test_nonfinite_values_make_their_block_nan_in_other_formats(format, bad, rng
 
 def test_what_quantize_refuses_of_other_formats():
     x = np.ones((2, 128), np.float32)
-    with pytest.raises(ValueError, match=r"`scale_rule` \(='round_up'\) must be 'ocp': others are of MXFP4 alone"):
+    with pytest.raises(ValueError, match=r"`scale_rule` \(='round_up'\) must be 'ocp': other rules are for MXFP4 only"):
         quantize(x, NVFP4, scale_rule="round_up")
     with pytest.raises(ValueError, match=r"`format` \(='int4_g128_order'\) must have no order"):
         quantize(x, FORMATS["int4_g128_order"])

@@ -291,15 +291,15 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
 def test_the_layers_are_those_of_the_benchmark_or_as_many_as_memory_holds(registered, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_LAYERS_OF_FEW_TOKENS", 4)
     monkeypatch.setattr(bench, "_LAYERS", 2)
-    build, layers, most = bench.Contender.build, [], 4
+    build, layers, most = bench.System.build, [], 4
 
-    def hold(contender, shape, keys, built):
+    def hold(system, shape, keys, built):
         if len(keys) > most:
             raise MemoryError
         layers.append(len(keys))
-        return build(contender, shape, keys, built)
+        return build(system, shape, keys, built)
 
-    monkeypatch.setattr(bench.Contender, "build", hold)
+    monkeypatch.setattr(bench.System, "build", hold)
     engine = registered(Fake((FAST,)))
     run(engine, tmp_path / "t.json", tokens=[16, 17], layers=None)
     assert layers == [4, 2]

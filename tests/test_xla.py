@@ -247,7 +247,7 @@ def test_which_inputs_a_layer_takes(rng):
     with pytest.raises(ValueError, match=r"`input_format` .='fp8'. must be 'nvfp4', which the checkpoint declares"):
         resolve_input_format(declared, "fp8")
     assert resolve_input_format(experts, "fp8_block") == "fp8_block"
-    with pytest.raises(ValueError, match=r"`input_format` \(='nvfp4'\) is static: give `experts` its scales"):
+    with pytest.raises(ValueError, match=r"`input_format` \(='nvfp4'\) is static, and `experts` have no scales for it"):
         resolve_input_format(experts, "nvfp4")
     with pytest.raises(ValueError, match=r"`gate_up_scale` \(=None\) must be float32 \(\) for nvfp4 inputs"):
         experts.with_inputs("nvfp4")

@@ -97,7 +97,7 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
     num_assignments = num_tokens * top_k
     block_m, num_blocks = _block_sizes(num_tokens, top_k, num_experts)
     groups = grouping.group(routing.expert_ids, num_experts)
-    blocks = grouping.cut(groups.sizes, num_assignments, block_m)
+    blocks = grouping.split_groups(groups.sizes, num_assignments, block_m)
     bound = blocks.experts.size
 
     def step(first: Int32[Array, ""], carry: Any) -> Any:
