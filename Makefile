@@ -18,13 +18,14 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-oldest test-aot test-sanitized lint format bench clean
+.PHONY: help demo test test-all test-oldest test-wheel test-aot test-sanitized lint format bench clean
 
 help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
 	@echo "make test     run a case of every test, others each time"
 	@echo "make test-all run all tests"
-	@echo "make test-oldest  run some with the oldest versions of dependencies that are allowed"
+	@echo "make test-oldest  run a part of them with the oldest versions of dependencies that are allowed"
+	@echo "make test-wheel   build the wheel, and run it with the oldest and the newest jax"
 	@echo "make test-aot compile kernels for a GPU that is not there, and read what the compiler reports"
 	@echo "make test-sanitized  the kernels in C++ under ASan, UBSan and TSan"
 	@echo "make lint     ruff and pyright"
@@ -53,6 +54,17 @@ oldest_tests := $(patsubst %,tests/test_%.py,formats routing backends cpu ffi nn
     checkpoint_orbax checkpoint_gpt_oss checkpoint_compressed_tensors cli cli_completion cli_convert)
 test-oldest: $(VENV)/installed $(oldest)/installed-oldest
 	$(oldest)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn $(oldest_tests))
+
+# The wheel beside the oldest and the newest jax, whose environments have all else that it needs. CUTLASS names a library
+# that `jmx build cutlass` compiled, whose handlers are then registered, too.
+wheel := build/wheel
+test-wheel: $(VENV)/installed-test$(extra) $(oldest)/installed-oldest
+	rm -rf $(wheel)
+	$(bin)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(wheel) .
+	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(wheel)/installed $(wheel)/*.whl
+	for bin in $(oldest)/bin $(bin); do \
+	    JAX_PLATFORMS=cpu PYTHONPATH=$(wheel)/installed $$bin/python tests/wheel.py $(wheel)/installed $(CUTLASS) || exit; \
+	done
 
 $(oldest)/installed-oldest: pyproject.toml tests/oldest.py | $(bin)/python
 	@echo "installing the oldest versions into $(oldest)"
@@ -90,7 +102,7 @@ bench: $(VENV)/installed-bench$(extra)
 	$(bin)/python benchmarks/layer.py $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis jmx/ffi/*/*.so
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis jmx/ffi/*/*.so jmx/ffi/jax_include
 	find cmake -mindepth 1 -not -name CMakeLists.txt -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
 

@@ -184,7 +184,7 @@ def _draw_experts(shape: shapes.Shape, key: Any) -> Experts:
 
 def _ours(name: str, shape: shapes.Shape, case: bench.Case, experts: Sequence[Experts]) -> Timed:
     """A backend of jmx, timed as by `jmx bench`, routing included."""
-    layer = bench.Contender.of(name, shape, case.num_tokens, Environment.probe()).layer
+    layer = bench.System.of(name, shape, case.num_tokens, Environment.probe()).layer
     compiled = jax.jit(partial(bench.run_layers, layer)).lower(case.x, case.logits, experts).compile()
     temporary = machine.check_memory(compiled)
     _, y = compiled(case.x, case.logits, experts)

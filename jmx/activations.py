@@ -1,8 +1,8 @@
-"""Activations between an expert's two matrices: frozen dataclasses, hashable and static, each with its jnp meaning.
+"""Activations between an expert's two matrices: frozen dataclasses, hashable and static, each defined in jnp.
 
 A gated activation takes gate and up, the two halves of the first matrix's 2I outputs; an un-gated one takes its I
 outputs. Kernels read the parameters; `__call__` is the definition that they are tested against. All compute in the
-dtype of their arguments, NaN in gives NaN out, and gradients are those of jax: 0 beyond a clamp, half at the clamp.
+dtype of their arguments and propagate NaN. Gradients are those of jax: 0 beyond a clamp, half at the clamp.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ GATE_UP_ORDERS = ("interleaved", "concatenated")
 
 @dataclass(frozen=True)
 class Activation:
-    """Base of all activations. `gated` says whether the first matrix has 2I rows (gate and up) or I.
+    """Base class of the activations. `gated`: whether the first matrix has 2I rows (gate and up) or I.
 
     Gated ones are called with `(gate, up)`, un-gated ones with `(x)`; floating arrays in, the same shape and dtype out.
     """
@@ -43,7 +43,7 @@ class SwiGLU(Activation):
         limit: positive and finite, or None for no clamp.
 
     Raises:
-        ValueError, TypeError: a parameter outside its range, or no number.
+        ValueError, TypeError: a parameter outside its range, or not a number.
     """
 
     alpha: float = 1.0
@@ -68,7 +68,7 @@ class SwiGLU(Activation):
 
 @dataclass(frozen=True)
 class SiLUAndMul(Activation):
-    """up * gate * sigmoid(gate): `SwiGLU` without parameters, under the name most checkpoints know it by."""
+    """up * gate * sigmoid(gate): `SwiGLU` without parameters, by its name in most checkpoints."""
 
     gated: ClassVar[bool] = True
 
@@ -78,7 +78,7 @@ class SiLUAndMul(Activation):
 
 @dataclass(frozen=True)
 class _Approximate(Activation):
-    """Base of the activations that are exact (erf) or, with `approximate`, in the tanh form."""
+    """Base class of activations with an exact (erf) and, with `approximate`, a tanh form."""
 
     approximate: bool
 
@@ -136,7 +136,7 @@ class ReLU2(Activation):
         return jnp.square(jax.nn.relu(x))
 
 
-# By name, for arguments and command lines. Those with parameters of a model's own have none: `SwiGLU(alpha=...)`.
+# By name, for arguments and command lines. Those with parameters of one model have no name: `SwiGLU(alpha=...)`.
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": SwiGLU(),
     "silu_and_mul": SiLUAndMul(),
@@ -151,7 +151,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def get(activation: Activation | str) -> Activation:
-    """An activation, or the one that `ACTIVATIONS` has under that name. ValueError, naming those, for other names."""
+    """An activation, or the one of that name in `ACTIVATIONS`. ValueError, naming those, for other names."""
     return check_named("activation", activation, Activation, ACTIVATIONS)
 
 
@@ -198,7 +198,7 @@ def apply(activation: Activation, h: Float[Any, "*lead N"], order: str | None) -
     Args:
         activation: gated or not.
         h: (..., 2I) for gated activations, (..., I) for others.
-        order: how gate and up stand in `h`: one of `GATE_UP_ORDERS`; of no effect where there is no gate.
+        order: the order of gate and up in `h`, one of `GATE_UP_ORDERS`; ignored if there is no gate.
 
     Returns:
         (..., I), in the dtype of `h`.

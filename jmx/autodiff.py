@@ -1,11 +1,11 @@
 """Derivatives and batching of the layer: custom_vjp around it, custom_vmap inside.
 
-Whatever backend ran forward, the backward pass is the reference's, a few experts at a time out of any layout, so
-weights stay as they are. A vmapped call becomes one call on all tokens together.
+The backward pass is that of the reference backend, whichever backend ran the forward pass: it reads a few experts at a
+time from any layout, so weights are not converted. A vmapped call becomes one call on all tokens together.
 
-First-order reverse mode only: marks on the arguments make every other derivative an error of jmx's own, which says what
-to do instead. `jax.custom_vjp` alone refuses forward mode in terms of jax, and leaves second derivatives to whatever
-runs inside: an error of XLA's calls, an assertion, or numbers that nothing tested.
+First-order reverse mode only. Primitives on the arguments make every other derivative an error that names the
+alternative. `jax.custom_vjp` alone would reject forward mode with an error that does not name `jmx.moe`, and would
+differentiate whatever runs inside a second time: an error of an XLA call, an assertion, or untested numbers.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ from jmx import meshes
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Float, Shaped
 from jmx.xla import backend as xla
 
-Array = jax.Array
-Run = Callable[[Array, Routing, Experts], Array]
+Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Which biases' gradients are asked for."""
+    """Of which biases gradients are requested."""
 
     gate_up_bias: bool
     down_bias: bool
@@ -45,14 +45,14 @@ class _Wanted:
 def differentiable(run: Run, problem: Problem) -> Run:
     """`run` (x (T, H), routing (T, k), experts) -> y (T, H), made differentiable and batchable.
 
-    Gradients flow to x, routing weights and biases. One asked of a quantized weight is a TypeError that names it.
+    Gradients flow to x, routing weights and biases. The gradient of a quantized weight is a TypeError that names it.
     """
 
     @jax.custom_vjp
-    def call(x: Array, routing: Routing, experts: Experts) -> Array:
+    def call(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
         return _batchable(run)(x, routing, experts)
 
-    def call_fwd(x: Any, routing: Any, experts: Any) -> tuple[Array, Any]:
+    def call_fwd(x: Any, routing: Any, experts: Any) -> tuple[Float[Array, "T H"], Any]:
         _refuse_weight_gradients(experts)
         wanted = _Wanted(*(b is not None and b.perturbed for b in (experts.gate_up_bias, experts.down_bias)))
         x, routing, experts = jax.tree.map(
@@ -67,10 +67,12 @@ def differentiable(run: Run, problem: Problem) -> Run:
             return None, None, None
         x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
-        def backward(x: Array, routing: Routing, experts: Experts, dy: Array) -> xla.Gradients:
+        def backward(
+            x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]
+        ) -> xla.Gradients:
             return xla.backward(problem, x, routing, experts, dy, biases=wanted.flags)
 
-        # An element of a batch has bias gradients of its own, which one call on all tokens would add up.
+        # Each element of a batch has its bias gradients; one call on all tokens would sum them.
         dx, dweights, *dbiases = _batchable(backward, together=not any(wanted.flags))(x, routing, experts, dy)
         gradients = [
             d if d is None else d.astype(bias.dtype)
@@ -92,34 +94,34 @@ def _refuse_weight_gradients(experts: Any) -> None:
     for role in ("gate_up", "down"):
         scale = getattr(experts, f"{role}_input_scale")
         if scale is not None and scale.perturbed:
-            raise TypeError(f"a gradient was asked of `{role}_input_scale`: what inputs are rounded to has none")
+            raise TypeError(f"no gradient of `{role}_input_scale`: inputs are rounded by it, as by a constant")
         for name, leaf in getattr(experts, role)._asdict().items():
             if leaf is not None and leaf.perturbed:
                 raise TypeError(
-                    f"a gradient was asked of `{role}.{name}` ({leaf.value.dtype}): quantized weights have none; "
+                    f"no gradient of `{role}.{name}` ({leaf.value.dtype}): quantized weights have none; "
                     "differentiate with respect to x, the routing weights or the biases"
                 )
 
 
 def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[..., Any]:
-    """`function` (x (T, H), routing, experts, *more arrays by token) with a vmap rule of its own.
+    """`function` (x (T, H), routing, experts, *more arrays (T, ...)) with its own vmap rule.
 
-    `together`: whether elements of a batch may become one call on all tokens, where they share their experts.
+    `together`: whether the elements of a batch may become one call on all tokens if they share their experts.
     Otherwise they run one after the other.
     """
 
     @custom_vmap
-    def call(x: Array, routing: Routing, experts: Experts, *more: Array) -> Any:
+    def call(x: Float[Array, "T H"], routing: Routing, experts: Experts, *more: Shaped[Array, "T ..."]) -> Any:
         return meshes.unchecked(function)(x, routing, experts, *more)
 
     @call.def_vmap
     def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:
-        del axis_size  # a device of a mesh may have some of the batch
+        del axis_size  # each device of a mesh may have a part of the batch
         flatten = together and not any(jax.tree.leaves(in_batched[2]))
         leaves, tree = jax.tree.flatten(arguments)
         batched = jax.tree.leaves(in_batched)
 
-        def batch(mapped: list[Array], whole: list[Array]) -> Any:
+        def batch(mapped: list[Shaped[Array, "..."]], whole: list[Shaped[Array, "..."]]) -> Any:
             if flatten:
                 return _flattened(call, mapped[0].shape[0], in_batched, _joined(tree, batched, mapped, whole))
             return jax.lax.map(lambda element: call(*_joined(tree, batched, element, whole)), mapped)
@@ -131,7 +133,7 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
 
 
 def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, arguments: Any) -> Any:
-    def flat(array: Array, batched: bool) -> Array:
+    def flat(array: Shaped[Array, "..."], batched: bool) -> Shaped[Array, "..."]:
         array = array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
         return array.reshape(axis_size * array.shape[1], *array.shape[2:])
 
@@ -143,14 +145,18 @@ def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, argume
     return jax.tree.map(lambda array: array.reshape(axis_size, num_tokens, *array.shape[1:]), out)
 
 
-def _split_by(leaves: list[Array], batched: list[bool]) -> tuple[list[Array], list[Array]]:
+def _split_by(
+    leaves: list[Shaped[Array, "..."]], batched: list[bool]
+) -> tuple[list[Shaped[Array, "..."]], list[Shaped[Array, "..."]]]:
     """The leaves that are batched, and the others."""
     pairs = list(zip(leaves, batched, strict=True))
     return [leaf for leaf, of_batch in pairs if of_batch], [leaf for leaf, of_batch in pairs if not of_batch]
 
 
-def _joined(tree: Any, batched: list[bool], mapped: list[Array], whole: list[Array]) -> Any:
-    """The pytree whose leaves `_split_by` has split."""
+def _joined(
+    tree: Any, batched: list[bool], mapped: list[Shaped[Array, "..."]], whole: list[Shaped[Array, "..."]]
+) -> Any:
+    """The pytree whose leaves `_split_by` separated."""
     of_batch, others = iter(mapped), iter(whole)
     return jax.tree.unflatten(tree, [next(of_batch if b else others) for b in batched])
 
@@ -169,7 +175,7 @@ def _refuse_second(*_: Any) -> NoReturn:
     )
 
 
-# The identity of tangents. Reverse mode transposes it; what evaluates, compiles or batches it is forward mode.
+# The identity, for tangents. Reverse mode transposes it; only forward mode evaluates, compiles or batches it.
 _tangent_p = Primitive("jmx_reverse_mode_tangent")
 _tangent_p.def_abstract_eval(lambda aval: aval)
 _tangent_p.def_impl(_refuse_forward_mode)
@@ -177,7 +183,7 @@ mlir.register_lowering(_tangent_p, _refuse_forward_mode)
 batching.primitive_batchers[_tangent_p] = _refuse_forward_mode
 ad.deflinear2(_tangent_p, lambda cotangent, _: [cotangent])
 
-# The identity, of such tangents. (As a custom_jvp its rule would be batched where a vmapped call is differentiated.)
+# The identity, with such tangents. (The rule of a custom_jvp would be batched where a vmapped call is differentiated.)
 _reverse_mode_only_p = Primitive("jmx_reverse_mode_only")
 _reverse_mode_only_p.def_abstract_eval(lambda aval: aval)
 _reverse_mode_only_p.def_impl(lambda x: x)
@@ -187,7 +193,7 @@ ad.defjvp2(_reverse_mode_only_p, lambda tangent, *_: _tangent_p.bind(tangent))
 
 
 @jax.custom_jvp
-def _once_differentiable(x: jax.Array) -> jax.Array:
+def _once_differentiable(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     return x
 
 
@@ -195,15 +201,15 @@ _once_differentiable.defjvp(_refuse_second)
 
 
 def _of_floats(mark: Any, tree: Any) -> Any:
-    """`tree` with `mark` on each array of floats."""
+    """`tree` with `mark` applied to each floating array."""
     return jax.tree.map(lambda a: mark(a) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
 def _reverse_mode_only(tree: Any) -> Any:
-    """`tree` as it is; forward-mode derivatives with respect to its floats are a TypeError."""
+    """`tree` unchanged; forward-mode derivatives with respect to its floating arrays raise TypeError."""
     return _of_floats(_reverse_mode_only_p.bind, tree)
 
 
 def _no_second_order(tree: Any) -> Any:
-    """`tree` as it is; derivatives of what is computed of its floats are a TypeError, which calls them second ones."""
+    """`tree` unchanged; derivatives of what is computed from its floating arrays raise TypeError."""
     return _of_floats(_once_differentiable, tree)

@@ -1,4 +1,4 @@
-"""The backends, in order of preference, and the layouts that devices get. The only file that knows every engine."""
+"""The backends in order of preference, and each device's default layout. The only file that imports every engine."""
 
 from collections.abc import Sequence
 
@@ -20,19 +20,19 @@ from jmx.selection.registry import GROUP, Registry
 from jmx.util.checks import check_one_of
 from jmx.xla.backend import Xla
 
-# `xla` runs everything, so backends behind it run on request alone: `mosaic` is faster than `cutlass` on the same GPUs.
+# `xla` runs everything, so backends after it run on request only: `mosaic` is faster than `cutlass` on the same GPUs.
 REGISTRY = Registry((MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Xla(), Cutlass()), GROUP)
 
 known_layouts.register(MOSAIC_SM90)
 known_layouts.register(MOSAIC_SM90_FP8)
 known_layouts.register(CUTLASS)
-# Without a backend yet: see docs/blackwell.md.
+# No backend reads these yet: see docs/blackwell.md.
 known_layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
 known_layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
 
 
 def registered_backends() -> tuple[Backend, ...]:
-    """All backends, in order of preference: jmx's own and those registered since."""
+    """All backends in order of preference: those of jmx and those registered since."""
     return REGISTRY.backends()
 
 
@@ -40,21 +40,21 @@ known_layouts.on_unknown_name(registered_backends)
 
 
 def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before: str | None = "xla") -> None:
-    """Adds a backend, which `jmx.moe`, `jmx.use_backend`, `jmx.explain` and the command line then know like jmx's own.
+    """Adds a backend to those that `jmx.moe`, `jmx.use_backend`, `jmx.explain` and the command line use.
 
     A package registers its backends by an entry point of the group `jmx.backends`, a function without arguments that
     calls this one. Entry points are loaded when backends are first asked for, not by `import jmx`; one that fails is a
-    warning. Registering clears jax's caches (`jax.clear_caches`), so that calls traced before choose anew; what was
-    compiled ahead of time stays as it is.
+    warning. Registering clears jax's caches (`jax.clear_caches`), so that calls traced before select again; what was
+    compiled ahead of time does not change.
 
     Args:
-        backend: see `jmx.selection.backend.Backend`; with `jmx.selection.tuning.Tunable`, `jmx tune` measures it, too.
-        layouts: those that it reads and that jmx does not have, made known with it.
-        before: name of the registered backend that it is preferred to; None: of the lowest preference. `xla` runs
-            everything, so that behind it a backend runs on request alone.
+        backend: see `jmx.selection.backend.Backend`; if it is a `jmx.selection.tuning.Tunable`, `jmx tune` can tune it.
+        layouts: those that it reads and jmx does not have; they are registered too.
+        before: name of the registered backend that it precedes; None: it comes last. `xla` runs everything, so a
+            backend after it runs on request only.
 
     Raises:
-        TypeError: `backend` lacks a member of the protocol, or `layouts` are none.
+        TypeError: `backend` lacks a member of the protocol, or `layouts` has something else than layouts.
         ValueError: the name of the backend or of a layout is taken, or no backend is called `before`.
     """
     REGISTRY.register(backend, layouts, before)
@@ -63,9 +63,9 @@ def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before
 def resolve_layout(
     layout: str, environment: Environment, format: Format = MXFP4, input_format: str | None = None
 ) -> str:
-    """The layout that `layout` names on this machine: "auto" is that of the engine family which runs `format` here.
+    """The layout called `layout`; "auto": the one that the default backend for `format` on this machine reads.
 
-    `input_format`: the name of that in which weights will be used; None: of 16 bits.
+    `input_format`: name of the input format that the weights will be used with; None: 16 bits.
 
     Raises:
         ValueError: no layout has that name.
@@ -78,6 +78,6 @@ def resolve_layout(
             if input_format in INPUTS and MOSAIC_SM90_FP8.holds(format):
                 return MOSAIC_SM90_FP8.name
         # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
-        # a gather of bytes, but not of float4, into what follows.
+        # a gather of bytes into its consumer, but not one of float4.
         return "packed"
     return layout

@@ -1,4 +1,4 @@
-"""Why a backend was chosen, as an object and as a table, with configuration, bytes, flops and the least time."""
+"""Why a backend was chosen, as an object and as a table, with configuration, bytes, flops and minimum time."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Peak:
     flops: float
 
 
-# NVIDIA's data sheets, dense rates, by the kind that a device calls itself: other parts of a family (PCIe, NVL) have
-# other rates. Measured ceilings are lower: `jmx bench` takes them.
+# NVIDIA's data sheets, dense rates, by device kind: other parts of a family (PCIe, NVL) have other rates. Measured
+# rates are lower: see `jmx bench`.
 PEAKS = {
     "NVIDIA A100-SXM4-80GB": Peak(2.039e12, 312e12),
     "NVIDIA L4": Peak(0.3e12, 121e12),
@@ -49,8 +49,8 @@ PEAKS = {
 }
 
 
-# What tensor cores multiply faster than bfloat16: the first compute capability that does, how many times as fast, and
-# the elements that the type holds exactly (int8 holds those of e2m1 doubled). The fastest first.
+# Types that tensor cores multiply faster than bfloat16: the first compute capability, the speedup, and the elements
+# that the type represents exactly (int8: twice those of e2m1). The fastest first.
 _E2M1, _INT4 = np.dtype(jnp.float4_e2m1fn), np.dtype(jnp.int4)
 _NARROW = (
     ((10, 0), 4, {_E2M1}),  # FP4
@@ -60,12 +60,12 @@ _NARROW = (
 
 
 def times_bfloat16(problem: Problem, environment: Environment) -> int:
-    """How many times a device's dense bfloat16 rate its tensor cores reach on a problem's elements: 1, 2 or 4.
+    """The ratio of tensor cores' dense rate for a problem's elements to that for bfloat16: 1, 2 or 4.
 
     By NVIDIA's data sheets, dense rates of the parts in `PEAKS`: int8 has twice the rate of bfloat16 from Ampere on,
-    FP8 from Ada and Hopper on, and FP4 four times from Blackwell on. What counts is the fastest type that holds the
-    elements of weights and of inputs alike, whatever a backend multiplies in. Inputs of 16 or 32 bits, other pairs,
-    other devices and GPUs without such tensor cores: 1.
+    FP8 from Ada and Hopper on, and FP4 four times from Blackwell on. The fastest type that represents the elements of
+    both weights and inputs counts, whichever type a backend uses. Inputs of 16 or 32 bits, other pairs, other devices
+    and GPUs without such tensor cores: 1.
     """
     if problem.input_format is None or environment.platform != "gpu" or environment.compute_capability is None:
         return 1
@@ -83,14 +83,14 @@ def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def active_experts(problem: Problem) -> float:
-    """Experts that tokens reach, expected under uniform random routing: E (1 - (1 - k/E)^T)."""
+    """The expected number of experts in use under uniform random routing: E (1 - (1 - k/E)^T)."""
     assert problem.num_tokens is not None
     unused = max(0.0, 1 - problem.top_k / problem.num_experts) ** problem.num_tokens
     return problem.num_experts * (1 - unused)
 
 
 def weight_bytes(problem: Problem, experts: float) -> float:
-    """Bytes of so many experts' values and scales."""
+    """Bytes of the values and scales of `experts` experts."""
     return experts * sum(formats.FORMATS[problem.format].bytes(shape) for shape in weight_shapes(problem))
 
 
@@ -100,12 +100,12 @@ def flops(problem: Problem) -> float:
     return 2 * problem.num_tokens * problem.top_k * sum(rows * columns for rows, columns in weight_shapes(problem))
 
 
-_SURELY = 1e-3  # experts that are expected to be unused, below which all are said to be used
+_SURELY = 1e-3  # if fewer experts are expected to be unused, all are reported as used
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time a problem can take on a device: `us` microseconds, `bound` by "memory" or by "compute"."""
+    """The minimum time of a problem on a device: `us` microseconds, `bound` by "memory" or by "compute"."""
 
     us: float
     bound: str
@@ -113,7 +113,7 @@ class Floor:
 
     @classmethod
     def of(cls, moved: float, operations: float, peak: Peak) -> "Floor":
-        """That of so many bytes and flops: max(bytes / bandwidth, flops / rate)."""
+        """The floor of a number of bytes and flops: max(bytes / bandwidth, flops / rate)."""
         memory, compute = 1e6 * moved / peak.bandwidth, 1e6 * operations / peak.flops
         return cls(max(memory, compute), "memory" if memory >= compute else "compute", peak)
 
@@ -124,20 +124,20 @@ class Floor:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a problem, why each other backend would not, and what the problem costs at least.
+    """Which backend runs a problem, why each other one does not, and the minimum cost of the problem.
 
     Args:
-        problem, environment: what was asked, and where.
-        chosen: name of the backend, or None where none runs it.
-        configuration: with which its kernels run, and where that was found; None where it has nothing to tune.
-        trail: each backend's name, summary and rejection (None: it can).
+        problem, environment: the call and the machine.
+        chosen: name of the backend, or None if none runs it.
+        configuration: that of its kernels, and where it was found; None if it has nothing to tune.
+        trail: each backend's name, summary and rejection (None: it can run).
         error: the message of the error that a call would raise, or None.
-        active_experts: expected under uniform random routing; None for a symbolic token count, as the next three.
+        active_experts: expected under uniform random routing; None for a symbolic token count, like the next three.
         bytes: of the active experts' weights and of x and y.
         flops: of both products.
-        floor: by the device's data sheet; None for devices not known, too.
-        inputs_declared: whether the experts declare the problem's input format, and the caller named none.
-        request: name of the backend that was asked for, or None.
+        floor: by the device's data sheet; None for unknown devices, too.
+        inputs_declared: whether the input format is the one that the experts declare, not one that the caller named.
+        request: name of the requested backend, or None.
         all: whether the printed table lists backends of other platforms, too.
     """
 
@@ -227,10 +227,10 @@ def explain_problem(
     inputs_declared: bool = False,
     all: bool = False,
 ) -> Explanation:
-    """The explanation of a problem that need not have arrays, on a machine that need not be here (default: this one).
+    """The explanation of a problem on a machine, by default this one; no arrays are needed.
 
-    `backend` is a request as a layer's own. A request that cannot be met does not raise here: it is `error`.
-    `inputs_declared` and `all` are the explanation's own.
+    `backend` is a request, like that of a layer. If it cannot run, nothing is raised: `error` has the message.
+    `inputs_declared` and `all`: see `Explanation`.
 
     Raises:
         ValueError: no backend is called `backend`.
@@ -283,23 +283,23 @@ def explain(
     input_format: str | None = None,
     all: bool = False,
 ) -> Explanation:
-    """What runs a layer, why nothing else does, and what the call costs at least.
+    """Which backend runs a layer, why the others do not, and the minimum cost of the call.
 
     Forms:
         explain(layer, x): a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
         explain(x, routing, experts, activation=..., weights_on=..., input_format=...): the arguments of `jmx.moe`.
-        explain(problem): a `Problem`, that is plain shapes.
+        explain(problem): a `Problem`, which has shapes only.
     Arrays may be `jax.ShapeDtypeStruct`.
 
     Args:
-        device: one that need not be here, such as "h200" (see `Environment.named`); the default is the one that the
-            arguments, or else new arrays, lie on.
-        backend: requested instead of the layer's own. Where it cannot run, the explanation's `error` says so.
-        activation, weights_on, input_format: of the second form alone, as `jmx.moe` has them.
-        all: whether the printed table lists the backends of other platforms, which are one line else.
+        device: name of a device that need not be present, such as "h200" (see `Environment.named`); default: that of
+            the arguments, else that of new arrays.
+        backend: requested instead of that of the layer. If it cannot run, the explanation's `error` has the message.
+        activation, weights_on, input_format: for the second form only, as in `jmx.moe`.
+        all: whether the printed table has a row for each backend of other platforms, instead of one line for all.
 
     Raises:
-        TypeError, ValueError: `device` or `backend` has no such name, a call would refuse these arguments, or the
+        TypeError, ValueError: `device` or `backend` has no such name, a call would reject these arguments, or the
             backend cannot run with the configuration of a `tuning.override` in scope.
     """
     environment = None if device is None else Environment.named(device)

@@ -1,11 +1,11 @@
-"""Grouping: which tokens go to which expert, in jit, with static shapes.
+"""Grouping: assignments of tokens to experts, sorted and split into blocks, under jit with static shapes.
 
 An *assignment* is one (token, slot) pair of a routing of T tokens to k experts each; there are R = T * k of them, and
-assignment `a` belongs to token `a // k`. Sorting them by expert puts every expert's rows next to each other; cutting
-those runs into *blocks* of at most `block_m` rows gives equal pieces of work (`many`). Where tokens are few there is
-nothing to sort: every expert in use sees all tokens, and is one block (`few`).
+assignment `a` belongs to token `a // k`. Many tokens: assignments are sorted by expert, and each expert's rows split
+into *blocks* of at most `block_m` rows, the work items of kernels (`many`). Few tokens: nothing is sorted, and each
+expert in use is one block of all tokens (`few`).
 
-On a GPU a kernel takes about 2 us whatever it does, so what is small is written as counting and bits, which XLA fuses.
+On a GPU a kernel takes at least about 2 us, so small steps are written as counting and bit operations, which XLA fuses.
 """
 
 from functools import reduce
@@ -20,15 +20,15 @@ from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer
 
 _CHUNK = 64  # assignments; 128 to 512 took up to twice the time on an H200
 _WORD = 32  # bits
-_COMPARED = 64  # chunks up to which sums over all pairs of them are cheaper than the kernels of cumsum
+_COMPARED = 64  # up to so many chunks, sums over all pairs of chunks are cheaper than the kernels of cumsum
 
 
 class Groups(NamedTuple):
     """Assignments sorted by expert.
 
-    `order` (R,) int32: the assignment that stands at each sorted position; equal experts keep token order.
+    `order` (R,) int32: the assignment at each sorted position; those of one expert keep token order.
     `inverse` (R,) int32: the sorted position of each assignment.
-    `sizes` (E,) int32: assignments of each expert. Ids outside 0..E-1 are sorted last and counted nowhere.
+    `sizes` (E,) int32: assignments of each expert. Ids outside 0..E-1 are sorted last and not counted.
     """
 
     order: Int32[Array, " R"]
@@ -39,12 +39,13 @@ class Groups(NamedTuple):
 def group(expert_ids: Integer[AnyArray, "T k"], num_experts: int) -> Groups:
     """Groups `expert_ids` (T, k), any integer dtype, by expert; see `Groups`.
 
-    It is a counting sort: an assignment stands after those of lower keys, those of its key in earlier chunks, and those
-    before it in its own chunk. From 1024 tokens on, an H200 needs a quarter to a half of the time of XLA's sort.
+    It is a counting sort: an assignment comes after those with lower keys, those with its key in earlier chunks, and
+    those with its key before it in its chunk. From 1024 tokens on, it takes a quarter to a half of the time of XLA's
+    sort on an H200.
     """
     check_array("expert_ids", expert_ids, jnp.integer)
     num_experts = check_int("num_experts", num_experts, least=1)
-    keys = _keys(expert_ids.reshape(-1), num_experts)  # flat first: XLA's faster reductions see through no reshape
+    keys = _keys(expert_ids.reshape(-1), num_experts)  # flat first: XLA's faster reductions do not fuse with a reshape
     rank, sizes = _rank(keys, num_experts)
     starts = _sums_below(sizes)
     inverse = starts.at[keys].get(mode="promise_in_bounds") + rank
@@ -54,7 +55,7 @@ def group(expert_ids: Integer[AnyArray, "T k"], num_experts: int) -> Groups:
 
 
 def _rank(keys: Int32[Array, " R"], num_experts: int) -> tuple[Int32[Array, " R"], Int32[Array, " n"]]:
-    """How many assignments before each one have its key, of 0..E, and how many there are of each key (E + 1,)."""
+    """The number of assignments before each one with its key, one of 0..E, and of all with each key (E + 1,)."""
     num_chunks = max(1, -(-keys.size // _CHUNK))
     padding = num_chunks * _CHUNK - keys.size
     chunks = jnp.pad(keys, (0, padding), constant_values=num_experts + 1).reshape(num_chunks, _CHUNK)
@@ -67,7 +68,7 @@ def _rank(keys: Int32[Array, " R"], num_experts: int) -> tuple[Int32[Array, " R"
 
 
 def _prefix(counts: Int32[Array, "C n"]) -> Int32[Array, "C+1 n"]:
-    """(C, n) -> (C + 1, n): sums of the rows above each."""
+    """(C, n) -> (C + 1, n): exclusive sums of the rows."""
     num_rows = counts.shape[0]
     if num_rows > _COMPARED:
         return jnp.pad(jnp.cumsum(counts, axis=0), ((1, 0), (0, 0)))
@@ -76,30 +77,30 @@ def _prefix(counts: Int32[Array, "C n"]) -> Int32[Array, "C+1 n"]:
 
 
 def _sums_below(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """(n,) -> (n,): the sum of all before each, by a reduction of all pairs, which costs fewer kernels than cumsum."""
+    """(n,) -> (n,): exclusive sums, by a reduction of all pairs, which takes fewer kernels than cumsum."""
     index = jnp.arange(values.size)
     return jnp.where(index < index[:, None], values, 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _keys(expert_ids: Integer[AnyArray, "*shape"], num_experts: int) -> Int32[Array, "*shape"]:
     """Ids as int32, and E for those outside 0..E-1."""
-    if expert_ids.dtype.itemsize < 4:  # a byte may not hold `num_experts`, which would wrap around in what follows
+    if expert_ids.dtype.itemsize < 4:  # `num_experts` might wrap around in a byte
         expert_ids = expert_ids.astype(jnp.int32)
     inside = (expert_ids >= 0) & (expert_ids < num_experts)
     return jnp.where(inside, expert_ids, num_experts).astype(jnp.int32)
 
 
 class Blocks(NamedTuple):
-    """Pieces of work: B of them, which is all that any routing may need; each is some rows of one expert.
+    """Work items: B blocks, each some rows of one expert; B is the most that any routing needs.
 
-    `experts` (B,) int32: the expert of each block. Those past the last real one repeat it, so that reading their
-        weights touches no further expert.
-    `x_rows`, `out_rows`: a block's first row in what it reads and in what it writes: (B,) int32, or an int n where
-        block b has row n * b.
-    `counts`: how many rows each has: (B,) int32, 0 past the last real block; or an int, where all have so many.
-    `num_blocks`: how many blocks are real: () int32, or an int.
+    `experts` (B,) int32: the expert of each block. Those after the last real block repeat its expert, so that no
+        further weights are read for them.
+    `x_rows`, `out_rows`: each block's first row in the rows read and in those written: (B,) int32, or an int n if block
+        b has row n * b.
+    `counts`: the number of rows of each block: (B,) int32, 0 after the last real block; or an int if all have as many.
+    `num_blocks`: the number of real blocks: () int32, or an int.
 
-    Ints are for what is known while tracing: as arrays, XLA would make them by kernels of their own.
+    Fields known while tracing are ints: XLA would compute them as arrays in separate kernels.
     """
 
     experts: Int32[Any, " B"]
@@ -111,7 +112,7 @@ class Blocks(NamedTuple):
     def of_layer(self, first_expert: Int32[Array, ""] | int) -> "Blocks":
         """The same with experts numbered from `first_expert` on, for kernels that take ints, too.
 
-        Where `num_blocks` is no int it is (B,), the same number throughout: a scalar would cost a kernel of its own.
+        `num_blocks`, if not an int, is broadcast to (B,): a scalar would take a separate kernel.
         """
         ids, number = self.experts + first_expert, self.num_blocks
         number = number if isinstance(number, int) else jnp.broadcast_to(number, ids.shape)
@@ -119,29 +120,29 @@ class Blocks(NamedTuple):
 
     @property
     def arrays(self) -> "Blocks":
-        """The fields that are no ints, as a kernel's operands; None for the others."""
+        """The fields that are arrays, as operands of a kernel; None for the others."""
         return Blocks._make(None if isinstance(field, int) else field for field in self)
 
     def with_refs(self, refs: "Blocks") -> "Blocks":
-        """The same inside a kernel that takes ints, too: with refs of `arrays` in place of these."""
+        """The same inside a kernel that takes ints, too: with the refs of `arrays` instead of the arrays."""
         return Blocks._make(field if isinstance(field, int) else ref for field, ref in zip(self, refs, strict=True))
 
     @property
     def number(self) -> Any:
-        """How many blocks are real, in such a kernel, of blocks as `of_layer` has them."""
+        """The number of real blocks, inside such a kernel, of the blocks that `of_layer` returns."""
         return self.num_blocks if isinstance(self.num_blocks, int) else self.num_blocks[0]
 
     def count_of(self, block: Any) -> Any:
-        """How many rows a block has, in such a kernel."""
+        """The number of rows of a block, inside such a kernel."""
         return jnp.int32(self.counts) if isinstance(self.counts, int) else self.counts[block]
 
     @staticmethod
     def first_row(rows: Any, block: Any) -> Any:
-        """A block's first row by `x_rows` or `out_rows`, in such a kernel."""
+        """A block's first row by `x_rows` or `out_rows`, inside such a kernel."""
         return block * rows if isinstance(rows, int) else rows[block]
 
     def as_arrays(self) -> "Blocks":
-        """The same with every int written out, for kernels that take arrays alone."""
+        """The same with arrays for ints, for kernels that take arrays only."""
         index = np.arange(self.experts.size, dtype=np.int32)
         rows = (index * rows if isinstance(rows, int) else rows for rows in (self.x_rows, self.out_rows))
         counts = self.counts
@@ -151,10 +152,10 @@ class Blocks(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks, and the way of tokens into them and back.
+    """Blocks, and the rows of tokens in them (dispatch) and of their results (combine).
 
     `row_of` (T, k) int32: the row that holds the result of each assignment, -1 where its id is outside 0..E-1.
-    `token_of_row` (R,) int32: the token that each row reads; None where blocks read the tokens as they are.
+    `token_of_row` (R,) int32: the token that each row reads; None if blocks read the tokens in their own order.
     """
 
     blocks: Blocks
@@ -163,16 +164,16 @@ class Work(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """R, the rows that results need."""
+        """R, the number of rows of results."""
         if self.token_of_row is not None:
             return self.token_of_row.size
         return self.blocks.experts.size * self.blocks.out_rows
 
 
 def few(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) -> Work:
-    """A block for every expert that any of `expert_ids` (T, k), of any integer dtype, names: it reads all T tokens.
+    """A block of all T tokens for each expert in `expert_ids` (T, k), of any integer dtype.
 
-    Block b writes T rows from row b * T' on, where T' is T rounded up to a multiple of `align`, a power of two.
+    Block b writes T rows from row b * T' on; T' is T rounded up to a multiple of `align`, a power of two.
     """
     num_tokens, top_k = expert_ids.shape
     keys = _keys(expert_ids, num_experts)
@@ -187,12 +188,12 @@ def few(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) 
     def rank(ids: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """How many experts below each id are in use."""
         shifts = (jnp.clip(ids - word * _WORD, 0, _WORD).astype(jnp.uint32) for word in range(num_words))
-        below = ((one << shift) - one for shift in shifts)  # 1 << 32 is 0 in jax, and so all bits are below
+        below = ((one << shift) - one for shift in shifts)  # 1 << 32 is 0 in jax, so that all bits are set
         counts = (lax.population_count(used[i] & mask).astype(jnp.int32) for i, mask in enumerate(below))
         return reduce(jnp.add, counts)
 
     num_blocks = rank(jnp.int32(num_experts))
-    index = np.arange(min(num_tokens * top_k, num_experts), dtype=np.int32)  # numpy's are constants, of no kernel
+    index = np.arange(min(num_tokens * top_k, num_experts), dtype=np.int32)  # a constant, without a kernel
     nth = jnp.minimum(index, num_blocks - 1)
     experts = jnp.zeros_like(nth)
     for step in (1 << i for i in reversed(range(num_experts.bit_length()))):  # the last id of rank `nth`, by bisection
@@ -205,10 +206,10 @@ def few(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) 
 
 
 def single(expert_ids: Integer[AnyArray, "1 k"], num_experts: int, align: int = 1) -> Work:
-    """`few` of a single token (1, k): every slot is a block, so that nothing is to be compared.
+    """`few` for a single token (1, k): every slot is a block, so that ids are not compared.
 
-    A slot outside 0..E-1 is a block of an expert that there is, which nobody reads. An expert named twice is computed
-    twice.
+    A slot outside 0..E-1 is a block of an existing expert, whose result is not read. An expert that occurs twice is
+    computed twice.
     """
     keys = _keys(expert_ids.reshape(-1), num_experts)
     rows = jnp.where(keys < num_experts, np.arange(keys.size, dtype=np.int32) * align, -1)
@@ -217,18 +218,18 @@ def single(expert_ids: Integer[AnyArray, "1 k"], num_experts: int, align: int = 
 
 
 def unsorted(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int = 1) -> Work:
-    """`single` of a single token, else `few`."""
+    """`single` for a single token, else `few`."""
     return (single if expert_ids.shape[0] == 1 else few)(expert_ids, num_experts, align)
 
 
 def many(
     expert_ids: Integer[AnyArray, "T k"], num_experts: int, block_m: int, align: int = 1, *, whole: bool = False
 ) -> Work:
-    """Assignments of `expert_ids` (T, k), of any integer dtype, sorted by expert and cut into blocks of `block_m` rows.
+    """Assignments of `expert_ids` (T, k), any integer dtype, sorted by expert and split into blocks of `block_m` rows.
 
-    Blocks read and write the same rows: those of the sorted order, where each expert's rows begin at a multiple of
-    `align`. What is left between experts reads token 0. An expert's blocks differ by `align` rows at most, or are all
-    `whole` but the last one; `block_m` is a multiple of `align`, a power of two.
+    Blocks read and write the same rows, in sorted order; each expert's rows begin at a multiple of `align`, a power of
+    two. Rows between those of experts read token 0. An expert's blocks differ by at most `align` rows or, with `whole`,
+    are full except the last one. `block_m` is a multiple of `align`.
     """
     top_k = expert_ids.shape[1]
     keys = _keys(expert_ids.reshape(-1), num_experts)
@@ -241,36 +242,36 @@ def many(
     token_of_row = token_of_row.at[jnp.where(inside, rows, num_rows)].set(
         jnp.arange(keys.size, dtype=jnp.int32) // top_k, mode="drop"
     )
-    blocks = _cut(sizes[:num_experts], starts[:num_experts], keys.size, block_m, align, whole)
+    blocks = _split_groups(sizes[:num_experts], starts[:num_experts], keys.size, block_m, align, whole)
     return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
 
 
 def _aligned(sizes: Any, align: int) -> Any:
-    """Sizes rounded up to a multiple of `align`, a power of two: bits, which XLA computes again rather than store."""
+    """Sizes rounded up to a multiple of `align`, a power of two; by bit operations, which XLA does not store."""
     return (sizes + (align - 1)) & -align
 
 
 def max_rows(num_assignments: int, num_experts: int, align: int) -> int:
-    """Rows that `many` may need: an expert in use wastes less than `align`."""
+    """The most rows that `many` can need: each expert in use has fewer than `align` unused ones."""
     rows = num_assignments + min(num_assignments, num_experts) * (align - 1)
     return -(-rows // align) * align
 
 
 def max_blocks(num_assignments: int, num_experts: int, block_m: int) -> int:
-    """The most blocks that any routing can need: a bound known while tracing."""
+    """The most blocks that any routing can need, known while tracing."""
     whole = max(0, num_assignments - num_experts) // block_m  # each expert has one block that may not be full
     return min(num_assignments, num_experts + whole)
 
 
 def by_row(weights: Float[AnyArray, "T k"], work: Work, num_rows: int) -> Float32[Array, " R"]:
-    """Routing weights (T, k) -> float32 (num_rows,), in the order of rows; 0 for rows that are no assignment's."""
+    """Routing weights (T, k) -> float32 (num_rows,), in the order of rows; 0 for rows of no assignment."""
     rows = jnp.where(work.row_of < 0, num_rows, work.row_of).reshape(-1)
     zeros = jnp.zeros(num_rows, jnp.float32)
     return zeros.at[rows].set(weights.astype(jnp.float32).reshape(-1), mode="drop")
 
 
 def expert_of_row(work: Work, expert_ids: Integer[AnyArray, "T k"], num_rows: int) -> Int32[Array, " R"]:
-    """The expert of each row, int32 (num_rows,); some expert's number for rows that are no assignment's."""
+    """The expert of each row, int32 (num_rows,); any expert for rows of no assignment."""
     rows = jnp.where(work.row_of < 0, num_rows, work.row_of)
     return jnp.zeros(num_rows, jnp.int32).at[rows].set(expert_ids.astype(jnp.int32), mode="drop")
 
@@ -281,11 +282,11 @@ def weigh(rows: Float[Array, "R H"], work: Work, weights: Float[AnyArray, "T k"]
 
 
 def combine(parts: Float[Array, "P R H"], work: Work, weights: Float[AnyArray, "T k"] | None) -> Float32[Array, "T H"]:
-    """Rows of results -> each token's sum (T, H), float32, always in the order of its slots.
+    """Rows of results -> each token's sum (T, H), float32, in the order of its slots.
 
     Args:
-        parts: floats (P, R, H), whose sum over P, in float32, are the rows; what no assignment names may be anything.
-        weights: (T, k), or None where rows are weighted already.
+        parts: floats (P, R, H), summed over P in float32 to the rows; rows of no assignment may hold anything.
+        weights: (T, k), or None if rows are weighted already.
     """
     total = jnp.zeros((work.row_of.shape[0], parts.shape[-1]), jnp.float32)
     for slot in range(work.row_of.shape[1]):
@@ -299,12 +300,12 @@ def combine(parts: Float[Array, "P R H"], work: Work, weights: Float[AnyArray, "
     return total
 
 
-def cut(sizes: Int32[Array, " E"], num_assignments: int, block_m: int) -> Blocks:
-    """Cuts groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks`."""
-    return _cut(sizes, _sums_below(sizes), num_assignments, block_m, 1, whole=False)
+def split_groups(sizes: Int32[Array, " E"], num_assignments: int, block_m: int) -> Blocks:
+    """Splits groups of `sizes` (E,) into near-equal blocks of at most `block_m` sorted rows; see `Blocks`."""
+    return _split_groups(sizes, _sums_below(sizes), num_assignments, block_m, 1, whole=False)
 
 
-def _cut(
+def _split_groups(
     sizes: Int32[Array, " E"],
     starts: Int32[Array, " E"],
     num_assignments: int,
@@ -312,7 +313,7 @@ def _cut(
     align: int,
     whole: bool,
 ) -> Blocks:
-    """`cut` of groups that start at given rows, into blocks of multiples of `align` rows but for a group's last one."""
+    """`split_groups` with groups from row `starts` on; blocks but a group's last have a multiple of `align` rows."""
     (num_experts,) = sizes.shape
     per_expert = -(-sizes // block_m)
     block_ends = _sums_below(per_expert) + per_expert
@@ -324,7 +325,7 @@ def _cut(
     nth = index - (block_ends[experts] - shares)
     shares = jnp.maximum(shares, 1)
     units = _aligned(size, align) // align
-    # The first blocks of an expert have `align` rows more than its others where they do not divide.
+    # If an expert's rows do not divide evenly, its first blocks have `align` rows more.
     before = (nth * (units // shares) + jnp.minimum(nth, units % shares)) * align
     here = (units // shares + (nth < units % shares)) * align
     if whole:

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer as a function: check, route, select a backend, run it."""
+"""The mixture-of-experts layer as a function: checks, routing, selection of a backend, its call."""
 
 import dataclasses
 from functools import partial
@@ -13,53 +13,53 @@ from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.experts import Experts
 from jmx.experts.arrays import check_arrays
-from jmx.routing import NOWHERE, Logits, Routing, as_int32, route, validate
+from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, with_tokens
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_instance, check_one_of
-
-Array = Any
+from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
 
 
 def moe(
-    x: Array,
+    x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
     experts: Experts,
     *,
     activation: Activation | str,
     weights_on: str = "output",
     input_format: str | None = None,
-    mask: Array | None = None,
+    mask: Bool[AnyArray, "*tokens"] | None = None,
     backend: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "*tokens H"]:
     """y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t]), the backend chosen while tracing.
 
     An expert computes down(activation(gate_up(x) + gate_up_bias)) + down_bias. Expert ids outside 0..E-1 contribute
     nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, and the biases.
 
-    Where Explicit mesh axes split the tokens of x, routing or mask, each device computes its own, all alike, and y is
-    split as they are. Inside `jax.shard_map` experts may be split along their first axis: the layer has those it is
-    given, so ids count from the first of them.
+    If Explicit mesh axes split the tokens of x, routing or mask, each device computes its own tokens, and y is split
+    likewise. Inside `jax.shard_map` experts may be split along their first axis: ids then count from the first of the
+    experts that are passed.
 
     Args:
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
         experts: the weights.
         activation: gated if and only if the experts are; or its name in `jmx.ACTIVATIONS`.
-        weights_on: "output": routing weights multiply what an expert returns; "input": what it is given.
-        input_format: what both products' inputs are rounded to first: a key of `input_formats.INPUT_FORMATS`, or a
-            family of them; None: what the experts declare, else nothing. Gradients pass straight through the rounding.
+        weights_on: "output": routing weights multiply an expert's output; "input": its input.
+        input_format: the format that both products' inputs are rounded to: a key of `input_formats.INPUT_FORMATS`, or a
+            family of them; None: the one that the experts declare, if any. The rounding has a straight-through
+            gradient.
         mask: (...) bool or None; False is a padding token, which routes nowhere and gets y = 0.
-        backend: name of the backend that must run; None takes the `use_backend` context, else the first that can.
+        backend: name of the backend that must run; None: that of the `use_backend` context, else the first that can.
 
     Returns:
         (..., H) of x's dtype.
 
     Raises:
         ValueError, TypeError: arguments that do not fit each other, or arrays of `experts` that do not fit their sizes;
-            and arrays that Explicit mesh axes split along anything but tokens.
-        NoBackendError: the requested backend cannot run, or none can; it says why, and what would help.
+            and arrays that Explicit mesh axes split along axes other than those of tokens.
+        NoBackendError: the requested backend cannot run, or none can; the message has the reasons and remedies.
     """
     activation = activations.get(activation)
     check_arguments(x, routing, experts, activation, weights_on)
@@ -70,21 +70,27 @@ def moe(
     static = _Static(problem, environment, backend)
     split = _split(x, routing, experts, mask)
     if split is None:
-        return _shaped(x, routing, experts, mask, static)
+        return _on_one_device(x, routing, experts, mask, static)
     if isinstance(routing, Routing):
-        routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's
+        routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
     return _on_devices(x, routing, experts, mask, static, split)
 
 
 class _Static(NamedTuple):
-    """What a call is compiled for; `backend`: the one that must run, or None."""
+    """Static arguments of a call; `backend`: the one that must run, or None."""
 
     problem: Problem
     environment: Environment
     backend: str | None
 
 
-def _shaped(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | None, static: _Static) -> jax.Array:
+def _on_one_device(
+    x: Float[AnyArray, "*tokens H"],
+    routing: Routing | Logits,
+    experts: Experts,
+    mask: Bool[AnyArray, "*tokens"] | None,
+    static: _Static,
+) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
@@ -93,20 +99,27 @@ def _shaped(x: Array, routing: Routing | Logits, experts: Experts, mask: Array |
 
 @partial(jax.jit, static_argnums=(4, 5))
 def _on_devices(
-    x: Array, routing: Routing | Logits, experts: Experts, mask: Array | None, static: _Static, split: meshes.Split
-) -> jax.Array:
-    """`_shaped` on each device of a mesh, of its own tokens."""
+    x: Float[AnyArray, "*tokens H"],
+    routing: Routing | Logits,
+    experts: Experts,
+    mask: Bool[AnyArray, "*tokens"] | None,
+    static: _Static,
+    split: meshes.Split,
+) -> Float[Array, "*tokens H"]:
+    """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
-    def run(by_token: Any, whole: Any) -> jax.Array:
+    def run(by_token: Any, whole: Any) -> Float[Array, "*tokens H"]:
         (x, arrays, mask), (rest, experts) = by_token, whole
-        return _shaped(x, _with_arrays(rest, arrays), experts, mask, static)
+        return _on_one_device(x, _with_arrays(rest, arrays), experts, mask, static)
 
     rest = _with_arrays(routing, dict.fromkeys(_arrays(routing)))
     return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts))
 
 
-def _split(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | None) -> meshes.Split | None:
-    """How Explicit mesh axes split the tokens; ValueError where they split anything else."""
+def _split(
+    x: Float[Any, "*tokens H"], routing: Routing | Logits, experts: Experts, mask: Bool[Any, "*tokens"] | None
+) -> meshes.Split | None:
+    """How Explicit mesh axes split the tokens; ValueError if they split anything else."""
     by_token = {"x": x, **_arrays(routing), "mask": mask}
     whole = {f"experts.{name}": array for name, array in experts.arrays().items()}
     whole["correction_bias"] = routing.correction_bias if isinstance(routing, Logits) else None
@@ -115,11 +128,11 @@ def _split(x: Array, routing: Routing | Logits, experts: Experts, mask: Array | 
 
 
 @partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
-def _run(x: Array, routing: Routing, experts: Experts, static: _Static) -> jax.Array:
+def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _Static) -> Float[Array, "T H"]:
     environment = static.environment
 
-    def run(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
-        # A vmapped call is judged by all its tokens, a split one by those of a device.
+    def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
+        # Selection sees all tokens of a vmapped call, and those of one device of a split call.
         problem = with_tokens(static.problem, x.shape[0])
         chosen = select(problem, environment, static.backend, registered_backends()).backend
         if problem.num_tokens == 0 or problem.top_k == 0:
@@ -129,8 +142,10 @@ def _run(x: Array, routing: Routing, experts: Experts, static: _Static) -> jax.A
     return autodiff.differentiable(run, static.problem)(*meshes.varying_alike(x, routing, experts))
 
 
-def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None = None) -> Routing:
-    """Routing of (T, k) out of routing or logits that fit `leading` axes, as `check_routing` has it.
+def flat_routing(
+    routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[AnyArray, "*tokens"] | None = None
+) -> Routing:
+    """The routing (T, k) of routing or logits with `leading` axes, checked by `check_routing`.
 
     Masked tokens route nowhere.
 
@@ -148,16 +163,15 @@ def flat_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Arra
     return flat._replace(expert_ids=ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE))
 
 
-def check_routing(routing: Routing | Logits, leading: tuple[int, ...], mask: Array | None) -> None:
+def check_routing(routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[Any, "..."] | None) -> None:
     """Raises ValueError or TypeError, naming the array, unless routing and mask are those of tokens (*leading)."""
     for name, array in _arrays(routing).items():
         check_array(name, array)
         if not array.shape or tuple(array.shape[:-1]) != tuple(leading):
-            raise ValueError(f"`{name}` (shape {array.shape}) must be {tuple(leading)}, as x, and one more axis")
-    if mask is not None:
-        check_array("mask", mask, jnp.bool_)
-        if tuple(mask.shape) != tuple(leading):
-            raise ValueError(f"`mask` (shape {mask.shape}) must be {tuple(leading)}, the leading axes of x")
+            raise ValueError(
+                f"`{name}` (shape {array.shape}) must be {tuple(leading)}, the leading axes of x, and one more axis"
+            )
+    check_mask(mask, leading, "x")
 
 
 def slots_of(routing: Routing | Logits) -> int:
@@ -165,17 +179,17 @@ def slots_of(routing: Routing | Logits) -> int:
     return routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
 
 
-def _arrays(routing: Routing | Logits) -> dict[str, Array]:
-    """Those that go by token, by name."""
+def _arrays(routing: Routing | Logits) -> dict[str, Shaped[Any, "..."]]:
+    """Arrays with axes of tokens, by name."""
     return {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
 
 
-def _with_arrays(routing: Routing | Logits, arrays: dict[str, Array]) -> Routing | Logits:
+def _with_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing | Logits:
     return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
 
 
-def check_arguments(x: Array, routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
-    """Raises ValueError or TypeError, naming the argument, where `moe` refuses its arguments; these may be abstract."""
+def check_arguments(x: Float[Any, "*tokens H"], routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
+    """Raises ValueError or TypeError, naming the argument, for arguments that `moe` rejects; these may be abstract."""
     check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
     check_instance("experts", experts, Experts, "jmx.Experts")
     check_arrays(experts)

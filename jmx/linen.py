@@ -1,4 +1,4 @@
-"""The layer as a Flax Linen module, thin over `jmx.moe`."""
+"""The layer as a Flax Linen module, which calls `jmx.moe`."""
 
 import itertools
 from dataclasses import fields
@@ -10,22 +10,21 @@ from flax import linen as nn
 
 from jmx.activations import Activation, SwiGLU
 from jmx.experts import Axes, Experts, partition_names
-from jmx.layer import moe
-from jmx.module_arguments import SIZES, Arguments, check_auto_axes, check_logits, check_router_split, router_product
+from jmx.module_arguments import SIZES, Arguments, check_auto_axes
+from jmx.module_call import call, check_router_split, router_logits, router_product
 from jmx.numerics.formats import MXFP4, Format
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
-
-Array = Any
+from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
 
 _numbers = itertools.count()
 
 
-class _Start:
-    """Given experts as an attribute of a module, equal to itself alone.
+class _InitialExperts:
+    """The argument `experts` as an attribute of a module; equal to nothing but itself.
 
-    Flax hashes a module's attributes (`nn.jit`), and looks into dataclasses for that; arrays have no hash. The hash is
-    a number of its own: an object's place in memory may be another's later, whose weights `nn.jit` would mistake.
+    Flax hashes a module's attributes (`nn.jit`), and those of dataclasses in them, but arrays have no hash. The hash is
+    a running number, not `id`: another object may get the same `id` later, and `nn.jit` would then use old weights.
     """
 
     def __init__(self, experts: Experts):
@@ -33,7 +32,7 @@ class _Start:
         self._number = next(_numbers)
 
     def __hash__(self) -> int:
-        return hash((_Start, self._number))
+        return hash((_InitialExperts, self._number))
 
     def __repr__(self) -> str:
         e = self.experts
@@ -43,17 +42,17 @@ class _Start:
 class MoE(nn.Module):
     """A mixture-of-experts layer whose expert weights stay quantized.
 
-    Quantized weights live in the collection "quantized" (and the bias for selection in "correction"), which gradients
-    with respect to "params" pass by; biases and the router live in "params". Arguments are those of `jmx.nnx.MoE`.
-    Weights from elsewhere are put into the variables under the names of `Experts.arrays`.
+    Quantized weights are in the collection "quantized", the bias for selection in "correction": gradients with respect
+    to "params" leave both out. Biases and the router are in "params". Arguments are those of `jmx.nnx.MoE`. Other
+    weights can be put into the variables under the names of `Experts.arrays`.
 
-    `axes`: where they are given, variables are boxed with their partitioning (`nn.Partitioned`), as
-    `nn.with_partitioning` does it: `nn.scan` and `nn.vmap` then want `metadata_params={nn.PARTITION_NAME: ...}`.
-    `experts`: weights that `init` starts from. `apply` reads the variables alone. In a jitted `init` they are constants
-    of the program, unless they are an argument of the jitted function that makes the module.
+    `axes`: if given, variables are boxed with their partitioning (`nn.Partitioned`), as by `nn.with_partitioning`:
+    `nn.scan` and `nn.vmap` then need `metadata_params={nn.PARTITION_NAME: ...}`.
+    `experts`: initial weights for `init`. `apply` reads the variables only. In a jitted `init` they are constants of
+    the program, unless they are an argument of the jitted function that makes the module.
 
-    Raises:
-        ValueError, TypeError: when it is made: arguments that are wrong, or do not fit each other.
+    Raises (when the module is made):
+        ValueError, TypeError: arguments that are wrong, or do not fit each other.
     """
 
     hidden_size: int
@@ -78,16 +77,16 @@ class MoE(nn.Module):
 
     def __post_init__(self) -> None:
         if isinstance(self.experts, Experts):
-            object.__setattr__(self, "experts", _Start(self.experts))
+            object.__setattr__(self, "experts", _InitialExperts(self.experts))
         given = self._arguments()
-        for name in SIZES:  # integers of jax have no hash, which Flax asks of attributes
+        for name in SIZES:  # jax's integers have no hash, which Flax needs of attributes
             object.__setattr__(self, name, getattr(given, name))
         super().__post_init__()
 
-    @nn.nowrap  # called before the module is part of a model, where methods that `nn.tabulate` intercepts fail
+    @nn.nowrap  # called before the module has a scope, without which `nn.tabulate` cannot intercept methods
     def _arguments(self) -> Arguments:
         given = {field.name: getattr(self, field.name) for field in fields(Arguments)}
-        if isinstance(self.experts, _Start):
+        if isinstance(self.experts, _InitialExperts):
             given["experts"] = self.experts.experts
         return Arguments.of(**given)
 
@@ -100,13 +99,13 @@ class MoE(nn.Module):
         def boxed(init: Any, names: tuple[Any, ...]) -> Any:
             return init if given.axes is None else nn.with_partitioning(init, names)
 
-        abstract = jax.eval_shape(lambda key: given.start(lambda: key), jax.random.key(0))
+        abstract = jax.eval_shape(lambda key: given.initial_weights(lambda: key), jax.random.key(0))
         names = partition_names(abstract, axes)
         starting = self.is_initializing()
-        drawn = given.start(lambda: self.make_rng("params")).arrays() if starting else {}
+        drawn = given.initial_weights(lambda: self.make_rng("params")).arrays() if starting else {}
         arrays: dict[str, Array] = {}
         for name, like in abstract.arrays().items():
-            # Flax asks again when the layer is called, for shapes alone.
+            # Flax evaluates `init` again when the layer is called, for its shape only.
             value = drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
             init = boxed(lambda *_, value=value: value, names[name])
             is_param = name.endswith("bias")
@@ -128,52 +127,46 @@ class MoE(nn.Module):
             self.correction = self.variable("correction", "bias", jnp.zeros, (given.num_experts,), jnp.float32)
 
     def __call__(
-        self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
-    ) -> Array:
+        self,
+        x: Float[AnyArray, "*tokens H"],
+        routing: Routing | Logits | Float[AnyArray, "*tokens E"] | None = None,
+        *,
+        mask: Bool[AnyArray, "*tokens"] | None = None,
+    ) -> Float[Array, "*tokens H"]:
         """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
         check_x(x, self.resolved.hidden_size)
         if self.router and self.is_initializing():
-            self.router_dense(x)  # makes its weights, though routing be given
+            self.router_dense(x)  # makes the router's weights even if a routing is given
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return moe(
-            x,
-            routing,
-            self.weights,
-            activation=self.resolved.activation,
-            weights_on=self.weights_on,
-            input_format=self.input_format,
-            mask=mask,
-            backend=self.backend,
-        )
+        return call(self.resolved, x, routing, self.weights, mask)
 
-    def route(self, x: Array, mask: Array | None = None) -> Routing:
-        """Routing (..., k) of x (..., H) by the layer's own router: `layer.apply(variables, x, method="route")`.
+    def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
+        """Routing (..., k) of x (..., H) by the layer's router: `layer.apply(variables, x, method="route")`.
 
         `mask` (...) bool: False marks padding tokens, which route nowhere.
         """
         return route(self._logits(x), mask)
 
-    def _logits(self, x: Array, values: Array | None = None) -> Logits:
-        check_x(x, self.resolved.hidden_size)
-        if values is None:
-            if not self.router:
-                raise ValueError("`routing` must be given: this layer was made with router=False")
-            check_router_split(x, nn.meta.unbox(self.router_dense.variables.get("params", {})))
-            values = self.router_dense(x)
-        check_logits(values, self.resolved.num_experts)
+    def _logits(self, x: Float[AnyArray, "*tokens H"], values: Any = None) -> Logits:
+        router = self._call_router if self.router else None
         bias = self.correction.value if self.correction_bias else None
-        return Logits(values, self.resolved.routing, bias)
+        sizes = {"hidden_size": self.resolved.hidden_size, "num_experts": self.resolved.num_experts}
+        return router_logits(x, values, self.resolved.routing, **sizes, router=router, correction_bias=bias)
 
-    def problem(self, x: Array) -> Problem:
+    def _call_router(self, x: Float[AnyArray, "*tokens H"]) -> Float[Array, "*tokens E"]:
+        check_router_split(x, nn.meta.unbox(self.router_dense.variables.get("params", {})))
+        return self.router_dense(x)
+
+    def problem(self, x: Float[Any, "*tokens H"]) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
         given = self._arguments()
-        experts = jax.eval_shape(lambda key: given.start(lambda: key), jax.random.key(0))
+        experts = jax.eval_shape(lambda key: given.initial_weights(lambda: key), jax.random.key(0))
         return Problem.of(x, given.top_k, experts, given.activation, self.weights_on, self.input_format)
 
 
-def _checked(name: str, array: Array, like: jax.ShapeDtypeStruct, layout: str) -> Array:
-    # Flax checks the shapes of params alone.
+def _checked(name: str, array: Shaped[Array, "..."], like: jax.ShapeDtypeStruct, layout: str) -> Shaped[Array, "..."]:
+    # Flax checks the shapes of params only, and no dtypes.
     if (array.dtype, array.shape) != (like.dtype, like.shape):
         raise ValueError(
             f"`{name}` ({array.dtype}{list(array.shape)}) must be {like.dtype}{list(like.shape)} in layout {layout!r}"

@@ -1,8 +1,8 @@
-"""Meshes: which axes of arrays they split, by the types of the arrays, and what of that tokens can follow.
+"""Meshes: how mesh axes split the arrays of a call, by the arrays' types, and a call on each device's tokens.
 
-Auto axes do not show in types: XLA splits along them as it likes. Explicit axes do; along these each device can take
-its own tokens, as a token's result needs no other token and moves no array, and nothing else may be split. Inside
-`jax.shard_map` (Manual axes) arrays are a device's own, and types say along which axes their values vary.
+Auto axes are not part of an array's type: XLA decides about them. Explicit axes are. They may split tokens only: each
+device then computes its own tokens, and no array moves. Inside `jax.shard_map` (Manual axes) arrays are those of one
+device, and their types state along which axes their values vary.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,36 +14,37 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Array = Any
+from jmx.util.typing import Array, Shaped
+
+NamedArrays = Mapping[str, Shaped[Any, "..."]]
 Entry = tuple[str, ...]  # names of the Explicit mesh axes that split one axis of an array
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the tokens of a call lie on the devices of a mesh; static.
+    """How the devices of a mesh share the tokens of a call; static.
 
     Args:
         mesh: the mesh, Explicit along all axes that `leading` names.
-        leading: mesh axes that split each leading axis of what goes by token.
+        leading: mesh axes that split each leading axis of the arrays with axes of tokens.
     """
 
     mesh: jax.sharding.AbstractMesh
     leading: tuple[Entry, ...]
 
 
-def leading_split(num_leading: int, by_token: Mapping[str, Array], whole: Mapping[str, Array]) -> Split | None:
-    """How Explicit mesh axes split the leading axes of a call's arrays; None where they split none.
+def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -> Split | None:
+    """How Explicit mesh axes split the leading axes of a call's arrays; None if they split none.
 
-    An array that is whole where another one is split is cut as that one is, which moves nothing: each device has all
-    of it.
+    An array that is replicated while another one is split is then split likewise, which moves nothing.
 
     Args:
-        num_leading: leading axes of what goes by token.
-        by_token: arrays by name, (*leading, ...).
-        whole: arrays by name of which every device needs all.
+        num_leading: number of leading axes, those of tokens.
+        by_token: arrays (*leading, ...) by name.
+        whole: by name, arrays that every device needs whole.
 
     Raises:
-        ValueError: an array that is split elsewhere, or in another way than the one before it. It names both.
+        ValueError: an array that is split along other axes or in another way; it names both arrays.
     """
     leading: list[Entry] = [()] * num_leading
     first = [""] * num_leading
@@ -70,16 +71,16 @@ def leading_split(num_leading: int, by_token: Mapping[str, Array], whole: Mappin
     return Split(meshes[0], tuple(leading)) if meshes else None
 
 
-def check_whole(arrays: Mapping[str, Array], num_leading: int = 0) -> None:
-    """Raises ValueError for arrays, by name, that an Explicit mesh axis splits behind `num_leading` axes."""
+def check_whole(arrays: NamedArrays, num_leading: int = 0) -> None:
+    """Raises ValueError for arrays, by name, that an Explicit mesh axis splits after the first `num_leading` axes."""
     for name, array in arrays.items():
         for axis, entry in enumerate(_entries(array)):
             names = [mesh_axis for mesh_axis in entry if jax.typeof(array).sharding.mesh.shape[mesh_axis] > 1]
             if axis >= num_leading and names:
                 raise ValueError(
                     f"`{name}` ({jax.typeof(array)}) must not be split along axis {axis}, as it is over mesh axis "
-                    f"{_quoted(names)}: on Explicit mesh axes jmx splits tokens and nothing else yet. Replicate the "
-                    "array with jax.reshard, or call inside jax.shard_map"
+                    f"{_quoted(names)}: Explicit mesh axes may split tokens only. Replicate the array with "
+                    "jax.reshard, or call inside jax.shard_map"
                 )
         if unreduced := _spec(array).unreduced:
             raise ValueError(
@@ -89,13 +90,13 @@ def check_whole(arrays: Mapping[str, Array], num_leading: int = 0) -> None:
 
 
 def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: Any, whole: Any) -> Any:
-    """`function` (by_token, whole), pytrees, on each device's part of what goes by token; its results go by token, too.
+    """`function` (by_token, whole) of pytrees, on each device with its part of `by_token`; results are split likewise.
 
-    Inside a trace. Cotangents of `whole` are added up over the devices.
+    To be called while tracing. Cotangents of `whole` are summed over the devices.
     """
     tokens = P(*(entry or None for entry in split.leading))
-    # All axes, where that can be, so that no collective and no kernel is left to XLA. Named ones may not be among those
-    # that vmap took; where none are named, jax leaves these out by itself.
+    # All axes if possible, so that XLA partitions no kernel and adds no collective. Axes that vmap maps over may not be
+    # named; if none are named, jax leaves those out by itself.
     auto = AxisType.Auto in split.mesh.axis_types
     names = {name for entry in split.leading for name in entry} if auto else set()
     body = jax.shard_map(function, mesh=split.mesh, in_specs=(tokens, P()), out_specs=tokens, axis_names=names)
@@ -106,25 +107,27 @@ def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: An
     return body(place(by_token, tokens), place(whole, P()))
 
 
-def over_batch(function: Callable[[Any, Any], Any], batched: list[Array], whole: list[Array]) -> Any:
-    """`function` (batched, whole) of a batch (n, ...), inside a trace: each device's elements where it is split.
+def over_batch(
+    function: Callable[[Any, Any], Any], batched: list[Shaped[Any, "..."]], whole: list[Shaped[Any, "..."]]
+) -> Any:
+    """`function` (batched, whole) of a batch (n, ...), while tracing; if the batch is split, on each device's elements.
 
-    For rules of `jax.vmap`, which hides its axis from what is mapped.
+    For rules of `jax.vmap`, whose axis is not visible to the mapped function.
     """
     arrays = ({str(i): array for i, array in enumerate(arrays)} for arrays in (batched, whole))
     split = leading_split(1, *arrays)
     return function(batched, whole) if split is None else over_devices(split, function, batched, whole)
 
 
-def _placed(array: Array, sharding: NamedSharding) -> Array:
+def _placed(array: Shaped[Any, "*shape"], sharding: NamedSharding) -> Shaped[Any, "*shape"]:
     wanted = P(*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
     return array if _spec(array) == wanted else jax.reshard(array, NamedSharding(sharding.mesh, wanted))
 
 
-def beside(array: Array, tokens: Array) -> Array:
-    """`array`, whole, on each device of the mesh that splits `tokens`, inside a trace.
+def beside(array: Shaped[Array, "*shape"], tokens: Shaped[Array, "..."]) -> Shaped[Array, "*shape"]:
+    """`array`, replicated on the mesh that splits `tokens`, while tracing.
 
-    Gradients of jax's products lie as their types have it, which name no mesh where none is in scope.
+    Without it the type of a product's gradient would have no mesh if none is in scope.
     """
     mesh = jax.typeof(tokens).sharding.mesh
     outside = any(_entries(tokens)) and jax.typeof(array).sharding.mesh.empty
@@ -132,30 +135,30 @@ def beside(array: Array, tokens: Array) -> Array:
 
 
 def varying_alike(*trees: Any) -> Any:
-    """The pytrees with every array varying along each Manual mesh axis along which any of them does.
+    """The pytrees, every array typed as varying along each Manual mesh axis along which any of them varies.
 
-    Nothing moves. The cotangent of an array that did not vary is added up over the devices, which share it.
+    Nothing moves. The cotangent of an array that did not vary is summed over the devices.
     """
     return _vary(trees, _varying(trees))
 
 
 def unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of pytrees, inside of which jax does not check along which Manual mesh axes arrays vary.
+    """`function` of pytrees, inside which jax does not check along which Manual mesh axes arrays vary.
 
-    Loops and kernels would have to state it, and of Pallas's not all can. What comes out varies along each axis along
-    which any argument does. Not differentiable: that takes the types which are lost inside.
+    Loops and kernels would have to state it, which some Pallas kernels cannot. Results vary along each axis along which
+    any argument varies. Not differentiable, as that needs the types that are lost inside.
     """
 
     def call(*arguments: Any) -> Any:
         axes = _varying(arguments)
         if not axes:
             return function(*arguments)
-        manual = {*jax.sharding.get_abstract_mesh().manual_axes}  # so that no axis becomes Manual here
+        manual = {*jax.sharding.get_abstract_mesh().manual_axes}  # no other axis becomes Manual
         inside = jax.shard_map(untyped, in_specs=P(), out_specs=P(), axis_names=manual, check_vma=False)
         return _vary(inside(*arguments), axes)
 
     def untyped(*arguments: Any) -> Any:
-        # What is computed here has no such type, but arguments keep theirs, and Pallas looks at it.
+        # Arguments keep their types, which Pallas checks; values computed from them have none.
         return function(*jax.tree.map(lambda array: lax.bitcast_convert_type(array, array.dtype), arguments))
 
     return call
@@ -166,7 +169,7 @@ def _varying(tree: Any) -> set[str]:
 
 
 def _vary(tree: Any, axes: set[str]) -> Any:
-    def vary(leaf: Array) -> Array:
+    def vary(leaf: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
         for axis in sorted(axes - jax.typeof(leaf).manual_axis_type.varying):
             leaf = lax.pcast(leaf, axis, to="varying")
         return leaf
@@ -174,11 +177,11 @@ def _vary(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
-def _spec(array: Array) -> P:
+def _spec(array: Shaped[Any, "..."]) -> P:
     return jax.typeof(array).sharding.spec
 
 
-def _entries(array: Array) -> list[Entry]:
+def _entries(array: Shaped[Any, "..."]) -> list[Entry]:
     """Names of the Explicit mesh axes that split each axis of an array."""
     return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in _spec(array)]
 

@@ -1,13 +1,12 @@
-"""Validation shared by the NNX and Linen modules, and the weights that they start from."""
+"""Arguments of the NNX and Linen modules: checks, defaults, and initial weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 
-from jmx import activations, meshes, routing
+from jmx import activations, routing
 from jmx.activations import Activation
 from jmx.backends import registered_backends, resolve_layout
 from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_axes
@@ -19,18 +18,18 @@ from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_bool, check_dtype, check_instance, check_int, check_one_of, is_array, shown
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_int, check_one_of
+from jmx.util.typing import Array, Key, UInt32
 
-Array = Any
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a module (see `jmx.nnx.MoE`), checked, with names and defaults resolved where they are made.
+    """The arguments of a module (see `jmx.nnx.MoE`), checked, with names and defaults resolved.
 
     Raises:
-        ValueError, TypeError: arguments that are wrong, or do not fit each other, naming the first one.
+        ValueError, TypeError: arguments that are wrong, or do not fit each other, naming the first wrong one.
     """
 
     hidden_size: int
@@ -55,7 +54,7 @@ class Arguments:
 
     @classmethod
     def of(cls, **given: Any) -> "Arguments":
-        """Those of a module's call; names and None may stand for formats, activations and routing methods."""
+        """The arguments given to a module, in which names and None may replace formats, activations and methods."""
         sizes = {name: check_int(name, given[name], least=1) for name in SIZES}
         flags = {name: check_bool(name, given[name]) for name in ("bias", "router", "correction_bias")}
         router_bias = given["router_bias"]
@@ -80,11 +79,11 @@ class Arguments:
         }
         return cls(**{**given, **sizes, **flags, **resolved})
 
-    def start(self, key: Callable[[], Array]) -> Experts:
-        """The weights to start from, in the module's layout: `experts`, or random ones of the key that is drawn then.
+    def initial_weights(self, key: Callable[[], Key[Array, ""] | UInt32[Array, "2"]]) -> Experts:
+        """The initial weights, in the module's layout: `experts`, or random ones from `key()`, called only then.
 
         Raises:
-            ValueError: sizes that no experts can have, or others than `experts` have.
+            ValueError: sizes that no experts can have, or that differ from those of `experts`.
         """
         experts = self.experts
         sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
@@ -97,17 +96,8 @@ class Arguments:
         return experts.prepare(resolve_layout(self.layout, Environment.probe(experts), experts.format, inputs))
 
 
-def check_logits(values: Array, num_experts: int) -> Array:
-    """Router logits, which a call is given as `routing`; ValueError or TypeError unless (..., num_experts)."""
-    if not is_array(values):
-        raise TypeError(f"`routing` ({shown(values)}) must be a jmx.Routing, jmx.Logits, router logits, or None")
-    if values.shape[-1:] != (num_experts,):
-        raise ValueError(f"`routing` (shape {values.shape}) must be router logits (..., {num_experts}), one an expert")
-    return values
-
-
 def resolve_order(gate_up_order: str | None, activation: Activation) -> str | None:
-    """The order of gate and up rows: "auto" is "concatenated" where `activation` has a gate, else None.
+    """The order of gate and up rows: "auto" is "concatenated" if `activation` has a gate, else None.
 
     Raises:
         ValueError: an order that does not fit `activation`.
@@ -123,40 +113,26 @@ def resolve_order(gate_up_order: str | None, activation: Activation) -> str | No
 
 
 def resolve_method(method: Method | str | None, top_k: int, num_experts: int, correction_bias: bool) -> Method:
-    """The routing method: `TopKSoftmax(top_k)` where none is given.
+    """The routing method: `TopKSoftmax(top_k)` if `method` is None.
 
     Raises:
-        ValueError: a method that has another `top_k`, cannot serve `num_experts`, or has no place for a bias.
+        ValueError: a method that has another `top_k`, cannot choose among `num_experts`, or has no correction bias.
     """
     method = TopKSoftmax(top_k) if method is None else routing.get(method, top_k)
     if method.top_k != top_k:
         raise ValueError(f"`top_k` (={top_k}) must be that of `routing` (={method})")
     method.check(num_experts)
     if correction_bias and not method.takes_bias:
-        raise ValueError(
-            f"`correction_bias` (=True) must be False for `routing` (={method}), which has no place for it"
-        )
+        raise ValueError(f"`correction_bias` (=True) must be False for `routing` (={method}), which has no such bias")
     return method
 
 
 def check_auto_axes(axes: Mapping[str, Any]) -> None:
-    """Raises ValueError for `axes` along Explicit axes of the mesh in scope, where Linen places no weights."""
+    """Raises ValueError for `axes` along Explicit axes of the mesh in scope: Linen places no weights along them."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     for axis, name in axes.items():
         if {*(name if isinstance(name, tuple) else (name,))} & {*explicit}:
             raise ValueError(
-                f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto axes "
-                "alone. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"
+                f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto "
+                "axes only. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"
             )
-
-
-@partial(jax.jit, static_argnames=("dimension_numbers", "precision", "preferred_element_type"))
-def router_product(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> jax.Array:
-    """`jax.lax.dot_general` of tokens, which Explicit mesh axes may split, and a router's kernel."""
-    return jax.lax.dot_general(x, meshes.beside(kernel, x), dimension_numbers, **options)
-
-
-def check_router_split(x: Any, weights: Mapping[str, Any]) -> None:
-    """Raises ValueError where an Explicit mesh axis splits a router's weights, or of x anything but its tokens."""
-    meshes.check_whole({"x": x}, x.ndim - 1)
-    meshes.check_whole({f"router.{name}": weight for name, weight in weights.items()})

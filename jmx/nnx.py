@@ -1,4 +1,4 @@
-"""The layer as a Flax NNX module, thin over `jmx.moe`."""
+"""The layer as a Flax NNX module, which calls `jmx.moe`."""
 
 from typing import Any
 
@@ -9,30 +9,29 @@ from flax import nnx
 from jmx.activations import Activation, SwiGLU
 from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes, partition_names
 from jmx.experts.arrays import check_arrays
-from jmx.layer import moe
-from jmx.module_arguments import Arguments, check_logits, check_router_split, router_product
+from jmx.module_arguments import Arguments
+from jmx.module_call import call, check_router_split, router_logits, router_product
 from jmx.numerics.formats import MXFP4, Format
 from jmx.routing import Logits, Method, Routing, route
-from jmx.selection.problem import Problem, check_x
+from jmx.selection.problem import Problem
 from jmx.util.checks import check_instance
-
-Array = Any
+from jmx.util.typing import AnyArray, Array, Bool, Float
 
 
 class Quantized(nnx.Variable):
-    """Quantized weights. Not an `nnx.Param`, so that optimizers and `nnx.grad` pass them by.
+    """Quantized weights. Not an `nnx.Param`, so that optimizers and `nnx.grad` leave them out.
 
-    A gradient asked of them is a TypeError: jmx's own, which names the weight, for float4 arrays; jax's, that `grad`
-    takes no uint8, for packed ones, before the layer is even called.
+    Their gradient is a TypeError: for float4 arrays jmx raises it and names the weight; for packed ones jax raises it
+    before the layer is called, as `grad` does not accept uint8.
     """
 
 
 class CorrectionBias(nnx.Variable):
-    """A bias that steers which experts are selected, and is set by load balancing, not by gradients."""
+    """A bias of the choice of experts, updated by load balancing, not by gradients."""
 
 
 def _metadata(*names: MeshAxes) -> dict[str, Any]:
-    """Partitioning metadata. Flax places such variables at once, which needs a mesh in scope."""
+    """Partitioning metadata. Flax places such variables when they are made, if a mesh is in scope."""
     in_mesh = not jax.sharding.get_abstract_mesh().empty
     return {"out_sharding": names, "eager_sharding": in_mesh and nnx.using_eager_sharding()}
 
@@ -43,23 +42,23 @@ class MoE(nnx.Module):
     Args:
         hidden_size, intermediate_size, num_experts, top_k: sizes.
         format: block format of the expert weights, or its name in `jmx.FORMATS`.
-        activation: gated or not, `gate_up_order` must agree; or its name in `jmx.ACTIVATIONS`.
+        activation: gated if and only if `gate_up_order` is not None; or its name in `jmx.ACTIVATIONS`.
         bias: whether experts have biases.
         gate_up_order: "interleaved", "concatenated", or None for un-gated experts; "auto" is that of
-            `experts`, else "concatenated" or None as `activation` has it.
+            `experts`, else "concatenated" for gated activations and None for others.
         routing: routing method, or its name in `jmx.ROUTING_METHODS`; default `TopKSoftmax(top_k)`.
-        router: whether the layer has a router of its own; else every call is given logits or a routing.
+        router: whether the layer has a router; else each call must be given logits or a routing.
         router_bias: whether the router has a bias; default as `bias`.
         correction_bias: whether there is a bias (E,) for selection only (see `routing`).
         weights_on: whether routing weights multiply experts' "output" or "input".
-        input_format: what both products' inputs are rounded to first, see `jmx.moe`; None: what `experts` declare.
+        input_format: the format that both products' inputs are rounded to, see `jmx.moe`; None: what `experts` declare.
         backend: name of the backend that must run, or None.
-        layout: layout of the weights; "auto" is that of this machine's engine family.
+        layout: layout of the weights; "auto" is the one for this machine.
         param_dtype: dtype of biases and router. The router computes in float32.
-        axes: mesh axis, or a tuple of them, for the logical axes "expert", "hidden", "intermediate"; those left out are
-            not split.
-        experts: weights to start from, instead of random ones. Their arrays are shared where `layout` is theirs.
-        rngs: `nnx.Rngs`, of which `params` is drawn.
+        axes: mesh axis, or a tuple of them, for the logical axes "expert", "hidden", "intermediate"; axes that
+            are left out are not split.
+        experts: initial weights instead of random ones. Their arrays are shared if they are in `layout` already.
+        rngs: `nnx.Rngs`; the stream `params` is used.
 
     Raises:
         ValueError, TypeError: arguments that are wrong, do not fit each other, or that `experts` do not fit.
@@ -121,7 +120,7 @@ class MoE(nnx.Module):
         )
         if not hasattr(check_instance("rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs"), "params"):
             raise ValueError(f"`rngs` (of {[*rngs]}) must have a stream `params`, or a default one")
-        experts = given.start(rngs.params)
+        experts = given.initial_weights(rngs.params)
         self.routing = given.routing
         self.activation = given.activation
         self.weights_on = given.weights_on
@@ -155,18 +154,18 @@ class MoE(nnx.Module):
 
     @property
     def experts(self) -> Experts:
-        """The weights as a pytree, in the layout in which they lie."""
+        """The weights as a pytree, in the layer's layout."""
         names = [f"{role}_{name}" for role in ROLES for name in (*self.skeleton.format.arrays, *OTHER_ARRAYS)]
         return self.skeleton.with_arrays(
             {name: getattr(self, name).get_value() for name in names if hasattr(self, name)}
         )
 
     def update(self, new: Experts) -> None:
-        """Puts new weights into this layer, in its layout and on its devices; see `Experts.update`."""
+        """Replaces the weights, in the layer's layout and on its devices; see `Experts.update`."""
         self._set(self.experts.update(new))
 
     def prepare(self, layout: str) -> None:
-        """Moves the weights into another layout, giving up the old arrays, whoever else holds them."""
+        """Converts the weights to another layout and deletes the old arrays, which must not be in use elsewhere."""
         self._set(self.experts.prepare(layout, donate=True))
 
     def _set(self, experts: Experts) -> None:
@@ -174,51 +173,45 @@ class MoE(nnx.Module):
         for name, array in experts.arrays().items():
             getattr(self, name).set_value(array)
 
-    def route(self, x: Array, mask: Array | None = None) -> Routing:
-        """Routing (..., k) of x (..., H) by the layer's own router, as the layer takes it: `layer(x, layer.route(x))`.
+    def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
+        """Routing (..., k) of x (..., H) by the layer's router, for `layer(x, routing)` and `jmx.token_counts`.
 
-        `mask` (...) bool: False marks padding tokens, which route nowhere. Counts: `jmx.token_counts`.
+        `mask` (...) bool: False marks padding tokens, which route nowhere.
         """
         return route(self._logits(x), mask)
 
-    def _logits(self, x: Array, values: Array | None = None) -> Logits:
-        check_x(x, self.skeleton.hidden_size)
-        if values is None:
-            if self.router is None:
-                raise ValueError("`routing` must be given: this layer was made with router=False")
-            weights = {name: getattr(self.router, name) for name in ("kernel", "bias")}
-            check_router_split(x, {name: weight[...] for name, weight in weights.items() if weight is not None})
-            values = self.router(x)
-        check_logits(values, self.num_experts)
+    def _logits(self, x: Float[AnyArray, "*tokens H"], values: Any = None) -> Logits:
+        router = None if self.router is None else self._call_router
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        return Logits(values, self.routing, bias)
+        sizes = {"hidden_size": self.skeleton.hidden_size, "num_experts": self.num_experts}
+        return router_logits(x, values, self.routing, **sizes, router=router, correction_bias=bias)
+
+    def _call_router(self, x: Float[AnyArray, "*tokens H"]) -> Float[Array, "*tokens E"]:
+        weights = {name: getattr(self.router, name) for name in ("kernel", "bias")}
+        check_router_split(x, {name: weight[...] for name, weight in weights.items() if weight is not None})
+        return self.router(x)
 
     def __call__(
-        self, x: Array, routing: Routing | Logits | Array | None = None, *, mask: Array | None = None
-    ) -> Array:
+        self,
+        x: Float[AnyArray, "*tokens H"],
+        routing: Routing | Logits | Float[AnyArray, "*tokens E"] | None = None,
+        *,
+        mask: Bool[AnyArray, "*tokens"] | None = None,
+    ) -> Float[Array, "*tokens H"]:
         """x (..., H) -> y (..., H).
 
-        `routing`: None for the layer's own router, router logits (..., E) for its routing method, or a `Routing` or
+        `routing`: None for the layer's router, router logits (..., E) for its routing method, or a `Routing` or
         `Logits`. `mask` (...) bool: False marks padding tokens, which route nowhere.
         """
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return moe(
-            x,
-            routing,
-            self.experts,
-            activation=self.activation,
-            weights_on=self.weights_on,
-            input_format=self.input_format,
-            mask=mask,
-            backend=self.backend,
-        )
+        return call(self, x, routing, self.experts, mask)
 
-    def problem(self, x: Array) -> Problem:
+    def problem(self, x: Float[Any, "*tokens H"]) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`.
 
         Raises:
-            ValueError, TypeError: an x, or weights, that the call refuses.
+            ValueError, TypeError: an x, or weights, that the call rejects.
         """
         check_arrays(self.experts)
         return Problem.of(x, self.routing.top_k, self.experts, self.activation, self.weights_on, self.input_format)

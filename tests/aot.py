@@ -51,9 +51,9 @@ def launches_on_h200(directory: pathlib.Path, function: Callable[..., Any], *arg
 
 
 def launches(directory: pathlib.Path) -> list[list[str]]:
-    """What the host launches one after the other in a call of what was compiled with `directory` as `xla_dump_to`.
+    """The host's launches, in order, in a call of a program that was compiled with `directory` as `xla_dump_to`.
 
-    Each is a list of the kinds of XLA's *thunks* in it: one alone of itself; a CUDA graph begins with "kCommandBuffer".
+    Each launch is a list of the kinds of XLA's *thunks* in it. That of a CUDA graph begins with "kCommandBuffer".
     """
     (file,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
     found: list[list[str]] = []
@@ -65,7 +65,7 @@ def launches(directory: pathlib.Path) -> list[list[str]]:
 
 
 class Kernel(NamedTuple):
-    """What became of one Mosaic GPU kernel: bytes of shared memory, ptxas' report, and the machine code as text."""
+    """A compiled Mosaic GPU kernel: bytes of shared memory, ptxas' report, and the machine code as text."""
 
     shared_memory: int
     report: str
@@ -77,7 +77,7 @@ def kernels_for_h200(
 ) -> tuple[jax.stages.Compiled, list[Kernel]]:
     """As `compile_for_h200`, with its Mosaic GPU kernels in the order in which they run.
 
-    One process compiles a kernel once: again it is not reported.
+    A process compiles a kernel once, so a second compilation has no report.
     """
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def kernels_for_h200(
     if shutil.which("nvdisasm", path=tools) is None:
         pytest.skip(f"needs nvdisasm in {tools}, which the `aot` extra installs")
     told = capfd.readouterr().out
-    # What ptxas remarks of a kernel, by numbers, stands before the line that its report begins with.
+    # ptxas prints its numbered remarks on a kernel before the first line of its report.
     told = re.sub(r"((?:^ptxas info +: \(C.*\n)+)(ptxas info +: \d+ bytes gmem.*\n)", r"\2\1", told, flags=re.MULTILINE)
     memory = [_shared_memory(line) for line in re.findall(r"^Resources\(.*", told, re.MULTILINE)]
     parts = re.split(r"^(?=ptxas info +: \d+ bytes gmem)", told, flags=re.MULTILINE)[1:]
@@ -97,7 +97,7 @@ def kernels_for_h200(
 
 
 def _cuda() -> pathlib.Path:
-    """Where the tools of CUDA are, which Mosaic GPU says once it is imported."""
+    """The directory of CUDA's tools, which Mosaic GPU sets when it is imported."""
     importlib.import_module("jax.experimental.mosaic.gpu")
     return pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])
 
@@ -111,7 +111,7 @@ def _shared_memory(resources: str) -> int:
 
 
 class TritonKernel(NamedTuple):
-    """What became of one kernel of Pallas Triton: bytes of shared memory, a thread's registers and bytes of spills, and
+    """A compiled Pallas Triton kernel: bytes of shared memory, registers and bytes of spills of a thread, and
     what ptxas was given."""
 
     shared_memory: int
@@ -123,7 +123,7 @@ class TritonKernel(NamedTuple):
 def triton_kernels(
     device: str, directory: pathlib.Path, name: str, function: Callable[..., Any], *arguments: Any
 ) -> tuple[jax.stages.Compiled, list[TritonKernel]]:
-    """As `compile_for`, with its kernels called `name`, with whatever number behind that, in any order."""
+    """As `compile_for`, with its kernels called `name`, or `name` and a number, in any order."""
     compiled = compile_for(device, function, *arguments, xla_dump_to=str(directory), xla_dump_emitter_re="ptx")
     (launched,) = directory.glob("*.thunk_sequence_after_thunk_passes.txt")
     memory = dict(re.findall(rf" ({name}\w*) grid.*shared_memory: (\d+) bytes", launched.read_text()))

@@ -1,9 +1,10 @@
-"""What every backend is held to: cases, fresh random inputs, and a float64 reference that shares no code with jmx.
+"""What every backend is tested with: cases, random inputs, and a float64 reference that shares no code with jmx.
 
 The reference loops over tokens and slots in numpy, on weights that ml_dtypes decodes. Inputs are numpy arrays until
 `call` hands them to the layer.
 """
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ NAN = 255  # scale code of NaN
 TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 1e-3}
 FEW_ELEMENTS = 8192
 # And where h is rounded to 3 bits: what sums of some 14 bits change of it moves some to another step. Sums cut off at
-# 13 bits behind the point, in numpy, gave 7e-3 on the average of these cases and 1.4e-2 at most, of hundreds; of a
+# 13 fractional bits, in numpy, gave 7e-3 on the average of these cases and 1.4e-2 at most, of hundreds; of a
 # single token, whose h has few large elements, 3.8e-2.
 ROUNDED_INPUTS = 5
 ROUNDED_INPUTS_OF_FEW = 10
@@ -147,7 +148,7 @@ class Weights(NamedTuple):
     down_bias: np.ndarray | None
 
     def experts(self, case: Case) -> Experts:
-        """As jmx holds them, by the bytes of a checkpoint."""
+        """The same as `Experts`, made from the bytes of a checkpoint."""
         packed = [
             pack(q) if isinstance(q, BlockScaled) else BlockScaled(q[0][..., ::2] | q[0][..., 1::2] << 4, q[1])
             for q in self[:2]
@@ -162,7 +163,7 @@ class Weights(NamedTuple):
         return experts.prepare(case.layout)
 
     def with_scales_of(self, rng: np.random.Generator, *dtypes: str) -> "Weights":
-        """The same, not MXFP4, but for each role's scales: a little less, and in its dtype."""
+        """The same weights (not MXFP4) with each role's scales a little less, and in its dtype of `dtypes`."""
         gate_up, down = (
             q._replace(scales=(q.scales.astype(np.float32) * rng.uniform(0.9, 1, q.scales.shape)).astype(dtype))
             for q, dtype in zip(self[:2], map(jnp.dtype, dtypes), strict=True)
@@ -232,7 +233,7 @@ def _repeated(rng: np.random.Generator, case: Case) -> np.ndarray:
 
 IDS = {
     "distinct": _distinct,
-    "repeated": _repeated,  # an expert may stand in several slots of a token
+    "repeated": _repeated,  # an expert may be in several slots of a token
     "anywhere": _anywhere,  # some outside 0..E-1
     "nowhere": lambda rng, case: np.full((case.tokens, case.top_k), -1),
     "one_expert": lambda rng, case: np.full((case.tokens, case.top_k), case.num_experts - 1),
@@ -263,7 +264,7 @@ def reference(
 
 
 def rounded_inputs(case: Case, rows: np.ndarray, dtype: Any, product: int) -> np.ndarray:
-    """What rows (T, K) are worth in the case's input format, first rounded to `dtype` (None: float32)."""
+    """Values of rows (T, K) in the case's input format, first rounded to `dtype` (None: float32)."""
     if case.input_format is None:
         return rows
     format = INPUT_FORMATS[case.input_format]
@@ -303,30 +304,48 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def suited(backend: str, case: Case) -> Case:
-    """`case` in `form`. Skips, with the backend's reason, what it offers in none."""
+    """`case` in the `form` that a backend supports. Skips the test, with the backend's reason, if there is none."""
     found = form(next(b for b in TESTED if b.name == backend), case, jmx.Environment.probe())
     if isinstance(found, Rejection):
         pytest.skip(str(found))
     return found
 
 
+OF_THE_MACHINE = {Reason.PLATFORM, Reason.COMPUTE_CAPABILITY, Reason.LIBRARY, Reason.NOT_BUILT}
+
+
+@functools.lru_cache(maxsize=8)  # all backends are asked about a case in turn
+def forms(case: Case) -> list[tuple[Case, jmx.Problem]]:
+    """`case` in each dtype, layout and format of inputs that a backend may take it in, the preferred one first."""
+    dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
+    inputs = (None, ROUNDED) if case.input_format is None else (case.input_format,)
+    layouts = dict.fromkeys((case.layout, *LAYOUTS))
+    found = [
+        replace(case, dtype=dtype, layout=layout, input_format=format)
+        for format, dtype, layout in itertools.product(inputs, dtypes, layouts)
+    ]
+    return [(one, one.problem()) for one in found]
+
+
 def form(engine: Backend, case: Case, environment: jmx.Environment) -> Case | Rejection:
     """`case` as a backend takes it: in bfloat16 where it has no float32, its weights in a layout that it reads and that
     holds their format, its inputs rounded where it takes no others. Or why it takes it in no such form."""
-    dtypes = (case.dtype, "bfloat16") if case.dtype == "float32" else (case.dtype,)
-    inputs = (None, ROUNDED) if case.input_format is None else (case.input_format,)
-    forms = [
-        replace(case, dtype=dtype, layout=layout, input_format=format)
-        for format, dtype, layout in itertools.product(inputs, dtypes, (case.layout, *LAYOUTS))
-    ]
-    answers = [engine.supports(one.problem(), environment) for one in forms]
-    taken = [one for one, refusal in zip(forms, answers, strict=True) if refusal is None]
-    held = [one for one in taken if LAYOUTS[one.layout].holds(FORMATS[one.format])]
-    if held:
-        return held[0]
-    if taken:  # a backend need not refuse what its layout cannot hold
-        return Rejection(Reason.FORMAT, f"{taken[0].layout!r} holds no {case.format!r}", "use another format")
-    return next(refusal for refusal in answers if refusal is not None)
+    first: Rejection | None = None
+    unheld: Case | None = None
+    for one, problem in forms(case):
+        rejection = engine.supports(problem, environment)
+        if rejection is None and LAYOUTS[one.layout].holds(FORMATS[one.format]):
+            return one
+        if rejection is None:
+            unheld = unheld or one
+        elif rejection.reason in OF_THE_MACHINE:  # of every form
+            return rejection
+        else:
+            first = first or rejection
+    if unheld is not None:  # a backend need not reject what its layout cannot hold
+        return Rejection(Reason.FORMAT, f"{unheld.layout!r} holds no {case.format!r}", "use another format")
+    assert first is not None
+    return first
 
 
 def layer(
@@ -366,7 +385,7 @@ def assert_agrees(backend: str, case: Case, y: Any, expected: Any, factor: float
     if backend == "mosaic_fp8":
         factor *= ROUNDED_INPUTS_OF_FEW if np.size(expected) < FEW_ELEMENTS else ROUNDED_INPUTS
     takes = TAKES.get(backend, case.dtype)
-    # Of float32 an h that stands between two steps may be rounded to either: 8e-4 of 40 tokens was seen.
+    # An h in float32 that is half way between two steps may be rounded to either: 8e-4 of 40 tokens was seen.
     takes = "bfloat16" if takes == "float32" and case.input_format is not None else takes
     assert_close(np.asarray(y, np.float64), np.asarray(expected, np.float64), takes, factor)
 

@@ -1,4 +1,4 @@
-"""What every test shares: the platform it runs on, skips with reasons, and fresh random data that can be had again."""
+"""What all tests share: the platform, skips with reasons, sampling of cases, and random data that a seed reproduces."""
 
 import collections
 import importlib.util
@@ -8,13 +8,14 @@ import secrets
 import zlib
 from collections.abc import Iterator
 
-# jax reads these while it is imported, so they stand before the import. A caller's own values win.
+# jax reads these while it is imported, so they come before the import. A caller's own values win.
 CUDA_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 GPU_HERE = pathlib.Path("/dev/nvidiactl").exists()
 if CUDA_PLUGIN and not GPU_HERE:  # compiling for a GPU that is not there needs the plugin, but not cuDNN and the driver
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # pytest-xdist's workers share one card
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")  # meshes
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's idle threads spin, on cores that workers share
 if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= make test` compiles as users do, for longer
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -46,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--drawn",
         action="store_true",
-        help="of each test one case of each backend, others in every run, and fewer examples of properties",
+        help="run one case of each test and backend, others in every run, and fewer examples of properties",
     )
 
 
@@ -57,9 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _left_out(items: list[pytest.Item], drawn: bool) -> set[pytest.Item]:
-    """What does not run of `items`: all but n cases, by this run's seed, of each backend of a test that is `sampled`.
+    """The cases of `items` that do not run: all but n, drawn by the seed, of each backend of a test that is `sampled`.
 
-    Where tests are `drawn`: all but one case of each backend of every test, of the format that was drawn least before.
+    If tests are `drawn`: all but one case of each backend of every test. The format drawn least so far is preferred.
     """
     alike: dict[tuple[str, str, int], list[pytest.Item]] = {}
     for item in items:
@@ -94,7 +95,7 @@ def _skip_reason(item: pytest.Item) -> str | None:
     return f"needs {needed} devices; there are {jax.device_count()}" if needed > jax.device_count() else None
 
 
-@pytest.hookimpl(trylast=True)  # after what -k leaves: a case that is asked for alone always runs
+@pytest.hookimpl(trylast=True)  # after -k: a case that is selected alone always runs
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if reason := _skip_reason(item):
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     drawn = bool(config.getoption("--drawn"))
     if drawn or (jax.default_backend() == "cpu" and not os.environ.get("JMX_TEST_ALL")):
         left_out: set[pytest.Item] = set()
-        for skipped in False, True:  # a case that is skipped is drawn for no other
+        for skipped in False, True:  # a skipped case does not take the place of one that runs
             left_out |= _left_out([item for item in items if bool(_skip_reason(item)) is skipped], drawn)
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -110,14 +111,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_of_one_file() -> Iterator[None]:
-    """Frees what a file's tests compiled: of all files it would be more pieces of memory than a process may map."""
+    """Frees the programs that a file's tests compiled. Those of all files are more mappings than a process may have."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
-    """Computes on a CPU, which a machine with a GPU has, too; in threads as well, unlike `jax.default_device`."""
+    """Computes on a CPU, also on a machine with a GPU, and also in threads, unlike `jax.default_device`."""
     before = jax.config.jax_default_device
     jax.config.update("jax_default_device", jax.devices("cpu")[0])
     yield
@@ -126,6 +127,6 @@ def on_cpu() -> Iterator[None]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """This test's random numbers: new in every run, had again by setting the JMX_TEST_SEED that a failure prints."""
+    """This test's random numbers: new in every run, reproduced by setting the JMX_TEST_SEED that a failure prints."""
     print(f"JMX_TEST_SEED={SEED}")
     return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])

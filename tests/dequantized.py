@@ -1,4 +1,4 @@
-"""What weights are worth: the definition of every format, in numpy and float64, which shares no code with jmx."""
+"""Values of weights: the definition of every format, in numpy and float64, which shares no code with jmx."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ KINDS = [
 
 
 def by_column(blocks: np.ndarray, format: Format, columns: int) -> np.ndarray:
-    """Of each column the value of its block."""
+    """For each column, the value of its block."""
     size = columns if format.block_size == WHOLE_ROW else format.block_size
     return np.repeat(blocks, size, axis=-1)[..., :columns]
 

@@ -1,4 +1,4 @@
-"""Calls of handlers in C++ by their names, with any array in the place of any argument."""
+"""Calls of C++ handlers by name, with any array in the place of any argument."""
 
 import re
 from typing import Any, NamedTuple

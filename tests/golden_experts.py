@@ -35,7 +35,7 @@ Activation = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Family(NamedTuple):
-    """Of models.
+    """A family of models.
 
     Args:
         random: the family's `RandomSource` of one layer, with the sizes and the number of experts of a golden file's.
@@ -89,7 +89,7 @@ class PlainMoE(nnx.Module):
 
 
 class _Source:
-    """The experts of a checkpoint, and all else at random."""
+    """The experts of a checkpoint; all other weights are random."""
 
     def __init__(self, path: Path, family: Family):
         reader = compressed_tensors.Reader(path)
@@ -132,5 +132,5 @@ def check_tokens(path: Path, family: Family, rng: np.random.Generator) -> None:
         expected, caches[1] = decode_step(plain, tokens, starts, caches[1])
         errors.append(relative_error(logits, expected))
         tokens = Sampler()(logits, position)
-    # In one of some thousand steps an h that stands between two elements is rounded to either.
+    # In one of some thousand steps an h half way between two elements is rounded to either.
     assert sorted(errors)[-2 if source.inputs else -1] <= 1e-5

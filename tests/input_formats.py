@@ -27,7 +27,7 @@ def power_of_two(exponents):
 
 
 def blocks_of(x, size):
-    """x (..., K) as (..., blocks, size), NaN behind a last block that is short."""
+    """x (..., K) as (..., blocks, size). A short last block is filled up with NaN."""
     whole = np.full((*x.shape[:-1], -(-x.shape[-1] // size) * size), np.nan)
     whole[..., : x.shape[-1]] = x
     return whole.reshape(*x.shape[:-1], -1, size)
@@ -63,7 +63,7 @@ def reference(x, format, static=None):
 
 
 def worth(x, format, static=None):
-    """What finite `x` is worth once it is rounded, float64."""
+    """The values of finite `x` after rounding, float64."""
     values, scales = (array.astype(np.float64) for array in reference(x, format, static))
     scales = scales * np.float64(static) if format == NVFP4 else scales
     return values * (

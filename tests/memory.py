@@ -1,4 +1,4 @@
-"""What a compiled step would take of memory, measured on shapes alone: nothing is allocated, nothing runs."""
+"""Memory that a compiled step needs, measured on shapes alone: nothing is allocated, nothing runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def compile_here(function: Callable[..., Any], *arguments: Any) -> jax.stages.Co
 
 
 def abstract_experts(num_experts: int, size: int, layout: str, layers: int | None = None) -> Experts:
-    """Interleaved experts with biases, H = I = `size`; a stack where `layers` says of how many."""
+    """Interleaved experts with biases, H = I = `size`; a stack of `layers` if that is given."""
 
     def build(key: Any) -> Experts:
         return Experts.random(key, num_experts, size, size, gate_up_order="interleaved").prepare(layout)

@@ -1,6 +1,6 @@
 """Checkpoints with one thing wrong: their files taken apart into headers, JSON and bytes, changed, and put together.
 
-A mutation knows what it did: which tensors it touched, and whether a loader must refuse what is now there. All of them
+A mutation records which tensors it touched, and whether a loader must reject the result. All of them
 come from one random generator, so that its seed gives the same files again.
 """
 
@@ -37,7 +37,7 @@ class Object(list[list[Any]]):
 
 
 class Raw(str):
-    """Text that stands in JSON as it is."""
+    """Text that is written into JSON unchanged."""
 
 
 def parse(text: bytes) -> Any:
@@ -56,7 +56,7 @@ def spell(node: Any) -> str:
 
 @dataclass
 class Shard:
-    """A safetensors file in parts. `length`: of the header as the file tells it; None: as it is."""
+    """A safetensors file in parts. `length`: the header's length as the file states it; None: the true one."""
 
     header: Object
     data: bytearray
@@ -102,7 +102,7 @@ class Draft:
         did: in words.
         refused: whether no loader may take it.
         touched: tensors whose bytes may be others than before.
-        reread: whether JSON changed that says what the tensors mean.
+        reread: whether JSON changed that defines the tensors' meaning.
     """
 
     shards: dict[str, Shard]
@@ -133,7 +133,7 @@ class Draft:
 
 
 def mutate(files: Files, inner: Callable[[str], bool], rng: random.Random) -> Draft:
-    """One mutation of a checkpoint, or now and then two, of which neither is then known to need a refusal."""
+    """One mutation of a checkpoint, or sometimes two; whether two must be rejected is not known."""
     draft = Draft.of(files, inner)
     kinds = [*_HEADER, *_BYTES, *_DOCUMENT, *_RAW]
     kinds += _INDEX if INDEX in draft.documents else []
@@ -145,7 +145,7 @@ def mutate(files: Files, inner: Callable[[str], bool], rng: random.Random) -> Dr
     return draft
 
 
-# What stands in place of a value
+# Values that replace a value
 
 _DEEP = Raw("[" * 20000 + "]" * 20000)
 _JUNK: list[Any] = [None, True, False, 0, 1, -1, 3, 2**31, 2**63, 2**64, 1.5, 1e308, "", "x", "F32", "\x00", "é" * 300]
@@ -310,7 +310,7 @@ def _rename(draft: Draft, rng: random.Random) -> None:
 
 
 def _exchange(draft: Draft, rng: random.Random) -> None:
-    """Two tensors of one size change places: a lie that nobody can see, but each must then be the other's bytes."""
+    """Swaps two tensors of one size. No loader can detect that, but each must then have the other's bytes."""
     shard, name, entry = _entry(draft, rng)
     first = entry.get("data_offsets")
     others = [other for other in shard.names() if other != name and shard.is_sound(other)]
@@ -412,7 +412,7 @@ def _drop_expert(draft: Draft, rng: random.Random) -> None:
 
 
 def _rename_experts(draft: Draft, rng: random.Random) -> None:
-    """All experts have names that nobody knows."""
+    """Gives all experts names that no loader knows."""
     other = rng.choice([".expert_list.", ".Experts.", ".experts_", "."])
     pairs = [pair for shard in draft.shards.values() for pair in shard.header if ".experts." in pair[0]]
     rng.choice(pairs)
@@ -520,7 +520,7 @@ def _objects(node: Any) -> list[Object]:
 
 
 def _aim(draft: Draft, rng: random.Random) -> Any:
-    """A JSON document, or that part of it which says how weights are quantized."""
+    """A JSON document, or the part of it that defines how weights are quantized."""
     name = rng.choice([name for name in draft.documents if name != INDEX])
     document = draft.documents[name]
     parts = [value for key, value in document if key in _QUANTIZATION] if isinstance(document, Object) else []
@@ -595,7 +595,7 @@ def _extend(draft: Draft, rng: random.Random) -> None:
 def _remove(draft: Draft, rng: random.Random) -> None:
     file = rng.choice([*draft.shards, *draft.documents])
     draft.raw[file] = lambda raw: None
-    # Without an index, numbered shards tell by themselves that all are there.
+    # Without an index, the numbers of shards show whether all are there.
     draft.note(f"no {file}", refused=file != INDEX)
 
 

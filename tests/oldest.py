@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def requirements(wanted: list[str], extras: dict[str, list[str]]) -> Iterator[str]:
-    """`wanted` with each bound from below made exact; jmx[...] stands for what those extras need."""
+    """`wanted` with each lower bound made exact, and jmx[...] replaced by the requirements of those extras."""
     for requirement in wanted:
         if own := re.fullmatch(r"jmx\[(.*)\]", requirement):
             for extra in own[1].split(","):

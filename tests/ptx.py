@@ -1,4 +1,4 @@
-"""PTX, run in numpy on uint32: as much of it as kernels use to dequantise."""
+"""Runs PTX in numpy on uint32: the instructions that kernels use to dequantize."""
 
 import ml_dtypes
 import numpy as np

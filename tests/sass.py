@@ -2,7 +2,7 @@
 
 `wgmma`, HGMMA in SASS and QGMMA where it is of FP8, runs on after it was issued, until a WARPGROUP.DEPBAR waits for it.
 Meanwhile the registers of its A operand must not be written, and those of its accumulator not be touched but by other
-such. That is ptxas' own concern; but where a branch stood in between it has been seen to forget, and to say nothing.
+such. ptxas ensures that, but has been seen not to where a branch was in between, without a message.
 """
 
 import re
@@ -63,7 +63,7 @@ def is_wgmma(instruction: Instruction) -> bool:
 
 
 def hazards(program: list[Instruction]) -> list[str]:
-    """Whatever may touch, on some path, registers that an HGMMA still uses: both instructions' texts."""
+    """Instructions that may, on some path, touch registers that an HGMMA still uses: both instructions' texts."""
     found = []
     for number, wgmma in enumerate(program):
         if is_wgmma(wgmma):
@@ -115,7 +115,7 @@ def _closes_group(instruction: Instruction) -> bool:
 
 
 def _a(wgmma: Instruction) -> set[int]:
-    """Registers of the A operand, 64 rows of 32 bytes by 128 threads; none where it lies in shared memory."""
+    """Registers of the A operand, 64 rows of 32 bytes by 128 threads; none if it is in shared memory."""
     return _registers(wgmma.operands[1], 4)
 
 

@@ -1,24 +1,25 @@
-"""Checks the shapes and dtypes in signatures of jmx while tests run: every call, of whatever is traced or computed.
+"""Checks the shapes and dtypes in signatures of jmx while tests run: every call, traced or computed.
 
 jmx's own errors come first: a call that breaks its signature is an error here only if the function accepts it. Then the
-signature is not true, or the caller passes arrays that it should not. They run where `JMX_TEST_SHAPES=1` asks
-for them.
+signature is wrong, or the caller passes arrays that it should not.
 """
 
 import ast
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import beartype
 import jaxtyping
 
 _PACKAGE = "jmx"
-_KINDS = {"Bool", "Float", "Float32", "Int", "Int8", "Int32", "Integer", "Key", "Num", "Shaped"} | {
-    f"UInt{bits}" for bits in (8, 16, 32)
+_KINDS = {"Bool", "Float", "Float32", "Int", "Int8", "Int16", "Int32", "Integer", "Key", "Num", "Shaped"} | {
+    f"UInt{bits}" for bits in ("", 8, 16, 32)
 }
 
 
@@ -27,21 +28,72 @@ class SignatureError(AssertionError):
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which raises SignatureError for arrays other than its annotations say."""
-    strict = jaxtyping.jaxtyped(function, typechecker=_typechecker)
+    """`function`, which raises SignatureError for arrays that its annotations do not allow."""
+    signature = inspect.signature(function)
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    hints = {name: hint for name, hint in function.__annotations__.items() if _has_arrays(hint)}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return strict(*args, **kwargs)
-        except jaxtyping.TypeCheckError as violation:
-            function(*args, **kwargs)  # what the function refuses may be of any type
-            raise SignatureError(str(violation)) from None
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # raises it
+        with jaxtyping.jaxtyped("context"):  # in which a name of an axis has one size
+            fault = None
+            for name in given.keys() & hints.keys():
+                hint = _of_all(hints[name], kinds[name])
+                if fault is None and not fits(given[name], hint):
+                    fault = _fault(function, f"`{name}`", given[name], hint)
+            result = function(*args, **kwargs)  # what it rejects may be of any type
+            if fault is None and "return" in hints and not fits(result, hints["return"]):
+                fault = _fault(function, "the result", result, hints["return"])
+        if fault is not None:
+            raise SignatureError(fault)
+        return result
 
     return call
 
 
-_typechecker = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
+def _of_all(hint: Any, kind: Any) -> Any:
+    """The annotation of `*name` or `**name` as that of the tuple or dict which the function has."""
+    if kind is inspect.Parameter.VAR_POSITIONAL:
+        return tuple[hint, ...]
+    return dict[str, hint] if kind is inspect.Parameter.VAR_KEYWORD else hint
+
+
+def _is_array(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
+
+
+def _has_arrays(hint: Any) -> bool:
+    return _is_array(hint) or any(_has_arrays(part) for part in typing.get_args(hint))
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether the arrays in `value` are those of the annotation `hint`; what it says beside arrays is not checked."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if _is_array(hint):
+        return isinstance(value, hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if not _has_arrays(hint):
+        return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
+    if origin is tuple and isinstance(value, tuple):
+        pairs = [(part, parts[0]) for part in value] if parts[-1] is ... else [*zip(value, parts, strict=False)]
+        return (parts[-1] is ... or len(value) == len(parts)) and all(fits(*pair) for pair in pairs)
+    if origin is list and isinstance(value, list):
+        return all(fits(part, parts[0]) for part in value)
+    if isinstance(value, Mapping):
+        return all(fits(part, parts[-1]) for part in value.values())
+    return True  # callables, iterators
+
+
+def _fault(function: Callable[..., Any], what: str, value: Any, hint: Any) -> str:
+    shown = getattr(value, "shape", None), getattr(value, "dtype", type(value).__name__)
+    return f"{what} of {function.__module__}.{function.__qualname__} (shape {shown[0]}, {shown[1]}) must be {hint}"
 
 
 class _Decorating(ast.NodeTransformer):
@@ -66,7 +118,7 @@ class _Decorating(ast.NodeTransformer):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> Any:  # not by way of __pycache__, where others would find it
+    def get_code(self, fullname: str) -> Any:  # not through __pycache__, where other programs would find it
         path = self.get_filename(fullname)
         tree = _Decorating().visit(ast.parse(self.get_data(path), path))
         return compile(tree, path, "exec", dont_inherit=True)

@@ -75,7 +75,7 @@ def stop_at(stage: str, number: int) -> None:
 
 
 def convert(source: Path, folder: Path, *flags: str, stop: tuple[str, int] | None = None) -> tuple[int, str]:
-    """The exit code (negative: the signal) of a process of its own, and its stderr."""
+    """Runs a conversion in a new process: its exit code (negative: the signal) and stderr."""
     log = folder.with_name(f"{folder.name}.log")
     if (child := os.fork()) == 0:
         handle = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)

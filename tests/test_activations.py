@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jmx import activations
 from jmx.activations import (
@@ -86,7 +87,7 @@ def test_values_match_float64(activation, dtype, tolerance):
 def test_gradients_match_differences(activation):
     inputs = inputs_of(activation)
     gradients = jax.grad(lambda *xs: activation(*xs).sum(), argnums=tuple(range(len(inputs))))(*inputs)
-    step = 1e-7  # so small that no input lies within it of a clamp
+    step = 1e-7  # so small that no input is that close to a clamp
     for i, gradient in enumerate(gradients):
         above, below = ([np.asarray(x, np.float64) + s * (j == i) for j, x in enumerate(inputs)] for s in (step, -step))
         expected = (reference(activation, *above) - reference(activation, *below)) / (2 * step)
@@ -135,7 +136,7 @@ def test_numpy_parameters_do_not_promote():
     assert activation == SwiGLU(1.5, 1.0, 7.0)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.integers(0, 3), st.integers(0, 5), st.sampled_from(GATE_UP_ORDERS))
 def test_join_is_the_inverse_of_split(rows, size, order):
     h = np.random.default_rng().standard_normal((rows, 2 * size)).astype(np.float32)

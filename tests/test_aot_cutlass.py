@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.skipif(FOUND.fault is not None, reaso
 
 
 def layers(number):
-    """A program of so many layers of gpt-oss-20b, one after the other, and its arguments."""
+    """A program of `count` layers of gpt-oss-20b in sequence, and its arguments."""
 
     def function(x, logits, experts):
         routing = jmx.Logits(logits, jmx.TopKSoftmax(4))
@@ -41,7 +41,7 @@ def layers(number):
 
 
 def test_a_layer_is_one_call_on_arrays_as_they_are():
-    """Nothing is padded, cut out of the stack or reordered for it; the workspace is all the memory that it takes."""
+    """Nothing is padded, sliced from the stack or reordered for it; the workspace is all the memory that it needs."""
     function, arguments = layers(2)
     compiled = aot.compile_for_h200(function, *arguments)
     text = compiled.as_text()

@@ -40,7 +40,7 @@ WARPGROUP = 128  # threads
 
 
 class Call(NamedTuple):
-    """A model's layer, tokens, a configuration with which such a call may run, and who says so."""
+    """A model's layer, tokens, a configuration with which such a call may run, and where that comes from."""
 
     model: str
     tokens: int
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """All that the tables that ship and the heuristics give."""
+    """All configurations of the shipped tables and of the heuristics."""
     names = {tuning.shape_class(shape.problem(1, LAYOUT.name)): name for name, shape in MODELS.items()}
     for table in TABLES:
         device = json.loads(table.read_text())["device"]
@@ -103,7 +103,7 @@ def test_every_configuration_compiles_into_a_sound_kernel(call, capfd):
 
 def assert_sound(kernel: aot.Kernel, config: Config, tile_bytes: int) -> None:
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
-    assert "wgmma" not in kernel.report, kernel.report  # C7510 and the like: products that were serialised
+    assert "wgmma" not in kernel.report, kernel.report  # C7510 and similar: products that were serialized
     assert kernel.shared_memory <= config.shared_memory(tile_bytes) <= SHARED_MEMORY
     program = parse(kernel.sass)
     assert sum(instruction.opcode.startswith(("HGMMA", "HMMA")) for instruction in program) >= 8 * config.k_tiles
@@ -112,7 +112,7 @@ def assert_sound(kernel: aot.Kernel, config: Config, tile_bytes: int) -> None:
     assert all(used <= limit for limit, used in limits), limits
     (compute, _), (fetch, _) = sorted(limits, reverse=True)
     assert compute == config.registers
-    # A thread block has what it was launched with. A warpgroup that asks for more waits for ever.
+    # A CTA has the registers that it was launched with. A warpgroup that requests more waits forever.
     launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (config.num_warpgroups + 1)
     assert config.num_warpgroups * compute + fetch <= launched
     assert launched * WARPGROUP <= 65536
@@ -129,7 +129,7 @@ def test_one_token_takes_memory_that_does_not_grow_with_experts(form):
 @pytest.mark.aot
 @pytest.mark.parametrize("num_tokens", [1, 64])
 def test_layers_are_launched_as_one_cuda_graph(num_tokens, tmp_path):
-    """The kernels are in it, too, so that a step costs the host one launch."""
+    """The kernels are part of it, so a step costs the host one launch."""
     shape = MODELS["gpt-oss-20b"]
     x, ids, weights, experts = abstract_arguments(shape, num_tokens)
 

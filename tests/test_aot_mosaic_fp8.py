@@ -56,11 +56,11 @@ def test_every_pair_compiles_into_sound_kernels(format, input_format, tokens, hi
     config = tuning.config(ENGINE, Problem.of(x, 2, experts, ACTIVATION), H200).config
     row_units = -(-max(hidden, intermediate) // 128)
     products = [kernel for kernel in kernels if "QGMMA" in kernel.sass]
-    assert (len(products), len(kernels)) == ((1, 1) if config.one_launch else (2, 4))  # else each behind a rounding
+    assert (len(products), len(kernels)) == ((1, 1) if config.fuse_quantize else (2, 4))  # else after a rounding each
     for kernel in kernels:
-        assert "(C75" not in kernel.report, kernel.report  # C7510, C7519 and the like: products that were serialised
+        assert "(C75" not in kernel.report, kernel.report  # C7510, C7519 and similar: products that were serialized
     for kernel in kernels:
-        if kernel not in products or config.one_launch:
+        if kernel not in products or config.fuse_quantize:
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
     for kernel in products:
         stored = int(re.findall(r"(\d+) bytes spill stores", kernel.report)[0])

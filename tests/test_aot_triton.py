@@ -20,7 +20,7 @@ from jmx import Environment, Experts, Routing
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import FEW_TOKENS
-from jmx.pallas.triton.elements import num_factors
+from jmx.pallas.triton.ptx import num_factors
 from jmx.perf.shapes import MODELS
 from jmx.selection import tuning
 
@@ -30,7 +30,7 @@ ENGINE = Triton()
 DEVICES = ("a100", "l4", "h200")
 SHAPES = ("gpt-oss-20b", "gpt-oss-120b")
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 16384)
-# Formats, and dtypes of their scales, whose elements or blocks are decoded each in a way of their own.
+# Formats, and dtypes of their scales, each of which is decoded by other code.
 FORMS = [
     ("nvfp4", None),
     ("mxint4", None),
@@ -210,7 +210,7 @@ def test_a_stack_beyond_32_bits_is_not_copied():
 
 
 def test_a_layer_is_one_cuda_graph(tmp_path):
-    """The kernels are in it, too, so that a step costs the host one launch."""
+    """The kernels are part of it, so a step costs the host one launch."""
     function, arguments = of_model("gpt-oss-20b", 1)
     aot.compile_for("a100", function, *arguments, xla_dump_to=str(tmp_path))
     (graph,) = aot.launches(tmp_path)
@@ -218,7 +218,7 @@ def test_a_layer_is_one_cuda_graph(tmp_path):
 
 
 def test_no_warning_but_that_of_these_kernels_is_silenced():
-    """Tests make errors of warnings, so that all others of this file show that there is none."""
+    """Warnings are errors in tests, so all other tests of this file show that there is none."""
 
     def double(x):
         def kernel(x, y):

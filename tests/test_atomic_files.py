@@ -177,7 +177,7 @@ def test_what_was_there_must_be_there_still(way: str, is_directory: bool, change
 def test_what_is_no_longer_ours_when_it_is_out_of_the_way_comes_back(
     way: str, is_directory: bool, tmp_path: Path
 ) -> None:
-    """The last instant: it is looked at again once nobody can reach it by its name."""
+    """The last instant: it is checked again when its name no longer leads to it."""
     path, looks = tmp_path / "it", []
     make(path, is_directory, "ours")
     before = path.lstat()

@@ -1,4 +1,4 @@
-"""The battery that every backend runs, on every backend there is."""
+"""The tests that every backend must pass."""
 
 import contextlib
 import dataclasses
@@ -33,10 +33,11 @@ from backend_cases import (
     reference,
     suited,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from properties import examples
 
 import jmx
 from jmx import Experts, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
@@ -144,7 +145,7 @@ def test_other_formats(backend, case, rng):
 
 
 def test_other_formats_are_all_that_a_backend_takes():
-    """On a GPU that is not here, too: what runs there is asked for in its own layout."""
+    """Also for a GPU that is not here: its backends are asked about their own layouts."""
     found = {backend.name: set() for backend in registered_backends()}
     for name, case in other_formats(jmx.Environment.named("h200")):
         found[name].add((case.format, case.input_format))
@@ -158,7 +159,7 @@ def test_other_formats_are_all_that_a_backend_takes():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_an_order_of_columns(backend, tokens, dtype, rng):
-    """With several experts at a time, of which each has its own."""
+    """With several experts at a time, each of which has its own order."""
     check(backend, Case(tokens=tokens, hidden=64, intermediate=96, dtype=dtype, format="int4_g32_order"), rng)
 
 
@@ -180,7 +181,7 @@ def test_model_shapes(backend, case, rng):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)  # each compiles anew
+@examples(4)  # each compiles anew
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(0, 40),

@@ -1,4 +1,4 @@
-"""The benchmark on shapes that a CPU runs at once: its numbers mean what their names say, and trouble shows."""
+"""The benchmark on small shapes: its numbers mean what their names say, and failures are reported."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(bench, "seconds", partial(machine.seconds, least=1e-3))
 
 
-def test_a_run_has_a_checked_row_for_every_contestant_and_token_count(tiny):
+def test_a_run_has_a_checked_row_for_every_system_and_token_count(tiny):
     lines = []
     report = bench.run("tiny", [1, 40], backends=["xla", RAGGED_DOT], layers=2, repeats=2, progress=lines.append)
     assert [(row.system, row.tokens) for row in report.rows] == [
@@ -105,7 +105,7 @@ def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
 
 def test_of_several_formats_a_named_backend_is_timed_in_those_that_it_takes(tiny, monkeypatch):
     def supports(problem, environment):
-        return None if problem.format == "nvfp4" else Rejection(Reason.FORMAT, "not nvfp4", "quantise to it")
+        return None if problem.format == "nvfp4" else Rejection(Reason.FORMAT, "not nvfp4", "quantize to it")
 
     picky = SimpleNamespace(name="picky", supports=supports)
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((picky, Xla())))  # pyright: ignore[reportArgumentType]
@@ -114,15 +114,15 @@ def test_of_several_formats_a_named_backend_is_timed_in_those_that_it_takes(tiny
     options = {"backends": ["picky", "xla"], "layers": 1, "progress": lines.append}
     rows = bench.run("tiny", [5], formats=["mxfp4", "nvfp4"], **options).rows
     assert [(row.system, row.format) for row in rows] == [("xla", "mxfp4"), ("picky", "nvfp4"), ("xla", "nvfp4")]
-    assert "picky does not run here: weight format: not nvfp4; quantise to it" in lines
+    assert "picky does not run here: weight format: not nvfp4; quantize to it" in lines
     rows = bench.run("tiny", [5], formats=["mxfp4"], **options).rows
     assert [row.system for row in rows] == ["picky", "xla"]
 
 
 def test_the_reference_is_measured_in_a_layout_that_it_need_not_undo():
     h200 = Environment.named("h200")
-    assert bench.Contender.of("xla", TINY, 1, h200).weights == "packed"
-    assert bench.Contender.of("mosaic", TINY, 1, h200).weights == "mosaic_sm90"
+    assert bench.System.of("xla", TINY, 1, h200).weights == "packed"
+    assert bench.System.of("mosaic", TINY, 1, h200).weights == "mosaic_sm90"
 
 
 def test_few_tokens_run_through_more_layers_whose_weights_are_built_once(tiny, monkeypatch):
@@ -146,13 +146,13 @@ def test_few_tokens_run_through_more_layers_whose_weights_are_built_once(tiny, m
 
 
 def test_weights_are_kept_for_as_many_layers_as_the_last_call_had():
-    contender, built = bench.Contender("packed", lambda experts: experts, print), {}
+    system, built = bench.System("packed", lambda experts: experts, lambda x, logits, weights: x), {}
     keys = jax.random.split(jax.random.key(0), 3)
-    one, two, _ = contender.build(TINY, keys, built)
-    weights = contender.build(TINY, keys[:2], built)
+    one, two, _ = system.build(TINY, keys, built)
+    weights = system.build(TINY, keys[:2], built)
     assert weights is built["packed"]
     assert [id(layer) for layer in weights] == [id(one), id(two)]
-    (other,) = contender._replace(weights="other").build(TINY, keys[:1], built)
+    (other,) = system._replace(weights="other").build(TINY, keys[:1], built)
     assert built == {"other": [other]}
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/cpu.py: who is timed when, what stands in its report, and how weights are handed to llama.cpp."""
+"""benchmarks/cpu.py: the order of timing, the contents of its report, and the conversion of weights for llama.cpp."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The layouts for Blackwell: against what FlashInfer made on a CPU, and where each byte lies, by their docstring."""
+"""The layouts for Blackwell: against FlashInfer's own on a CPU, and the place of each byte, by their docstring."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def draw(rng, spec, *lead):
 
 
 def logical_row(arrangement, spec, row):
-    """Which of the experts' rows stands in `row` of one expert's weight, or None for padding."""
+    """The logical row that is stored in `row` of one expert's weight, or None for padding."""
     if arrangement is TRTLLM:
         block, place = divmod(row, 32)
         row = 32 * block + 4 * (place % 8) + place // 8

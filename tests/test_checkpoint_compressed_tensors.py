@@ -15,6 +15,7 @@ import pytest
 import safetensors
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from properties import examples
 
 import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, shards
@@ -235,7 +236,7 @@ def test_a_scale_of_zero_makes_a_block_of_zeros_in_nvfp4(name, tmp_path):
 
 
 @hypothesis.given(st.sampled_from(["nvfp4", "w4a16_g32_asym", "w4a16_g32_order", "fp8_block_dynamic"]), st.data())
-@hypothesis.settings(max_examples=60)
+@examples(60)
 def test_parts_are_slices_of_the_whole(name, data):
     arrays = reader(name).layers[LAYER].arrays()
     array = arrays[data.draw(st.sampled_from(sorted(arrays)))]
@@ -769,7 +770,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused(tmp_path):
 
 
 @hypothesis.given(st.sampled_from(NAMES), st.data())
-@hypothesis.settings(max_examples=150)
+@examples(150)
 def test_mutated_tensors_are_refused_or_come_back_as_they_are(tmp_path_factory, name, data):
     arrays, config = golden(name)
     experts = sorted(key for key in arrays if ".experts." in key)

@@ -12,6 +12,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from properties import examples
 
 from jmx.checkpoint.compressed_tensors import Reader, Scheme, read_quantization
 from jmx.checkpoint.compressed_tensors.config import INPUTS
@@ -125,7 +126,7 @@ def test_schemes_name_formats_that_there_are():
     for scheme in (SCHEMES | OTHERS).values():
         assert scheme.weights in FORMATS
         assert scheme.inputs is None or (scheme.static_scale is not None) == INPUT_FORMATS[scheme.inputs].static
-    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which DeepSeek's own config alone says
+    assert {*INPUTS.values()} == {*INPUT_FORMATS} - {"fp8_block_ue8m0"}  # which only DeepSeek's own config declares
 
 
 def test_static_inputs_name_the_tensor_of_their_scale():
@@ -193,11 +194,11 @@ def test_inputs(given, expected):
     assert found.inputs == expected
 
 
-# Whom a group means
+# Modules that a group selects
 
 
 def grouped(**groups: tuple[list[str], int]) -> dict[str, Any]:
-    """Groups by name: targets, and the size of the groups of their weights, by which they are told apart."""
+    """Groups by name: targets, and the group size of their weights, which identifies the group."""
     return config(
         config_groups={
             n: GROUP | {"targets": t, "weights": WEIGHTS | {"group_size": s}} for n, (t, s) in groups.items()
@@ -766,7 +767,7 @@ def folder(tmp_path_factory):
 
 
 @hypothesis.given(st.sampled_from(sorted(SCHEMES | OTHERS)), st.data())
-@hypothesis.settings(max_examples=300)
+@examples(300)
 def test_mutated_configs_are_understood_or_refused(folder, name, data):
     contents = json.loads((GOLDEN / name / "config.json").read_text())
     for _ in range(data.draw(st.integers(1, 3))):

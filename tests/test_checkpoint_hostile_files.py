@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are no files, or never end, or cannot be opened: each is named, at once, in one line."""
+"""Checkpoint files that are not files, never end, or cannot be opened: each is named, without delay, in one line."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def deep(file, depth):
     file.write_bytes(b'{"a": ' + b"[" * depth + b"]" * depth + b"}")
 
 
-# What lies where a file should: how it is made, and what the error says of it.
+# What is in a file's place: how it is made, and its error message.
 HOSTILE = {
     "pipe": (os.mkfifo, "must be a regular file, but is a pipe"),
     "directory": (pathlib.Path.mkdir, "must be a regular file, but is a directory"),
@@ -87,7 +87,7 @@ def floats(tmp_path, rng):
 
 @pytest.fixture
 def quantized(tmp_path):
-    """What a tool wrote, its config in a file of its own."""
+    """A checkpoint that a tool wrote, with its quantization config in a separate file."""
     path = tmp_path / "quantized"
     shutil.copytree(DATA / "compressed_tensors" / "modelopt_nvfp4", path)
     config = json.loads((path / "config.json").read_text())

@@ -15,7 +15,7 @@ from jmx.checkpoint import shards
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "gpt_oss" / "tiny"
 
-# Each acts on the tiny checkpoint first, so that what comes into memory for good is there, then on the one that counts.
+# Each reads the tiny checkpoint first, so that what stays in memory is there, and then the one that is measured.
 READ = """
 import sys
 import jax
@@ -88,7 +88,7 @@ def write_big(path: Path, rng: np.random.Generator) -> int:
 
 
 def peak_of(script: str, arguments: list[Path]) -> tuple[int, int]:
-    """Anonymous memory of a process at its highest, above what it had when it was ready, and what it says it kept."""
+    """Peak anonymous memory of a process above what it had when it was ready, and what it reports to have kept."""
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
@@ -121,7 +121,7 @@ def test_reading_and_converting_hold_about_one_layer_in_host_memory(tmp_path, rn
     layer_bytes = write_big(tmp_path / "big", rng)
     peak, kept = peak_of(READ, [TINY, tmp_path / "big"])
     assert kept >= 8 * layer_bytes
-    # On a CPU the arrays themselves are anonymous memory: what counts is what stands above them.
+    # On a CPU the arrays themselves are anonymous memory: only memory beyond them is limited.
     assert 0.99 * kept <= peak <= kept + layer_bytes
     peak, _ = peak_of(CONVERT, [TINY, tmp_path / "big", tmp_path / "out"])
     assert peak <= layer_bytes

@@ -1,4 +1,4 @@
-"""Checkpoints that were changed: every loader refuses them by name, or reads what is there.
+"""Corrupted checkpoints: every loader rejects them by name, or reads what is there.
 
 What is read is held to three answers that the loaders have no part in: the safetensors package reads the same tensors
 from the same files; written back they have the same bytes; and what no change touched is what it was before.
@@ -31,7 +31,7 @@ from tests.mutations import Files
 from tests.test_checkpoint_gpt_oss import ORIGINAL_CONFIG, TINY, original_tensors, tensors_of
 
 DATA = Path(__file__).parent / "data"
-SECONDS = 10  # of this process: far more than any file here takes, and far less than one that takes for ever
+SECONDS = 10  # of this process: far more than any file here takes, and far less than an endless one
 MEMORY = 2 << 30  # above what the process has
 CHUNKS = 200
 COUNT = int(os.environ.get("JMX_MUTATIONS", "200000"))  # of the slow test
@@ -108,7 +108,7 @@ def of_experts(files: Files) -> Subject:
 
 
 def modelopt_older(directory: Path) -> Files:
-    """The same as older versions of ModelOpt wrote it: what it says in a file of its own alone."""
+    """The same as older versions of ModelOpt wrote it: the quantization config is in a separate file only."""
     files = mutations.read(directory)
     config = json.loads(files[mutations.CONFIG])
     del config["quantization_config"]

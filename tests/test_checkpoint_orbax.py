@@ -338,7 +338,7 @@ def test_a_damaged_file_is_an_error_or_is_not_read(tmp_path, rng, damage):
             except CheckpointError as error:
                 refused.add(name.parts[0])
                 right = str(error).startswith(str(path))
-            assert right or name.name == orbax_arrays.CUSTOM_METADATA  # which is nobody's who gets no note
+            assert right or name.name == orbax_arrays.CUSTOM_METADATA  # which nothing uses if it gets no note
         shutil.rmtree(path)
     assert refused >= {"_METADATA", "manifest.ocdbt", "d", "ocdbt.process_0"}
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its MoE layers: only experts of the same sizes and kind are restored, from any layout."""
+"""A checkpoint's metadata on its MoE layers: only experts of the same sizes and kind are restored, from any layout."""
 
 import copy
 import dataclasses

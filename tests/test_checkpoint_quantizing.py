@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint's float experts: every writable format against `jmx.quantize`, and what is refused."""
+"""Quantizing a checkpoint's float experts: every writable format against `jmx.quantize`, and what is rejected."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def random(rng: np.random.Generator, *shape: int, dtype: np.dtype = BF16) -> np.
 
 
 def qwen(path: Path, rng: np.random.Generator, dtype: np.dtype = BF16, spelling: dict[str, str] = PARTS, size: int = I):
-    """Two layers of experts, and what stands around them. Gives the path and the tensors."""
+    """Two layers of experts and the tensors around them. Returns the path and the tensors."""
     tensors = {"model.embed_tokens.weight": random(rng, 7, H)}
     for layer in range(2):
         at = f"model.layers.{layer}."

@@ -1,4 +1,4 @@
-"""The command line: what goes to stdout, what to stderr, and the exit codes."""
+"""The command line: stdout, stderr and exit codes."""
 
 import dataclasses
 import json

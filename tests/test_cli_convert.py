@@ -1,4 +1,4 @@
-"""`jmx convert`: what it refuses to write over, two at once, and what signals leave at each of its stages."""
+"""`jmx convert`: what it does not overwrite, two at once, and what signals leave at each of its stages."""
 
 import json
 import os
@@ -444,7 +444,7 @@ def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_nothing(source: 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bool], dict]:
-    """What `stopped_converts.py` tells of each case."""
+    """The results of `stopped_converts.py` for each case."""
     folder = tmp_path_factory.mktemp("stopped")
     float_experts(folder / "in", np.random.default_rng(7))
     command = [sys.executable, str(Path(stopped_converts.__file__)), str(folder)]

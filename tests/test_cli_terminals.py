@@ -37,7 +37,7 @@ def test_tables_hold_all_at_every_width(command, columns, saved, capsys, monkeyp
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-    found = doctor.examine() | {"advice": []}  # commands to be copied, which no line is broken for
+    found = doctor.examine() | {"advice": []}  # commands to be copied, which are not wrapped
     monkeypatch.setattr(doctor, "examine", lambda: found)
     argvs = {"bench": ["bench", "--from", saved], "explain": [*EXPLAIN, "--tokens", "8192"], "doctor": ["doctor"]}
     assert cli.main(argvs[command]) == (1 if command == "bench" else 0)

@@ -1,5 +1,6 @@
-"""What the backend `cpu` promises beyond its results: every instruction set, its memory, its threads, its refusals."""
+"""What the backend `cpu` promises beyond its results: every instruction set, memory, threads, rejections."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -18,15 +19,17 @@ import numpy as np
 import pytest
 from backend_cases import BLOCK, Case, assert_agrees, decoded, draw_routing, draw_weights, draw_x, reference
 from cpu_product import protect
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import export
 from memory import abstract_step, compile_here, expert_bytes, temporary_bytes
+from properties import examples
 
 import jmx
 from jmx import Environment, Experts, Reason
 from jmx.ffi.cpu import library as ffi
 from jmx.ffi.cpu.backend import Cpu
+from jmx.ffi.library import LibraryWarning
 from jmx.numerics.formats import BlockScaled
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -65,7 +68,7 @@ def test_every_instruction_set_computes_the_layer(instructions, dtype, tokens, r
 
 @built
 def test_an_element_has_the_same_bits_in_any_piece():
-    """Few rows and many go different ways through the weights, and rows stand in tiles of different sizes."""
+    """Few rows and many take different paths through the weights, and are in tiles of different sizes."""
     rng = np.random.default_rng(0)
     for instructions in KERNELS:
         for dtype, few in WAYS:
@@ -80,7 +83,7 @@ def test_an_element_has_the_same_bits_in_any_piece():
 @built
 @pytest.mark.parametrize("scale", [0, 1, 247, 254, 255])
 def test_a_scale_far_off_changes_no_bits_of_other_weights(scale):
-    """Where one stands among a piece's scales, that piece goes another way through the weights."""
+    """A tile with one among its scales takes another path through the weights."""
     rng = np.random.default_rng(0)
     for instructions in KERNELS:
         x, codes, scales, bias = draw_product(rng, rows=3, columns=8, k=224, dtype=ml_dtypes.bfloat16)
@@ -133,7 +136,7 @@ def test_the_kernel_for_amx_multiplies_emulated_tiles(request, tmp_path):
     subprocess.run([str(tmp_path / "check")], check=True, timeout=300)
 
 
-# One piece, without XLA
+# One tile, without XLA
 
 
 def draw_product(rng, rows, columns, k, dtype, low=110, high=134):
@@ -149,7 +152,7 @@ def product(instructions, x, codes, scales, bias, few=False, before=0):
 
 
 @built
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 40),
@@ -315,7 +318,7 @@ def test_memory_does_not_grow_with_experts(form, tokens):
     assert many < 4 * tokens * size * 2 * (1 + 2 * 2 + 1 + 2) * 1.5 + 2 * expert_bytes(size) + 2 * biases
 
 
-# What it is asked
+# Arguments
 
 
 @built
@@ -355,13 +358,14 @@ def test_instructions_that_are_not_here_are_refused():
 
 
 @pytest.mark.parametrize("file", ["missing", "broken"])
-def test_without_its_library_it_says_how_to_get_it(file, tmp_path, monkeypatch):
+def test_without_its_library_explain_names_the_remedy(file, tmp_path, monkeypatch):
     path = tmp_path / "libjmx_cpu.so"
     if file == "broken":
         path.write_text("not a library")
     monkeypatch.setattr(ffi, "_PATH", path)
     monkeypatch.setattr(ffi, "library", ffi.library.__wrapped__)
-    found = jmx.explain(CASE, device="cpu")
+    with pytest.warns(LibraryWarning) if file == "broken" else contextlib.nullcontext():
+        found = jmx.explain(CASE, device="cpu")
     assert found.chosen == "xla"
     (rejection,) = [no for name, _, no in found.trail if name == "cpu"]
     assert rejection is not None
@@ -376,10 +380,10 @@ def test_blocks_outside_of_the_arrays_are_errors(argument, value):
     rows = {"experts": 1, "x_rows": 1, "out_rows": 0, "counts": 2} | {argument: value}
     blocks = [jnp.array([n], jnp.int32) for n in rows.values()]
     values, scales = jnp.zeros((2, 32, 16), jnp.uint8), jnp.zeros((2, 32, 1), jnp.uint8)
-    call = jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct((4, 32), jnp.float32))
+    call = jax.ffi.ffi_call(ffi.GROUPED_PRODUCT, jax.ShapeDtypeStruct((4, 32), jnp.float32))
     nothing = jnp.zeros(0)
     arguments = jnp.ones((4, 32)), nothing, values, scales, nothing.astype(jnp.int8), nothing, nothing[None], *blocks
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) lies outside of the arrays"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) is outside of the arrays"):
         jax.block_until_ready(call(*arguments, instructions="best", format="mxfp4", group=np.int64(32), few=False))
 
 
@@ -395,7 +399,7 @@ def test_it_can_be_exported_by_the_name_of_its_call(rng):
         held = experts.with_arrays(arrays)
         return jmx.moe(x, jmx.Routing(ids, weights), held, activation=case.activation, backend="cpu")
 
-    known = [export.DisabledSafetyCheck.custom_call(ffi.TARGET)]
+    known = [export.DisabledSafetyCheck.custom_call(ffi.GROUPED_PRODUCT)]
     exported = export.export(run, platforms=["cpu"], disabled_checks=known)(*arguments)
     y = export.deserialize(exported.serialize()).call(*arguments)
     assert_agrees("cpu", case, y, reference(case, weights, x, routing))

@@ -15,8 +15,9 @@ import pytest
 from backend_cases import Case, activated, assert_close, draw_routing, draw_weights, draw_x
 from cpu_product import product
 from dequantized import by_column, dequantized
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 import jmx
 from jmx import Environment, Reason
@@ -69,7 +70,7 @@ def draw(rng, name, columns, k, scale_dtype):
 
 
 def draw_rows(rng, rows, k, dtype):
-    """x, what a one of its rows is worth or None, and x in float64."""
+    """x, the scale of its rows or None, and x in float64."""
     if dtype == np.int8:
         x, scales = rng.integers(-127, 128, (rows, k)).astype(np.int8), rng.uniform(0.1, 1, rows).astype(np.float32)
         return x, scales, x * scales[:, None].astype(np.float64)
@@ -97,7 +98,7 @@ def tolerance(instructions, name, dtype, few):
 
 
 @built
-@settings(max_examples=100)
+@examples(100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 20),
@@ -247,7 +248,7 @@ def test_a_bad_scale_shows_in_its_own_row_alone(name, scale_dtype, bad):
                 np.testing.assert_array_equal(np.delete(y, 5, 1), np.delete(clean, 5, 1))
 
 
-# What rows go through before a product
+# Quantization of rows before a product
 
 
 def rounded(x):
@@ -300,11 +301,11 @@ def test_columns_come_in_the_order_of_their_expert(dtype, rng):
 def test_blocks_outside_of_the_arrays_and_orders_outside_of_a_row_are_errors(argument, value):
     blocks = {"experts": 1, "x_rows": 1, "out_rows": 0, "counts": 2}
     x, order = jnp.ones((4, 3)), np.tile(np.arange(3), (2, 1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) lies outside of the arrays"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block 0 \(`experts` .*\) is outside of the arrays"):
         ordered(x, order, [[n] for n in (blocks | {argument: value}).values()], 4)
     for bad in (-1, 3):
         order[1, 2] = bad
-        with pytest.raises(jax.errors.JaxRuntimeError, match="`order` of expert 1 names a column that is not there"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="`order` of expert 1 contains a column out of range"):
             ordered(x, order, [[n] for n in blocks.values()], 4)
 
 
@@ -313,8 +314,8 @@ def test_blocks_outside_of_the_arrays_and_orders_outside_of_a_row_are_errors(arg
     ("changed", "message"),
     [
         ({"format": "int8"}, r"`format` \(=int8\) must be mxfp4, nvfp4 or int4"),
-        ({"group": 48}, r"`group` \(=48\) must be how many weights of int4 share a scale"),
-        ({"group": 16}, r"`group` \(=16\) must be how many weights of int4 share a scale"),
+        ({"group": 48}, r"`group` \(=48\) must be the number of weights of int4 that share a scale"),
+        ({"group": 16}, r"`group` \(=16\) must be the number of weights of int4 that share a scale"),
         ({"format": "nvfp4", "group": 16}, r"`scales` \(F32 \(2, 8, 1\)\) must be of type U8"),
         ({"group": 32}, r"`scales` \(F32 \(2, 8, 1\)\) must have the shape \(2, 8, 2\)"),
         ({"zero_points": 7}, r"`zero_points` \(S8 \(7\)\) must have the shape \(2, 8, 1\)"),
@@ -332,7 +333,7 @@ def test_calls_that_do_not_fit_are_errors(changed, message):
         jnp.ones((2, 8, 1)),
         jnp.zeros(given["zero_points"], jnp.int8),
     )
-    call = jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    call = jax.ffi.ffi_call(ffi.GROUPED_PRODUCT, jax.ShapeDtypeStruct((4, 8), jnp.float32))
     attributes = {"instructions": "best", "format": given["format"], "group": np.int64(given["group"]), "few": False}
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(call(*arguments, nothing, nothing, *block, **attributes))
@@ -351,8 +352,8 @@ INT8_CASES = [
 ]
 
 
-def quantised(a, dtype):
-    """int8 tokens by the definition, in numpy: what they are worth, in float64."""
+def quantized(a, dtype):
+    """int8 tokens by the definition, in numpy: their values in float64."""
     a = a.astype(dtype).astype(np.float32)
     scales = np.maximum(np.abs(a).max(-1, keepdims=True, initial=0) / np.float32(127), np.float32(2.0**-126))
     return np.rint(a / scales).astype(np.float64) * scales
@@ -367,8 +368,8 @@ def int8_reference(case, weights, x, routing):
         tokens, slots = np.nonzero(routing.expert_ids == expert)
         weight = routing.weights[tokens, slots, None]
         rows = (x[tokens] * weight).astype(x.dtype) if case.weights_on == "input" else x[tokens]
-        h = quantised(rows, between) @ gate_up[expert].T + weights.gate_up_bias[expert]
-        out = quantised(activated(case, h), between) @ down[expert].T + weights.down_bias[expert]
+        h = quantized(rows, between) @ gate_up[expert].T + weights.gate_up_bias[expert]
+        out = quantized(activated(case, h), between) @ down[expert].T + weights.down_bias[expert]
         np.add.at(y, tokens, out * (weight if case.weights_on == "output" else 1))
     return y
 
@@ -382,7 +383,7 @@ def apply(case, x, routing, experts, backend):
 
 
 def check_error(y, expected):
-    """Codes of the first product are those of the reference. Of the second's, a few in ten thousand lie so near to the
+    """Codes of the first product are those of the reference. Of the second's, a few in ten thousand are so near to the
     middle between two codes that a last bit of float32 takes them to the other: then they are off by one."""
     assert np.linalg.norm(y - expected) <= 3e-3 * np.linalg.norm(expected)
 
@@ -439,7 +440,7 @@ def test_gradients_are_those_of_the_reference(rng):
     assert_close(gradient(x, "cpu"), gradient(x, "xla"), "float32")
 
 
-# What it takes
+# Arguments that it supports
 
 TAKEN = {name for name in FORMATS if name in ("mxfp4", "nvfp4", "mxint4") or name.startswith("int4")}
 

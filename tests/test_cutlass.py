@@ -1,5 +1,5 @@
-"""The backend `cutlass` beyond the battery: who gets it and what it refuses; on any machine, what it gives the call, by
-the call's contract in numpy in its place; and on a Hopper GPU, every tile, stacks of layers, and sizes of models."""
+"""The backend `cutlass` beyond tests/test_backends.py: when it is chosen and what it rejects; on any machine, the
+arguments of its call, which numpy replaces; and on a Hopper GPU, every tile, stacks of layers, and sizes of models."""
 
 import dataclasses
 import inspect
@@ -64,7 +64,7 @@ def nowhere(monkeypatch):
     monkeypatch.setattr(cutlass, "library", lambda: Library(fault="it is not compiled"))
 
 
-# Who gets it
+# When it is chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def test_doctor_tells_what_its_build_lacks(monkeypatch):
     assert doctor._examine_build([not_built | {"reason": Reason.PLATFORM.value}]) == []
 
 
-# What the call is given, on any machine
+# Arguments of the call, on any machine
 
 
 def moe(

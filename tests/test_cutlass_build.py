@@ -1,18 +1,20 @@
 """`jmx build`: what is missing, one build among many processes, nothing half done, and a key for what was compiled.
 
-A shell script stands for nvcc: it writes what it was asked for, and is slow, fails or counts where a test wants it.
+A shell script replaces nvcc: it writes the requested file, and is slow, fails or counts as a test needs.
 """
 
 import dataclasses
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -23,6 +25,7 @@ from jmx.ffi.cutlass import build as cutlass_build
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass import source as cutlass_source
 from jmx.ffi.cutlass.config import TILES
+from jmx.ffi.library import LibraryWarning
 from jmx.selection import tuning
 from jmx.util.atomic_files import Kind
 
@@ -48,10 +51,12 @@ class Machine:
         (folder / "cuda" / "include").mkdir()
         self.headers("curand.h", "curand_kernel.h", "cublas_v2.h", "cublas_api.h", "nvrtc.h")
         self.flashinfer()
+        self.jax_headers("0.3")
         for name in ("CUDA_PATH", "CXX"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("CUDA_HOME", str(folder / "cuda"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        monkeypatch.setattr(cutlass_source, "JAX_HEADERS", folder / "jax_include")
         monkeypatch.setattr(cutlass_build, "_package_includes", lambda: [folder / "packages" / "include"])
         monkeypatch.setattr(cutlass_build.importlib.metadata, "distribution", self.distribution)
 
@@ -72,6 +77,11 @@ class Machine:
     def flashinfer(self, version=cutlass_source.FLASHINFER, files="one"):
         (self.folder / "site" / "flashinfer" / "data" / "csrc" / "nv_internal").mkdir(parents=True, exist_ok=True)
         self.version, self.files = version, files
+
+    def jax_headers(self, version):
+        header = self.folder / "jax_include" / "xla/ffi/api/ffi.h"
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(f"// API {version}")
 
     def distribution(self, name):
         assert name == "flashinfer-python"
@@ -194,6 +204,23 @@ def test_only_the_headers_that_are_wanted_come_from_packages(machine):
     assert "cuda_runtime.h" not in seen
 
 
+def test_it_compiles_with_the_headers_of_the_oldest_jax(machine):
+    """Not those of the jax that runs: older ones would not load the library."""
+    cutlass_build.run(QUIET)
+    *compiled, _ = machine.calls()
+    assert all(f"-I{machine.folder / 'jax_include'} " in line for line in compiled)
+    assert not any(jax.ffi.include_dir() in line for line in compiled)
+
+
+def test_without_those_headers_it_compiles_with_the_running_jax_and_reports_it(machine, capsys):
+    """As where jmx was installed without a compiler."""
+    shutil.rmtree(machine.folder / "jax_include")
+    assert cli.main(["build", "cutlass"]) == 0
+    assert f"this library will load with jax {jax.__version__} and newer" in " ".join(capsys.readouterr().err.split())
+    *compiled, _ = machine.calls()
+    assert all(f"-I{jax.ffi.include_dir()} " in line for line in compiled)
+
+
 def test_the_built_library_is_looked_for_where_it_was_put(machine):
     path, _ = cutlass_build.run(QUIET)
     assert path in cutlass_source.built()
@@ -213,6 +240,8 @@ def test_what_changes_the_path_of_a_library(machine, monkeypatch):
     machine.nvcc("13.1")
     seen.append(path())
     machine.files = "another"
+    seen.append(path())
+    machine.jax_headers("0.4")
     seen.append(path())
     monkeypatch.setattr(cutlass_source, "FLAGS", (*cutlass_source.FLAGS, "-DMORE"))
     cutlass_source.key.cache_clear()
@@ -320,7 +349,7 @@ def test_interrupted_it_ends_its_compilers_and_leaves_nothing(machine):
         "from jmx.ffi.cutlass import build as b, source as s\n"
         "import pathlib\n"
         f"nvcc = {str(machine.folder / 'cuda/bin/nvcc')!r}\n"
-        "tools = b.Toolchain(nvcc, 'v', 'g++', 'g', pathlib.Path('/nowhere'), '', ())\n"
+        "tools = b.Toolchain(nvcc, 'v', 'g++', 'g', pathlib.Path('/nowhere'), '', (), s.JAX_HEADERS)\n"
         "b.find = lambda: tools\n"
         "sys.exit(cli.main(['build', 'cutlass', '--jobs', '2']))"
     )
@@ -388,7 +417,7 @@ def test_the_command_says_what_is_missing(machine, capsys):
 
 @pytest.fixture
 def unloaded(machine, monkeypatch):
-    monkeypatch.setattr(cutlass_source, "LIBRARY", "libjmx_none")  # not the one that may lie beside the package
+    monkeypatch.setattr(cutlass_source, "LIBRARY", "libjmx_none")  # not the one that may be beside the package
     cutlass_library.forget()
     yield machine
     cutlass_library.forget()
@@ -400,12 +429,15 @@ def test_nothing_built_is_told(unloaded):
         cutlass_library.workspace_bytes(1, 1, 1, 128, 128, True)
 
 
-def test_a_library_that_does_not_load_is_told(unloaded):
+def test_a_library_that_does_not_load_is_a_warning(unloaded):
     folder = cutlass_source.cache_directory()
     folder.mkdir(parents=True)
     name = f"{cutlass_source.LIBRARY}-{cutlass_source.ARCHITECTURE}-{cutlass_source.key()}-x.so"
     (folder / name).write_text("no library")
-    assert f"{name} does not load" in str(cutlass_library.library().fault)
+    with pytest.warns(LibraryWarning, match="jmx build cutlass"):
+        found = cutlass_library.library()
+    assert f"{name} does not load" in str(found.fault)
+    assert cutlass_library.library() is found  # and no second warning
 
 
 def test_a_library_of_other_sources_is_refused(unloaded, tmp_path):
@@ -421,7 +453,8 @@ def test_a_library_of_other_sources_is_refused(unloaded, tmp_path):
     built = subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", folder / name], capture_output=True, check=False)
     if built.returncode:
         pytest.skip("needs a C compiler")
-    assert "compiled from other sources" in str(cutlass_library.library().fault)
+    with pytest.warns(LibraryWarning, match="compiled from other sources"):
+        assert cutlass_library.library().fault is not None
 
 
 def test_missing_things_are_values():

@@ -1,4 +1,4 @@
-"""The arrays that the handler `jmx_cutlass_moe` takes: its checks, compiled for a CPU without kernels behind them."""
+"""The arrays that the handler `jmx_cutlass_moe` takes: its checks, compiled for a CPU without the kernels."""
 
 import ctypes
 import shutil

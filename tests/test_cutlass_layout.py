@@ -106,7 +106,7 @@ def test_every_bit_of_a_word_has_one_place():
 
 
 def test_a_mask_of_bfloat16_leaves_three_of_four_codes():
-    """What the layout is for: sign, exponent and mantissa stand where a bfloat16 of 2^-126 times the value has them."""
+    """Its purpose: sign, exponent and mantissa are where a bfloat16 of 2^-126 times the value has them."""
     codes = np.random.default_rng(0).integers(0, 16, (16, 64), dtype=np.uint8)
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     spec = WeightSpec("down", (16, 64), None, jmx.MXFP4)

@@ -20,8 +20,9 @@ from example_steps import decode_step, relative_error
 from flax import nnx
 from float_checkpoints import float_gpt_oss
 from golden_experts import Family, check_tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -505,7 +506,7 @@ def test_a_cache_grows_with_what_it_holds(rng: np.random.Generator) -> None:
     assert grown.nbytes == sum(a.on_device_size_in_bytes() for a in grown.layers)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.floats(0.2, 3), st.floats(0.05, 1), st.integers(0, 2**31 - 1))
 def test_sampling_stays_within_top_p_and_repeats_by_seed(temperature: float, top_p: float, seed: int) -> None:
     logits = np.random.default_rng(seed).standard_normal((3, 50)).astype(np.float32) * 2

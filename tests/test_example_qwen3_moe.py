@@ -164,7 +164,7 @@ def test_floats_rounded_as_they_are_read_are_those_that_convert_writes(tmp_path:
 def test_tied_tables_that_files_hold_both_or_either(
     embedding: str, head: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """As transformers reads them: two that differ stay two, whatever the config says."""
+    """As transformers reads them: two different ones stay two, whatever the config declares."""
     names = "model.embed_tokens.weight", "lm_head.weight"
 
     def change(tensors: dict[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Explanations: of layers, arrays and plain shapes, the numbers by hand, and text that people read."""
+"""`jmx.explain`: of layers, arrays and plain shapes, its numbers computed by hand, and its text."""
 
 import dataclasses
 import json

@@ -1,11 +1,6 @@
 """The handlers of the kernels in C++: any array in the place of any argument gives a right result, or an error that
 names it."""
 
-import os
-import re
-import shutil
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -79,7 +74,7 @@ def grouped_product(name, dtype: Any = np.float32):
     }
     floats = [ml_dtypes.bfloat16] if dtype == np.float32 else []
     return Call(
-        ffi.TARGET,
+        ffi.GROUPED_PRODUCT,
         arrays,
         {"out": jax.ShapeDtypeStruct((ROWS, N), jnp.float32)},
         {
@@ -162,33 +157,3 @@ def test_columns_of_every_element_type(dtype):
 @pytest.mark.parametrize(("call", "name"), PLACES)
 def test_every_place_with_wrong_sizes(call, name):
     assert_every_size(CALLS[call], name)
-
-
-FOR_ANOTHER_JAX = """#include "xla/ffi/api/c_api.h"
-#define HANDLER(name)                                                                               \\
-  XLA_FFI_Error* name(XLA_FFI_CallFrame* frame) {                                                   \\
-    ((XLA_FFI_Metadata_Extension*)frame->extension_start)->metadata->api_version.major_version = 99; \\
-    return 0;                                                                                       \\
-  }
-HANDLER(jmx_cpu_grouped_product)
-HANDLER(jmx_cpu_round_rows)
-HANDLER(jmx_cpu_order_columns)
-const char* jmx_cpu_kernels() { return "portable"; }
-"""
-
-
-def test_a_library_for_another_jax_stops_nothing(tmp_path):
-    """Though it is the first that a program asks for."""
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    (tmp_path / "other.c").write_text(FOR_ANOTHER_JAX)
-    command = ["gcc", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir(), "-o", "other.so", "other.c"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    code = (
-        "import pathlib\nimport jax.numpy as jnp\nfrom jmx.ffi.cpu import library as ffi\n"
-        f"ffi._PATH = pathlib.Path({str(tmp_path / 'other.so')!r})\n"
-        "print(ffi.library().fault, jnp.arange(3).sum())"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert re.search(r"other\.so does not load: .* API version .* 3$", done.stdout.strip()), done.stdout + done.stderr

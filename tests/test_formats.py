@@ -1,4 +1,4 @@
-"""Every format: how its arrays fit each other, and what packing and padding do to them."""
+"""Every format: shapes of its arrays, packing and padding."""
 
 from dataclasses import FrozenInstanceError
 

@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jmx import grouping
-from jmx.grouping import cut, few, group, many, max_blocks, single
+from jmx.grouping import few, group, many, max_blocks, single, split_groups
 from jmx.routing import Logits, TopKSoftmax, route
 
 pytestmark = pytest.mark.sampled(3)
 
-some = settings(max_examples=15)  # shapes are drawn from few values: each compiles anew
+some = examples(15)  # shapes are drawn from few values: each compiles anew
 jitted_group = jax.jit(group, static_argnums=1)
-jitted_cut = jax.jit(cut, static_argnums=(1, 2))
+jitted_cut = jax.jit(split_groups, static_argnums=(1, 2))
 jitted_few = jax.jit(partial(few, align=8), static_argnums=1)
 jitted_many = jax.jit(many, static_argnums=(1, 2, 3), static_argnames="whole")
 
@@ -87,7 +88,7 @@ def test_blocks_partition_the_rows(seed, num_tokens, top_k, num_experts, where, 
 
 
 def test_blocks_of_one_expert_are_near_equal():
-    blocks = cut(jnp.array([0, 270, 5], jnp.int32), 275, 256)
+    blocks = split_groups(jnp.array([0, 270, 5], jnp.int32), 275, 256)
     assert int(blocks.num_blocks) == 3
     assert blocks.experts[:3].tolist() == [1, 1, 2]
     assert blocks.counts[:3].tolist() == [135, 135, 5]
@@ -154,7 +155,7 @@ def test_few_on_every_small_routing():
         assert_few(jax.tree.map(lambda array, i=i: array[i], work), ids, 3)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     seeds, st.sampled_from([1, 5, 16]), st.sampled_from([1, 4]), st.sampled_from([1, 31, 32, 33, 128, 500, 512]), ranges
 )

@@ -17,7 +17,7 @@ def table(text):
 
 
 def test_the_errors_are_those_of_the_docs(capsys):
-    # The page's own command, whose seed stands: static scales come from a heavy tail's largest magnitude, on which
+    # The page's own command and seed: static scales come from a heavy tail's largest magnitude, on which
     # fresh draws do not agree.
     (command,) = re.findall(r"^    python benchmarks/input_error\.py (.*)$", PAGE.read_text(), re.MULTILINE)
     assert input_error.main([*command.split(), "--draws", "3"]) == 0  # of nine, for a third of the time

@@ -339,7 +339,7 @@ SHORT = [format for format in ALL if format.short_block]
 @pytest.mark.parametrize("format", SHORT, ids=lambda format: format.name)
 @pytest.mark.parametrize("size", [1, 2, 5, 32, 100, 127, 128, 129, 160, 192, 255, 257, 300, 416])
 def test_the_last_block_may_be_short(rng, format, size):
-    """It has a scale of its own, and neither it nor the others depend on what is beside them."""
+    """It has its own scale, and blocks do not depend on each other."""
     x = (rng.standard_normal((2, 3, size)) * np.exp(rng.normal(0, 3, (2, 3, size)))).astype(SINGLE)
     q = assert_as_reference(x, format)
     assert q.scales.shape == (2, 3, -(-size // format.block_size))
@@ -483,11 +483,11 @@ def test_static_scales_of_experts_become_the_largest():
 def test_static_scales_that_cannot_be_are_refused(bad):
     with pytest.raises(ValueError, match=r"`scales\[2\]` \(=.*\) must be positive and finite, as all 4 must"):
         reduce_static_scales(np.array([1, 2, bad, 3], SINGLE))
-    with pytest.raises(ValueError, match="must be one an expert"):
+    with pytest.raises(ValueError, match=r"must be \(E,\) or \(E, P\)"):
         reduce_static_scales(np.ones((2, 2, 2), SINGLE))
     with pytest.raises(ValueError, match=r"`scales\[1, 0\]` \(=.*\) must be positive and finite, as all 4 must"):
         reduce_static_scales(np.array([[1, 2], [bad, 3]], SINGLE))
-    with pytest.raises(ValueError, match="must be one an expert"):
+    with pytest.raises(ValueError, match=r"must be \(E,\) or \(E, P\)"):
         reduce_static_scales(np.ones(0, SINGLE))
     with pytest.raises(TypeError, match="must be float32"):
         reduce_static_scales(np.ones(2, np.int32))
@@ -499,7 +499,7 @@ def test_static_scales_that_cannot_be_are_refused(bad):
     ("checkpoint", "user", "supported", "expected"),
     [
         (None, None, (None, "fp8_token"), None),
-        (None, None, ("fp8_token", None), None),  # 16 bits are preferred, wherever they stand
+        (None, None, ("fp8_token", None), None),  # 16 bits are preferred, in any position
         (None, None, ("mxfp8", "fp8_token"), "mxfp8"),
         ("mxfp8", None, (None, "mxfp8"), "mxfp8"),
         ("mxfp8", "mxfp8", (None, "mxfp8"), "mxfp8"),

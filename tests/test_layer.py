@@ -1,4 +1,4 @@
-"""The layer as a function: what it refuses, and how routing, backends and jit meet in it."""
+"""The layer as a function: its errors, and how it combines routing, backends and jit."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layouts: inverse maps bit for bit, experts taken inside a trace, and an engine's layout that pads and transposes."""
+"""Layouts: exact inverses, experts taken inside a trace, and a backend's layout that pads and transposes."""
 
 import jax
 import jax.numpy as jnp

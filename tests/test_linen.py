@@ -163,7 +163,7 @@ def test_on_a_mesh_weights_are_placed_split(x):
 
 
 class Block(nn.Module):
-    """A layer as a whole model has it: kept small beside what it is added to, and scanned over."""
+    """A layer as in a whole model: its output is small beside the residual, and it is scanned over."""
 
     options: Any
     wrap: Any = lambda module: module

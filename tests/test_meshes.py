@@ -314,7 +314,7 @@ def test_gradients_through_shard_map_that_checks_types(backend, tokens, split, r
     mesh = on_mesh(kinds=AUTO)
 
     def body(arrays, c):
-        if split in ("x", "routing"):  # the other one, whole, is cut here
+        if split in ("x", "routing"):  # the other one, whole, is split here
             count = tokens // 4
             start = jax.lax.axis_index("a") * count
             whole = {name for name in BY_TOKEN if name in arrays and name not in by_token}

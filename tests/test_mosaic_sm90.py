@@ -1,5 +1,5 @@
-"""The backend `mosaic` beyond the battery: what it refuses, and on a Hopper GPU the sizes, scales and ways to cut that
-are its own concern."""
+"""The backend `mosaic` beyond tests/test_backends.py: what it rejects, and on a Hopper GPU the sizes, scales and splits
+that are its own concern."""
 
 import dataclasses
 from functools import partial
@@ -40,7 +40,7 @@ PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")
 
 
-# What it refuses
+# What it rejects
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_mixture_of_scales_that_bfloat16_holds(tokens, low, high, rng):
     assert_agrees("mosaic", case, y, reference(case, weights, x, routing))
 
 
-# Ways to cut
+# Splits
 
 
 CONFIGS = [
@@ -373,7 +373,7 @@ def test_another_routing_does_not_retrace(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_layers_that_do_not_wait_for_each_other(tokens, rng):
-    """Each wants every multiprocessor at once; XLA may launch them side by side."""
+    """Each is persistent on all SMs; XLA may launch them concurrently."""
     case = suited("mosaic", Case(tokens=tokens, dtype="bfloat16"))
     weights = [draw_weights(rng, case) for _ in range(4)]
     xs, routings = [draw_x(rng, case) for _ in weights], [draw_routing(rng, case) for _ in weights]

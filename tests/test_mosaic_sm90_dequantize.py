@@ -52,7 +52,7 @@ def as_the_kernel_has_it(held: BlockScaled, decoder: Decoder, spec: WeightSpec) 
         for even in range(2):
             rows, column = 16 * warp + lane // 4 + 8 * below, 8 * eight + 2 * (lane % 4) + even
             out[:, rows, :, column] = pair[..., even].transpose(2, 0, 1)
-    return out.reshape(tiles * TILE, columns * TILE) * 2.0**decoder.raised
+    return out.reshape(tiles * TILE, columns * TILE) * 2.0**decoder.rescale_exponent
 
 
 def draw(key: int, format: formats.Format, shape: tuple[int, int], scale_dtype: str | None) -> BlockScaled:

@@ -37,7 +37,7 @@ from jmx.numerics.layouts import WeightSpec
 from jmx.numerics.quantization import random
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
-from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RAISED, magnitudes, unit_bytes
+from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RESCALE_EXPONENT, magnitudes, unit_bytes
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.selection import tuning
 
@@ -57,7 +57,7 @@ PAIRS = [
 ]
 
 
-# What it refuses
+# What it rejects
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_magnitudes_are_exact_as_far_as_it_says():
     largest, step = magnitudes()
     for distance in range(EXACT_BELOW + 1):
         found = (largest - np.uint32(distance) * step).view(ml_dtypes.float8_e5m2).astype(np.float64)
-        exact = (found == elements * 2.0 ** (RAISED - distance)).all()
+        exact = (found == elements * 2.0 ** (RESCALE_EXPONENT - distance)).all()
         assert exact == (distance < EXACT_BELOW)
 
 
@@ -276,7 +276,7 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
     )
 
 
-# How it is cut
+# Tiles and splits
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -290,29 +290,31 @@ def test_configurations_fit(name):
 
 def test_rows_are_kept_where_a_warpgroup_has_one():
     """All units of it, beside at least half the stages that there would be."""
-    kept = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 16) if heuristic(shape_of(tokens)).keeps_rows]
+    kept = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 16) if heuristic(shape_of(tokens)).resident_rows]
     assert kept == [1, 2, 3, 4]
-    assert not heuristic(shape_of(1)._replace(weighted=True)).keeps_rows
-    few = Config(8, 3, 2, 8, one_launch=True, keeps_rows=True)
+    assert not heuristic(shape_of(1)._replace(weighted=True)).resident_rows
+    few = Config(8, 3, 2, 8, fuse_quantize=True, resident_rows=True)
     size, stage, scales = 4352, 8 * 128 + 32 * 4, 1024
-    needed = [dataclasses.replace(few, keeps_rows=keeps).shared_memory(size, 23) for keeps in (False, True)]
+    needed = [dataclasses.replace(few, resident_rows=keeps).shared_memory(size, 23) for keeps in (False, True)]
     assert needed[1] - needed[0] == (23 - 8) * stage + scales
     assert few.shared_memory(size, 8) == few.shared_memory(size, 1)  # there are as many stages of rows anyway
     for units in (23, 56, 100, 128, 132, 256):
         wide = shape_of(2)._replace(units=(units, 16))
         config = heuristic(wide)
         config.check(wide)
-        assert config.keeps_rows == (units <= 128)
+        assert config.resident_rows == (units <= 128)
     wide = shape_of(2)._replace(units=(128, 16))
     with pytest.raises(ValueError, match="num_stages"):
         dataclasses.replace(heuristic(wide), num_stages=heuristic(wide).num_stages + 1).check(wide)
-    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False for more tokens than `warpgroups_m`"):
+    with pytest.raises(
+        ValueError, match=r"`resident_rows` \(=True\) must be False for more tokens than `warpgroups_m`"
+    ):
         few.check(shape_of(4))
-    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False where an expert's inputs are its own"):
+    with pytest.raises(ValueError, match=r"`resident_rows` \(=True\) must be False where inputs differ by expert"):
         few.check(shape_of(3)._replace(weighted=True))
-    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False without `one_launch`"):
-        dataclasses.replace(few, one_launch=False)
-    with pytest.raises(ValueError, match=r"`keeps_rows` \(=True\) must be False with `warpgroups_k` above 1"):
+    with pytest.raises(ValueError, match=r"`resident_rows` \(=True\) must be False without `fuse_quantize`"):
+        dataclasses.replace(few, fuse_quantize=False)
+    with pytest.raises(ValueError, match=r"`resident_rows` \(=True\) must be False with `warpgroups_k` above 1"):
         dataclasses.replace(few, warpgroups_m=1, warpgroups_k=3)
 
 
@@ -346,7 +348,7 @@ def test_a_launch_that_rounds_rows_has_no_more_weights_on_their_way_than_pay():
     found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 16, 64) for name in TAKEN}
     for (_, name), config in found.items():
         size = config.num_warpgroups * unit_bytes(FORMATS[name])
-        most = 112 if config.keeps_rows else 120 if config.warpgroups_k > 1 else 136
+        most = 112 if config.resident_rows else 120 if config.warpgroups_k > 1 else 136
         assert config.num_stages <= max(3 * config.units, most * 1024 // size)
     assert [found[tokens, "mxfp4"].num_stages for tokens in (1, 4, 16, 64)] == [8, 6, 7, 8]
 
@@ -361,11 +363,11 @@ def test_warpgroups_share_columns_of_few_rows_where_there_are_many():
     many = [shape_of(n)._replace(top_k=8, num_experts=256, tiles=(64, 112), units=(56, 16)) for n in range(1, 65)]
     found = [config for config in map(heuristic, many) if config.warpgroups_k > 1]
     assert len(found) == 11
-    assert all(config.one_launch for config in found)
+    assert all(config.fuse_quantize for config in found)
 
 
 def test_few_rows_are_rounded_where_they_are_multiplied():
-    found = {tokens: heuristic(shape_of(tokens)).one_launch for tokens in (1, 8, 64, 256, 1024, 8192)}
+    found = {tokens: heuristic(shape_of(tokens)).fuse_quantize for tokens in (1, 8, 64, 256, 1024, 8192)}
     assert found == {1: True, 8: True, 64: True, 256: True, 1024: False, 8192: False}
 
 
@@ -521,13 +523,13 @@ def test_tokens_have_the_same_bits_alone_in_few_and_in_many(format, rng):
 @pytest.mark.parametrize("warpgroups_m", [1, 2, 3, 5])
 @pytest.mark.parametrize(("format", "dtype"), [("mxfp4", "bfloat16"), ("fp8_channel", "float16")])
 def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rng):
-    """Each weight is one tile, and outputs are one: what the other warpgroups have behind it are zeros."""
+    """Each weight is one tile, and outputs are one: the other warpgroups' tiles are zeros."""
     ungated = Case(tokens=300, input_format="fp8_token", hidden=64, intermediate=64, activation=SiLU(), order=None)
     case = suited("mosaic_fp8", dataclasses.replace(ungated, format=format, dtype=dtype))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     expected = reference(case, weights, x, routing)
-    for one_launch in (False, True):
-        with tuning.override("mosaic_fp8", Config(8, warpgroups_m, 2, 4, one_launch=one_launch)):
+    for fuse_quantize in (False, True):
+        with tuning.override("mosaic_fp8", Config(8, warpgroups_m, 2, 4, fuse_quantize=fuse_quantize)):
             for _ in range(5):
                 assert_agrees("mosaic_fp8", case, call("mosaic_fp8", case, weights.experts(case), x, routing), expected)
 
@@ -535,15 +537,20 @@ def test_warpgroups_that_have_no_tile_write_none(format, dtype, warpgroups_m, rn
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 6, 40, 300])
 @pytest.mark.parametrize(("format", "input_format", "sizes"), PAIRS)
-def test_one_launch_gives_the_bits_of_four(tokens, format, input_format, sizes, rng):
+def test_fused_quantization_gives_the_bits_of_four(tokens, format, input_format, sizes, rng):
     case = suited(
         "mosaic_fp8", Case(tokens=tokens, format=format, input_format=input_format, dtype="bfloat16", **sizes)
     )
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     experts, found = weights.experts(case), []
     for config in (Config(16, 3, 2, 4), Config(40, 2, 1, 4), Config(16, 4, 2, 4, 2), Config(8, 1, 2, 4, 2, 3)):
-        keeps = [{"keeps_rows": True}] if tokens <= config.warpgroups_m and config.warpgroups_k == 1 else []
-        for how in ({}, {"one_launch": True}, {"one_launch": True}, *({"one_launch": True} | one for one in keeps)):
+        keeps = [{"resident_rows": True}] if tokens <= config.warpgroups_m and config.warpgroups_k == 1 else []
+        for how in (
+            {},
+            {"fuse_quantize": True},
+            {"fuse_quantize": True},
+            *({"fuse_quantize": True} | one for one in keeps),
+        ):
             with tuning.override("mosaic_fp8", dataclasses.replace(config, **how)):
                 found.append(call("mosaic_fp8", case, experts, x, routing))
         for other in found[1:]:
@@ -575,7 +582,7 @@ def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_fo
     case = suited("mosaic_fp8", dataclasses.replace(case, format=format, input_format=input_format))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
     found = []
-    for how in ({}, {"one_launch": True, "keeps_rows": config.warpgroups_k == 1}):
+    for how in ({}, {"fuse_quantize": True, "resident_rows": config.warpgroups_k == 1}):
         with tuning.override("mosaic_fp8", dataclasses.replace(config, **how)):
             found.append(call("mosaic_fp8", case, weights.experts(case), x, routing))
     np.testing.assert_array_equal(found[1], found[0])
@@ -585,10 +592,10 @@ def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_fo
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "config"),
-    [(2, Config(16, 3, 2, 4, keeps_rows=True, one_launch=True))]
-    + [(n, Config(16, m, 2, 4, warpgroups_k=k, one_launch=True)) for n in (6, 20) for m, k in ((3, 1), (1, 3))],
+    [(2, Config(16, 3, 2, 4, resident_rows=True, fuse_quantize=True))]
+    + [(n, Config(16, m, 2, 4, warpgroups_k=k, fuse_quantize=True)) for n in (6, 20) for m, k in ((3, 1), (1, 3))],
 )
-def test_one_launch_counts_anew_in_every_turn_of_a_loop(tokens, config, rng):
+def test_fused_quantization_counts_anew_in_every_turn_of_a_loop(tokens, config, rng):
     """Also where routing, and all that is made of it, stays the same."""
     case = Case(tokens=tokens, num_experts=1, top_k=1, input_format="fp8_token", dtype="bfloat16", **ODD)
     case = suited("mosaic_fp8", case)
@@ -691,7 +698,7 @@ def test_tokens_have_the_same_bits_whichever_operand_they_are(format, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("count", "other"), [(96, False), (97, True)])
 def test_what_a_layout_says_of_shared_scales_is_believed(count, other, rng):
-    """What it says wrongly gives other results: so both ways are taken where they ought to be."""
+    """A wrong flag gives other results, so both paths are taken where they should be."""
     case = Case(tokens=count, format="fp8_block", input_format="fp8_block", dtype="bfloat16", num_experts=1, top_k=1)
     case = suited("mosaic_fp8", dataclasses.replace(case, **BLOCKS))
     experts, x, routing = draw_weights(rng, case).experts(case), draw_x(rng, case), draw_routing(rng, case)

@@ -1,4 +1,4 @@
-"""The layout `mosaic_sm90`: where each code lies, by its docstring, and what the kernel's own PTX makes of it."""
+"""The layout `mosaic_sm90`: the place of each code, by its docstring, and how the kernel's own PTX decodes it."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def row_of(spec, tile, warp, lane, below):
     return 2 * nth + below if spec.gate_up_order == "interleaved" else half * below + nth
 
 
-# What the kernel's PTX makes of it
+# How the kernel's PTX decodes it
 
 
 def dequantized(words, pair, factors):

@@ -1,4 +1,4 @@
-"""The schedule of the Hopper kernel by brute force: every piece of work once, and nothing read that is not written."""
+"""The schedule of the Hopper kernel by brute force: every work item once, and nothing read that is not written."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""MXFP8 against a brute-force quantiser over ml_dtypes' values, and against what FlashInfer made on a CPU."""
+"""MXFP8 against a brute-force quantizer over ml_dtypes' values, and against what FlashInfer made on a CPU."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -142,7 +142,7 @@ def test_the_error_is_at_most_half_a_step(rng):
 def test_the_bits_are_those_of_flashinfer():
     """Except where its scale code is 0, that is below 448 * 2^-127: it makes zeros of such blocks."""
     x = GOLDEN["x"]
-    assert not (x.view(np.uint32) & 0xFFFF).any()  # it can be had as bfloat16, which is what kernels are given
+    assert not (x.view(np.uint32) & 0xFFFF).any()  # bfloat16 represents it, which is what kernels are given
     for q in (quantize(x), quantize(x.astype(jnp.bfloat16))):
         scales = GOLDEN["mxfp8_scales"].reshape(len(x), -1)
         np.testing.assert_array_equal(bits(q.scales), scales)

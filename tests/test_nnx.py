@@ -1,4 +1,4 @@
-"""The NNX module: under every transformation of jax and nnx, on meshes, with routing of all kinds, and its refusals."""
+"""The NNX module: under every transformation of jax and nnx, on meshes, with routing of all kinds, and its errors."""
 
 import pathlib
 import re
@@ -287,15 +287,15 @@ def test_scan_over_stacked_layers(x):
 
 
 def test_split_and_merge(layer, x):
-    graph, quantised, params, rest = nnx.split(layer, Quantized, nnx.Param, ...)
-    assert {path[0] for path, _ in nnx.to_flat_state(quantised)} == {
+    graph, quantized, params, rest = nnx.split(layer, Quantized, nnx.Param, ...)
+    assert {path[0] for path, _ in nnx.to_flat_state(quantized)} == {
         "gate_up_values",
         "gate_up_scales",
         "down_values",
         "down_scales",
     }
     assert not jax.tree.leaves(rest)
-    np.testing.assert_array_equal(nnx.merge(graph, quantised, params, rest)(x), layer(x))
+    np.testing.assert_array_equal(nnx.merge(graph, quantized, params, rest)(x), layer(x))
     assert hash(graph) == hash(nnx.split(layer)[0])
 
 
@@ -333,7 +333,7 @@ def test_export_of_a_step_over_a_pure_dict(x):
         export.export(jax.jit(step))(arrays, jax.ShapeDtypeStruct((tokens, H), jnp.float32))
 
 
-# Weights put in and moved
+# Updating and moving weights
 
 
 def test_update_and_prepare_of_a_running_layer(x, rng):

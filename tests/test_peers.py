@@ -1,4 +1,4 @@
-"""benchmarks/layer.py --peers: what is fetched, what stands in the report, and that the peers' reference is ours."""
+"""benchmarks/layer.py --peers: what is fetched, what the report contains, and that the peers' reference is ours."""
 
 import dataclasses
 import json

@@ -13,9 +13,10 @@ import jmx
 from jmx import _version
 
 ROOT = pathlib.Path(jmx.__file__).parent
-# Each file may import those before it; files of one entry stand side by side.
+# Each module may import those of earlier entries; those of one entry do not import each other.
 ORDER = [
-    {"_version", "util", "meshes"},
+    {"_version", "util"},
+    {"meshes"},
     {"numerics"},
     {"activations", "routing", "grouping"},
     {"experts"},
@@ -25,7 +26,7 @@ ORDER = [
     {"backends"},
     {"autodiff"},
     {"layer"},
-    {"explain", "module_arguments"},
+    {"explain", "module_arguments", "module_call"},
     {"nnx", "linen"},
     {"checkpoint"},
     {"perf"},
@@ -71,25 +72,17 @@ def test_the_package_is_typed():
     assert (ROOT / "py.typed").is_file()
 
 
-def test_importing_all_of_it_touches_no_device_and_compiles_nothing():
+def test_importing_all_of_it_touches_no_device():
+    """And so compiles nothing."""
     everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint"
-    nowhere = {"JAX_PLATFORMS": "nowhere"}  # initialising any device would fail
-    told = run(
-        f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')", **nowhere
+    nowhere = {"JAX_PLATFORMS": "nowhere"}  # initializing any device fails
+    done = run(
+        f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')\n"
+        "import jax\ntry:\n    jax.numpy.ones(3)\nexcept RuntimeError as error:\n    print(error)",
+        **nowhere,
     )
-    assert told.returncode == 0, told.stderr
-    assert "nowhere" in run("import jax; jax.devices()", **nowhere).stderr
-    told = run(f"import logging, jax\njax.config.update('jax_log_compiles', True)\n{everything}", JAX_PLATFORMS="cpu")
-    assert told.returncode == 0
-    assert "ompil" not in told.stderr, told.stderr
-    assert (
-        "ompil"
-        in run(
-            "import warnings; warnings.simplefilter('ignore')\nimport jax\n"
-            "jax.config.update('jax_log_compiles', True)\njax.numpy.ones(3)",
-            JAX_PLATFORMS="cpu",
-        ).stderr
-    )
+    assert done.returncode == 0, done.stderr
+    assert "nowhere" in done.stdout
 
 
 def test_importing_adds_little_to_jax_and_flax():
@@ -110,11 +103,14 @@ def test_checkpoints_are_imported_when_they_are_used():
     absent = "flax.nnx", "optax", "orbax.checkpoint", "rich.progress", "safetensors", "tensorstore", "jmx.checkpoint"
     done = run(f"import jmx, sys; print([name for name in {absent} if name in sys.modules])")
     assert done.stdout.strip() == "[]", done.stderr
-    for use in ("jmx.", "from jmx import checkpoint; ", "from jmx import *; "):
-        done = run(f"import jmx, sys; {use}checkpoint.gpt_oss; print(sys.modules['jmx.checkpoint'] is jmx.checkpoint)")
-        assert done.stdout.strip() == "True", done.stderr
     with pytest.raises(AttributeError, match="module 'jmx' has no attribute 'checkpoints'"):
         jmx.checkpoints  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("use", ["jmx.", "from jmx import checkpoint; ", "from jmx import *; "])
+def test_each_use_imports_checkpoints(use):
+    done = run(f"import jmx, sys; {use}checkpoint.gpt_oss; print(sys.modules['jmx.checkpoint'] is jmx.checkpoint)")
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def module_name(path):
@@ -146,7 +142,7 @@ def test_arrows_point_down():
         for imported in imports(path):
             there = imported.partition(".")[2].partition(".")[0]
             if there not in (here, ""):
-                assert rank[there] < rank[here], f"{module} imports {imported}, which stands above it"
+                assert rank[there] < rank[here], f"{module} imports {imported}, which is above it"
 
 
 def test_imports_have_no_circle():
@@ -156,7 +152,7 @@ def test_imports_have_no_circle():
     assert not arrows
 
 
-def test_few_modules_lie_directly_in_the_package():
+def test_few_modules_are_directly_in_the_package():
     assert len([*ROOT.glob("*.py")]) <= 14
 
 

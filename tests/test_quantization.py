@@ -1,4 +1,4 @@
-"""MXFP4 against ml_dtypes in float64, against a brute-force quantiser, and as properties. The other formats against
+"""MXFP4 against ml_dtypes in float64, against a brute-force quantizer, and as properties. The other formats against
 their definition in numpy."""
 
 from typing import Any, cast
@@ -305,7 +305,7 @@ def test_bad_arguments_are_refused():
 OTHERS = {name: format for name, format in FORMATS.items() if name != "mxfp4"}
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 other_formats = pytest.mark.parametrize("format", OTHERS.values(), ids=OTHERS)
-quantised_formats = pytest.mark.parametrize(
+quantized_formats = pytest.mark.parametrize(
     "format", [f for f in OTHERS.values() if "order" not in f.arrays], ids=[n for n in OTHERS if "order" not in n]
 )
 
@@ -390,7 +390,7 @@ def reference_scales(x, format):
     return amax / np.float32(limit), None
 
 
-@quantised_formats
+@quantized_formats
 @pytest.mark.parametrize(("shape", "dtype"), [((130, 256), jnp.float32), ((4, 128), jnp.bfloat16)])
 def test_quantize_is_the_definition(format, shape, dtype, rng):
     x = (rng.standard_t(3, shape) * 2.0 ** rng.integers(-6, 6, (shape[0], 1))).astype(dtype)
@@ -412,7 +412,7 @@ def test_quantize_is_the_definition(format, shape, dtype, rng):
     np.testing.assert_array_equal(q.values.astype(np.float64), nearest(quotients.astype(np.float64), format))
 
 
-@quantised_formats
+@quantized_formats
 @no_deadline
 @given(seed=seeds)
 def test_error_of_other_formats_is_bounded(format, seed):
@@ -429,14 +429,14 @@ def test_error_of_other_formats_is_bounded(format, seed):
     assert (error <= widest * by_column(step, format, 256)).all()
 
 
-@quantised_formats
+@quantized_formats
 def test_blocks_of_zeros_get_scale_one(format):
     q = quantize(np.zeros((3, 256), np.float32), format)
     np.testing.assert_array_equal(np.asarray(q.scales).astype(np.float32), 1)
     assert not np.asarray(dequantize(q, jnp.float32, format)).any()
 
 
-@quantised_formats
+@quantized_formats
 @pytest.mark.parametrize("size", [1e-38, 1e38])
 def test_scales_are_neither_zero_nor_infinite(format, size, rng):
     x = (rng.uniform(-1, 1, (3, 256)) * size).astype(np.float32)
@@ -446,7 +446,7 @@ def test_scales_are_neither_zero_nor_infinite(format, size, rng):
     assert np.isfinite(scales).all()
 
 
-@quantised_formats
+@quantized_formats
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nonfinite_values_make_their_block_nan_in_other_formats(format, bad, rng):
     x = rng.standard_normal((3, 256)).astype(np.float32)
@@ -463,7 +463,7 @@ def test_nonfinite_values_make_their_block_nan_in_other_formats(format, bad, rng
 
 def test_what_quantize_refuses_of_other_formats():
     x = np.ones((2, 128), np.float32)
-    with pytest.raises(ValueError, match=r"`scale_rule` \(='round_up'\) must be 'ocp': others are of MXFP4 alone"):
+    with pytest.raises(ValueError, match=r"`scale_rule` \(='round_up'\) must be 'ocp': other rules are for MXFP4 only"):
         quantize(x, NVFP4, scale_rule="round_up")
     with pytest.raises(ValueError, match=r"`format` \(='int4_g128_order'\) must have no order"):
         quantize(x, FORMATS["int4_g128_order"])

@@ -121,14 +121,15 @@ def installed(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
     return package, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-def test_the_backend_that_the_docs_build_works(installed):
-    """By the page's own commands."""
+def test_the_backend_that_the_docs_build_works(installed, request):
+    """Run with the page's own commands. If this run draws cases, so does that of jmx's tests."""
     package, environment = installed
     found = [line.strip() for line in INDENTED.findall(FENCED.sub("", PAGES["adding_a_backend.md"].read_text()))]
     assert [line.split()[0] for line in found] == ["pip", "python", "python"]
     (package / "conftest.py").write_text(WITHOUT_THE_INSTALLED)
-    for command, here, least in zip(found[1:], (package, ROOT), (5, 40), strict=True):
-        arguments = [sys.executable, *shlex.split(command)[1:]]
+    drawn = request.config.getoption("--drawn")
+    for command, here, least in zip(found[1:], (package, ROOT), (5, 20 if drawn else 40), strict=True):
+        arguments = [sys.executable, *shlex.split(command)[1:], *(["--drawn"] if drawn and here == ROOT else [])]
         done = subprocess.run(arguments, cwd=here, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         passed = re.search(r"(\d+) passed", done.stdout)

@@ -95,7 +95,7 @@ def test_products_with_what_is_not_finite_are_nan(bad):
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float4_e2m1fn])
 def test_every_bfloat16_and_its_neighbours_as_a_narrower_float(dtype):
-    """Which are all ties, and what lies next to them."""
+    """All ties, and the numbers next to them."""
     upper = np.arange(1, 0x7F80, dtype=np.int32) << 16
     bits = np.concatenate([[0], upper - 1, upper, upper + 1]).astype(np.int32)
     got = rounding.minifloat(rounding.normalized(jnp.asarray(bits)), dtype)

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -110,7 +111,7 @@ def test_correction_bias_decides_the_choice_but_not_the_weights(method):
     assert (jitted_route(Logits(x, method, bias)).expert_ids != jitted_route(Logits(x, method)).expert_ids).any()
 
 
-@settings(deadline=None, max_examples=12)  # each compiles anew
+@examples(12)  # each compiles anew
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.data())
 def test_shapes(num_tokens, num_groups, group_size, renormalize, data):
     num_experts = num_groups * group_size
@@ -279,7 +280,7 @@ def test_custom_method_runs_the_users_function():
         route(Logits(x, Custom(2, lambda logits: (logits[:, :2], logits[:, :2]))))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.lists(st.lists(st.integers(-3, 8), min_size=3, max_size=3), max_size=6))
 def test_token_counts(ids):
     ids = np.array(ids, np.int32).reshape(-1, 3)

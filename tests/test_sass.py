@@ -1,4 +1,4 @@
-"""The reader of SASS, on a few lines by hand: a warpgroup's product loop, whose A operand is dequantised anew."""
+"""The reader of SASS, on a few lines by hand: a warpgroup's product loop, whose A operand is dequantized each time."""
 
 import pytest
 from sass import hazards, is_wgmma, parse, register_limits

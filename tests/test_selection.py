@@ -1,4 +1,4 @@
-"""Selection: problems and environments as they are probed, the order of preference, requests, and what errors tell."""
+"""Selection: problems and environments as they are probed, the order of preference, requests, and error messages."""
 
 import enum
 import re
@@ -315,7 +315,7 @@ def test_a_longer_name_and_fewer_cores_are_still_that_device():
 
 def test_platforms_that_cannot_meet_are_an_error(monkeypatch):
     here = jax.device_put(jnp.ones(3), jax.devices("cpu")[0])
-    message = "committed to cpu devices in a mesh of gpu devices cannot meet in one call: move them to one platform"
+    message = "committed to cpu devices in a mesh of gpu devices cannot be used in one call: move them to one platform"
     with on_h200(), pytest.raises(ValueError, match=message):
         Environment.probe(here)
 
@@ -324,7 +324,7 @@ def test_platforms_that_cannot_meet_are_an_error(monkeypatch):
         platform: str = "gpu"
 
     monkeypatch.setattr("jmx.selection.environment._committed_devices", lambda _: [*here.devices(), Elsewhere()])
-    with pytest.raises(ValueError, match="committed to cpu and gpu devices cannot meet"):
+    with pytest.raises(ValueError, match="committed to cpu and gpu devices cannot be used"):
         Environment.probe(here)
 
 

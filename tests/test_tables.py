@@ -5,6 +5,7 @@ import re
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from properties import examples
 from rich.console import Console
 
 from jmx.util.tables import FoldingTable, decimal, numbers, words
@@ -34,7 +35,7 @@ def cells_of(text):
     st.integers(40, 200),
     st.data(),
 )
-@hypothesis.settings(max_examples=60)
+@examples(60)
 def test_no_column_is_dropped_and_no_number_is_cut(keys, rest, width, data):
     word = st.text("abcdefgh", min_size=1, max_size=18)
     columns = [*words(*(f"key{i}" for i in range(keys))), *numbers("tokens")]

@@ -1,5 +1,5 @@
-"""The backend `triton` beyond the battery: who gets it and what it refuses; interpreted on a CPU, how it cuts; and on a
-GPU, what only a compiled kernel shows."""
+"""The backend `triton` beyond tests/test_backends.py: when it is chosen and what it rejects; its splits, interpreted on
+a CPU; and what only a compiled kernel shows, on a GPU."""
 
 import dataclasses
 
@@ -29,14 +29,14 @@ from jmx.backends import registered_backends
 from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.backend import Triton
 from jmx.pallas.triton.config import Config
-from jmx.pallas.triton.elements import NAMES
+from jmx.pallas.triton.ptx import FORMAT_NAMES
 from jmx.selection import tuning
 from jmx.selection.registry import Registry
 from jmx.selection.select import select
 
 pytestmark = pytest.mark.sampled(3)
 
-interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, though a GPU be there
+interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, also if there is a GPU
 REGISTERED = registered_backends()
 PROBLEM = Case(dtype="bfloat16").problem()
 AMPERE, HOPPER = Environment.named("a100"), Environment.named("h200")
@@ -47,7 +47,7 @@ def interpreted_too(monkeypatch):
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry(TESTED))
 
 
-# Who gets it
+# When it is chosen
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def of_format(name, tokens):
 
 
 @slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("tokens", [1, 40])
 @interpreted
 def test_every_format_interpreted(tokens, name, rng):
@@ -206,7 +206,7 @@ def test_gate_up_and_down_may_have_scales_of_different_dtypes(name, rng):
     assert_agrees(INTERPRETED.name, case, y, reference(case, weights, x, routing))
 
 
-# The whole battery takes minutes; `-m slow` runs it.
+# All of tests/test_backends.py takes minutes; `-m slow` runs it.
 @pytest.mark.parametrize(
     ("test", "options"),
     [
@@ -253,7 +253,7 @@ def test_a_split_sum_repeats_bit_for_bit(rng):
 )
 @pytest.mark.parametrize("tokens", [3, 50])
 @interpreted
-def test_however_it_is_cut(tokens, config, rng):
+def test_every_tiling(tokens, config, rng):
     """Sizes that no tile divides: 160 and 224 columns, quarters of 40 and 56 of them."""
     assert_cut(Case(tokens=tokens, hidden=160, intermediate=224, num_experts=4, dtype="bfloat16"), config, rng)
 
@@ -425,7 +425,7 @@ def test_sizes_of_gpt_oss(tokens, top_k, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("tokens", [1, 5, 40, 600])
 def test_every_format(tokens, name, rng):
     battery.check("triton", of_format(name, tokens), rng)

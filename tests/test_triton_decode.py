@@ -13,8 +13,8 @@ from ptx import halves, run_ptx
 
 from jmx.numerics.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW
 from jmx.pallas.triton import decode as decoding
-from jmx.pallas.triton import elements as ptx_elements
-from jmx.pallas.triton.decode import Groups
+from jmx.pallas.triton import ptx as kernel_ptx
+from jmx.pallas.triton.decode import GroupParams
 
 CODES = np.arange(256, dtype=np.uint8)
 # Of either dtype that is two factors, and of the one that is one.
@@ -24,26 +24,26 @@ INTEGERS = [
 
 
 def every_code():
-    """int16 (256, 16): of each row, words with every code at every place, among others at the other places."""
-    places = (np.arange(16)[:, None] + [0, 5, 10, 15]) % 16
-    word = np.bitwise_or.reduce(places << np.arange(0, 16, 4), axis=1)
+    """int16 (256, 16): of each row, words with every code at every position, among others at the other positions."""
+    positions = (np.arange(16)[:, None] + [0, 5, 10, 15]) % 16
+    word = np.bitwise_or.reduce(positions << np.arange(0, 16, 4), axis=1)
     return np.broadcast_to(word.astype(np.uint16).view(np.int16), (256, 16))
 
 
-def codes_at(words, place):
-    return (words.view(np.uint16) >> 4 * place & 15).astype(np.uint8)
+def codes_at(words, position):
+    return (words.view(np.uint16) >> 4 * position & 15).astype(np.uint8)
 
 
-def weights_of(words, codes, place, format=MXFP4):
+def weights_of(words, codes, position, format=MXFP4):
     """Elements times their scales, rounded to bfloat16, which makes infinities of what it does not hold."""
-    elements = codes_at(words, place).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    elements = codes_at(words, position).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     exact = elements * codes.view(format.scale_dtype).astype(np.float64)
     return np.where(np.abs(exact) < 2.0**128, exact, np.copysign(np.inf, exact)) + 0 * exact
 
 
-def integers_of(words, place, zero_points, scales):
+def integers_of(words, position, zero_points, scales):
     """In float64, not rounded."""
-    elements = (codes_at(words, place) ^ 8).astype(np.float64) - 8
+    elements = (codes_at(words, position) ^ 8).astype(np.float64) - 8
     elements -= 0 if zero_points is None else zero_points
     return elements if scales is None else elements * scales.astype(np.float64)
 
@@ -58,12 +58,12 @@ def draw_blocks(rng, name, dtype, shape):
 
 
 def assert_rounded_once(found, expected):
-    """To bfloat16; and what made two factors of a scale may turn a tie."""
+    """To bfloat16. Splitting a scale into two factors may change how a tie is rounded."""
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-8 + 2.0**-15, atol=0)
 
 
 def decoded(words, groups, format):
-    decode = jax.jit(decoding.weights_by_place, static_argnums=(2, 3))
+    decode = jax.jit(decoding.decode_by_position, static_argnums=(2, 3))
     return [np.asarray(found, np.float64) for found in decode(words, groups, format, True)]
 
 
@@ -71,8 +71,8 @@ def test_every_code_under_every_scale_interpreted():
     """Exact as far as bfloat16 holds it, but that XLA on a CPU makes zeros of subnormal results."""
     words = every_code()
     normal = []
-    for place, found in enumerate(decoded(words, Groups(CODES[:, None], None), MXFP4)):
-        expected = weights_of(words, CODES[:, None], place)
+    for position, found in enumerate(decoded(words, GroupParams(CODES[:, None], None), MXFP4)):
+        expected = weights_of(words, CODES[:, None], position)
         assert np.isnan(found[255]).all()
         normal.append(~(np.abs(expected) < 2.0**-126))
         np.testing.assert_array_equal(found[normal[-1]], expected[normal[-1]])
@@ -82,8 +82,8 @@ def test_every_code_under_every_scale_interpreted():
 
 def test_every_code_under_every_scale_of_nvfp4_interpreted():
     words = every_code()
-    for place, found in enumerate(decoded(words, Groups(CODES[:, None], None), NVFP4)):
-        np.testing.assert_array_equal(found, weights_of(words, CODES[:, None], place, NVFP4))
+    for position, found in enumerate(decoded(words, GroupParams(CODES[:, None], None), NVFP4)):
+        np.testing.assert_array_equal(found, weights_of(words, CODES[:, None], position, NVFP4))
 
 
 @pytest.mark.parametrize(("name", "dtype"), INTEGERS)
@@ -91,8 +91,8 @@ def test_integers_interpreted(name, dtype, rng):
     words = every_code()
     scales, zero_points = draw_blocks(rng, name, dtype, (256, 2))
     spread = [None if a is None else np.repeat(a, 8, axis=1) for a in (zero_points, scales)]
-    for place, found in enumerate(decoded(words, Groups(scales, zero_points), FORMATS[name])):
-        assert_rounded_once(found, integers_of(words, place, *spread))
+    for position, found in enumerate(decoded(words, GroupParams(scales, zero_points), FORMATS[name])):
+        assert_rounded_once(found, integers_of(words, position, *spread))
 
 
 def registers(pairs):
@@ -101,53 +101,53 @@ def registers(pairs):
     return pairs[..., 0] | pairs[..., 1] << 16
 
 
-def run_both(place, elements, words, *factors):
+def run_both(position, decoder, words, *factors):
     """float64 (..., 2) of the kernel's PTX in both its forms, from words of 16 bits (..., 2) and 32 bits of factors."""
-    found = run_ptx(elements.at[place], registers(words), *factors)
-    entries = [table[place * len(table) // 4] for table in elements.tables]
-    of_any = run_ptx(elements.at_any, registers(words), *factors, *np.repeat(entries, 2))
+    found = run_ptx(decoder.at[position], registers(words), *factors)
+    entries = [table[position * len(table) // 4] for table in decoder.tables]
+    of_any = run_ptx(decoder.at_any, registers(words), *factors, *np.repeat(entries, 2))
     np.testing.assert_array_equal(of_any, found)
     return halves(found)
 
 
-def run_codes(place, format, words, codes):
-    factor = run_ptx(ptx_elements.FACTORS[format.scale_dtype], registers(codes.astype(np.uint16)))
-    return run_both(place, decoding.elements(format, jnp.uint8), words, factor)
+def run_codes(position, format, words, codes):
+    factor = run_ptx(kernel_ptx.FACTORS[format.scale_dtype], registers(codes.astype(np.uint16)))
+    return run_both(position, decoding.packed_decoder(format, jnp.uint8), words, factor)
 
 
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
-@pytest.mark.parametrize("place", range(4))
-def test_the_ptx_of_every_word_beside_every_other(place, format, rng):
+@pytest.mark.parametrize("position", range(4))
+def test_the_ptx_of_every_word_beside_every_other(position, format, rng):
     """All words in either half of a register, next to one of each other's, under scales that differ."""
     words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
     codes = rng.integers(0, 255 if format == MXFP4 else 127, words.shape, np.uint8)
-    np.testing.assert_array_equal(run_codes(place, format, words, codes), weights_of(words, codes, place, format))
+    np.testing.assert_array_equal(run_codes(position, format, words, codes), weights_of(words, codes, position, format))
 
 
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
-@pytest.mark.parametrize("place", range(4))
-def test_the_ptx_of_every_code_under_every_scale(place, format):
+@pytest.mark.parametrize("position", range(4))
+def test_the_ptx_of_every_code_under_every_scale(position, format):
     finite = CODES[~np.asarray(decoding.are_nan(CODES, format))]
     assert len(finite) == (255 if format == MXFP4 else 254)
     words = np.repeat(every_code()[: len(finite), :, None], 2, axis=2).view(np.uint16)
     codes = np.broadcast_to(finite[:, None, None], words.shape)
-    np.testing.assert_array_equal(run_codes(place, format, words, codes), weights_of(words, codes, place, format))
+    np.testing.assert_array_equal(run_codes(position, format, words, codes), weights_of(words, codes, position, format))
 
 
 @pytest.mark.parametrize(("name", "dtype"), INTEGERS)
-@pytest.mark.parametrize("place", range(4))
-def test_the_ptx_of_integers(place, name, dtype, rng):
+@pytest.mark.parametrize("position", range(4))
+def test_the_ptx_of_integers(position, name, dtype, rng):
     """All words in either half of a register, next to one of each other's, under blocks that differ."""
     words = np.stack([np.arange(1 << 16, dtype=np.uint16), rng.permutation(1 << 16).astype(np.uint16)], axis=1)
     scales, zero_points = draw_blocks(rng, name, dtype, words.shape)
-    factors = [] if zero_points is None else [decoding.offsets(jnp.asarray(zero_points))]
+    factors = [] if zero_points is None else [decoding.zero_point_offsets(jnp.asarray(zero_points))]
     if scales is not None and dtype == ml_dtypes.bfloat16:
         factors.append(scales)
     elif scales is not None:
-        factors += decoding.halves(jnp.asarray(scales))
-    elements = decoding.elements(FORMATS[name], np.dtype(dtype))
-    found = run_both(place, elements, words, *(registers(np.asarray(factor)) for factor in factors))
-    expected = integers_of(words, place, zero_points, scales)
+        factors += decoding.split_scales(jnp.asarray(scales))
+    decoder = decoding.packed_decoder(FORMATS[name], np.dtype(dtype))
+    found = run_both(position, decoder, words, *(registers(np.asarray(factor)) for factor in factors))
+    expected = integers_of(words, position, zero_points, scales)
     if scales is None:
         np.testing.assert_array_equal(found, expected)
     else:
@@ -157,32 +157,32 @@ def test_the_ptx_of_integers(place, name, dtype, rng):
 def test_halves_of_the_largest_scale_are_finite():
     most = np.finfo(np.float32).max
     largest = np.array([most, -most, 2.0**-100, 0], np.float32)
-    high, low = (np.asarray(half, np.float64) for half in decoding.halves(jnp.asarray(largest)))
+    high, low = (np.asarray(half, np.float64) for half in decoding.split_scales(jnp.asarray(largest)))
     np.testing.assert_allclose(high + low, largest.astype(np.float64), rtol=2.0**-15)
 
 
-def test_the_turned_order(rng):
+def test_the_permuted_order(rng):
     for columns in (64, 96, 320):
         x = rng.standard_normal((3, columns)).astype(np.float32)
-        found = np.asarray(decoding.turned(jnp.asarray(x)))
+        found = np.asarray(decoding.permute_columns(jnp.asarray(x)))
         column = decoding.column_at(np.arange(found.shape[1]))
         np.testing.assert_array_equal(found[:, column < columns], x[:, column[column < columns]])
         assert (found[:, column >= columns] == 0).all()
-        for place in range(4):
+        for position in range(4):
             word = np.arange(columns // 4)
-            np.testing.assert_array_equal(column[decoding.index_of(place, word)], 4 * word + place)
+            np.testing.assert_array_equal(column[decoding.permuted_index(position, word)], 4 * word + position)
 
 
-def test_weights_of_all_places_are_in_the_turned_order(rng):
+def test_weights_of_all_positions_are_in_the_permuted_order(rng):
     words, codes = rng.integers(-(2**15), 2**15, (16, 32), np.int16), rng.integers(100, 140, (16, 4), np.uint8)
-    arguments = jnp.asarray(words), Groups(jnp.asarray(codes), None), MXFP4, True
-    whole = jnp.stack(decoding.weights_by_place(*arguments), axis=2).reshape(16, 128)
-    np.testing.assert_array_equal(decoding.weights_turned(*arguments, []), decoding.turned(whole))
+    arguments = jnp.asarray(words), GroupParams(jnp.asarray(codes), None), MXFP4, True
+    whole = jnp.stack(decoding.decode_by_position(*arguments), axis=2).reshape(16, 128)
+    np.testing.assert_array_equal(decoding.decode_permuted(*arguments, []), decoding.permute_columns(whole))
 
 
 def decode_on_gpu(words, groups, format, products):
-    """float64 (N, 4 n), in the turned order."""
-    tables = decoding.elements(format, jnp.uint8 if groups.scales is None else groups.scales.dtype).tables
+    """float64 (N, 4 n), in the permuted order."""
+    tables = decoding.packed_decoder(format, jnp.uint8 if groups.scales is None else groups.scales.dtype).tables
     arrays, structure = jax.tree.flatten((words, groups, tables))
     rows, size = words.shape
 
@@ -190,10 +190,10 @@ def decode_on_gpu(words, groups, format, products):
         words, groups, tables = structure.unflatten([ref[...] for ref in refs[:-1]])
         out = refs[-1]
         if products == 1:
-            plgpu.store(out.at[...], decoding.weights_turned(words, groups, format, False, tables))
+            plgpu.store(out.at[...], decoding.decode_permuted(words, groups, format, False, tables))
             return
-        for place, weights in enumerate(decoding.weights_by_place(words, groups, format, False)):
-            at = decoding.index_of(place, jnp.arange(size))[None, :]
+        for position, weights in enumerate(decoding.decode_by_position(words, groups, format, False)):
+            at = decoding.permuted_index(position, jnp.arange(size))[None, :]
             plgpu.store(out.at[jnp.arange(rows)[:, None], at], weights)
 
     shape = jax.ShapeDtypeStruct((rows, 4 * size), jnp.bfloat16)
@@ -203,8 +203,8 @@ def decode_on_gpu(words, groups, format, products):
         return np.asarray(jax.jit(call)(*arrays), np.float64)
 
 
-def in_turned_order(by_place):
-    whole = np.stack(by_place, axis=2).reshape(len(by_place[0]), -1)
+def in_permuted_order(by_position):
+    whole = np.stack(by_position, axis=2).reshape(len(by_position[0]), -1)
     return whole[:, decoding.column_at(np.arange(whole.shape[1]))]
 
 
@@ -216,14 +216,14 @@ def every_word():
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 @pytest.mark.parametrize("products", [1, 4])
 def test_every_code_under_every_scale_on_a_gpu(products, format):
-    """Every word under a scale of its group's own, and another, and another; the groups of a row differ."""
+    """Every word under several scales of its group; the groups of a row differ."""
     words, size = every_word(), format.block_size // 4
     for turn in range(0, 256, 32):
         codes = np.roll(CODES, turn)[:, None] ^ np.arange(256 // size, dtype=np.uint8)
         codes = np.where(np.asarray(decoding.are_nan(codes, format)), codes & 0x7E, codes)
-        expected = [weights_of(words, np.repeat(codes, size, axis=1), place, format) for place in range(4)]
-        found = decode_on_gpu(words, Groups(codes, None), format, products)
-        np.testing.assert_array_equal(found, in_turned_order(expected))
+        expected = [weights_of(words, np.repeat(codes, size, axis=1), position, format) for position in range(4)]
+        found = decode_on_gpu(words, GroupParams(codes, None), format, products)
+        np.testing.assert_array_equal(found, in_permuted_order(expected))
 
 
 @pytest.mark.gpu
@@ -233,5 +233,5 @@ def test_integers_of_every_format_on_a_gpu(products, name, dtype, rng):
     words, format = every_word(), FORMATS[name]
     scales, zero_points = draw_blocks(rng, name, dtype, (256, 32))
     spread = [None if a is None else np.repeat(a, 8, axis=1) for a in (zero_points, scales)]
-    expected = in_turned_order([integers_of(words, place, *spread) for place in range(4)])
-    assert_rounded_once(decode_on_gpu(words, Groups(scales, zero_points), format, products), expected)
+    expected = in_permuted_order([integers_of(words, position, *spread) for position in range(4)])
+    assert_rounded_once(decode_on_gpu(words, GroupParams(scales, zero_points), format, products), expected)

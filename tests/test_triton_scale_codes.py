@@ -9,7 +9,7 @@ from test_triton_decode import every_code, registers, run_both, weights_of
 
 from jmx.numerics.formats import MXFP4, NVFP4
 from jmx.pallas.triton import decode, scale_codes
-from jmx.pallas.triton.elements import SCALED_FACTORS, SHIFTED
+from jmx.pallas.triton.ptx import FUNNEL_SHIFT, SCALED_FACTORS
 from jmx.pallas.triton.scale_codes import ScaleCodes
 
 CODES = np.arange(256, dtype=np.uint32)
@@ -27,7 +27,7 @@ def test_codes_are_read_by_words_where_a_step_has_whole_ones_and_so_has_an_exper
 
 
 @pytest.mark.parametrize("codes", [[0, 127, 1, 126], [0, 128, 0, 0], [0, 0, 0, 255], [200, 0, 0, 0]])
-def test_codes_of_two_and_above_are_told(codes):
+def test_codes_of_two_and_above_are_found(codes):
     words = np.zeros((2, 5, 4), np.uint8)
     words[1, 3] = codes
     assert scale_codes.any_large(jnp.asarray(words.view("<i4")[..., 0])) == (max(codes) > 127)
@@ -38,11 +38,11 @@ def test_the_ptx_of_words_in_place(byte, rng):
     stored = rng.integers(0, 256, (100, 8), np.uint8)
     low, high = (np.ascontiguousarray(half).view("<u4")[:, 0] for half in (stored[:, :4], stored[:, 4:]))
     expected = np.ascontiguousarray(stored[:, byte : byte + 4]).view("<u4")[:, 0]
-    np.testing.assert_array_equal(run_ptx(SHIFTED, low, high, np.full(100, 8 * byte)), expected)
+    np.testing.assert_array_equal(run_ptx(FUNNEL_SHIFT, low, high, np.full(100, 8 * byte)), expected)
 
 
 @pytest.mark.parametrize("byte", range(4))
-def test_the_ptx_of_every_code_picked(byte, rng):
+def test_the_ptx_of_every_selected_code(byte, rng):
     """Next to one of each other's, out of words whose other bytes are anything. Scaled, by what elements lack."""
     small, noise = CODES[:128], rng.integers(0, 1 << 32, (2, 128), np.uint32)
     keep = np.uint32(~(0xFF << 8 * byte) & 0xFFFFFFFF)
@@ -52,11 +52,11 @@ def test_the_ptx_of_every_code_picked(byte, rng):
     np.testing.assert_array_equal(factors, 2.0 ** (codes.astype(np.float64) - 1))
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_the_ptx_of_elements_with_scaled_factors(place, rng):
+@pytest.mark.parametrize("position", range(4))
+def test_the_ptx_of_elements_with_scaled_factors(position, rng):
     """In both forms, every element under every code below 128."""
     words = np.repeat(every_code()[:128, :, None], 2, axis=2).view(np.uint16)
     codes = np.broadcast_to(CODES[:128, None, None], words.shape)
     factors = registers(np.asarray(2.0 ** (codes.astype(np.float64) - 1), ml_dtypes.bfloat16))
-    found = run_both(place, decode.elements(MXFP4, np.dtype(ml_dtypes.bfloat16)), words, factors)
-    np.testing.assert_array_equal(found, weights_of(words, codes.astype(np.uint8), place))
+    found = run_both(position, decode.packed_decoder(MXFP4, np.dtype(ml_dtypes.bfloat16)), words, factors)
+    np.testing.assert_array_equal(found, weights_of(words, codes.astype(np.uint8), position))

@@ -1,4 +1,4 @@
-"""`jmx tune` on an engine whose configurations differ in speed and in faults: the fastest right one is kept."""
+"""`jmx tune` on a backend whose configurations differ in speed and in faults: the fastest correct one is kept."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ NAME = tuning.shape_class(SHAPE.problem(1, "packed"))
 
 @dataclass(frozen=True)
 class Config:
-    """`work`: microseconds that it is said to take. `fault`: what goes wrong."""
+    """`work`: microseconds that it pretends to take. `fault`: what goes wrong."""
 
     work: int
     fault: str = ""
@@ -104,7 +104,7 @@ def _fail(y):
 
 
 def _take_fakes_at_their_word(monkeypatch):
-    """A `Config` takes as long as it says, so that a busy machine changes no outcome; other engines' are timed."""
+    """A `Config` takes the time that it states, so a busy machine changes no outcome; other backends' are timed."""
     trial, time, configs = tuner._Rig.trial, tuner._Rig.time, {}
 
     def told(rig, call, repeats):
@@ -121,7 +121,7 @@ def _take_fakes_at_their_word(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def registered(tmp_path, monkeypatch):
-    """Puts an engine before the others; gives the function that does it."""
+    """Returns a function that registers a backend before the others."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(shapes.MODELS, "tiny", SHAPE)
     monkeypatch.setattr(machine, "seconds", partial(machine.seconds, least=2e-3))
@@ -188,7 +188,7 @@ def test_a_candidate_that_fails_is_told_by_name_and_passed_over(fault, told, reg
 
 
 def test_the_engine_for_hopper_is_tuned_from_its_layout_to_its_table(registered, tmp_path, monkeypatch):
-    """All but the kernel, which needs a GPU: the reference stands in for it, from the engine's own layout."""
+    """All but the kernel, which needs a GPU: the reference replaces it, from the backend's own layout."""
     h200 = Environment.named("h200")
     slow, bad, wrong, fast = mosaic_sm90.candidates(Tile.of(MXFP4).bytes, 5, 2, 4)[:4]
     monkeypatch.setattr(mosaic_sm90, "candidates", lambda *sizes: [slow, bad, wrong, fast])
@@ -291,15 +291,15 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
 def test_the_layers_are_those_of_the_benchmark_or_as_many_as_memory_holds(registered, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_LAYERS_OF_FEW_TOKENS", 4)
     monkeypatch.setattr(bench, "_LAYERS", 2)
-    build, layers, most = bench.Contender.build, [], 4
+    build, layers, most = bench.System.build, [], 4
 
-    def hold(contender, shape, keys, built):
+    def hold(system, shape, keys, built):
         if len(keys) > most:
             raise MemoryError
         layers.append(len(keys))
-        return build(contender, shape, keys, built)
+        return build(system, shape, keys, built)
 
-    monkeypatch.setattr(bench.Contender, "build", hold)
+    monkeypatch.setattr(bench.System, "build", hold)
     engine = registered(Fake((FAST,)))
     run(engine, tmp_path / "t.json", tokens=[16, 17], layers=None)
     assert layers == [4, 2]

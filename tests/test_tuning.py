@@ -81,7 +81,7 @@ SHAPE = tuning.shape_class(problem())
 
 
 def entries(*tokens, shape=SHAPE):
-    """Entries that their splits tell apart, all of which divide the intermediate size."""
+    """Entries with different splits, all of which divide the intermediate size."""
     splits = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
     return {
         Key(shape, count): Entry(config(128, split), 10.0 * count, 11.0 * count)
@@ -384,18 +384,18 @@ def changed(path, value):
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (3, "3 is no Entry"),
+        (3, "3 is not of type Entry"),
         (changed(["us"], ...), "Entry lacks us"),
         (changed(["us"], "fast"), "us (='fast') must be float"),
         (changed(["speed"], 1.0), "Entry has no field speed"),
         (changed(["config"], ...), "Entry lacks config"),
-        (changed(["config"], [1]), "[1] is no Config"),
+        (changed(["config"], [1]), "[1] is not of type Config"),
         (changed(["config", "split_k"], ...), "Config lacks split_k"),
         (changed(["config", "split_k"], True), "split_k (=True) must be int"),
         (changed(["config", "split_k"], 1.0), "split_k (=1.0) must be int"),
         (changed(["config", "schedule"], None), "schedule (=None) must be str"),
         (changed(["config", "block_m"], 64), "Config has no field block_m"),
-        (changed(["config", "down"], 64), "64 is no Product"),
+        (changed(["config", "down"], 64), "64 is not of type Product"),
         (changed(["config", "down", "swap"], 0), "swap (=0) must be bool"),
         (changed(["config", "down", "block_n"], 65), "`block_n` (=65) must be 64, 128 or 256"),
     ],

@@ -1,4 +1,4 @@
-"""Every argument of every public function, wrong in every way: an error of jmx's own that names it and its value."""
+"""Every argument of every public function with every kind of wrong value: jmx's own error names it and the value."""
 
 import atexit
 import functools
@@ -37,7 +37,7 @@ class Opaque:
     """No argument of anything."""
 
 
-# What is wrong for an argument of each kind. None is among them where it is not allowed.
+# Wrong values of each kind of argument. None is one of them where it is not allowed.
 _NO_NUMBER: list[Any] = [None, "3", [3], {}, Opaque(), np.ones(2), jnp.ones((2, 2), jnp.int32)]
 _NO_ARRAY: list[Any] = [None, "x", [[1.0]], {}, Opaque(), 3, 2.5, math.nan]
 KINDS: dict[str, list[Any]] = {
@@ -619,7 +619,7 @@ def says(message: str, value: Any) -> bool:
 
 
 def fault_of(row: Row, function: Callable[..., Any], argument: str, value: Any) -> str | None:
-    """What is wrong of how a wrong value is answered; None where nothing is."""
+    """What is wrong with the error for a wrong value; None if it is right."""
     call = function if row.call is None else row.call
     try:
         call(**row.given() | {argument: value})

@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_experts_on_an_h200(form, tokens, layout):
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_canonical_weights_are_not_widened(tokens):
-    """On a CPU, packing copies them once, in 4 bits: less than a quarter of what bfloat16 would take."""
+    """On a CPU, packing copies them once, in 4 bits: less than a quarter of their size in bfloat16."""
     step, arguments = abstract_step(tokens, 128, SIZE, "canonical", "forward")
     assert temporary_bytes(compile_here(step, *arguments)) < 128 * expert_bytes(SIZE) * 0.35 + 14 * expert_bytes(SIZE)
 
@@ -127,7 +127,7 @@ def assert_inputs_are_rounded(rng, name, **sizes):
             error = 2.0**-24 * (np.abs(gate_up[expert]) @ np.abs(given)).max() * (np.abs(both).max() + 2)
             h, *others = rounded(nearly(rng, a, error), name, scales[1])
             expected[token] += share * (down[expert] @ h)
-            # What lies between two neighbours may round to either.
+            # A value half way between two neighbors may round to either.
             bound[token] += np.abs(share * down[expert]) @ (np.abs(others - h).max(axis=0) + 1e-5 * np.abs(h))
 
     def layer(experts, **options):
@@ -247,7 +247,7 @@ def test_which_inputs_a_layer_takes(rng):
     with pytest.raises(ValueError, match=r"`input_format` .='fp8'. must be 'nvfp4', which the checkpoint declares"):
         resolve_input_format(declared, "fp8")
     assert resolve_input_format(experts, "fp8_block") == "fp8_block"
-    with pytest.raises(ValueError, match=r"`input_format` \(='nvfp4'\) is static: give `experts` its scales"):
+    with pytest.raises(ValueError, match=r"`input_format` \(='nvfp4'\) is static, and `experts` have no scales for it"):
         resolve_input_format(experts, "nvfp4")
     with pytest.raises(ValueError, match=r"`gate_up_scale` \(=None\) must be float32 \(\) for nvfp4 inputs"):
         experts.with_inputs("nvfp4")

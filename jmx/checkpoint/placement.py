@@ -1,7 +1,7 @@
 """From files to devices: whole tensors, or only the slices that each device needs."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -15,7 +15,6 @@ Index = tuple[slice, ...]
 ShardingLike = Sharding | Mapping[str, Sharding | None] | Callable[[str], Sharding | None] | None
 
 
-@runtime_checkable
 class View(Protocol):
     """An array, or an object that reads parts of one when it is sliced."""
 

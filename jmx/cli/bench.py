@@ -92,7 +92,7 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
     check_known("--model", model, shapes.MODELS)
     check_known("--routing", arguments.routing, shapes.ROUTINGS)
     for name in backends or ():
-        check_known("--backends", name, bench.contestants())
+        check_known("--backends", name, bench.systems())
     pairs = None if arguments.format is None else [resolved_pair(pair) for pair in arguments.format.split(",")]
     return bench.run(
         model,

@@ -1,1 +1,1 @@
-"""What engines share: the grouping of tokens and the combination of results around their products."""
+"""What backends share: grouping tokens before their products and combining results after them."""

@@ -1,8 +1,8 @@
-"""What all engines with grouped products do around them: group, multiply, combine.
+"""What all backends with grouped GEMMs do around them: group, multiply, combine.
 
-A call becomes `Work`, blocks of rows that each belong to one expert. An engine multiplies the rows of each block by its
-expert's two weights, with the activation between, in whatever way its kernels want; then each token's rows are summed
-with its routing weights. Grouping and combining are plain jnp, and the same for every engine.
+A call becomes `Work`: blocks of rows, each of one expert. A backend multiplies the rows of each block by its expert's
+two weights, with the activation in between, as suits its kernels; then each token's rows are summed with its routing
+weights. Grouping and combining are plain jnp, the same for every backend.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,19 @@ from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
-
-Array = jax.Array
+from jmx.util.typing import Array, Float, Int32
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How an engine wants its rows grouped.
+    """How a backend's rows are grouped.
 
     Args:
-        block_m: most rows of a block.
-        few_tokens: up to so many tokens nothing is sorted: every expert in use is one block that reads all tokens.
-            Not so where routing weights multiply the input, since an expert's rows are then its own.
-        align: each block's rows begin at a multiple of it, a power of two.
-        whole: whether all blocks of an expert but its last one have `block_m` rows; else they are about equal.
+        block_m: the most rows of a block.
+        few_tokens: up to so many tokens are not sorted: each expert in use is one block, which reads all tokens. Not if
+            routing weights multiply the input, because rows then differ between experts.
+        align: each block's rows begin at a multiple of this power of two.
+        whole: whether all blocks of an expert but the last have `block_m` rows; otherwise they are about equal.
     """
 
     block_m: int
@@ -44,10 +43,16 @@ class Tiling:
         return grouping.many(ids, num_experts, self.block_m, self.align, whole=self.whole)
 
 
-def run(problem: Problem, x: Array, routing: Routing, tiling: Tiling, products: Callable[[Work], Array]) -> Array:
+def run(
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    tiling: Tiling,
+    products: Callable[[Work], Float[Array, "P R H"]],
+) -> Float[Array, "T H"]:
     """The layer, y (T, H) of x's dtype.
 
-    `products`: makes floats (P, R, H), whose sum over P is what experts return for the R rows of the blocks.
+    `products`: computes floats (P, R, H), whose sum over P is the experts' result for the R rows of the blocks.
     """
     with jax.named_scope("grouping"):
         work = tiling.group(problem, routing)
@@ -58,23 +63,29 @@ def run(problem: Problem, x: Array, routing: Routing, tiling: Tiling, products: 
         return grouping.combine(parts, work, weights).astype(x.dtype)
 
 
-def take(array: Array, rows: Array) -> Array:
-    """Rows (R, ...) of an array (T, ...), by numbers that are within it."""
-    return array.at[rows].get(mode="promise_in_bounds")
+def take(x: Float[Array, "T ..."], rows: Int32[Array, " R"]) -> Float[Array, "R ..."]:
+    """Rows (R, ...) of x (T, ...); all indices must be in range."""
+    return x.at[rows].get(mode="promise_in_bounds")
 
 
-def gather(problem: Problem, x: Array, routing: Routing, work: Work, take: Callable[[Array, Array], Array]) -> Array:
-    """The rows (R, H) that sorted blocks read: tokens of x, times their routing weights if on the input."""
+def gather(
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    work: Work,
+    take: Callable[[Float[Array, "T H"], Int32[Array, " R"]], Float[Array, "R H"]],
+) -> Float[Array, "R H"]:
+    """The rows (R, H) that sorted blocks read: tokens of x, times their routing weights if these are on the input."""
     assert work.token_of_row is not None
     return weigh(problem, take(x, work.token_of_row), routing, work)
 
 
-def weigh(problem: Problem, rows: Array, routing: Routing, work: Work) -> Array:
-    """Rows (R, H), times the routing weights of their assignments where these are on the input."""
+def weigh(problem: Problem, rows: Float[Array, "R H"], routing: Routing, work: Work) -> Float[Array, "R H"]:
+    """Rows (R, H), times the routing weights of their assignments if these are on the input."""
     return grouping.weigh(rows, work, routing.weights) if problem.on_input else rows
 
 
 def of_stack(blocks: Blocks, experts: Experts) -> Blocks:
-    """Blocks as arrays, with experts numbered in a stack of layers' weights (`experts.merged`)."""
+    """Blocks as arrays, with experts numbered among those of all layers of a stack (`experts.merged`)."""
     blocks = blocks.as_arrays()
     return blocks._replace(experts=blocks.experts + experts.first_expert)

@@ -1,8 +1,8 @@
-"""The experts of one layer: their arrays, how these are created, converted and split, and the rules they keep."""
+"""The experts of one layer: their arrays, checks, creation, conversion between layouts, and sharding."""
 
+from jmx.experts.arrays import Axes, MeshAxes, check_axes, partition_names
 from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
 from jmx.experts.experts import OTHER_ARRAYS, ROLES, Experts
-from jmx.experts.partitioning import Axes, MeshAxes, check_axes, partition_names
 
 __all__ = [
     "BIAS_DTYPES",

@@ -1,9 +1,10 @@
-"""What arrays experts must hold, by their sizes, format and layout: shapes and dtypes, checked before anything is read.
+"""The arrays of experts: the shapes and dtypes that they must have, and the mesh axes that split them.
 
-Mapping over a pytree may slice, cast or mix its arrays, while its static sizes stay as they were.
+Shapes and dtypes are checked before a call: mapping over a pytree may slice, cast or mix its arrays, while its static
+sizes do not change.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,14 +16,20 @@ from jmx.experts.experts import ROLES, Experts
 from jmx.numerics import layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
-from jmx.util.checks import check_array
+from jmx.util.checks import check_array, check_instance
+
+MeshAxes = str | tuple[str, ...] | None  # those that split one axis of an array
+Axes = Mapping[str, MeshAxes]  # by logical axis
+
+# Logical axes of the arrays of each role. Layouts keep the expert axis first.
+LOGICAL_AXES = {"gate_up": ("expert", "intermediate", "hidden"), "down": ("expert", "hidden", "intermediate")}
 
 
 def check_arrays(experts: Experts) -> None:
     """Raises ValueError or TypeError, naming the array, unless these are experts of one layer whose arrays fit.
 
     Arrays must fit the sizes, format, order of gate and up, layout and input format, and each other in the number of
-    experts. They may be abstract or traced, and those of one layer, or of a stack with an `index`.
+    experts. They may be abstract or traced, of one layer, or of a stack with an `index`.
     """
     for role in ROLES:
         if not isinstance(getattr(experts, role), BlockScaled):
@@ -33,7 +40,7 @@ def check_arrays(experts: Experts) -> None:
 
 
 def _leading(experts: Experts) -> tuple[int, ...]:
-    """Leading axes of gate_up's values, (E,), or (L, E) of a stack with an index; errors where they have others."""
+    """Leading axes of gate_up's values: (E,), or (L, E) of a stack with an index; errors for others."""
     index, values = experts.index, experts.gate_up.values
     check_array("experts.gate_up_values", values)
     rank = layouts.abstract(experts.layout, experts.spec("gate_up")).values.ndim - 1  # of one expert's
@@ -60,7 +67,7 @@ def _leading(experts: Experts) -> tuple[int, ...]:
 def _expected(
     experts: Experts, lead: tuple[int, ...]
 ) -> Iterator[tuple[str, Any, tuple[int, ...] | None, tuple[Any, ...]]]:
-    """Name, array, the shape that it must have (None: there must be no array), and the dtypes that it may have."""
+    """Name, array, required shape (None: the array must be None), and allowed dtypes."""
     static = experts.input_format is not None and INPUT_FORMATS[experts.input_format].static
     for role in ROLES:
         q, spec = getattr(experts, role), experts.spec(role)
@@ -98,11 +105,37 @@ def _check_array(
 
 
 def _sharding_hint() -> str:
-    """Why arrays do not fit inside `jax.shard_map`, most likely."""
+    """The likely reason why arrays do not fit inside `jax.shard_map`."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return ""
     return (
         f". Inside jax.shard_map (over {', '.join(map(repr, axes))}) weights cannot be split along 'hidden' or "
-        "'intermediate' yet: split every array along 'expert' alone, or gather it with jax.lax.all_gather"
+        "'intermediate' yet: split every array along 'expert' only, or gather it with jax.lax.all_gather"
     )
+
+
+def check_axes(axes: Axes) -> None:
+    """Raises ValueError for unknown logical axes, TypeError for values that are not names of mesh axes."""
+    check_instance("axes", axes, Mapping, "a mapping of logical axes to mesh axes")
+    known = LOGICAL_AXES["gate_up"]
+    if unknown := set(axes) - set(known):
+        raise ValueError(f"`axes` (={dict(axes)}) must name logical axes among {known}, not {sorted(unknown)}")
+    for logical, names in axes.items():
+        for name in names if isinstance(names, tuple) else (names,):
+            check_instance(f"axes[{logical!r}]", name, str | None, "the name of a mesh axis, a tuple of those, or None")
+
+
+def partition_names(experts: Experts, axes: Axes) -> dict[str, tuple[MeshAxes, ...]]:
+    """The mesh axes that split each axis of each array, by the names of `Experts.arrays`.
+
+    `axes`: mesh axes of the logical axes "expert", "hidden" and "intermediate". Axes that are left out are not split,
+    nor is the axis of layers of a stack.
+    """
+    check_axes(axes)
+    names, layers = {}, len(experts.canonical_shape()) - 3
+    for name, array in experts.arrays().items():
+        expert, rows, columns = next(LOGICAL_AXES[role] for role in ROLES if name.startswith(role))
+        logical = (expert, columns) if name.endswith("_order") else (expert, rows, columns)
+        names[name] = (*(None,) * layers, *(axes.get(axis) for axis in logical[: array.ndim - layers]))
+    return names

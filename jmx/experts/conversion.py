@@ -1,4 +1,4 @@
-"""Conversion of one weight between layouts, with the old arrays kept or freed."""
+"""Conversion of one weight between layouts; the old arrays are kept or deleted."""
 
 import warnings
 from functools import partial
@@ -16,9 +16,9 @@ from jmx.util.typing import Int32
 def convert(
     q: BlockScaled, order: Int32[Any, "*lead I"] | None, source: Layout, target: Layout, spec: WeightSpec
 ) -> BlockScaled:
-    """The weight `q`, in the layout `source`, in the layout `target`.
+    """The weight `q`, converted from the layout `source` to the layout `target`.
 
-    `order`: the order of the columns of "down" if they have one and `q` is a weight "gate_up", else None.
+    `order`: the order of the columns of "down", if they have one and `q` is a "gate_up" weight; else None.
     """
     canonical = source.inverse(q, spec, *source.rows(order, spec))
     return target.forward(canonical, spec, *target.rows(order, spec))
@@ -27,10 +27,10 @@ def convert(
 def convert_donating(
     q: BlockScaled, order: Int32[Any, "*lead I"] | None, source: Layout, target: Layout, spec: WeightSpec
 ) -> BlockScaled:
-    """`convert`, which frees the arrays of `q` outside a trace."""
+    """`convert`; outside a trace it then deletes the arrays of `q`."""
     converted = convert(q, order, source, target, spec)
     if not isinstance(q.values, Tracer):
-        # XLA aliases a donated buffer only into one of the same dtype; deleting it works for every layout.
+        # XLA aliases donated buffers only to outputs of the same dtype; deleting them works for every layout.
         jax.block_until_ready(converted)
         kept = jax.tree.leaves(converted)
         for old in jax.tree.leaves(q):
@@ -40,7 +40,7 @@ def convert_donating(
 
 
 def warn_of_rounding(q: BlockScaled, spec: WeightSpec, layout: Layout) -> None:
-    """UserWarning if the kernels that read `layout` round blocks of `q`; none of traced or abstract weights."""
+    """UserWarning if the kernels that read `layout` round blocks of `q`; traced or abstract ones are not checked."""
     if layout.rounds is None or isinstance(q.values, Tracer | jax.ShapeDtypeStruct):
         return
     if count := int(jax.jit(layout.rounds, static_argnums=1)(q, spec)):
@@ -53,7 +53,7 @@ def warn_of_rounding(q: BlockScaled, spec: WeightSpec, layout: Layout) -> None:
 
 
 def place_like(old: Any, new: Any) -> Any:
-    """The array `new` on the devices of `old`, where both are known."""
+    """The array `new` on the devices of `old`, if neither is traced."""
     if isinstance(old, Tracer) or isinstance(new, Tracer) or not isinstance(old, jax.Array):
         return new
     return jax.device_put(new, old.sharding)

@@ -1,4 +1,4 @@
-"""Weights of experts out of arrays, floats or random numbers, each checked before anything is computed."""
+"""Weights of experts from arrays, floats or random numbers, checked before anything is computed."""
 
 from functools import partial
 from typing import Any
@@ -20,12 +20,12 @@ BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 def check_sizes(
     num_experts: Any, hidden_size: Any, intermediate_size: Any, format: Format, input_format: str | None = None
 ) -> tuple[int, int, int]:
-    """The sizes as Python's integers.
+    """The sizes as Python integers.
 
     `input_format`: a key of `INPUT_FORMATS`, whose blocks must divide the sizes, or None.
 
     Raises:
-        ValueError, TypeError: a size that no experts can have, naming the argument.
+        ValueError, TypeError: an invalid size, naming the argument.
     """
     num_experts = check_int("num_experts", num_experts, least=1)
     hidden_size = check_int("hidden_size", hidden_size, least=1)
@@ -51,7 +51,7 @@ def check_weights(
         if len(shape) < 2:
             raise ValueError(f"`{name}` (logical shape {shape}) must have axes of experts, rows and columns")
         if 0 in shape:
-            raise ValueError(f"`{name}` (logical shape {shape}) must have one of each axis at least")
+            raise ValueError(f"`{name}` (logical shape {shape}) must have no axis of size 0")
     rows, down_rows = lead.pop(), down_lead.pop()
     if not lead:
         raise ValueError(f"`gate_up` (logical shape {(rows, hidden)}) must have an expert axis")
@@ -98,13 +98,13 @@ def check_float_weight(name: str, weight: Any, format: Format) -> None:
 def quantize_weight(
     name: str, weight: Float[AnyArray, "E N K"], gate_up_order: str | None, format: Format, **options: str
 ) -> BlockScaled:
-    """Packed arrays of a float weight, quantized one expert at a time, so that little more than both is in memory.
+    """Packed arrays of a float weight, quantized one expert at a time, which needs little memory beside both.
 
-    `gate_up_order`: that of a weight "gate_up", whose halves have scales of their own where rows share scales; else
+    `gate_up_order`: that of a "gate_up" weight, whose gate and up are quantized separately if rows share scales; else
     None. `options`: those of `quantization.quantize`, checked.
 
     Raises:
-        ValueError, TypeError: those of `quantization.quantize`, naming the weight and the expert.
+        ValueError, TypeError: as `quantization.quantize`, naming the weight and the expert.
     """
     quantize = partial(quantization.quantize, format=format, **options)
 
@@ -126,6 +126,6 @@ def quantize_weight(
 
 def random_biases(
     keys: list[Shaped[Array, "..."]], num_experts: int, sizes: tuple[int, int], dtype: Any
-) -> list[Float[Array, "E N"]]:
-    """Biases, normal with a standard deviation of 0.02, of as many rows as `sizes` has: one array for each key."""
+) -> list[Float[Array, "E _"]]:
+    """Normal biases with a standard deviation of 0.02: for each key an array with the number of rows in `sizes`."""
     return [0.02 * jax.random.normal(key, (num_experts, n), dtype) for key, n in zip(keys, sizes, strict=True)]

@@ -21,7 +21,7 @@ from jmx.util.checks import check_array, check_bool, check_dtype, check_instance
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer, Key, Shaped, UInt32
 
 ROLES = ("gate_up", "down")
-OTHER_ARRAYS = ("bias", "input_scale")  # of a role, beside those of its weight
+OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its weight
 
 
 @partial(
@@ -31,24 +31,24 @@ OTHER_ARRAYS = ("bias", "input_scale")  # of a role, beside those of its weight
 )
 @dataclass(frozen=True)
 class Experts:
-    """Weights of E experts in a block format. Make them with `of`, `quantize`, `random` or a loader.
+    """Weights of E experts in a block format. Created by `of`, `quantize`, `random` or a checkpoint's reader.
 
     Canonical shapes, contracted axis last (H hidden, I intermediate):
-        gate_up: values (E, 2I, H), or (E, I, H) where there is no gate.
+        gate_up: values (E, 2I, H), or (E, I, H) without a gate.
         down: values (E, H, I).
         gate_up_bias: (E, 2I) or (E, I), floating, or None.
         down_bias: (E, H), floating, or None.
-        index: None, or () int32 where the arrays hold a stack of layers (L, E, ...): the layer meant; see `layer`.
-        gate_up_input_scale, down_input_scale: None, or () float32 (a stack: (L,)), the static scales of the two
-            products' inputs, for input formats that are static.
+        index: None, or () int32, the index of a layer in a stack of layers (L, E, ...); see `layer`.
+        gate_up_input_scale, down_input_scale: () float32, (L,) in a stack: static scales of the two products' inputs;
+            None for input formats that are not static.
 
     Static fields:
         format: the block format.
-        gate_up_order: "interleaved" (gate is rows 0, 2, 4 ..., as gpt-oss has it), "concatenated" (gate first), or
+        gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (gate first), or
             None for un-gated experts.
-        layout: name of the layout in which gate_up and down lie. Biases are canonical in every layout.
+        layout: name of the layout of gate_up and down. Biases are canonical in every layout.
         hidden_size, intermediate_size: logical sizes, which a layout may pad.
-        input_format: name of the format in which a checkpoint declares the inputs of both products; None: of 16 bits.
+        input_format: name of the format that a checkpoint declares for both products' inputs; None: 16 bits.
     """
 
     gate_up: BlockScaled
@@ -78,10 +78,10 @@ class Experts:
         gate_up_order: str | None,
         format: Format | str = MXFP4,
     ) -> "Experts":
-        """Experts of canonical or packed arrays (see the class for shapes; leading layer axes are allowed).
+        """Experts from canonical or packed arrays (see the class for shapes; leading layer axes are allowed).
 
         Raises:
-            ValueError, TypeError: arrays whose shapes or dtypes do not fit each other, naming the one that does not.
+            ValueError, TypeError: arrays whose shapes or dtypes do not fit each other, naming one of them.
         """
         check_one_of("gate_up_order", gate_up_order, ORDERS)
         format = formats.get(format)
@@ -105,16 +105,16 @@ class Experts:
         scale_rule: str = "ocp",
         nonfinite: str = "refuse",
     ) -> "Experts":
-        """Experts of float weights: gate_up (E, 2I, H), down (E, H, I), contracted axis last.
+        """Experts from float weights: gate_up (E, 2I, H), down (E, H, I), contracted axis last.
 
-        A Flax kernel (E, in, out) must be transposed first: `kernel.swapaxes(1, 2)`. One expert at a time is rounded,
-        so that little more than the floats and the packed bytes is held. Biases stay as they are.
+        A Flax kernel (E, in, out) must be transposed first: `kernel.swapaxes(1, 2)`. One expert at a time is
+        quantized, which needs little memory beside the floats and the packed bytes. Biases are not changed.
 
         Args:
             scale_rule, nonfinite: see `quantization.quantize`.
 
         Raises:
-            ValueError, TypeError: those of `of` and of `quantization.quantize`, naming the weight and the expert.
+            ValueError, TypeError: as `of` and `quantization.quantize`, naming the weight and the expert.
         """
         check_one_of("gate_up_order", gate_up_order, ORDERS)
         format = formats.get(format)
@@ -146,12 +146,12 @@ class Experts:
         bias: bool = True,
         bias_dtype: Any = jnp.bfloat16,
     ) -> "Experts":
-        """Random packed experts, codes and scales drawn directly: no float weight is ever made.
+        """Random packed experts; codes and scales are drawn directly, without float weights.
 
-        Weights have a standard deviation near K ** -0.5; biases are normal with 0.02.
+        Weights have a standard deviation near K ** -0.5; biases are normal with a standard deviation of 0.02.
 
         Raises:
-            ValueError, TypeError: sizes that no experts can have, and arguments of a wrong type.
+            ValueError, TypeError: invalid sizes, and arguments of a wrong type.
         """
         check_key("key", key)
         check_one_of("gate_up_order", gate_up_order, ORDERS)
@@ -169,7 +169,7 @@ class Experts:
 
     @classmethod
     def stack(cls, experts: Sequence["Experts"]) -> "Experts":
-        """Experts of several layers in one pytree, arrays (L, E, ...). `layer` picks one without copying it.
+        """Experts of several layers in one pytree, arrays (L, E, ...). `layer` selects one without copying it.
 
         Raises:
             ValueError: no experts, or some that differ in more than their weights.
@@ -203,7 +203,7 @@ class Experts:
         return (*shape[: max(0, len(shape) - rank)], *spec.shape)
 
     def spec(self, role: str) -> WeightSpec:
-        """Logical shape of one expert's "gate_up" or "down" weight, and what a layout needs to know of it."""
+        """The `WeightSpec` of one expert's "gate_up" or "down" weight."""
         check_one_of("role", role, ROLES)
         rows = self.intermediate_size * (2 if self.gated else 1)
         shape = (rows, self.hidden_size) if role == "gate_up" else (self.hidden_size, self.intermediate_size)
@@ -230,19 +230,19 @@ class Experts:
                 f"gate_up_order={self.gate_up_order!r}"
             )
 
-    # Arrays by name, as modules and checkpoints hold them
+    # Arrays by name, as in modules and checkpoints
 
     def arrays(self) -> dict[str, Shaped[Any, "..."]]:
-        """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and the others there are."""
+        """The arrays by name: gate_up_values, gate_up_scales, down_values, down_scales, and others if present."""
         named = {f"{role}_{name}": getattr(getattr(self, role), name) for role in ROLES for name in self.format.arrays}
         others = {f"{role}_{name}": getattr(self, f"{role}_{name}") for role in ROLES for name in OTHER_ARRAYS}
         return named | {name: array for name, array in others.items() if array is not None}
 
     def with_arrays(self, arrays: Mapping[str, Shaped[Any, "..."]]) -> "Experts":
-        """These experts with other arrays, named as `arrays` names them; one that is not named becomes None.
+        """These experts with other arrays, by the names of `arrays`; those that are not given become None.
 
         Raises:
-            TypeError: no mapping. What arrays hold is not looked at, nor are other names.
+            TypeError: not a mapping. Arrays and other names are not checked.
         """
         check_instance("arrays", arrays, Mapping, "a mapping of names to arrays")
         quantized = {
@@ -259,15 +259,15 @@ class Experts:
         gate_up_scale: Float32[AnyArray, "*layers"] | None = None,
         down_scale: Float32[AnyArray, "*layers"] | None = None,
     ) -> "Experts":
-        """These experts, declaring the format in which both products take their inputs, as a checkpoint does.
+        """These experts with a declared format of both products' inputs, as a checkpoint may have.
 
         Args:
-            format: a key of `inputs.INPUT_FORMATS`; None: the activations' own 16 or 32 bits.
-            gate_up_scale, down_scale: for formats that are static, float32 () each, or (L,) for a stack of layers.
+            format: a key of `input_formats.INPUT_FORMATS`; None: inputs in the activations' dtype.
+            gate_up_scale, down_scale: float32 (), or (L,) for a stack of layers, for static formats; else None.
 
         Raises:
             ValueError, TypeError: an unknown format, one whose blocks do not divide the sizes, scales that are missing,
-                not wanted, of another shape or dtype, or out of `inputs.static_limits`.
+                not needed, of another shape or dtype, or outside `input_formats.static_limits`.
         """
         check_one_of("format", format, (*INPUT_FORMATS, None))
         static = format is not None and INPUT_FORMATS[format].static
@@ -289,7 +289,7 @@ class Experts:
         )
 
     def input_scale(self, role: str) -> Float32[Any, ""] | None:
-        """The static scale () of the inputs of "gate_up" or "down"; None where there is none."""
+        """The static scale () of the inputs of "gate_up" or "down"; None if there is none."""
         check_one_of("role", role, ROLES)
         scale = getattr(self, f"{role}_input_scale")
         return scale if scale is None or self.index is None else scale[self.index]
@@ -302,13 +302,12 @@ class Experts:
         (A stack scanned over as `xs` works too, but then XLA copies each layer's weights out of the stack.)
 
         Args:
-            index: () of any integer type, in 0..L-1; negative ones do not count from the end. A traced one, whose value
-                is not known yet, is clamped into that range, as `jax.lax.dynamic_slice` clamps where a slice starts: to
-                0 below it, to L-1 above it, on every backend and in gradients.
+            index: () of any integer type, in 0..L-1; negative ones do not count from the end. A traced index is clamped
+                to that range, as `jax.lax.dynamic_slice` clamps start indices, on every backend and in gradients.
 
         Raises:
             ValueError: these are not a stack, or `index` is known and not in 0..L-1.
-            TypeError: `index` is no integer, or an array of more than one.
+            TypeError: `index` is not an integer, or an array of several.
         """
         lead = self.canonical_shape()[:-2]
         if self.index is not None or len(lead) != 2:
@@ -316,7 +315,7 @@ class Experts:
         return dataclasses.replace(self, index=layer_index(index, lead[0]))
 
     def merged(self) -> "Experts":
-        """All layers' experts in one axis, so that no layer is cut out of a stack; see `first_expert`."""
+        """All layers' experts along one axis, so that no layer is copied from a stack; see `first_expert`."""
         if self.index is None:
             return self
         scales = {f"{role}_input_scale": self.input_scale(role) for role in ROLES}
@@ -325,11 +324,11 @@ class Experts:
 
     @property
     def first_expert(self) -> Int32[Array, ""] | int:
-        """Where this layer's experts begin among those of `merged`."""
+        """The index of this layer's first expert among those of `merged`."""
         return 0 if self.index is None else self.index * self.num_experts
 
     def take(self, role: str, experts: Integer[AnyArray, "*ids"]) -> BlockScaled:
-        """Packed bytes of the chosen experts' "gate_up" or "down" weights, inside a trace, out of any layout.
+        """Packed bytes of the chosen experts' "gate_up" or "down" weights, while tracing, from any layout.
 
         `experts`: integer array of valid ids, any shape. Returns values (*experts.shape, N, K / 2) and scales.
         """
@@ -342,7 +341,7 @@ class Experts:
         return layout.take(getattr(self, role), spec, index, *layout.rows(order, spec))
 
     def take_bias(self, role: str, experts: Integer[AnyArray, "*ids"]) -> Float[Array, "*ids N"] | None:
-        """The chosen experts' bias rows (*experts.shape, N), or None where there is none."""
+        """The chosen experts' bias rows (*experts.shape, N), or None if there are no biases."""
         check_one_of("role", role, ROLES)
         check_array("experts", experts, jnp.integer)
         bias = getattr(self, f"{role}_bias")
@@ -352,13 +351,13 @@ class Experts:
     # Layouts
 
     def prepare(self, layout: str, *, donate: bool = False) -> "Experts":
-        """The same weights in another layout; itself where they lie in it already.
+        """The same weights in another layout; itself if they are in it already.
 
         Args:
             layout: a name in `layouts.LAYOUTS`.
-            donate: give up this object's weights, so that the peak is one tensor above the weights.
+            donate: whether this object's arrays are deleted, so that peak memory is one tensor above the weights.
 
-        Warns (UserWarning), but not inside a trace, of weights that the kernels which read the layout will round.
+        Warns (UserWarning), except while tracing, if the kernels that read the layout round any weights.
 
         Raises:
             ValueError: no layout has that name, or it does not hold this format.
@@ -368,7 +367,7 @@ class Experts:
         if layout == self.layout:
             return self
         if not target.holds(self.format):
-            raise ValueError(f"`layout` (={layout!r}) must hold {self.format.name!r}, but holds {target.formats} alone")
+            raise ValueError(f"`layout` (={layout!r}) must hold {self.format.name!r}, but holds {target.formats} only")
         source, order = layouts.get(self.layout), self.down.order
 
         convert = conversion.convert_donating if donate else conversion.convert
@@ -380,13 +379,13 @@ class Experts:
         return prepared
 
     def canonical(self, *, donate: bool = False) -> "Experts":
-        """The same weights as a checkpoint holds them, in the dtypes of their format."""
+        """The same weights in the layout "canonical", in the dtypes of their format."""
         return self.prepare("canonical", donate=donate)
 
     def update(self, new: "Experts") -> "Experts":
-        """`new` weights in the layout and with the sharding of these: the same bits as loading `new` afresh.
+        """`new` weights in the layout and with the sharding of these: the same bits as loading `new`.
 
-        Arrays that lie so already are shared with `new`, not copied.
+        Arrays that are so already are shared with `new`, not copied.
 
         Raises:
             ValueError: `new` differs in a size, a dtype, the format, the order of gate and up, or the presence of a
@@ -400,7 +399,7 @@ class Experts:
         return jax.tree.map(conversion.place_like, self, new.prepare(self.layout))
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[Float[Array, "*lead N H"], Float[Array, "*lead H I"]]:
-        """Float weights: gate_up (E, 2I, H) and down (E, H, I), rows as they stand. 4 or 8 times the memory.
+        """Float weights: gate_up (E, 2I, H) and down (E, H, I), rows in their order. They take 2 to 8 times the memory.
 
         `dtype` is bfloat16 or float32; see `quantization.dequantize`.
         """

@@ -1,4 +1,4 @@
-"""Stacks of layers: experts that differ in their values alone, and the index of one layer."""
+"""Stacks of layers: checks that experts differ only in values, and the index of a layer."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _COMPARED = ("num_experts", "hidden_size", "intermediate_size", "format", "gate_
 def check_alike(name: str, experts: Any, others: Any, purpose: str) -> None:
     """Raises ValueError, naming the difference, unless two `Experts` differ in nothing but values.
 
-    `name`: what the first one is called. `purpose`: why both must be alike.
+    `name`: that of the first one in messages. `purpose`: why both must be alike.
     """
     for field in _COMPARED:
         ours, theirs = getattr(experts, field), getattr(others, field)
@@ -29,7 +29,7 @@ def check_alike(name: str, experts: Any, others: Any, purpose: str) -> None:
 
 
 def layer_index(index: Any, num_layers: int) -> Int32[Array, ""]:
-    """The number of a layer: checked if its value is known, clamped if it is traced. See `Experts.layer`."""
+    """The index of a layer: checked if its value is known, clamped if it is traced. See `Experts.layer`."""
     rule = f"must be an integer in 0..{num_layers - 1}, the layers of this stack"
     if isinstance(index, np.ndarray | np.generic | jax.Array):
         if index.shape or not jnp.issubdtype(index.dtype, jnp.integer):
@@ -38,7 +38,7 @@ def layer_index(index: Any, num_layers: int) -> Int32[Array, ""]:
         raise TypeError(f"`index` (={index!r}) {rule}")
     if isinstance(index, Tracer):
         last = min(num_layers - 1, int(jnp.iinfo(index.dtype).max))
-        return jnp.clip(index, 0, last).astype(jnp.int32)  # in that order: int32 cannot hold what 64 bits can
+        return jnp.clip(index, 0, last).astype(jnp.int32)  # clipped first: 64 bits may not fit into int32
     if not 0 <= int(index) < num_layers:
         raise ValueError(f"`index` (={int(index)}) {rule}")
     return jnp.asarray(int(index), jnp.int32)

@@ -1,1 +1,1 @@
-"""What numbers are: formats of weights and of inputs, rounding, and the layouts in which weights lie."""
+"""Formats of weights and of inputs, rounding, and the layouts of weights in memory."""

@@ -1,8 +1,8 @@
-"""Codes to floats: what an e2m1 element and an e8m0 scale are worth, in the few operations each platform is fast at.
-And floats as integers, which is how they are rounded to codes.
+"""Codes of e2m1 elements and e8m0 scales to floats, in few operations that are fast on each platform; and floats as
+integers, in which they are rounded to codes.
 
-All of it is exact. GPUs multiply floats, subnormal ones included. XLA's CPU code reads and writes subnormals as zero:
-there the bits are put together by integer operations, or only normal numbers met.
+All results are exact. GPUs multiply floats, subnormals included. XLA's CPU code treats subnormals as zero: there the
+bits are computed by integer operations, or all numbers are normal.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ SCALE_NAN = 255
 
 
 def floats(blocks: UInt8[Array, "*lead n"], scales: UInt8[Array, "..."], dtype: Any) -> Float[Array, "*lead n 2"]:
-    """Weights of packed bytes: `blocks` uint8 (..., n), `scales` uint8 broadcastable to it -> `dtype` (..., n, 2).
+    """Floats of packed bytes: `blocks` uint8 (..., n), `scales` uint8 broadcastable to it -> `dtype` (..., n, 2).
 
     `dtype` is bfloat16 or float32. The even element of a byte is its low nibble. See `quantization.dequantize`.
     """
@@ -47,14 +47,14 @@ def _bfloat16_bits(elements: UInt8[Array, "*shape"], scale_codes: UInt8[Array, "
     scale = scale_codes.astype(jnp.uint16)
     is_nan = scale == SCALE_NAN
 
-    # What follows is a scale's own: XLA computes it once a block where it can. `half` holds the bits of 0.5 * scale.
+    # This depends on the scale only: XLA computes it once for a block if it can. `half` has the bits of 0.5 * scale.
     base = jnp.where(is_nan, _BF16_NAN, (scale - 1) << 7)  # wraps below zero for scale code 0
     half = jnp.where(scale > 1, base, (scale + 1) << 5)
     least = jnp.where(is_nan, _BF16_NAN, 0).astype(jnp.uint16)
     most = jnp.where(is_nan, _BF16_NAN, _BF16_INF).astype(jnp.uint16)
 
-    # Magnitude codes from 2 on are exponent and mantissa as they stand; 0 and 1 are subnormals of e2m1. Scale code 0
-    # makes magnitudes 2 and 3 subnormals of the result: there the other side of the maximum is right.
+    # Magnitude codes from 2 on are exponent and mantissa; 0 and 1 are subnormals of e2m1. With scale code 0, magnitudes
+    # 2 and 3 are subnormals of the result: then the second argument of the maximum is correct.
     magnitude = (elements & 7).astype(jnp.uint16)
     normal = jnp.maximum(base + (magnitude << 6), magnitude << 5)
     bits = jnp.where(magnitude < 2, jnp.maximum(magnitude * half, least), normal)
@@ -62,8 +62,8 @@ def _bfloat16_bits(elements: UInt8[Array, "*shape"], scale_codes: UInt8[Array, "
 
 
 def unit() -> Float32[Array, ""]:
-    """2^126 for `element`, as a value that XLA does not know: it would multiply something else by a constant first,
-    which could then be infinite where the element is zero."""
+    """2^126 for `element`, hidden from XLA's optimizer, which would multiply another factor by a constant first: that
+    product could be infinite where the element is zero."""
     return lax.optimization_barrier(jnp.float32(2.0**126))
 
 
@@ -71,8 +71,8 @@ def element(word: UInt[Array, "*shape"], index: int, unit: Float32[Array, ""]) -
     """The e2m1 element at nibble `index` of each word (uint8, uint16 or uint32) as float32; `unit` is `unit()`."""
 
     def by_bits(word: UInt[Array, "*shape"], unit: Float32[Array, ""]) -> Float32[Array, "*shape"]:
-        # Sign, exponent and mantissa stand in a float32's places: it reads 2^-126 times the element, subnormal where
-        # the element is a subnormal of e2m1.
+        # Sign, exponent and mantissa at the bits of a float32 give 2^-126 times the element, a subnormal if the element
+        # is a subnormal of e2m1.
         signed = lax.shift_right_arithmetic(word.astype(jnp.int32) << 28 - 4 * index, jnp.int32(6))
         bits = signed & jnp.int32(-0x80000000 | 0x01C00000)
         return lax.bitcast_convert_type(bits, jnp.float32) * unit
@@ -94,7 +94,7 @@ def power_of_two(scale_codes: UInt8[Array, "*shape"]) -> Float32[Array, "*shape"
 
 
 def scaled(x: Float32[Array, "*shape"], scale_codes: UInt8[Array, "..."]) -> Float32[Array, "*shape"]:
-    """float32 x * 2^(code - 127), NaN for code 255, also where that power is a subnormal and the product is not."""
+    """float32 x * 2^(code - 127), NaN for code 255; exact also if the power is subnormal and the product is not."""
 
     def by_halves(x: Float32[Array, "*shape"], scale_codes: UInt8[Array, "..."]) -> Float32[Array, "*shape"]:
         return x * power_of_two(jnp.maximum(scale_codes, 1)) * jnp.where(scale_codes == 0, 0.5, 1.0)
@@ -113,9 +113,9 @@ def float32_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def over_power_of_two(magnitude: Int32[Array, "*shape"], scale_codes: Int32[Array, "..."]) -> Int32[Array, "*shape"]:
-    """float32 bits (int32, no sign) of magnitude / 2^(code - 127), exact: exponent fields go below 0, and none is that
-    of a subnormal. Zero gets a field so far below that it rounds to zero in any format."""
-    # The quotient by a power of two is a subtraction of exponents in bits that extend below exponent field 0.
+    """float32 bits (int32, no sign) of magnitude / 2^(code - 127), exact and normalized: exponent fields may be below
+    1. Zero gets a field so low that it rounds to zero in any format."""
+    # Division by a power of two subtracts exponents, in bits whose exponent field may go below 0.
     shift = lax.clz(magnitude) - 8
     extended = jnp.where(magnitude < 1 << 23, (magnitude << shift) - (shift << 23), magnitude)
     return extended - ((scale_codes - _SCALE_ONE) << 23)

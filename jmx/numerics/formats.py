@@ -1,14 +1,14 @@
-"""Weight formats: what quantised weights are made of, how their arrays fit each other, pack and pad.
+"""Weight formats: the arrays of quantized weights, their shapes and dtypes, packing and padding.
 
-A format cuts the last (contracted) axis of a weight into blocks that share one scale:
+A format splits the last (contracted) axis of a weight into blocks that share one scale:
 
     weight[n, k] = (values[n, k] - zero_points[n, b]) * scales[n, b] * global_scales[n],  b = k // block_size
 
-where zero points and global scales are 0 and 1 in formats that lack them. MXFP4 is 32 elements e2m1 and one scale e8m0,
-as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. `quantization` turns floats into it and back.
+where zero points and global scales are 0 and 1 in formats without them. In MXFP4 a block is 32 e2m1 elements with one
+e8m0 scale, as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. See `quantization` for conversions.
 
-Weights come in two forms. *Canonical* arrays have one element of the format's type a weight; *packed* arrays are the
-uint8 bytes of checkpoints: of 4-bit elements two a byte, the even one of the contracted axis in the low nibble.
+Weights have two forms. *Canonical* arrays have one element of the format's dtype for each weight; *packed* arrays are
+the uint8 bytes of checkpoints: two 4-bit elements in a byte, the even one of the contracted axis in the low nibble.
 """
 
 import itertools
@@ -24,19 +24,19 @@ from jax import lax
 from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
 from jmx.util.typing import AnyArray, Array, Float32, Int8, Int32, Shaped, UInt8
 
-WHOLE_ROW = -1  # as a block's size; GPTQ's configs write it so
+WHOLE_ROW = -1  # a block size, as in GPTQ's configs
 
 
 class BlockScaled(NamedTuple):
-    """A weight of logical shape (..., N, K) in a block format; a pytree. What its format lacks is None.
+    """A weight of logical shape (..., N, K) in a block format; a pytree. Arrays that its format lacks are None.
 
     values: canonical elements (..., N, K), or packed uint8 (..., N, K * bits / 8).
-    scales: (..., N, blocks); packed: those of one byte as uint8.
-    global_scales: float32 (..., N), which multiply whole rows. A checkpoint's single one is repeated for its rows, so
-        that gate and up may differ in it at no cost of accuracy.
+    scales: (..., N, blocks); packed: scales of one byte as uint8.
+    global_scales: float32 (..., N), which multiply whole rows. The single one of a checkpoint's tensor is repeated for
+        its rows, so that gate and up may have different ones.
     zero_points: int8 (..., N, blocks).
-    order: int32 (..., K): column j of the arrays multiplies input order[j] ("act-order": columns lie sorted by group,
-        and activations are permuted to meet them).
+    order: int32 (..., K): column j of the arrays multiplies input order[j] ("act-order": columns are sorted by group,
+        and activations permuted likewise).
     """
 
     values: Shaped[Any, "*lead columns"]
@@ -48,7 +48,7 @@ class BlockScaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A block format: element type, block, scale type, and the arrays that a weight is made of.
+    """A block format: element dtype, block size, scale dtypes, and the arrays of a weight.
 
     Args:
         name: key in `FORMATS`.
@@ -56,8 +56,8 @@ class Format:
         element_bits: bits of one value in memory.
         block_size: elements that share a scale, along the last axis; `WHOLE_ROW`: all of it.
         scale_dtypes: dtypes that canonical scales may have, the usual one first.
-        arrays: names of the arrays that hold one weight, out of those of `BlockScaled`.
-        short_block: whether the last block may be cut short.
+        arrays: names of the arrays of a weight, among those of `BlockScaled`.
+        short_block: whether the last block may be shorter.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Format:
         return self.scale_dtypes[0]
 
     def elements(self) -> np.ndarray:
-        """What each element code is worth: float64 (2 ** element_bits,)."""
+        """The value of each element code: float64 (2 ** element_bits,)."""
         codes = np.arange(1 << self.element_bits, dtype=np.uint8)
         return _host_elements(codes, self).astype(np.float64)
 
@@ -86,7 +86,7 @@ class Format:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {whole} for {self.name.upper()}")
 
     def num_blocks(self, size: int, what: str) -> int:
-        """Blocks along an axis of `size` elements; ValueError naming `what` unless they are whole."""
+        """The number of blocks along an axis of `size` elements; ValueError naming `what` unless they are whole."""
         self.check_size(what, size)
         return 1 if self.block_size == WHOLE_ROW else -(-size // self.block_size)
 
@@ -126,21 +126,21 @@ _INT4, _INT8 = np.dtype(jnp.int4), np.dtype(np.int8)
 _FLOATS = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 MXFP4 = Format("mxfp4", _E2M1, 4, 32, (_E8M0,))
-# Under scales of 4 bits' precision, which a global one brings into their range.
+# Scales have 4 bits of precision; a global scale brings them into their range.
 NVFP4 = Format("nvfp4", _E2M1, 4, 16, (_E4M3,), ("values", "scales", "global_scales"))
 MXINT4 = Format("mxint4", _INT4, 4, 32, _FLOATS[:1])
-# One scale a tensor, a row ("channel"), or 128 x 128 weights. All are kept a row, so that rows of gate and up may be
-# those of different tensors, lie in any order, and end within a block.
+# One scale for a tensor, a row ("channel"), or 128 x 128 weights. All are stored for each row, so that rows of gate and
+# up may be from different tensors, in any order, and end within a block.
 FP8_TENSOR = Format("fp8_tensor", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
 FP8_CHANNEL = Format("fp8_channel", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
 FP8_BLOCK = Format("fp8_block", _E4M3, 8, 128, _FLOATS[::-1], short_block=True)
 
-# Of activations: what block-scaled products take beside MXFP4 weights. See `jmx.numerics.mxfp8`.
+# Of activations, for block-scaled products with MXFP4 weights. See `jmx.numerics.mxfp8`.
 MXFP8 = Format("mxfp8", _E4M3, 8, 32, (_E8M0,))
 
 
 def _integers() -> list[Format]:
-    """INT4 and INT8 in groups or by rows, with zero points ("asym") or without, in the order of activations or not."""
+    """INT4 and INT8 in groups or by rows, with or without zero points ("asym"), with or without activation order."""
     dtypes = {4: _INT4, 8: _INT8}
     groups = {"g32": 32, "g64": 64, "g128": 128, "channel": WHOLE_ROW}
     more = {"": (), "_asym": ("zero_points",), "_order": ("order",), "_asym_order": ("zero_points", "order")}
@@ -161,7 +161,7 @@ _SCALE_BYTES = {_E8M0: 127, _E4M3: 0x38}  # of 1.0
 
 
 def get(format: Format | str) -> Format:
-    """A format of weights, or the one that `FORMATS` has under that name. ValueError, naming those, for other names."""
+    """A format of weights, or the one of that name in `FORMATS`. ValueError, naming those, for other names."""
     return check_named("format", format, Format, FORMATS)
 
 
@@ -171,7 +171,7 @@ def is_packed(q: BlockScaled) -> bool:
 
 
 def check_weight(q: BlockScaled, name: str = "q") -> None:
-    """Raises TypeError, naming what is wrong of the weight called `name`, unless it is one of arrays."""
+    """Raises TypeError or ValueError, naming the array, unless the weight called `name` is a BlockScaled of arrays."""
     check_instance(name, q, BlockScaled, "a jmx.BlockScaled")
     for field, array in q._asdict().items():
         if array is not None or field in ("values", "scales"):
@@ -182,11 +182,11 @@ def check_weight(q: BlockScaled, name: str = "q") -> None:
 
 
 def logical_shape(q: BlockScaled, format: Format | str = MXFP4, name: str = "q") -> tuple[int, ...]:
-    """Shape (..., N, K) of the weight that `q` holds, canonical or packed.
+    """Logical shape (..., N, K) of the weight `q`, canonical or packed.
 
     Raises:
-        TypeError: dtypes that are neither the format's nor uint8, values and scales of which one is packed, or an array
-            that the format lacks.
+        TypeError: dtypes that are neither the format's nor uint8, values and scales of which only one is packed, or an
+            array that the format does not have.
         ValueError: arrays that are missing, or do not fit the values.
     """
     format = get(format)
@@ -217,7 +217,7 @@ def logical_shape(q: BlockScaled, format: Format | str = MXFP4, name: str = "q")
 def pack(q: BlockScaled) -> BlockScaled:
     """Canonical to packed: uint8 values (..., K * bits / 8), even elements in the low nibbles, and bytes as uint8.
 
-    numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. A packed `q` is returned as it is.
+    numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. A packed `q` is returned unchanged.
 
     Raises:
         TypeError: values that are of no format.
@@ -241,14 +241,13 @@ def pack(q: BlockScaled) -> BlockScaled:
 
 
 def from_offset_binary(q: BlockScaled, format: Format | str) -> BlockScaled:
-    """Integers in two's complement, as jmx has them, of codes c that stand for c - 8, or for c - 128 where they have 8
-    bits.
+    """Converts codes c that represent c - 8, or c - 128 for 8 bits, to two's complement, which jmx uses.
 
-    So they are stored where there are no negative codes: MXINT4's for one.
+    Some checkpoints store integers in this offset binary, for example of MXINT4.
 
     Args:
-        q: uint4 values (..., K), or codes in bytes, as `pack` has them: uint8 (..., K * bits / 8).
-        format: one of integers, symmetric: a zero point would be a code, too.
+        q: uint4 values (..., K), or uint8 codes (..., K * bits / 8), packed as by `pack`.
+        format: of integers without zero points, which would be codes too.
 
     Raises:
         ValueError: another format.
@@ -271,7 +270,7 @@ def _bytes(array: Shaped[AnyArray, "*shape"]) -> UInt8[AnyArray, "*shape"]:
 
 
 def unpack(q: BlockScaled, format: Format | str = MXFP4) -> BlockScaled:
-    """Packed to canonical, the inverse of `pack`. A canonical `q` is returned as it is.
+    """Packed to canonical, the inverse of `pack`. A canonical `q` is returned unchanged.
 
     Raises:
         ValueError, TypeError: packed arrays that do not fit each other or `format`.
@@ -292,7 +291,7 @@ def unpack(q: BlockScaled, format: Format | str = MXFP4) -> BlockScaled:
 
 
 def _host_elements(codes: np.ndarray, format: Format) -> np.ndarray:
-    if format.element_dtype == jnp.int4:  # of which numpy keeps the sign in all eight bits
+    if format.element_dtype == jnp.int4:  # numpy stores int4 sign-extended to eight bits
         return ((codes ^ 8) - np.uint8(8)).view(np.int8).astype(format.element_dtype)
     return codes.view(format.element_dtype)
 
@@ -302,7 +301,7 @@ def _of_bytes(array: UInt8[AnyArray, "*shape"], dtype: np.dtype) -> Shaped[AnyAr
 
 
 def one(format: Format, dtype: Any) -> float:
-    """What fills an array of scales, of that dtype, with 1.0."""
+    """The value of an array of scales of that dtype that represents 1.0."""
     return _SCALE_BYTES[format.scale_dtype] if dtype == jnp.uint8 else 1.0
 
 
@@ -310,7 +309,7 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) ->
     """Extends the last two axes (N, K) to `shape` with zero values and scales of 1.0, canonical or packed.
 
     Raises:
-        ValueError: `shape` below the present one, or its K not a whole number of blocks.
+        ValueError: `shape` smaller than that of `q`, or its K not a whole number of blocks.
     """
     format = get(format)
     (rows, columns), target = _resized(q, shape, format)
@@ -324,7 +323,7 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) ->
         if array is not None
     }
     padded = q._replace(**extended)
-    if padded.zero_points is not None and format.block_size == WHOLE_ROW:  # a row's own zero is what adds nothing to it
+    if padded.zero_points is not None and format.block_size == WHOLE_ROW:  # weights of value 0 are the row's zero point
         inside = jnp.arange(padded.values.shape[-1]) < q.values.shape[-1]
         zero = padded.zero_points.astype(padded.values.dtype)
         if is_packed(q) and format.element_bits == 4:
@@ -336,7 +335,7 @@ def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) ->
 
 
 def _resized(q: BlockScaled, shape: tuple[int, int], format: Format) -> tuple[tuple[int, int], BlockScaled]:
-    """The present N and K of `q`, and what its arrays become (`jax.ShapeDtypeStruct`) where `shape` takes their place.
+    """N and K of `q`, and its arrays (`jax.ShapeDtypeStruct`) if these become `shape`.
 
     Raises:
         ValueError: `q` has no axis N, or the K of `shape` is not a whole number of blocks.
@@ -356,10 +355,10 @@ def _extend(array: Shaped[AnyArray, "..."], shape: tuple[int, ...], fill: float)
 
 
 def unpad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) -> BlockScaled:
-    """Cuts the last two axes to `shape` (N, K), the inverse of `pad`.
+    """Slices the last two axes to `shape` (N, K), the inverse of `pad`.
 
     Raises:
-        ValueError: `shape` above the present one, or its K not a whole number of blocks.
+        ValueError: `shape` larger than that of `q`, or its K not a whole number of blocks.
     """
     format = get(format)
     (rows, columns), target = _resized(q, shape, format)

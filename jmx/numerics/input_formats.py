@@ -1,18 +1,18 @@
-"""Input formats: what activations are rounded to before a product, and which of them a layer takes.
+"""Input formats: the formats that activations are rounded to before a product, and the choice of a layer's format.
 
-A format says which elements share a scale: a block along the last axis, a row (a token), or the whole tensor. *Dynamic*
-scales come from the elements that share them; a *static* one was found by calibration and stands in a checkpoint.
+In a format the elements that share a scale are a block along the last axis, a row (a token), or the whole tensor.
+*Dynamic* scales are computed from the elements that share them; *static* ones are found by calibration and stored in a
+checkpoint.
 
-What kernels and checkpoint tools do differs in details. Here one rule holds for all formats, so that nothing is lost
-without being seen:
+Kernels and checkpoint tools differ in details. Here all formats follow the same rules, which never hide a NaN:
 
-* Dynamic scales have a floor, the least positive scale: 2^-126 in float32 (the least that no platform flushes), 2^-9 in
-  e4m3, 2^-127 in e8m0. Rows and blocks of zeros get it. (MXFP4 alone gives those a scale of 1.)
-* An element is x divided by its scale: the float32 quotient, rounded to nearest, then to the element, ties to even both
-  times. It is a quotient, never a product with a reciprocal, whose last bit may differ.
-* What is too large becomes the largest element. Zeros keep their sign, where the element has one.
-* NaN or infinity among elements that share a dynamic scale makes that scale NaN, and these elements 0. Under a static
-  scale alone (`fp8_static`) it makes the one element NaN. Products of that token are then NaN.
+* Dynamic scales are at least the least positive scale: 2^-126 in float32 (the least that no platform flushes), 2^-9 in
+  e4m3, 2^-127 in e8m0. Rows and blocks of zeros get it. (Only MXFP4 gives those a scale of 1.)
+* An element is x divided by its scale: the float32 quotient, rounded to nearest, then rounded to the element dtype,
+  ties to even both times. It is never a product with a reciprocal, whose last bit may differ.
+* Elements saturate. Zeros keep their sign if the element dtype has one.
+* NaN or infinity among elements that share a dynamic scale makes that scale NaN and these elements 0. With a static
+  scale only (`fp8_static`) it makes the one element NaN. Products of that token are then NaN.
 """
 
 import warnings
@@ -37,15 +37,15 @@ StaticScale = Float32[AnyArray, ""] | np.float32
 
 @dataclass(frozen=True)
 class InputFormat:
-    """What activations are rounded to before a product.
+    """A format that activations are rounded to before a product.
 
     Args:
         name: key in `INPUT_FORMATS`.
         element_dtype: dtype of the values.
-        block_size: how many elements of the last axis share a scale; "row": all of them; "tensor": all there are.
+        block_size: how many elements of the last axis share a scale; "row": the whole axis; "tensor": the whole tensor.
         scale_dtype: dtype of the scales.
-        static: whether a static scale takes part: float32, one a tensor, a factor of every element's worth.
-        short_block: whether the last block of the last axis may be cut short.
+        static: whether there is a static scale: float32, one for a tensor, a factor of every element's value.
+        short_block: whether the last block of the last axis may be shorter.
     """
 
     name: str
@@ -57,27 +57,27 @@ class InputFormat:
 
     @property
     def dynamic(self) -> bool:
-        """Whether scales come from the elements."""
+        """Whether scales are computed from the elements."""
         return self.block_size != "tensor"
 
     @property
     def largest(self) -> float:
-        """The largest element; where dynamic scales stand beside a static one, times the largest of them."""
+        """The largest element; with both dynamic and static scales, times the largest dynamic scale."""
         element = 127.0 if self.element_dtype == np.int8 else float(ml_dtypes.finfo(self.element_dtype).max)
         return element * float(ml_dtypes.finfo(self.scale_dtype).max) if self.static and self.dynamic else element
 
     def check_size(self, name: str, size: int) -> None:
-        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks, or need not be."""
+        """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks, if it must be."""
         if isinstance(self.block_size, int) and not self.short_block and size % self.block_size:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {self.block_size} for {self.name} inputs")
 
     def check_sizes(self, hidden_size: int, intermediate_size: int) -> None:
-        """`check_size` of what both products of experts take."""
+        """`check_size` of the inputs of both products."""
         self.check_size("hidden_size", hidden_size)
         self.check_size("intermediate_size", intermediate_size)
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales of x of `shape` (..., K): (..., K / block_size rounded up), (..., 1) of rows, () of a
+        """Shape of the scales of x of `shape` (..., K): (..., K / block_size rounded up), (..., 1) for rows, () for a
         tensor."""
         if self.block_size == "tensor":
             return ()
@@ -85,10 +85,10 @@ class InputFormat:
 
 
 class QuantizedInputs(NamedTuple):
-    """Activations in an input format; a pytree. An element is worth value * scale * `global_scale`.
+    """Activations in an input format; a pytree. An element represents value * scale * `global_scale`.
 
     `values` (..., K) of the format's element dtype, `scales` of its scale dtype and of `InputFormat.scales_shape`,
-    `global_scale` float32 (): the static scale that stands beside dynamic ones; None, which counts as 1, without these.
+    `global_scale` float32 (): the static scale of formats that have dynamic scales too; else None, which counts as 1.
     """
 
     values: Shaped[Any, "*lead K"]
@@ -113,8 +113,8 @@ INPUT_FORMATS: dict[str, InputFormat] = {
     for format in (FP8_STATIC, FP8_TOKEN, FP8_BLOCK, FP8_BLOCK_UE8M0, MXFP8, MXFP4, NVFP4, INT8_TOKEN)
 }
 
-# What a user may ask for without naming the variant. Variants that are dynamic alone come first: they need nothing that
-# only calibration knows. Among these, those of finer scales come later, as fewer weights go with them.
+# Names for requests without a variant. Variants that are only dynamic come first, as they need no calibration; among
+# these, those with finer scales come later, as they work with fewer weight formats.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8_token", "fp8_block", "fp8_block_ue8m0", "fp8_static"),
     "fp4": ("mxfp4", "nvfp4"),
@@ -154,13 +154,13 @@ def quantize(
         x: float32, bfloat16 or float16 (..., K).
         format: one of `INPUT_FORMATS`.
         static_scale: float32 (), for formats that are `static`; None for others. It must be a normal float32 (2^-126
-            or more), and small enough for the largest number of the format to be finite. A traced one, which cannot be
-            looked at, makes everything NaN if it is not.
+            or more), and small enough for the largest number of the format to be finite. If a traced one is not, the
+            result is NaN.
 
     Raises:
         ValueError: another format, K not a whole number of blocks, a scalar, a static scale that is missing, not
-            wanted, of another shape or out of range.
-        TypeError: another dtype, or no array.
+            needed, of another shape or out of range.
+        TypeError: another dtype, or not an array.
     """
     _check_format(format)
     if check_array("x", x).dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -194,12 +194,12 @@ def _check_static_scale(format: InputFormat, scale: Any) -> None:
     if getattr(scale, "dtype", None) != jnp.float32:
         raise TypeError(f"`static_scale` ({getattr(scale, 'dtype', type(scale).__name__)}) must be a float32 scalar")
     if scale.shape != ():
-        raise ValueError(f"`static_scale` (shape {scale.shape}) must be a scalar: one scale a tensor")
+        raise ValueError(f"`static_scale` (shape {scale.shape}) must be a scalar: one scale for a tensor")
     check_static_range("static_scale", scale, format)
 
 
 def check_static_range(name: str, scales: Float32[AnyArray, "..."] | np.float32, format: InputFormat) -> None:
-    """Raises ValueError for static scales, float32, outside `static_limits`; traced ones cannot be looked at."""
+    """Raises ValueError for static scales, float32, outside `static_limits`; traced ones are not checked."""
     if isinstance(scales, Tracer):
         return
     least, most = static_limits(format)
@@ -209,7 +209,7 @@ def check_static_range(name: str, scales: Float32[AnyArray, "..."] | np.float32,
 
 
 def static_limits(format: InputFormat) -> tuple[np.float32, np.float32]:
-    """The least and the largest static scale of a format that has them."""
+    """The least and the largest static scale of a static format."""
     limits = np.finfo(np.float32)
     return limits.tiny, np.nextafter(limits.max / np.float32(format.largest), np.float32(0))
 
@@ -261,8 +261,7 @@ def _quantize_by_powers_of_two(x: Float[Array, "*lead K"], format: InputFormat) 
 
 
 def _in_blocks(x: Num[Array, "*lead K"], format: InputFormat) -> Num[Array, "*lead b n"]:
-    """(..., K) as (..., blocks, elements of one); behind a last block that is short stand zeros, which change no
-    scale."""
+    """(..., K) as (..., blocks, elements of one); a short last block is padded with zeros, which change no scale."""
     *lead, size = x.shape
     shared = format.block_size if isinstance(format.block_size, int) else size
     count = format.scales_shape(x.shape)[-1]
@@ -281,7 +280,7 @@ def _magnitude_and_sign(x: Float[Array, "*shape"]) -> tuple[Int32[Array, "*shape
 
 
 def _in_range(static_scale: Float32[Array, ""], format: InputFormat) -> Int32[Array, ""]:
-    """float32 bits; NaN, for want of an error, of a traced scale that is out of range."""
+    """float32 bits of a static scale; NaN if it is traced, so that no error was raised, and out of range."""
     least, most = (rounding.bits_of(limit) for limit in static_limits(format))
     given = lax.bitcast_convert_type(static_scale, jnp.int32)
     return jnp.where((given >= least) & (given <= most), given, rounding.NAN)
@@ -290,7 +289,7 @@ def _in_range(static_scale: Float32[Array, ""], format: InputFormat) -> Int32[Ar
 def _nvfp4_scale(
     amax: Int32[Array, "*shape"], static_scale: Int32[Array, ""]
 ) -> tuple[UInt8[Array, "*shape"], Int32[Array, "*shape"]]:
-    """Codes of the scales of blocks, and float32 bits of what elements are divided by."""
+    """Codes of the scales of blocks, and float32 bits of the divisors of elements."""
     limit = rounding.times(rounding.bits_of(6.0), static_scale)
     code = rounding.minifloat(rounding.divided(rounding.normalized(amax), limit), _E4M3)
     code = jnp.maximum(code, 1)
@@ -311,15 +310,15 @@ def _signed(
 
 
 def dequantize(q: QuantizedInputs, format: InputFormat) -> Float32[Array, "*lead K"]:
-    """What `q`, in `format`, is worth: float32 (..., K), the exact product of value and scales, rounded to nearest,
-    ties to even.
+    """The values of `q`, in `format`: float32 (..., K), the exact product of value and scales, rounded to nearest, ties
+    to even.
 
-    The same bits on every platform, subnormals included; products too large are infinite. Where the value or a scale is
-    NaN, so is the result; a scale of infinity counts as NaN. Traceable.
+    The same bits on every platform, subnormals included; products too large are infinite. If the value or a scale is
+    NaN, so is the result; an infinite scale counts as NaN. Traceable.
 
     Raises:
         ValueError: another format, scales that do not fit the values.
-        TypeError: no `QuantizedInputs`.
+        TypeError: not `QuantizedInputs`.
     """
     _check_format(format)
     check_instance("q", q, QuantizedInputs, "a jmx.numerics.input_formats.QuantizedInputs")
@@ -336,10 +335,10 @@ def _dequantize(q: QuantizedInputs, format: InputFormat) -> Float32[Array, "*lea
     bits, scale = _float32_bits(q.values), _float32_bits(q.scales)
     if format.dynamic:
         bits, scale = _in_blocks(bits, format), scale[..., None]
-    worth = rounding.times(bits & 0x7FFFFFFF, scale)
+    product = rounding.times(bits & 0x7FFFFFFF, scale)
     if q.global_scale is not None:  # value times scale is exact: six significant bits at most
-        worth = rounding.times(worth, _float32_bits(q.global_scale))
-    signed = lax.bitcast_convert_type(jnp.where(bits < 0, worth | -0x80000000, worth), jnp.float32)
+        product = rounding.times(product, _float32_bits(q.global_scale))
+    signed = lax.bitcast_convert_type(jnp.where(bits < 0, product | -0x80000000, product), jnp.float32)
     return _out_of_blocks(signed, q.values.shape) if format.dynamic else signed
 
 
@@ -351,30 +350,29 @@ def _float32_bits(x: Shaped[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def reduce_static_scales(scales: Float[AnyArray, " E"] | Float[AnyArray, "E P"]) -> np.float32:
-    """One static scale for all experts: the largest, under which no expert's inputs are cut off that were not before.
+    """One static scale for all experts: the largest, with which no more inputs saturate than before.
 
-    Warns (UserWarning) when they differ, as experts of smaller scales then get coarser inputs. It is what vLLM does.
+    Warns (UserWarning) if they differ, as experts with smaller scales then get coarser inputs. vLLM does the same.
 
     Args:
-        scales: float32, bfloat16 or float16 (E,), or (E, P) where an expert has P of them, factors of the elements'
-            worth. (Global scales that divide, as those of compressed-tensors do, must be inverted before: their largest
-            is the wrong one.)
+        scales: float32, bfloat16 or float16 (E,), or (E, P) if an expert has P of them; factors of elements' values.
+            (Global scales that divide, like those of compressed-tensors, must be inverted first.)
 
     Raises:
-        ValueError: scales that are NaN, infinite, zero or negative; none at all; another rank; traced ones.
-        TypeError: another dtype, or no array.
+        ValueError: scales that are NaN, infinite, zero or negative; an empty array; another rank; traced ones.
+        TypeError: another dtype, or not an array.
     """
     if isinstance(scales, Tracer):
-        raise ValueError("`scales` must be looked at, and are traced: reduce them outside jit")
+        raise ValueError("`scales` must be known, and are traced: reduce them outside jit")
     if check_array("scales", scales).dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`scales` (dtype {scales.dtype}) must be float32, bfloat16 or float16")
     if scales.ndim not in (1, 2) or not scales.size:
-        raise ValueError(f"`scales` (shape {scales.shape}) must be one an expert, (E,), or (E, P)")
+        raise ValueError(f"`scales` (shape {scales.shape}) must be (E,) or (E, P)")
     given = np.asarray(scales).astype(np.float32)
-    for place in np.argwhere(~(np.isfinite(given) & (given > 0))):
-        index = ", ".join(map(str, place))
+    for wrong in np.argwhere(~(np.isfinite(given) & (given > 0))):
+        index = ", ".join(map(str, wrong))
         raise ValueError(
-            f"`scales[{index}]` (={given[tuple(place)]}) must be positive and finite, as all {given.size} must"
+            f"`scales[{index}]` (={given[tuple(wrong)]}) must be positive and finite, as all {given.size} must"
         )
     most = given.max()
     if smaller := int((given < most).reshape(len(given), -1).any(axis=1).sum()):
@@ -388,19 +386,19 @@ def reduce_static_scales(scales: Float[AnyArray, " E"] | Float[AnyArray, "E P"])
 
 
 def resolve(checkpoint: str | None, user: str | None, supported: Sequence[str | None]) -> str | None:
-    """Which input format a layer takes: a key of `INPUT_FORMATS`, or None for the activations' own 16 or 32 bits.
+    """The input format of a layer: a key of `INPUT_FORMATS`, or None for the activations' own 16 or 32 bits.
 
-    A checkpoint's format holds; a user may name the same, or its family. Where the checkpoint names none, the user's
-    holds; of a family the first variant, in the order of `FAMILIES`, that is supported. Where nobody names any, None is
-    preferred, if supported, and else the first that is. As vLLM resolves them (`oracle/mxfp4.py`).
+    A checkpoint's format is used; a user may name the same, or its family. If the checkpoint names none, the user's is
+    used; for a family the first variant, in the order of `FAMILIES`, that is supported. If neither names one, it is
+    None if supported, else the first supported format. vLLM resolves them likewise (`oracle/mxfp4.py`).
 
     Args:
         checkpoint: the format that a checkpoint declares, or None.
-        user: the format or family (a key of `FAMILIES`) that a user asks for, or None.
-        supported: the formats that can be had, in order of preference, None among them if inputs may stay as they are.
+        user: the format or family (a key of `FAMILIES`) that a user requests, or None.
+        supported: the supported formats, in order of preference, with None if inputs may stay in their dtype.
 
     Raises:
-        ValueError: an unknown name, checkpoint and user disagreeing, or nothing left.
+        ValueError: an unknown name, checkpoint and user disagreeing, or no supported format.
     """
     if checkpoint is not None and checkpoint not in INPUT_FORMATS:
         raise ValueError(f"`checkpoint` (={checkpoint!r}) must be one of {[*INPUT_FORMATS]}")

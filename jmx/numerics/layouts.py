@@ -1,8 +1,8 @@
-"""Layouts: how an engine family holds expert weights in memory.
+"""Layouts: how the weights of experts are arranged in memory for an engine.
 
-A layout is a pair of inverse maps between canonical arrays and its own, plus `take`, which undoes chosen experts inside
-a trace: the reference backend and every backward pass use that, so that prepared weights always have a fallback and a
-gradient. Leading axes are kept by every layout; the expert axis is the last of them.
+A layout is a pair of inverse maps between canonical arrays and its own, and `take`, which returns chosen experts as
+packed bytes while tracing: the reference backend and every backward pass use it, so all layouts have a fallback and
+gradients. Every layout keeps leading axes; the expert axis is the last of them.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ Index = Array | tuple[Array, ...]
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """What a layout may need to know of a weight beside its arrays.
+    """The static properties of a weight that a layout may need.
 
     Args:
         role: "gate_up" or "down".
         shape: (N, K), the logical rows and columns of one expert, K contracted.
-        gate_up_order: how gate and up rows stand in a "gate_up" weight; None where there is no gate.
+        gate_up_order: the order of gate and up rows in a "gate_up" weight; None without a gate.
         format: the block format.
     """
 
@@ -39,9 +39,9 @@ class WeightSpec:
 
 
 def rows_in_order(order: Int32[Array, "*lead I"], gate_up_order: str | None) -> Int32[Array, "*lead N"]:
-    """(..., I), the order of the columns of "down" -> int32 (..., N): the row of "gate_up" that each place is to hold.
+    """The order (..., I) of the columns of "down" -> int32 (..., N): the row of "gate_up" for each new row.
 
-    What comes out of the rows in this order needs none to meet those columns.
+    The outputs of rows in this order are inputs of those columns without a permutation.
     """
     if gate_up_order is None:
         return order
@@ -52,18 +52,18 @@ def rows_in_order(order: Int32[Array, "*lead I"], gate_up_order: str | None) -> 
 
 @dataclass(frozen=True)
 class Layout:
-    """A named way to hold a weight.
+    """A named arrangement of a weight's arrays.
 
     Args:
         name: key in `LAYOUTS`.
         forward: canonical (..., N, K) -> this layout's arrays.
         inverse: this layout's arrays -> canonical, bit for bit.
         take: (arrays, spec, index into the leading axes) -> packed bytes of the chosen experts, (*index.shape, N, K).
-        formats: names of the formats whose weights it holds; None: of all.
-        rounds: this layout's arrays -> () int32, how many blocks of values the kernels that read it round; None: they
+        formats: names of the formats that it supports; None: all.
+        rounds: this layout's arrays -> () int32, the number of blocks that kernels which read it round; None: they
             round none.
-        orders_rows: where the columns of "down" have an order, rows of "gate_up" lie as `rows_in_order` has them, which
-            `forward`, `inverse` and `take` (of the chosen experts) then are given as one more argument.
+        orders_rows: whether rows of "gate_up" follow the order of the columns of "down". If these have one, `forward`,
+            `inverse` and `take` get `rows_in_order` (of the chosen experts) as one more argument.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Layout:
         return self.formats is None or format.name in self.formats
 
     def rows(self, order: Int32[Array, "*lead I"] | None, spec: WeightSpec) -> tuple[Int32[Array, "*lead N"], ...]:
-        """That one more argument, or none: of a weight `spec`, where `order` is that of the columns of "down"."""
+        """The additional argument of `orders_rows`, or none; `order`: that of the columns of "down"."""
         if not self.orders_rows or order is None or spec.role == "down":
             return ()
         return (rows_in_order(order, spec.gate_up_order),)
 
 
 def gather(q: BlockScaled, index: Index) -> BlockScaled:
-    """The arrays at an index into their leading axes, which must be within them."""
+    """The arrays at an index into their leading axes, which must be in range."""
     return jax.tree.map(lambda array: array.at[index].get(mode="promise_in_bounds"), q)
 
 
@@ -107,13 +107,13 @@ _LOADS: list[Callable[[], Any]] = []
 
 
 def register(layout: Layout) -> None:
-    """Makes a layout known by its name. ValueError if another one has that name."""
+    """Registers a layout by its name. ValueError if another one has that name."""
     if LAYOUTS.setdefault(layout.name, layout) is not layout:
         raise ValueError(f"`layout.name` (={layout.name!r}) is taken by another layout")
 
 
 def on_unknown_name(load: Callable[[], Any]) -> None:
-    """Has `load` called before a name is said to be unknown: it may register layouts of other packages."""
+    """Registers a function that `get` calls before it rejects a name; it may register layouts of other packages."""
     _LOADS.append(load)
 
 
@@ -127,12 +127,14 @@ def get(name: str) -> Layout:
 
 @lru_cache(1024)
 def abstract(name: str, spec: WeightSpec, scale_dtype: Any = None) -> BlockScaled:
-    """Shapes and dtypes of one expert's weight in the layout called `name`, with an expert axis in front.
+    """Shapes and dtypes of one expert's weight in the layout called `name`, with a leading expert axis.
 
     `scale_dtype`: see `Format.abstract`.
     """
     canonical = spec.format.abstract((1, *spec.shape), scale_dtype=scale_dtype)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # whichever is in scope at the first call
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), ())
+    ):  # the result must not depend on the mesh in scope
         return jax.eval_shape(lambda q: get(name).forward(q, spec), canonical)
 
 

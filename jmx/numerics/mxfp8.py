@@ -1,10 +1,10 @@
-"""Activations in MXFP8: elements e4m3, of which 32 along the last axis share a scale e8m0.
+"""Activations in MXFP8: e4m3 elements; each 32 along the last axis share an e8m0 scale.
 
-value = element * 2^(scale_code - 127), as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. How a
-scale is chosen is a rule of its own. Here it is that of the kernels that take such activations (FlashInfer 0.7.2,
-`cvt_warp_fp16_to_mxfp8` and its twin for CPUs, `mxfp8_quantize_host`): 2^ceil(log2(amax / 448)), amax the block's
-largest magnitude and 448 the largest of e4m3. So nothing saturates. The specification's own rule (section 6.3),
-2^(floor(log2 amax) - 8), gives half of that to blocks with amax above 448 times it, whose largest elements it cuts off.
+value = element * 2^(scale_code - 127), as in the OCP Microscaling Formats (MX) Specification v1.0, section 5. The
+rule for scales is not part of it. Here it is the rule of the kernels that take such activations (FlashInfer 0.7.2,
+`cvt_warp_fp16_to_mxfp8` and, for CPUs, `mxfp8_quantize_host`): 2^ceil(log2(amax / 448)), amax the block's
+largest magnitude and 448 the largest of e4m3. So nothing saturates. The rule of the specification (section 6.3),
+2^(floor(log2 amax) - 8), gives half of that to blocks with amax above 448 times it, whose largest elements saturate.
 """
 
 import jax
@@ -22,8 +22,8 @@ _CARRY = (1 << 21) - 1  # carries above float32 mantissa 1.75
 def quantize(x: Float[AnyArray, "*lead K"]) -> BlockScaled:
     """Rounds floats to MXFP8, the same bits on every platform. Traceable.
 
-    Elements round to nearest, ties to even; zeros keep their sign. A block of zeros gets scale code 0. A block that
-    holds NaN or infinity gets scale code 255, which is NaN, and elements 0.
+    Elements round to nearest, ties to even; zeros keep their sign. A block of zeros gets scale code 0. A block with
+    NaN or infinity gets scale code 255, which is NaN, and elements 0.
 
     Args:
         x: float32, bfloat16 or float16 (..., K).
@@ -32,13 +32,13 @@ def quantize(x: Float[AnyArray, "*lead K"]) -> BlockScaled:
         `BlockScaled`: values float8_e4m3fn (..., K), scales float8_e8m0fnu (..., K / 32).
 
     Raises:
-        ValueError: K not a whole number of blocks, or a scalar.
+        ValueError: K not a multiple of 32, or a scalar.
         TypeError: another dtype.
     """
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
     if x.ndim == 0:
-        raise ValueError("`x` (a scalar) must have a last axis to cut into blocks")
+        raise ValueError("`x` (a scalar) must have a last axis, of blocks")
     MXFP8.check_size("x.shape[-1]", x.shape[-1])
     return _quantize(x)
 
@@ -53,7 +53,7 @@ def _quantize(x: Float[Array, "*lead K"]) -> BlockScaled:
 def quantize_blocks(
     bits: UInt32[Array, "*lead b n"],
 ) -> tuple[Float[Array, "*lead b n"], Shaped[Array, "*lead b"]]:
-    """Blocks of any size by the rule of this file.
+    """Quantizes blocks of any size by the rule of this module.
 
     Args:
         bits: uint32 (..., blocks, elements), those of float32.
@@ -75,9 +75,9 @@ def quantize_blocks(
 
 
 def dequantize(q: BlockScaled) -> Float32[Array, "*lead K"]:
-    """What `q`, as `quantize` gives it, is worth: float32 (..., K).
+    """The values of `q`, a result of `quantize`: float32 (..., K).
 
-    Exact where the result is a normal float32, else infinite or, on platforms whose floats have no subnormals, zero.
+    Exact if the result is a normal float32, else infinite or, on platforms without float subnormals, zero.
     """
     scales = lax.bitcast_convert_type(q.scales, jnp.uint8)[..., None]
     values = q.values.astype(jnp.float32).reshape(*q.scales.shape, MXFP8.block_size)

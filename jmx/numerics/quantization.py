@@ -1,10 +1,10 @@
-"""Quantisation: floats to weights in a block format, weights back to floats, and weights drawn at random.
+"""Quantization: floats to weights in a block format, weights to floats, and random weights.
 
-MXFP4 is built by integer operations, exact and the same bits on every platform. The other formats are defined by
+MXFP4 is computed by integer operations, exact and the same bits on every platform. The other formats are defined by
 float32 arithmetic, each operation rounded to nearest even:
 
-    weight = (element - zero_point) * scale, times global_scale where there is one
-    element = round(x / scale + zero_point), saturated; scale as `quantize` says
+    weight = (element - zero_point) * scale, times global_scale if the format has one
+    element = round(x / scale + zero_point), saturated; for scale see `quantize`
 """
 
 from functools import partial, reduce
@@ -32,11 +32,11 @@ from jmx.numerics.formats import (
 from jmx.util.checks import check_array, check_dtype, check_key, check_one_of
 from jmx.util.typing import AnyArray, Array, Bool, Float, Float32, Int32, Key, Shaped, UInt8, UInt32
 
-# A scale is the power of two of the block's largest magnitude, cut to its float32 exponent and divided by 2^2, e2m1's
-# largest power of two. The rules differ only in what is added to the float32 bits before the mantissa is cut off.
+# A scale is the power of two of the block's largest magnitude, truncated to its float32 exponent and divided by 2^2,
+# e2m1's largest power of two. The rules differ only in what is added to the float32 bits before truncation.
 SCALE_RULES: dict[str, int] = {
     "ocp": 0,  # 2^(floor(log2 amax) - 2); OCP MX specification 6.3
-    "round_up": (1 << 22) - 1,  # 2^ceil(log2(amax / 6)): carries above mantissa 1.5, so that nothing saturates
+    "round_up": (1 << 22) - 1,  # 2^ceil(log2(amax / 6)): carries above mantissa 1.5, so that no element saturates
     "round_even": 1 << 21,  # carries from mantissa 1.75, where amax itself would round up; compressed-tensors, torchao
 }
 
@@ -59,30 +59,30 @@ def quantize(
 ) -> BlockScaled:
     """Rounds floats to a block format.
 
-    Elements round to nearest, ties to even, and saturate; zeros keep their sign where elements have one. A block of
+    Elements round to nearest, ties to even, and saturate; zeros keep their sign if elements have one. A block of
     zeros gets scale 1.0. Scales:
         MXFP4: a power of two by `scale_rule`, its exponent clamped to [-127, 127].
         NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
-        MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, zero in between.
+        MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, 0 in between.
         FP8: amax / 448, of the whole tensor, a row, or 128 x 128 weights.
-    All but MXFP4's follow compressed-tensors' observers. One that would round to zero is the least number of
-    its dtype instead, of 16 and 32 bits the least normal one.
+    All but MXFP4's follow compressed-tensors' observers. A scale that would round to zero is the least positive
+    number of its dtype, for 16 and 32 bits the least normal one.
 
     Args:
-        x: float32, bfloat16 or float16 (..., N, K), K the contracted axis; (K,) where no scale spans rows. A tensor,
-            for formats that have scales of one, is the last two axes.
-        format: the block format, without "order", which calibration finds.
+        x: float32, bfloat16 or float16 (..., N, K), K the contracted axis; (K,) if no scale spans rows. For formats
+            with scales of a whole tensor, the tensor is the last two axes.
+        format: the block format, without "order", which needs calibration.
         scale_rule: of MXFP4, a key of `SCALE_RULES`: "ocp" 2^(floor(log2 amax) - 2), "round_up" 2^ceil(log2(amax / 6)),
             "round_even" amax rounded to a power of two at mantissa 1.75, then as "ocp".
-        nonfinite: "refuse" raises on NaN and infinity; "nan_block" gives a block that has any of them
-            a NaN for scale, and elements 0.
+        nonfinite: "refuse" raises on NaN and infinity; "nan_block" gives a block with any of them the
+            scale NaN and elements 0.
 
     Returns:
         Canonical `BlockScaled`: values (..., K), scales (..., blocks).
 
     Raises:
-        ValueError: K not a multiple of the block, an unknown rule, NaN or infinity under "refuse", and "refuse" of
-            traced values, which cannot be looked at.
+        ValueError: K not a multiple of the block, an unknown rule, NaN or infinity with "refuse", and traced values
+            with "refuse".
         TypeError: another dtype.
     """
     format = formats.get(format)
@@ -90,16 +90,16 @@ def quantize(
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"`x` (dtype {x.dtype}) must be float32, bfloat16 or float16")
     if x.ndim == 0:
-        raise ValueError("`x` (a scalar) must have a last axis to cut into blocks")
+        raise ValueError("`x` (a scalar) must have a last axis, of blocks")
     if x.ndim == 1 and rows_share_scales(format):
         raise ValueError(f"`x` (shape {x.shape}) must be (..., N, K) for {format.name.upper()}")
     format.check_size("x.shape[-1]", x.shape[-1])
     check_one_of("scale_rule", scale_rule, SCALE_RULES)
     check_one_of("nonfinite", nonfinite, NONFINITE)
     if scale_rule != "ocp" and format != MXFP4:
-        raise ValueError(f"`scale_rule` (={scale_rule!r}) must be 'ocp': others are of MXFP4 alone")
+        raise ValueError(f"`scale_rule` (={scale_rule!r}) must be 'ocp': other rules are for MXFP4 only")
     if "order" in format.arrays:
-        raise ValueError(f"`format` (={format.name!r}) must have no order of columns, which only calibration can find")
+        raise ValueError(f"`format` (={format.name!r}) must have no order of columns, which needs calibration")
     if nonfinite == "refuse":
         _refuse_nonfinite(x)
     if format == MXFP4:
@@ -108,14 +108,14 @@ def quantize(
 
 
 def rows_share_scales(format: Format) -> bool:
-    """Whether rows of one tensor have scales in common, so that gate and up are quantised apart."""
+    """Whether rows of one tensor share scales, so that gate and up are quantized separately."""
     return format in (NVFP4, FP8_TENSOR, FP8_BLOCK)
 
 
 def _refuse_nonfinite(x: Float[AnyArray, "..."]) -> None:
     if isinstance(x, Tracer):
         raise ValueError(
-            "`nonfinite` (='refuse') must look at the values of `x`, which is traced: "
+            "`nonfinite` (='refuse') needs the values of `x`, which is traced: "
             "quantize outside jit, or pass nonfinite='nan_block'"
         )
     finite = jnp.isfinite(x)
@@ -130,7 +130,7 @@ def _quantize_mxfp4(x: Float[Array, "*lead K"], block_size: int, scale_addend: i
     bits = element_codes.float32_bits(x).reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
     magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
     amax = magnitude.max(axis=-1, keepdims=True, initial=0)  # float32 bits order as the magnitudes do
-    # A subnormal amax has exponent field 0, two below the least scale: the clamp is its right answer.
+    # A subnormal amax has exponent field 0, below the least scale: the clamp gives the correct result.
     scale = jnp.maximum(((amax + scale_addend) >> 23) - _E2M1_MAX_EXPONENT, 0)
     scale = jnp.where(amax == 0, _SCALE_ONE, scale)
     scale = jnp.where(amax >= element_codes.F32_INF, element_codes.SCALE_NAN, scale)
@@ -147,7 +147,7 @@ def _e2m1(magnitude: Int32[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def _pairs(elements: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead bytes"]:
-    """Two 4-bit codes a byte, the even one in the low nibble."""
+    """Two 4-bit codes in a byte, the even one in the low nibble."""
     return elements[..., 0::2] | elements[..., 1::2] << 4
 
 
@@ -193,7 +193,7 @@ def _quantize(x: Float[Array, "*lead K"], format: Format) -> BlockScaled:
 
 
 def _divide(a: Float32[Array, "*shape"], b: Float32[Array, "..."]) -> Float32[Array, "*shape"]:
-    """a / b, rounded once, for positive b; less than the least normal number is zero."""
+    """a / b, rounded once, for positive b; results below the least normal number become zero."""
     bits = rounding.divided(_extended(a), _extended(b))
     bits = jnp.where((a == 0) | (bits < _LEAST_NORMAL), 0, jnp.minimum(bits, element_codes.F32_INF))
     return jnp.copysign(lax.bitcast_convert_type(bits, jnp.float32), a)
@@ -205,7 +205,7 @@ def _extended(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def _in_blocks(x: Float[Array, "*lead K"], format: Format) -> Float[Array, "*lead b n"]:
-    """(..., K) to (..., blocks, block_size), the last one filled up with zeros."""
+    """(..., K) to (..., blocks, block_size), the last block padded with zeros."""
     size = x.shape[-1]
     block = size if format.block_size == WHOLE_ROW else format.block_size
     widths = [(0, 0)] * (x.ndim - 1) + [(0, -size % max(block, 1))]
@@ -213,7 +213,7 @@ def _in_blocks(x: Float[Array, "*lead K"], format: Format) -> Float[Array, "*lea
 
 
 def _over_rows(array: Shaped[Array, "*lead N b"]) -> Shaped[Array, "*lead N b"]:
-    """The largest of each 128 rows (..., N, blocks), for all of them."""
+    """Each 128 rows of (..., N, blocks) replaced by their maximum."""
     rows = array.shape[-2]
     filled = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, -rows % _BLOCK_ROWS), (0, 0)])
     grouped = filled.reshape(*array.shape[:-2], filled.shape[-2] // _BLOCK_ROWS, _BLOCK_ROWS, array.shape[-1])
@@ -222,7 +222,7 @@ def _over_rows(array: Shaped[Array, "*lead N b"]) -> Shaped[Array, "*lead N b"]:
 
 
 def _steps(format: Format) -> float:
-    """What a block's largest magnitude becomes; of formats with zero points, its range."""
+    """What a block's largest magnitude is divided by to give its scale; with zero points, its range."""
     if format.element_dtype == jnp.float8_e4m3fn:
         return _E4M3_MAX
     if format.element_dtype == jnp.float4_e2m1fn:
@@ -245,7 +245,7 @@ def _scales(exact: Float32[Array, "*shape"], dtype: np.dtype, empty: Bool[Array,
 
 
 def _e4m3(x: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """float32 to float8_e4m3fn, saturated, and rounded once, which not every platform's own conversion does."""
+    """float32 to float8_e4m3fn, saturated and rounded once, unlike some platforms' conversions."""
     sign = (element_codes.float32_bits(x) >> 24).astype(jnp.uint8) & 0x80
     return lax.bitcast_convert_type(rounding.minifloat(_extended(x), jnp.float8_e4m3fn) | sign, jnp.float8_e4m3fn)
 
@@ -265,9 +265,9 @@ def _elements_of(quotients: Float32[Array, "*lead K"], format: Format) -> Shaped
 def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format | str = MXFP4) -> Float[Array, "*lead K"]:
     """Floats of a weight, in the order of inputs.
 
-    MXFP4 is built by integer operations, the same bits on every platform: exact wherever `dtype` can represent the
-    value (subnormals included), else +-inf; scale code 255 makes the whole block NaN; zeros keep their sign. Others
-    are computed in float32 and rounded to `dtype` once; a NaN for scale makes its block NaN.
+    MXFP4 is computed by integer operations, the same bits on every platform: exact if `dtype` can represent the value
+    (subnormals included), else +-inf; scale code 255 makes the whole block NaN; zeros keep their sign. Other formats
+    are computed in float32 and rounded to `dtype` once; a NaN scale makes its block NaN.
 
     Args:
         q: canonical or packed weight of logical shape (..., K).
@@ -279,7 +279,7 @@ def dequantize(q: BlockScaled, dtype: Any = jnp.bfloat16, format: Format | str =
 
     Raises:
         ValueError: arrays that do not fit each other.
-        TypeError: arrays or a `dtype` of another type. (float16 is refused: most scales lie outside its range.)
+        TypeError: arrays or a `dtype` of another type. (float16 is rejected: most scales are outside its range.)
     """
     format = formats.get(format)
     logical_shape(q, format)
@@ -300,10 +300,10 @@ def _dequantize(q: BlockScaled, dtype: np.dtype, format: Format) -> Float[Array,
 def expand(
     q: BlockScaled, dtype: Any, format: Format
 ) -> tuple[Float[Array, "*rows K"], Float32[Array, "*rows"] | None]:
-    """A weight as (floats (..., N, K) of `dtype`, factors float32 (..., N) of whole rows or None), columns as they lie.
+    """A weight as (floats (..., N, K) of `dtype`, float32 factors (..., N) of rows or None), columns in their order.
 
-    A product multiplies a row's sum by its factor. So floats in bfloat16 are exact but for scales of more than four
-    bits in groups, which round them once: those of MXINT4, INT4 and INT8 in groups, and FP8_BLOCK.
+    A product multiplies a row's sum by its factor. So floats in bfloat16 are exact except in formats with scales of
+    more than four bits in groups (MXINT4, INT4 and INT8 in groups, FP8_BLOCK), where they are rounded once.
     """
     q = pack(q)  # uint8: XLA's CPU compiler widens whole float4 arrays that are sliced in a loop
     if format == MXFP4:
@@ -336,7 +336,7 @@ def _elements(values: UInt8[Array, "*rows bytes"], format: Format) -> Float32[Ar
 
 
 def _spread(by_block: Float32[Array, "*rows b"], shape: tuple[int, ...], format: Format) -> Float32[Array, "*rows K"]:
-    """(..., blocks), one for each of a block's columns."""
+    """(..., blocks), repeated for each of a block's columns."""
     if format.block_size == WHOLE_ROW:
         return jnp.broadcast_to(by_block, shape)
     wide = jnp.broadcast_to(by_block[..., None], (*by_block.shape, format.block_size))
@@ -347,8 +347,8 @@ def random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], 
     """A random packed weight of logical `shape` (..., N, K), codes and scales drawn directly.
 
     Codes are uniform over all element codes that are numbers. Scales are two neighbouring powers of two such that the
-    standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. Those of FP8_BLOCK
-    are one for each 128 rows. Zero points are the three around zero, orders any.
+    standard deviation is K ** -0.5 within a factor of 2; global scales such that scales are near 1. FP8_BLOCK has one
+    scale for each 128 rows. Zero points are -1, 0 or 1; orders are random permutations.
     """
     check_key("key", key)
     abstract = format.abstract(shape, packed=True)

@@ -31,8 +31,7 @@ from jmx.routing import Logits, Method, route
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.select import NoBackendError, select
-
-Array = Any
+from jmx.util.typing import Array, Float, Int32, Key, Shaped
 
 RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the same weights in bfloat16
 
@@ -109,7 +108,7 @@ def run(
     for pair in [None] if formats is None else formats:
         shape = shape if pair is None else shape.in_formats(pair)
         names_of_formats = {} if pair is None else {"format": shape.format, "input_format": shape.input_format}
-        names = contestants() if backends is None else backends
+        names = systems() if backends is None else backends
         if backends is None or len(formats or ()) > 1:
             names = _running_here(names, shape, tokens, environment, progress)
         cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key) if names else []
@@ -130,7 +129,7 @@ def layers_of_call(num_tokens: int, layers: int | None) -> int:
     return _LAYERS_OF_FEW_TOKENS if num_tokens <= _FEW_TOKENS else _LAYERS
 
 
-def contestants() -> list[str]:
+def systems() -> list[str]:
     """Names of everything that `run` can measure."""
     return [*(backend.name for backend in registered_backends()), RAGGED_DOT]
 
@@ -148,7 +147,7 @@ def _running_here(
         refusals = []
         for count in tokens:
             try:
-                Contender.of(name, shape, count, environment)
+                System.of(name, shape, count, environment)
             except NoBackendError as e:
                 refusals.append(dict(e.trail)[name])
         if len(refusals) < len(tokens):
@@ -170,7 +169,7 @@ def check_arguments(
 ) -> None:
     """Raises ValueError, naming the argument of `run`, its value and the rule."""
     named = [("model", model, [*MODELS]), ("routing", routing, [*ROUTINGS])]
-    for name, value, known in [*named, *(("backends", backend, contestants()) for backend in backends or ())]:
+    for name, value, known in [*named, *(("backends", backend, systems()) for backend in backends or ())]:
         if value not in known:
             raise ValueError(f"`{name}` (={value!r}) must be one of {known}")
     for pair in pairs or ():
@@ -195,13 +194,16 @@ def check_arguments(
         raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << _SEED_BITS) - 1}")
 
 
+Layer = Callable[[Float[Array, "T H"], Float[Array, "T E"], Any], Float[Array, "T H"]]
+
+
 class Case(NamedTuple):
     """The inputs of all backends at one token count."""
 
-    x: Array  # (T, H) bfloat16
-    logits: Array  # (L, T, E) float32
-    checked: Array  # (n,) tokens of which the first layer's result is checked
-    reference: Array  # (n, H) float32
+    x: Float[Array, "T H"]  # bfloat16
+    logits: Float[Array, "L T E"]  # float32
+    checked: Int32[Array, " n"]  # tokens of which the first layer's result is checked
+    reference: Float[Array, "n H"]  # float32
     active: list[int]  # experts used, by layer
 
     @property
@@ -209,7 +211,7 @@ class Case(NamedTuple):
         return self.x.shape[0]
 
     @classmethod
-    def draw(cls, shape: Shape, num_tokens: int, kind: str, layers: int, key: Array, first: Experts) -> "Case":
+    def draw(cls, shape: Shape, num_tokens: int, kind: str, layers: int, key: Key[Array, ""], first: Experts) -> "Case":
         """Random tokens and logits, and the reference's result for some of them, in float32 except for an input format.
 
         Args:
@@ -226,8 +228,8 @@ class Case(NamedTuple):
 # Compiled as a whole, and once for all formats: on a GPU single operations take longer than the timed call.
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _draw(
-    key: Array, sizes: tuple[int, int, int], hidden_size: int, method: Method, kind: str
-) -> tuple[Array, Array, Array, Array]:
+    key: Key[Array, ""], sizes: tuple[int, int, int], hidden_size: int, method: Method, kind: str
+) -> tuple[Float[Array, "T H"], Float[Array, "L T E"], Int32[Array, " n"], Int32[Array, "L T k"]]:
     """x (T, H), logits (L, T, E), the tokens that are checked, and all experts (L, T, k). `sizes`: L, T, E."""
     x_key, logits_key, checked_key = jax.random.split(key, 3)
     x = jax.random.normal(x_key, (sizes[1], hidden_size), jnp.bfloat16)
@@ -237,7 +239,7 @@ def _draw(
 
 
 def _cases(
-    shape: Shape, tokens: Sequence[int], kind: str, layers: int | None, first_key: Array, key: Array
+    shape: Shape, tokens: Sequence[int], kind: str, layers: int | None, first_key: Key[Array, ""], key: Key[Array, ""]
 ) -> list[Case]:
     first = shape.experts(first_key)
     return [
@@ -246,23 +248,23 @@ def _cases(
     ]
 
 
-class Contender(NamedTuple):
-    """One way to compute the layer."""
+class System(NamedTuple):
+    """A backend or a peer that computes the layer."""
 
     weights: str  # layout of its weights
     prepare: Callable[[Experts], Any]  # packed experts -> its own weights
-    layer: Callable[[Array, Array, Any], Array]  # x (T, H), logits (T, E), its own weights -> y (T, H)
+    layer: Layer  # x (T, H), logits (T, E), its own weights -> y (T, H)
 
     @classmethod
-    def of(cls, name: str, shape: Shape, num_tokens: int, environment: Environment) -> "Contender":
-        """The contender called `name`, of `contestants`. NoBackendError if it does not run here."""
+    def of(cls, name: str, shape: Shape, num_tokens: int, environment: Environment) -> "System":
+        """The one called `name`, of `systems`. NoBackendError if it does not run here."""
         if name == RAGGED_DOT:
             return cls("bf16", _expanded, partial(ragged_dot_layer, shape))
         # Packed first: the reference reads every layout, but inverts backends' own layouts at each call.
         layout = usable_layout(shape.problem(num_tokens, "packed"), environment, name)
         return cls(layout, lambda experts: experts.prepare(layout, donate=True), partial(_jmx_layer, shape, name))
 
-    def build(self, shape: Shape, layer_keys: Array, built: dict[str, list[Any]]) -> list[Any]:
+    def build(self, shape: Shape, layer_keys: Key[Array, " L"], built: dict[str, list[Any]]) -> list[Any]:
         """Weights of as many layers as there are keys.
 
         Args:
@@ -293,7 +295,9 @@ def usable_layout(problem: Problem, environment: Environment, backend: str) -> s
     raise refusals[0]
 
 
-def _jmx_layer(shape: Shape, backend: str, x: Array, logits: Array, experts: Experts) -> Array:
+def _jmx_layer(
+    shape: Shape, backend: str, x: Float[Array, "T H"], logits: Float[Array, "T E"], experts: Experts
+) -> Float[Array, "T H"]:
     call: dict[str, Any] = {"activation": shape.activation, "input_format": shape.input_format, "backend": backend}
     return moe(x, Logits(logits, shape.method), experts, **call)
 
@@ -304,10 +308,10 @@ _compiled_layer = jax.jit(_jmx_layer, static_argnums=(0, 1))
 class FloatWeights(NamedTuple):
     """A layer's weights as `lax.ragged_dot` takes them, bfloat16: gate_up (E, H, 2I), down (E, I, H), biases."""
 
-    gate_up: Array
-    down: Array
-    gate_up_bias: Array | None
-    down_bias: Array | None
+    gate_up: Float[Array, "E H N"]
+    down: Float[Array, "E I H"]
+    gate_up_bias: Float[Array, "E N"] | None
+    down_bias: Float[Array, "E H"] | None
 
 
 def _expanded(experts: Experts) -> FloatWeights:
@@ -315,7 +319,9 @@ def _expanded(experts: Experts) -> FloatWeights:
     return FloatWeights(expand(experts.gate_up), expand(experts.down), experts.gate_up_bias, experts.down_bias)
 
 
-def ragged_dot_layer(shape: Shape, x: Array, logits: Array, weights: FloatWeights) -> Array:
+def ragged_dot_layer(
+    shape: Shape, x: Float[Array, "T H"], logits: Float[Array, "T E"], weights: FloatWeights
+) -> Float[Array, "T H"]:
     """The layer as a user of `lax.ragged_dot` writes it: sort by expert, two grouped products, weighted sum."""
     ids, router_weights = route(Logits(logits, shape.method))
     num_tokens, top_k = ids.shape
@@ -333,8 +339,10 @@ def ragged_dot_layer(shape: Shape, x: Array, logits: Array, weights: FloatWeight
     return jnp.einsum("tkh,tk->th", y, router_weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def run_layers(layer: Callable[[Array, Array, Any], Array], x: Array, logits: Array, weights: Sequence[Any]) -> Any:
-    """The layers one after the other, as residual blocks; also the first one's own result, which is checked."""
+def run_layers(
+    layer: Layer, x: Float[Array, "T H"], logits: Float[Array, "L T E"], weights: Sequence[Any]
+) -> tuple[Float[Array, "T H"], Float[Array, "T H"] | None]:
+    """The layers one after the other, as residual blocks; also the first one's result, which is checked."""
     first = None
     for layer_logits, layer_weights in zip(logits, weights, strict=True):
         y = layer(x, layer_logits, layer_weights)
@@ -348,7 +356,7 @@ def _measure_row(
     shape: Shape,
     case: Case,
     built: dict[str, list[Any]],
-    layer_keys: Array,
+    layer_keys: Key[Array, " L"],
     limits: Limits,
     environment: Environment,
     repeats: int,
@@ -358,9 +366,9 @@ def _measure_row(
     while True:
         row = Row(name, case.num_tokens, layers=count, active=statistics.fmean(case.active[:count]))
         try:
-            contender = Contender.of(name, shape, case.num_tokens, environment)
-            row = dataclasses.replace(row, weights=contender.weights)
-            time_s, spread, error, temporary = _measure(contender, shape, case, built, layer_keys[:count], repeats)
+            system = System.of(name, shape, case.num_tokens, environment)
+            row = dataclasses.replace(row, weights=system.weights)
+            time_s, spread, error, temporary = _measure(system, shape, case, built, layer_keys[:count], repeats)
             row = dataclasses.replace(row, us=1e6 * time_s, spread=spread, rel_err=error, temporary_bytes=temporary)
         except Exception as e:  # any failure of a backend is that row's result, and others still have to run
             if out_of_memory(e) and count > 1:
@@ -394,15 +402,15 @@ def judge(row: Row, problem: Problem, limits: Limits) -> Row:
 
 
 def _measure(
-    contender: Contender, shape: Shape, case: Case, built: dict[str, list[Any]], layer_keys: Array, repeats: int
+    system: System, shape: Shape, case: Case, built: dict[str, list[Any]], layer_keys: Key[Array, " L"], repeats: int
 ) -> tuple[float, float, float, int | None]:
     """Seconds a layer, their spread, the relative error, and the call's temporary bytes."""
     count = len(layer_keys)
     logits = case.logits[:count]
-    abstract = jax.eval_shape(lambda key: contender.prepare(shape.experts(key)), layer_keys[0])
-    compiled = jax.jit(partial(run_layers, contender.layer)).lower(case.x, logits, [abstract] * count).compile()
+    abstract = jax.eval_shape(lambda key: system.prepare(shape.experts(key)), layer_keys[0])
+    compiled = jax.jit(partial(run_layers, system.layer)).lower(case.x, logits, [abstract] * count).compile()
     temporary = check_memory(compiled)
-    arguments = case.x, logits, contender.build(shape, layer_keys, built)
+    arguments = case.x, logits, system.build(shape, layer_keys, built)
     _, y = compiled(*arguments)
     error = relative_error(y[case.checked], case.reference)
     del y
@@ -410,7 +418,7 @@ def _measure(
     return time_s / count, spread, error, temporary
 
 
-def relative_error(result: Array, reference: Array) -> float:
+def relative_error(result: Shaped[Any, "*shape"], reference: Shaped[Any, "*shape"]) -> float:
     """||result - reference|| / ||reference|| in float64; NaN where either has one."""
     result, reference = (np.asarray(array, np.float64) for array in (result, reference))
     return float(np.linalg.norm(result - reference) / np.linalg.norm(reference))

@@ -32,8 +32,8 @@ from jmx.selection.environment import Environment
 from jmx.selection.select import NoBackendError
 from jmx.selection.tuning import Entry, Key, Tunable
 from jmx.util.tables import FoldingTable, decimal, numbers, words
+from jmx.util.typing import Array, Bool, Float, Shaped
 
-Array = Any
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)  # no gap wider than the reach of an entry, `tuning.REACH`
 _REPEATS, _FINAL_REPEATS = 3, 7
 _FINALISTS = 3
@@ -232,24 +232,24 @@ class _Rig:
         engine: Tunable[Any],
         shape: Shape,
         num_tokens: int,
-        data_key: Array,
+        data_key: Shaped[Array, ""],
         built: dict[str, list[Any]],
-        layer_keys: Array,
+        layer_keys: Shaped[Array, " L"],
     ):
         """`built`: the layers' weights, from one token count to the next."""
         environment = Environment.probe()
-        contender = bench.Contender.of(engine.name, shape, num_tokens, environment)
-        weights = contender.build(shape, layer_keys, built)
+        system = bench.System.of(engine.name, shape, num_tokens, environment)
+        weights = system.build(shape, layer_keys, built)
         data_key = jax.random.fold_in(data_key, num_tokens)
         first = shape.experts(layer_keys[0])
         self._case = bench.Case.draw(shape, num_tokens, "uniform", len(layer_keys), data_key, first)
         del first
         self._arguments = self._case.x, self._case.logits, weights
-        self._engine, self._layer = engine, contender.layer
-        problem = shape.problem(num_tokens, contender.weights)
+        self._engine, self._layer = engine, system.layer
+        problem = shape.problem(num_tokens, system.weights)
         self.heuristic = engine.heuristic(problem, environment)
         self.configs = [*dict.fromkeys([self.heuristic, *engine.candidates(problem, environment)])]
-        self._expected: Array | None = None
+        self._expected: Float[Array, "T H"] | None = None
 
     def lower(self, config: Any) -> jax.stages.Lowered:
         """Traces the call. An override applies only to the thread that opens it, and so to this trace."""
@@ -271,7 +271,7 @@ class _Rig:
         """Microseconds of one layer."""
         return 1e6 * machine.seconds(call, repeats)[0] / len(self._case.logits)
 
-    def _check(self, y: Array) -> None:
+    def _check(self, y: Float[Array, "T H"]) -> None:
         """Compares the first correct result with the reference on some tokens, all others with it on every token."""
         if self._expected is None:
             error = bench.relative_error(y[self._case.checked], self._case.reference)
@@ -290,7 +290,7 @@ class _Rig:
             raise RuntimeError(f"the device answers no more since {config!r}: {e}") from e
 
 
-def _rig_that_fits(rig: Callable[[Array], _Rig], layer_keys: Array) -> _Rig:
+def _rig_that_fits(rig: Callable[[Shaped[Array, " L"]], _Rig], layer_keys: Shaped[Array, " L"]) -> _Rig:
     """`rig(layer_keys)`, or of half the layers, and half of those, if the device's memory holds fewer."""
     while True:
         try:
@@ -302,13 +302,13 @@ def _rig_that_fits(rig: Callable[[Array], _Rig], layer_keys: Array) -> _Rig:
 
 
 @jax.jit
-def _worst_token(y: Array, expected: Array) -> Array:
+def _worst_token(y: Float[Array, "T H"], expected: Float[Array, "T H"]) -> Float[Array, ""]:
     """The largest ||y - expected|| / ||expected|| of a token; a norm over all tokens would hide a single wrong one."""
     y, expected = y.astype(jnp.float32), expected.astype(jnp.float32)
     return (jnp.linalg.norm(y - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)).max()
 
 
 @jax.jit
-def _same_bits(one: Array, other: Array) -> Array:
+def _same_bits(one: Shaped[Array, "*shape"], other: Shaped[Array, "*shape"]) -> Bool[Array, ""]:
     one, other = (jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (one, other))
     return (one == other).all()

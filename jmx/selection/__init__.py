@@ -1,1 +1,1 @@
-"""Which backend runs a call: the problem, the machine, the choice, and the configuration of what is chosen."""
+"""Which backend runs a call, and with which configuration, by the problem and the machine."""

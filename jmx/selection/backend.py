@@ -1,15 +1,14 @@
-"""What a backend is, and why one does not run a problem."""
+"""The protocol of a backend, and `Rejection`: why a backend cannot run a problem."""
 
 import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from jax import Array
-
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Float
 
 
 class Reason(enum.Enum):
@@ -42,27 +41,29 @@ class Rejection:
 
 
 class Backend(Protocol):
-    """One engine: what it can run, and how. Instances are hashable values."""
+    """A way to run the layer: the problems it supports, and the computation. Instances are hashable values."""
 
     @property
     def name(self) -> str:
-        """What `backend=` calls it."""
+        """Its name in `backend=`."""
         ...
 
     @property
     def summary(self) -> str:
-        """One line: what it is."""
+        """One line of description."""
         ...
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        """None where it can run the problem, else why it cannot. Pure and cheap: no arrays are needed."""
+        """None if it can run the problem, else the reason. Pure and cheap: no arrays are needed."""
         ...
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
-        """The layer, while tracing: y (T, H) of x's dtype.
+    def apply(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> Float[Array, "T H"]:
+        """Computes the layer, while tracing: y (T, H) of x's dtype.
 
         Args:
-            problem: one that it supports on `environment`, of at least one assignment.
+            problem: supported on `environment`, with at least one token and one slot.
             x: (T, H).
             routing: (T, k), ids int32; those outside 0..E-1 contribute nothing.
             experts: the weights, in the problem's layout.

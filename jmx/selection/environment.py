@@ -1,4 +1,4 @@
-"""The machine that a call runs on: what is probed of it, and devices that can be named without being there."""
+"""`Environment`: the machine that a call runs on, probed, or a well-known device by its name."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ Device = Any  # jax.Device, which type checkers do not know
 
 @dataclass(frozen=True)
 class Environment:
-    """What is known about the machine.
+    """The properties of a machine that backends depend on.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
         device_kind: the device's own name, such as "NVIDIA H200".
         compute_capability: (major, minor) of an NVIDIA GPU, else None.
-        core_count: streaming multiprocessors of a GPU, else None.
+        core_count: SMs of a GPU, else None.
         versions: (library, version) pairs.
 
     Raises:
@@ -50,12 +50,12 @@ class Environment:
     def probe(cls, *arguments: Any) -> "Environment":
         """The machine that a call on `arguments` (pytrees) runs on.
 
-        It is that of the mesh in scope, else of the devices that arguments are committed to, else the default device.
-        Traced arguments do not tell where they lie: for another platform than the default device's, name it by
-        `jax.default_device` or a mesh around the jitted call.
+        That is the mesh in scope, else the devices that arguments are committed to, else the default device. Traced
+        arguments have no known device: for another platform than that of the default device, set `jax.default_device`
+        or a mesh around the jitted call.
 
         Raises:
-            ValueError: arguments that are committed to devices of several platforms, or of another than the mesh's.
+            ValueError: arguments are committed to devices of several platforms, or of another platform than the mesh.
         """
         found = {device.platform: device for device in _committed_devices(arguments)}
         mesh_device = jax.sharding.get_abstract_mesh().abstract_device
@@ -63,7 +63,7 @@ class Environment:
         if len(platforms) > 1:
             mesh = "" if mesh_device is None else f" in a mesh of {mesh_device.platform} devices"
             raise ValueError(
-                f"arguments committed to {' and '.join(sorted(found))} devices{mesh} cannot meet in one call: "
+                f"arguments committed to {' and '.join(sorted(found))} devices{mesh} cannot be used in one call: "
                 "move them to one platform with jax.device_put"
             )
         if mesh_device is not None:
@@ -72,7 +72,7 @@ class Environment:
 
     @classmethod
     def of_device(cls, device: Device) -> "Environment":
-        """The machine seen through one of its devices."""
+        """The machine of a device."""
         for name in ("platform", "device_kind"):
             if not isinstance(getattr(device, name, None), str):
                 raise TypeError(f"`device` ({shown(device)}) must be a jax.Device, such as one of jax.devices()")
@@ -86,11 +86,11 @@ class Environment:
 
     @classmethod
     def _of_kind(cls, device: Any) -> "Environment":
-        """From a mesh's abstract device, which says its kind and number of cores alone."""
+        """The machine of a mesh's abstract device, which has a kind and a number of cores only."""
         default = _default_device()
         if device.device_kind == default.device_kind:
             return cls.of_device(default)
-        # A compiler's target may say more than the card's own name: "NVIDIA H200 141GB HBM3e".
+        # A compiler's target may have a longer name than the device: "NVIDIA H200 141GB HBM3e".
         words = f"{device.device_kind} "
         known = next((e for e in known_devices().values() if words.startswith(f"{e.device_kind} ")), None)
         if known is not None:
@@ -99,15 +99,14 @@ class Environment:
 
     @classmethod
     def named(cls, name: str) -> "Environment":
-        """A well-known device that need not be here: "h200" or "H200". ValueError, naming those known, for others."""
+        """A well-known device, present or not: "h200" or "H200". ValueError, naming those known, for other names."""
         return known_devices()[check_one_of("device", check_str("device", name).lower(), sorted(known_devices()))]
 
 
 def known_devices() -> dict[str, Environment]:
-    """Devices that can be named without being there, by the kind that each calls itself.
+    """Well-known devices by their short names.
 
-    Sizes are those of NVIDIA's data sheets: the SXM parts, the L4 and the L40S. How many cores
-    a B100 has is not known here.
+    Numbers of SMs are those of NVIDIA's data sheets for the SXM parts, the L4 and the L40S; that of a B100 is unknown.
     """
     return {
         "cpu": Environment("cpu", "cpu"),
@@ -130,7 +129,7 @@ def _parse_capability(text: str | None) -> tuple[int, int] | None:
 
 
 def _committed_devices(arguments: Any) -> list[Device]:
-    # An array that is not committed goes wherever the call does.
+    # An array that is not committed moves to the device of the call.
     arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
     return [d for a in arrays if not isinstance(a, Tracer) and a.committed for d in a.sharding.device_set]
 

@@ -1,4 +1,4 @@
-"""What is asked of a backend: a `Problem`, all of it static."""
+"""`Problem`: everything static about one call of the layer, and the checks of it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from jmx.numerics import layouts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, resolve
 from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_one_of, check_str
+from jmx.util.typing import Float
 
-Array = Any
 WEIGHTS_ON = ("output", "input")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the layer: all that is static of it. Backends judge it, and compute what it says.
+    """Everything static about one call of the layer. Backends accept or reject it, and compute it.
 
     Args:
-        num_tokens: tokens of the call, or None where it is symbolic (`jax.export`).
+        num_tokens: tokens of the call, or None if it is symbolic (`jax.export`).
         hidden_size, intermediate_size, num_experts, top_k: sizes.
         dtype: name of the activations' dtype.
         format: name of the weights' format.
@@ -76,7 +76,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        x: Array,
+        x: Float[Any, "*tokens H"],
         top_k: int,
         experts: Experts,
         activation: Activation | str,
@@ -85,7 +85,7 @@ class Problem:
     ) -> "Problem":
         """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`.
 
-        `input_format`: a name or a family that the caller asks for; see `input_formats.resolve`.
+        `input_format`: a format or a family that the caller requests, or None; see `input_formats.resolve`.
         """
         check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
         tokens: int | None = 1
@@ -125,25 +125,25 @@ def with_tokens(problem: Problem, num_tokens: Any) -> Problem:
     return dataclasses.replace(problem, num_tokens=num_tokens if isinstance(num_tokens, int) else None)
 
 
-def check_x(x: Array, hidden_size: int) -> None:
-    """Raises ValueError or TypeError, naming it, unless `x` is a floating (..., hidden_size), as jax keeps it."""
+def check_x(x: Float[Any, "*tokens H"], hidden_size: int) -> None:
+    """Raises ValueError or TypeError, naming it, unless `x` is floating (..., hidden_size) and not narrowed by jax."""
     check_array("x", x)
     if not x.shape or x.shape[-1] != hidden_size:
         raise ValueError(f"`x` (of shape {x.shape}) must be (..., {hidden_size}), the experts' hidden size")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-        raise TypeError(f"`x` (dtype {x.dtype}) must be floating, of a width that jax keeps as it is")
+        raise TypeError(f"`x` (dtype {x.dtype}) must be floating, and not narrowed by jax")
 
 
 def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
     """The format that both products' inputs are rounded to, a key of `input_formats.INPUT_FORMATS`; None: x's dtype.
 
     Args:
-        experts: which may declare one, as a checkpoint does.
-        wanted: a format or family that the caller asks for, or None.
+        experts: may declare one, as a checkpoint does.
+        wanted: a format or family that the caller requests, or None.
 
     Raises:
-        ValueError: `input_formats.resolve`'s; a format whose blocks do not divide the experts' sizes; a static one for
-            experts that have no static scales.
+        ValueError: see `input_formats.resolve`; a format whose blocks do not divide the experts' sizes, or a static one
+            for experts that have no static scales.
     """
     name = resolve(experts.input_format, wanted, (None, *INPUT_FORMATS))
     if name is None:
@@ -151,5 +151,8 @@ def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
     format = INPUT_FORMATS[name]
     format.check_sizes(experts.hidden_size, experts.intermediate_size)
     if format.static and experts.gate_up_input_scale is None:
-        raise ValueError(f"`input_format` (={name!r}) is static: give `experts` its scales, by `experts.with_inputs`")
+        raise ValueError(
+            f"`input_format` (={name!r}) is static, and `experts` have no scales for it: add them with "
+            "`experts.with_inputs`"
+        )
     return name

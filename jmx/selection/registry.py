@@ -1,4 +1,4 @@
-"""The list of backends in order of preference, which packages outside jmx add to."""
+"""The list of backends in order of preference, to which other packages can add."""
 
 import importlib.metadata
 import threading
@@ -19,9 +19,9 @@ class Registry:
     """Backends in order of preference. Methods may be called from any thread.
 
     Args:
-        backends: those that are there from the beginning.
+        backends: the initial ones.
         group: the group of entry points, each a function without arguments that registers backends. They are loaded
-            when the list is first read, once in a process; None: there are none.
+            when the list is first read, once in a process; None: no entry points.
     """
 
     def __init__(self, backends: Iterable[Backend], group: str | None = None):
@@ -60,10 +60,10 @@ class Registry:
             self._backends = (*self._backends[:at], backend, *self._backends[at:])
             stale = self._was_read
         if stale:
-            jax.clear_caches()  # a trace holds the backend that was chosen for it
+            jax.clear_caches()  # a trace contains the backend that was selected for it
 
     def _load(self) -> None:
-        """Calls the functions that entry points name, once; one that fails is a warning."""
+        """Calls the functions of the entry points, once; a failure is a warning."""
         group, self._group = self._group, None
         for entry in [] if group is None else importlib.metadata.entry_points(group=group):
             try:
@@ -72,6 +72,6 @@ class Registry:
                 package = "unknown" if entry.dist is None else entry.dist.name
                 warnings.warn(
                     f"the entry point {entry.name!r} of the package {package!r} (group {group!r}) failed, and its "
-                    f"backends are not there: {type(e).__name__}: {e}",
+                    f"backends are missing: {type(e).__name__}: {e}",
                     stacklevel=3,
                 )

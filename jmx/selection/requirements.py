@@ -1,7 +1,7 @@
-"""What every backend checks of a problem and a machine: a backend states its limits as data, `Limits`.
+"""`Limits`: what a backend supports, as data, and the checks of a problem and a machine against it.
 
-The checks run in a fixed order, from what no caller can change to what one call of `experts.prepare` does: the machine,
-weight format, input format, dtype, routing weights, token count, whatever else a backend names, and the layout last.
+The checks run in a fixed order, from what is hardest to change to what is easiest: the machine, weight format, input
+format, dtype, routing weights, token count, the backend's own checks, and the layout, which `experts.prepare` changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ Check = Callable[[Problem], Rejection | None]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend takes. None: it takes all of that kind.
+    """What a backend supports. None: no limit of that kind.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
         capabilities: compute capabilities of NVIDIA GPUs.
-        machine: what to run on, in words, for the remedy; "" names the platform.
+        machine: name of the machines it runs on, for the remedy; "": that of the platform.
         formats: names of weight formats.
         input_formats: names of input formats; None among them stands for inputs in the dtype of x.
         dtypes: names of the activations' dtypes.
@@ -42,9 +42,9 @@ class Limits:
     layout: str | None = None
 
     def rejection(self, problem: Problem, environment: Environment, *more: Check) -> Rejection | None:
-        """Why a backend of these limits cannot run `problem` on `environment`, or None where it can.
+        """Why a backend with these limits cannot run `problem` on `environment`, or None if it can.
 
-        `more`: the backend's own checks.
+        `more`: further checks of the backend.
         """
         checks = (self._format, self._input_format, self._dtype, self._weights_on, self._tokens, *more, self._layout)
         found = self._environment(environment)
@@ -74,7 +74,7 @@ class Limits:
         taken = self.input_formats
         if taken is None or problem.input_format in taken:
             return None
-        # One that needs no scales of a checkpoint.
+        # Preferably one that needs no scales of a checkpoint.
         asked = next((name for name in taken if name is None or not INPUT_FORMATS[name].static), taken[0])
         remedy = "leave inputs as they are" if asked is None else f"input_format={asked!r}"
         given = "of 16 or 32 bits" if problem.input_format is None else repr(problem.input_format)
@@ -99,7 +99,7 @@ class Limits:
         return Rejection(
             Reason.SYMBOLIC_TOKENS,
             "the token count is symbolic, and tile sizes are chosen by its value",
-            "trace or export with a concrete number of tokens, one trace a bucket",
+            "trace or export with a concrete number of tokens, one trace for each bucket of token counts",
         )
 
     def _layout(self, problem: Problem) -> Rejection | None:
@@ -110,7 +110,7 @@ class Limits:
 
 
 def indivisible(sizes: Mapping[str, int], multiple: int, why: str, remedy: str = "use xla") -> Rejection | None:
-    """The rejection of the first of `sizes`, by name, that is no multiple of `multiple`; None where all are."""
+    """The rejection of the first of `sizes`, by name, that is not a multiple of `multiple`; None if all are."""
     for name, size in sizes.items():
         if size % multiple:
             return Rejection(Reason.SHAPE, f"{name} (={size}) must be a multiple of {multiple}, {why}", remedy)

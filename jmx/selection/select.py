@@ -1,8 +1,7 @@
 """Selection: which backend runs a problem on a machine, and why each of the others does not.
 
-`select` is a pure function of a `Problem` (what is asked, all of it static), an `Environment` (what was probed about
-the machine), a request, and the list of backends. Nothing here looks at environment variables: read while tracing they
-are a trap, since jit would serve the stale trace.
+`select` is a pure function of a `Problem`, an `Environment`, a request, and the list of backends. It reads no
+environment variables: jit would reuse a trace after they changed.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ _requested = jax.make_user_context(None)
 
 
 def use_backend(name: str | None) -> Any:
-    """Context in which every layer runs on the backend called `name`, unless its own `backend=` says otherwise.
+    """Context in which layers run on the backend called `name`, except those that have a `backend=`.
 
     Calls traced outside are traced again inside. Whether `name` exists and can run is checked when a layer is traced.
     """
@@ -51,7 +50,7 @@ def use_backend(name: str | None) -> Any:
 
 
 def requested(backend: str | None) -> str | None:
-    """The name of the backend that a call asks for: `backend`, else that of the `use_backend` context, or None."""
+    """The name of the requested backend: `backend`, else that of the `use_backend` context, or None."""
     return backend if backend is not None else _requested.value
 
 
@@ -68,14 +67,13 @@ def select(problem: Problem, environment: Environment, request: str | None, back
     """Chooses the backend that runs `problem`: the requested one, else the first of `backends` that can.
 
     Args:
-        problem, environment: what is asked, and where.
-        request: name of the backend that must run; None takes the `use_backend` context, else chooses.
+        problem, environment: the call and the machine.
+        request: name of the backend that must run; None: that of the `use_backend` context, if any.
         backends: in order of preference.
 
     Raises:
         ValueError: `request` names no backend.
-        NoBackendError: the requested backend cannot run, or none can; the text has the whole trail, that is each
-            backend's reason and what would make it run.
+        NoBackendError: the requested backend cannot run, or none can; the message has each backend's reason and remedy.
     """
     check_instance("problem", problem, Problem, "a jmx.Problem")
     check_instance("environment", environment, Environment, "a jmx.Environment")

@@ -1,14 +1,14 @@
-"""Tuning: which configuration an engine's kernels run with, and where it was found.
+"""Tuned configurations: which one an engine's kernels run with, and where it was found.
 
 A configuration (block shapes, stages, splits) comes from the first of these that has one:
 
     override    `with tuning.override(...)`, which is part of jit's cache key;
     user        this user's cache, which `jmx tune` writes;
     table       the table that ships with jmx for this kind of device, jmx/selection/tuned/<engine>-<device>.json;
-    heuristic   the engine's own rule, for whatever is in none of them.
+    heuristic   the engine's own rule, if none of them has the problem.
 
-Nothing is measured here, nor while tracing. Files are read once in a process: jit would go on serving what it traced
-before, so a file that changed under it could not be obeyed (see `reload`).
+Nothing is measured here, nor while tracing. Files are read once in a process: jit would reuse earlier traces, so a file
+that changed later would have no effect on them (see `reload`).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ REACH = 4
 
 @typing.runtime_checkable
 class Tunable[C](Protocol):
-    """What an engine that can be tuned offers beside `jmx.selection.backend.Backend`.
+    """What an engine with tunable configurations has beside `jmx.selection.backend.Backend`.
 
     A configuration is a frozen dataclass whose fields are int, bool, str, or another such dataclass.
     """
@@ -54,19 +54,19 @@ class Tunable[C](Protocol):
 
     @property
     def config_type(self) -> type[C]:
-        """The dataclass. Its `__post_init__` raises ValueError for values that suit no problem."""
+        """The dataclass. Its `__post_init__` raises ValueError for values that are valid for no problem."""
         ...
 
     def heuristic(self, problem: Problem, environment: Environment) -> C:
-        """The configuration where nothing was measured. Pure and cheap; `problem.num_tokens` may be None."""
+        """The configuration if none was measured. Pure and cheap; `problem.num_tokens` may be None."""
         ...
 
     def candidates(self, problem: Problem, environment: Environment) -> Sequence[C]:
-        """What `jmx tune` tries, likeliest first. Each passes `check`."""
+        """What `jmx tune` tries, the most promising first. Each passes `check`."""
         ...
 
     def check(self, config: C, problem: Problem, environment: Environment) -> None:
-        """Raises ValueError, naming the field, its value and the rule, where `config` cannot run `problem`."""
+        """Raises ValueError, naming the field, its value and the rule, if `config` cannot run `problem`."""
         ...
 
 
@@ -79,7 +79,7 @@ class Choice[C](NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured configuration: microseconds of one layer with it, and with the heuristic's own (None: it failed)."""
+    """A measured configuration: microseconds of one layer with it, and with the heuristic's (None: that failed)."""
 
     config: Any
     us: float
@@ -87,7 +87,7 @@ class Entry:
 
 
 class Key(NamedTuple):
-    """What an entry was measured on: a shape class, and tokens of the call."""
+    """The problem that an entry was measured on: a shape class, and tokens of the call."""
 
     shape: str
     tokens: int
@@ -100,9 +100,9 @@ Entries = dict[Key, Entry]
 
 
 def shape_class(problem: Problem) -> str:
-    """The part of `problem`, beside its number of tokens, that configurations depend on, as tables spell it.
+    """What configurations depend on in `problem`, except its number of tokens, as written in tables.
 
-    Biases, the order of rows, and which activation it is cost all configurations the same.
+    Biases, the order of rows and the activation cost the same with all configurations, and are left out.
     """
     gate = "gated" if problem.gate_up_order is not None else "ungated"
     inputs = problem.input_format or f"{8 * jnp.dtype(problem.dtype).itemsize}-bit"
@@ -113,10 +113,9 @@ def shape_class(problem: Problem) -> str:
 def config[C](engine: Tunable[C], problem: Problem, environment: Environment) -> Choice[C]:
     """The configuration with which `engine` runs `problem`: the first that passes `engine.check`, and its source.
 
-    A token count takes the entry of the lowest tuned count that is not below it, since blocks made for more tokens
-    hold fewer, but not the other way about; the user's, where both files have that count. An entry more than
-    `REACH` times as large says little and is left alone. A count above all entries takes the heuristic, and so does a
-    symbolic one.
+    A token count takes the entry of the lowest tuned count that is not below it, since blocks for more tokens also hold
+    fewer, but not the reverse; the user's entry if both files have that count. An entry for `REACH` times as many
+    tokens or more is not used. A count above all entries takes the heuristic, and so does a symbolic one.
 
     Raises:
         TypeError, ValueError: the configuration of an `override` is of another type, or cannot run the problem.
@@ -171,10 +170,10 @@ _overrides = jax.make_user_context(())
 def override(engine_name: str, config: Any) -> Iterator[None]:
     """Context in which the engine called `engine_name` runs with `config`, whatever files say.
 
-    Calls traced outside are traced again inside. Whether the configuration can run is told when a layer is traced.
+    Calls traced outside are traced again inside. Whether the configuration can run is checked when a layer is traced.
 
     Raises:
-        TypeError: `config` is no frozen dataclass.
+        TypeError: `config` is not a frozen dataclass.
     """
     if not dataclasses.is_dataclass(config) or type(config).__hash__ is None or isinstance(config, type):
         raise TypeError(f"`config` (={config!r}) must be a frozen dataclass, the engine's `config_type`")
@@ -190,10 +189,10 @@ class _Table(NamedTuple):
 
 @functools.cache
 def _tables(engine: Tunable[Any], device_kind: str) -> list[_Table]:
-    """The user's and the shipped table, in the order in which they are asked."""
+    """The user's and the shipped table, in order of precedence."""
     shipped = importlib.resources.files("jmx.selection") / "tuned" / _file_name(engine.name, device_kind)
     tables = [_Table("table", shipped, read(shipped, engine, device_kind))]
-    with contextlib.suppress(RuntimeError):  # nobody's home: no cache
+    with contextlib.suppress(RuntimeError):  # no home directory: no cache
         file = cache_file(engine.name, device_kind)
         tables.insert(0, _Table("user", file, read(file, engine, device_kind)))
     return tables
@@ -205,9 +204,9 @@ def _warn_once(message: str) -> None:
 
 
 def reload() -> None:
-    """Forgets the files that were read, and (`jax.clear_caches`) all that jit has traced with them.
+    """Discards the files that were read, and (`jax.clear_caches`) all that jit has traced with them.
 
-    For a process that goes on after its tables were tuned. What was compiled ahead of time stays as it is.
+    For a process that continues after its tables were tuned. What was compiled ahead of time does not change.
     """
     _tables.cache_clear()
     _warn_once.cache_clear()
@@ -220,13 +219,13 @@ def cache_file(engine_name: str, device_kind: str) -> pathlib.Path:
 
 
 def cache_directory() -> pathlib.Path:
-    """What jmx keeps for this user: below $XDG_CACHE_HOME, or where the platform has caches.
+    """The directory of jmx's files for this user: below $XDG_CACHE_HOME, or in the platform's directory of caches.
 
     Raises:
         RuntimeError: the user has no home directory.
     """
     chosen = pathlib.Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if chosen.is_absolute():  # the XDG base directory specification has others ignored
+    if chosen.is_absolute():  # other paths are to be ignored by the XDG base directory specification
         root = chosen
     elif sys.platform == "darwin":
         root = pathlib.Path.home() / "Library" / "Caches"
@@ -241,7 +240,7 @@ def _file_name(engine_name: str, device_kind: str) -> str:
 
 
 def read(file: Any, engine: Tunable[Any], device_kind: str) -> Entries:
-    """A table's entries; none, and a warning that names the file, where it is not such a table.
+    """A table's entries; none, and a warning that names the file, if it is not such a table.
 
     An entry that does not fit `engine.config_type` is left out, with a warning that names it. A file that does not
     exist has no entries.
@@ -257,10 +256,10 @@ def read(file: Any, engine: Tunable[Any], device_kind: str) -> Entries:
 
 
 def load(file: Any, engine: Tunable[Any], device_kind: str) -> Entries:
-    """As `read`, but a file that is no table for this engine and device is an error.
+    """As `read`, but a file that is not a table for this engine and device is an error.
 
     Raises:
-        ValueError, OSError: it is not, or cannot be read; the text names the file.
+        ValueError, OSError: it is not, or cannot be read; the message names the file.
     """
     entries: Entries = {}
     for shape, tokens, value in _listed(file, engine, device_kind):
@@ -272,7 +271,7 @@ def load(file: Any, engine: Tunable[Any], device_kind: str) -> Entries:
 
 
 def _listed(file: Any, engine: Tunable[Any], device_kind: str) -> list[tuple[str, str, Any]]:
-    """The shape, tokens and JSON of a table's entries, which may not fit. Raises as `load`."""
+    """The shape, tokens and JSON of a table's entries, which are not checked. Raises as `load`."""
     if isinstance(file, pathlib.Path) and file.exists() and not file.is_file():
         raise OSError(f"{file} cannot be read: it is not a regular file")
     try:
@@ -301,11 +300,11 @@ def _entry(config_type: type, values: Any) -> Entry:
 
 
 def _build(kind: type, values: Any) -> Any:
-    """The dataclass `kind` of JSON's values, every field of its own type. ValueError for any other values."""
+    """The dataclass `kind` from JSON values, each of its field's type. ValueError for any other values."""
     hints = typing.get_type_hints(kind)
     types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     if not isinstance(values, dict):
-        raise ValueError(f"{values!r} is no {kind.__name__}")
+        raise ValueError(f"{values!r} is not of type {kind.__name__}")
     for fault, names in (("lacks", types.keys() - values.keys()), ("has no field", values.keys() - types.keys())):
         if names:
             raise ValueError(f"{kind.__name__} {fault} {', '.join(sorted(names))}")
@@ -321,10 +320,10 @@ def _field(name: str, kind: Any, value: Any) -> Any:
 
 
 def save(path: pathlib.Path, engine: Tunable[Any], device_kind: str, entries: Mapping[Key, Entry]) -> None:
-    """Adds `entries` to the table in `path`, in the place of those it has for the same keys: all of it or nothing.
+    """Adds `entries` to the table in `path`, replacing those with the same keys: all of them or none.
 
-    What other processes have added meanwhile stays. What is there and is no such table is given another name, with a
-    warning. Links are followed. The text is sorted, and has an entry a line: made to be read, compared and shipped.
+    Entries that other processes have added meanwhile are kept. A file that is not such a table is renamed, with a
+    warning. Links are followed. The text is sorted, with one entry a line, to be read, compared and shipped.
     """
     path = pathlib.Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -363,7 +362,7 @@ def _natural(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def _locked(directory: pathlib.Path) -> Iterator[None]:
-    """Alone among the processes that write there, where the platform and the file system have such locks."""
+    """A lock against other processes that write there, if the platform and the file system have such locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
             import fcntl

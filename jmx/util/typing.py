@@ -34,6 +34,7 @@ from jaxtyping import Float as Float
 from jaxtyping import Float32 as Float32
 from jaxtyping import Int as Int
 from jaxtyping import Int8 as Int8
+from jaxtyping import Int16 as Int16
 from jaxtyping import Int32 as Int32
 from jaxtyping import Integer as Integer
 from jaxtyping import Key as Key

@@ -1,1 +1,1 @@
-"""The reference in plain jax.numpy, an engine like the others."""
+"""The reference in plain jax.numpy, which is a backend like the others."""

@@ -1,17 +1,18 @@
 """The reference backend: plain jnp, exact semantics, every platform. All other backends are tested against it.
 
-Few assignments: each (token, expert) pair is computed by itself, straight from the bytes of its expert's weights.
-Many: rows are sorted by expert and cut into blocks, and a loop over the blocks that exist expands the weights of the
-experts at hand. Either way work grows with the experts that tokens use, and memory neither with E nor with those used.
+Few assignments: each (token, expert) pair is computed separately, directly from the bytes of its expert's weights.
+Many: rows are sorted by expert and split into blocks, and a loop over the blocks dequantizes the weights of the experts
+of each step. In both cases work is proportional to the experts that tokens use, and memory depends neither on E nor on
+the number of those in use.
 
-Inputs of a product are rounded to their format first, where there is one, and multiplied in float32 as what they are
-then worth. Gradients pass that rounding straight through.
+If there is an input format, inputs of a product are quantized to it, dequantized, and multiplied in float32. Gradients
+pass that rounding straight through.
 
-Products: other bfloat16 activations meet weights expanded to bfloat16; float32 and float16 ones meet float32 weights at
-`Precision.HIGHEST`; sums are float32. Between the two products the activation is rounded to x's dtype (float16 stays
-float32, which its range would not hold). A token's result does not depend on its neighbours: it is summed in the order
-of its slots (few) or of its experts' ids (many). Only a token that names one expert twice may find those two sums in
-either order on a GPU.
+Products: other bfloat16 activations are multiplied by weights dequantized to bfloat16; float32 and float16 ones by
+float32 weights at `Precision.HIGHEST`; sums are float32. Between the two products the activation is rounded to x's
+dtype (float16 stays float32, because its range is too small). A token's result does not depend on other tokens: it is
+summed in the order of its slots (few) or of its experts' ids (many). Only if a token names one expert twice may a GPU
+add those two terms in either order.
 """
 
 import dataclasses
@@ -33,18 +34,17 @@ from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
+from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 from jmx.xla import dot
 
-Array = jax.Array
-
-_TURN = 8  # assignments whose bytes may be copied at a time
+_MAX_COPIED = 8  # assignments whose weights may be copied at a time
 
 LIMITS = Limits(input_formats=None)
 
 
 @dataclass(frozen=True)
 class Xla:
-    """The backend object of this file; see `jmx.selection.backend.Backend`."""
+    """The reference, as a backend; see `jmx.selection.backend.Backend`."""
 
     name: str = "xla"
     summary: str = "reference in plain jnp, any platform"
@@ -52,33 +52,39 @@ class Xla:
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         return LIMITS.rejection(problem, environment)
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
+    def apply(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float[Array, "T H"]:
         del environment
         return forward(problem, x, routing, experts)
 
 
 class _Step(NamedTuple):
-    """C blocks of M rows that one turn of the loop works on."""
+    """C blocks of M rows, which one step of the loop computes. Rows past the end of a block have number R, or T."""
 
-    experts: Array  # (C,) int32
-    assignments: Array  # (C, M) int32, R where there is no row
-    tokens: Array  # (C, M) int32, T where there is no row
+    experts: Int32[Array, " C"]
+    assignments: Int32[Array, "C M"]
+    tokens: Int32[Array, "C M"]
 
 
-def _few(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether each assignment reads its expert's weights by itself.
+def _is_few(num_tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether each assignment reads its expert's weights separately.
 
-    On an H200 (gpt-oss's sizes) that takes 7 us an assignment, and a turn of the loop 38 us an expert.
+    On an H200 (sizes of gpt-oss) that takes 7 us per assignment, and a step of the loop 38 us per expert.
     """
     return num_tokens * top_k <= 4 * num_experts
 
 
 def _block_sizes(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
-    """Rows of a block (M), and blocks a turn (C).
+    """Rows per block (M), and blocks per step (C).
 
-    A block expands its expert once, so blocks hold an expert's usual share of rows and some more. Few rows make the
-    product cheap beside the turn itself, so several blocks share a turn; but one turn's weights are all that is ever
-    expanded.
+    A block dequantizes its expert once, so blocks can hold somewhat more than an expert's average rows. With few
+    rows a step costs more than its products, so several blocks share a step; memory holds the weights of one step.
     """
     share = -(-num_tokens * top_k // num_experts)
     block_m = min(1024, max(8, 1 << (2 * share - 1).bit_length()))
@@ -86,18 +92,18 @@ def _block_sizes(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, in
 
 
 def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any], init: Any) -> Any:
-    """Folds `body` over the blocks of a routing (T, k), C at a time."""
+    """Folds `body` over the blocks of a routing (T, k), C blocks per step."""
     num_tokens, top_k = routing.expert_ids.shape
     num_assignments = num_tokens * top_k
     block_m, num_blocks = _block_sizes(num_tokens, top_k, num_experts)
     groups = grouping.group(routing.expert_ids, num_experts)
-    blocks = grouping.cut(groups.sizes, num_assignments, block_m)
+    blocks = grouping.split_groups(groups.sizes, num_assignments, block_m)
     bound = blocks.experts.size
 
-    def step(first: Array, carry: Any) -> Any:
+    def step(first: Int32[Array, ""], carry: Any) -> Any:
         index = first + jnp.arange(num_blocks)
         inside = (index < blocks.num_blocks)[:, None]
-        index = jnp.minimum(index, bound - 1)  # past the end: the last block's expert again, without its rows
+        index = jnp.minimum(index, bound - 1)  # past the end: the last block's expert, without rows
         rows = blocks.x_rows[index][:, None] + jnp.arange(block_m)
         inside &= jnp.arange(block_m) < blocks.counts[index][:, None]
         assignments = jnp.where(inside, groups.order[jnp.where(inside, rows, 0)], num_assignments)
@@ -111,53 +117,54 @@ def _loop(routing: Routing, num_experts: int, body: Callable[[_Step, Any], Any],
     return carry
 
 
-def _compute_dtype(problem: Problem, x: Array) -> Any:
+def _compute_dtype(problem: Problem, x: Float[Array, "..."]) -> Any:
     return jnp.bfloat16 if x.dtype == jnp.bfloat16 and problem.input_format is None else jnp.float32
 
 
-def _rounded(problem: Problem, experts: Experts, role: str, a: Array) -> Array:
-    """The inputs of a product as their format has them: what they are worth, in float32."""
+def _round_inputs(problem: Problem, experts: Experts, role: str, a: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
+    """The inputs of a product, rounded to the input format if there is one; then float32."""
     if problem.input_format is None:
         return a
     format = input_formats.INPUT_FORMATS[problem.input_format]
     return input_formats.dequantize(input_formats.quantize(a, format, experts.input_scale(role)), format)
 
 
-class _Chosen:
-    """The weights of a turn's experts, expanded where they are used."""
+class _StepWeights:
+    """The weights of the experts of one step, dequantized where they are used."""
 
-    def __init__(self, experts: Experts, chosen: Array, dtype: Any):
+    def __init__(self, experts: Experts, chosen: Int32[Array, " C"], dtype: Any):
         self._experts, self._chosen, self._dtype = experts, chosen, dtype
 
-    def product(self, role: str, a: Array) -> Array:
+    def product(self, role: str, a: Float[Array, "C M K"]) -> Float32[Array, "C M N"]:
         """a (C, M, K) times the role's weight, plus its bias -> float32 (C, M, N)."""
         y = self._dot(role, a)
         bias = self._experts.take_bias(role, self._chosen)
         return y if bias is None else y + bias[:, None].astype(jnp.float32)
 
-    def transposed(self, role: str, dy: Array) -> Array:
-        """dy (C, M, N) back through the role's weight -> float32 (C, M, K)."""
+    def transposed(self, role: str, dy: Float[Array, "C M N"]) -> Float32[Array, "C M K"]:
+        """dy (C, M, N) times the transposed weight of the role -> float32 (C, M, K)."""
         return self._dot(role, dy, transposed=True)
 
-    def _dot(self, role: str, a: Array, transposed: bool = False) -> Array:
+    def _dot(self, role: str, a: Float[Array, "C M in"], transposed: bool = False) -> Float32[Array, "C M out"]:
         q = self._experts.take(role, self._chosen)
-        return dot.expanded(a, q, self._experts.format, self._dtype, transposed=transposed)
+        return dot.dequantized_dot(a, q, self._experts.format, self._dtype, transposed=transposed)
 
 
-def _in_loop(experts: Experts) -> Experts:
-    # On a GPU packing is a bitcast. On a CPU it copies, once: a float4 array sliced inside a loop would be widened.
+def _packed_for_loop(experts: Experts) -> Experts:
+    """Experts in a layout whose slices are cheap inside a loop."""
+    # On a GPU packing is a bitcast. On a CPU it copies once; float4 arrays would be widened by each slice in the loop.
     return experts.prepare("packed") if experts.layout == "canonical" else experts
 
 
-def forward(problem: Problem, x: Array, routing: Routing, experts: Experts) -> Array:
+def forward(problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
     """x (T, H), routing (T, k) -> y (T, H) of x's dtype. Ids outside 0..E-1 contribute nothing."""
     if routing.expert_ids.size == 0:
         return jnp.zeros_like(x)
     num_tokens, top_k = routing.expert_ids.shape
-    if num_tokens * top_k <= _TURN:
+    if num_tokens * top_k <= _MAX_COPIED:
         return _forward_few(problem, x, routing, experts)
-    experts = _in_loop(experts)
-    few = _few(num_tokens, top_k, experts.num_experts)
+    experts = _packed_for_loop(experts)
+    few = _is_few(num_tokens, top_k, experts.num_experts)
     if not few or experts.layout != "packed" or experts.format != MXFP4:
         return _forward_many(problem, x, routing, experts)
     return lax.platform_dependent(
@@ -165,23 +172,25 @@ def forward(problem: Problem, x: Array, routing: Routing, experts: Experts) -> A
         routing,
         experts,
         cuda=partial(_forward_few, problem, words=True),
-        default=partial(_forward_few, problem, turn=_TURN),
+        default=partial(_forward_few, problem, max_copied=_MAX_COPIED),
     )
 
 
 def _forward_few(
     problem: Problem,
-    x: Array,
+    x: Float[Array, "T H"],
     routing: Routing,
     experts: Experts,
     *,
-    turn: int | None = None,
+    max_copied: int | None = None,
     words: bool = False,
-) -> Array:
-    """`turn`: assignments that are computed at a time, where XLA copies their weights; None: all.
+) -> Float[Array, "T H"]:
+    """The layer, one assignment at a time.
 
-    `words`: whether to read weights as 16-bit words, which is faster. Not so in a scan over stacked layers: there XLA
-    fuses a layer's slice into what gathers its bytes, but not through the change of type.
+    Args:
+        max_copied: where XLA copies the weights of assignments, how many are computed at a time; None: all.
+        words: whether to read weights as 16-bit words, which is faster, except in a scan over stacked layers: there
+            XLA fuses the slice of a layer with the gather of its bytes, but not through the change of dtype.
     """
     inside = (routing.expert_ids >= 0) & (routing.expert_ids < experts.num_experts)
     weights = routing.weights.astype(jnp.float32)
@@ -190,135 +199,149 @@ def _forward_few(
         rows = (rows * weights[..., None]).astype(x.dtype)
     rows = jnp.broadcast_to(rows, (*inside.shape, x.shape[-1])).reshape(-1, x.shape[-1])
     if words:
-        gate_up, down = dot.words(experts.gate_up), dot.words(experts.down)
+        gate_up, down = dot.as_words(experts.gate_up), dot.as_words(experts.down)
         experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
 
-    def product(role: str, chosen: Array, a: Array) -> Array:
-        a, q = _rounded(problem, experts, role, a), experts.take(role, chosen)
+    def product(role: str, chosen: Int32[Array, " n"], a: Float[Array, "n K"]) -> Float32[Array, "n N"]:
+        a, q = _round_inputs(problem, experts, role, a), experts.take(role, chosen)
         if experts.format == MXFP4:
-            y = dot.fused(a, q)
+            y = dot.fused_dot(a, q)
         else:
-            y = dot.expanded(a[:, None], q, experts.format, _compute_dtype(problem, x))[:, 0]
+            y = dot.dequantized_dot(a[:, None], q, experts.format, _compute_dtype(problem, x))[:, 0]
         bias = experts.take_bias(role, chosen)
         return y if bias is None else y + bias.astype(jnp.float32)
 
-    def compute(assignments: tuple[Array, Array]) -> Array:
+    def compute(assignments: tuple[Int32[Array, " n"], Float[Array, "n H"]]) -> Float32[Array, "n H"]:
         chosen, rows = assignments
         h = product("gate_up", chosen, rows)
-        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_between(x))
+        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_activation_dtype(x))
         return product("down", chosen, a)
 
     chosen = jnp.where(inside, routing.expert_ids, 0).astype(jnp.int32).reshape(-1)
-    out = compute((chosen, rows)) if turn is None else _in_turns(compute, turn, (chosen, rows))
+    out = compute((chosen, rows)) if max_copied is None else _map_in_chunks(compute, max_copied, (chosen, rows))
     out = out.reshape(*inside.shape, -1)
     if not problem.on_input:
         out *= weights[..., None]
     return jnp.where(inside[..., None], out, 0).sum(axis=1).astype(x.dtype)
 
 
-def _in_turns(function: Callable[[Any], Array], turn: int, arrays: tuple[Array, ...]) -> Array:
-    """`function` of arrays (n, ...), `turn` of their first axis at a time."""
+def _map_in_chunks(
+    function: Callable[[Any], Float32[Array, "n H"]], size: int, arrays: tuple[Shaped[Array, "n ..."], ...]
+) -> Float32[Array, "n H"]:
+    """`function` of arrays (n, ...), `size` of their first axis at a time."""
     (n, *_) = arrays[0].shape
-    widths = -n % turn
+    padding = -n % size
 
-    def split(array: Array) -> Array:  # the last one again where they do not divide
-        padded = jnp.pad(array, [(0, widths)] + [(0, 0)] * (array.ndim - 1), mode="edge")
-        return padded.reshape(-1, turn, *array.shape[1:])
+    def split(array: Shaped[Array, "n ..."]) -> Shaped[Array, "chunks size ..."]:
+        padded = jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1), mode="edge")
+        return padded.reshape(-1, size, *array.shape[1:])
 
     out = lax.map(function, jax.tree.map(split, arrays))
     return out.reshape(-1, *out.shape[2:])[:n]
 
 
-def _add(total: Array, index: Array, rows: Array) -> Array:
-    """Adds rows (C, ...) at index (C, ...), one block after the other; indices past the end are dropped.
+def _scatter_add(
+    total: Float32[Array, "..."], index: Int32[Array, "C ..."], rows: Float32[Array, "C ..."]
+) -> Float32[Array, "..."]:
+    """Adds rows (C, ...) at index (C, ...), block after block; indices past the end are dropped.
 
-    A block has a token once, but a turn may have it more often: in one scatter, the order of its sums would be any.
+    A token occurs once in a block, but possibly in several blocks of a step, which one scatter would add in any order.
     """
     for i, row in zip(index, rows, strict=True):
         total = total.at[i].add(row, mode="drop")
     return total
 
 
-def _forward_many(problem: Problem, x: Array, routing: Routing, experts: Experts) -> Array:
+def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
+    """The layer, one step of blocks at a time."""
     dtype = _compute_dtype(problem, x)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
 
-    def body(step: _Step, y: Array) -> Array:
-        chosen = _Chosen(experts, step.experts, dtype)
+    def body(step: _Step, y: Float32[Array, "T H"]) -> Float32[Array, "T H"]:
+        step_weights = _StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         if problem.on_input:
             rows = (rows * weight).astype(x.dtype)
-        h = chosen.product("gate_up", _rounded(problem, experts, "gate_up", rows))
-        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_between(x))
-        out = chosen.product("down", _rounded(problem, experts, "down", a))
+        h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows))
+        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_activation_dtype(x))
+        out = step_weights.product("down", _round_inputs(problem, experts, "down", a))
         if not problem.on_input:
             out *= weight
-        return _add(y, step.tokens, out)
+        return _scatter_add(y, step.tokens, out)
 
     return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
-def _between(x: Array) -> Any:
+def _activation_dtype(x: Float[Array, "..."]) -> Any:
+    """The dtype of activations between the two products."""
     return jnp.float32 if x.dtype == jnp.float16 else x.dtype
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases where they were asked for, else None."""
+    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases, None unless requested."""
 
-    x: Array
-    weights: Array
-    gate_up_bias: Array | None
-    down_bias: Array | None
+    x: Float[Array, "T H"]
+    weights: Float[Array, "..."]
+    gate_up_bias: Float32[Array, "*lead N"] | None
+    down_bias: Float32[Array, "*lead H"] | None
 
 
 def backward(
-    problem: Problem, x: Array, routing: Routing, experts: Experts, dy: Array, *, biases: tuple[bool, bool]
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts,
+    dy: Float[Array, "T H"],
+    *,
+    biases: tuple[bool, bool],
 ) -> Gradients:
     """Gradients of `forward` at x, given dy (T, H). Recomputes the forward pass, a few experts at a time.
 
-    `biases`: whether the cotangents of (gate_up_bias, down_bias) are wanted.
+    `biases`: whether the cotangents of (gate_up_bias, down_bias) are requested.
     """
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros(bias.shape, jnp.float32) if wanted and bias is not None else None
         for bias, wanted in zip((experts.gate_up_bias, experts.down_bias), biases, strict=True)
     )
-    experts = _in_loop(experts)
+    experts = _packed_for_loop(experts)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
     on_input = problem.on_input
 
-    def accumulate(total: Array | None, step: _Step, rows: Array) -> Array | None:
+    def accumulate(
+        total: Float32[Array, "..."] | None, step: _Step, rows: Float32[Array, "C M N"]
+    ) -> Float32[Array, "..."] | None:
         if total is None:
             return None
         layer = total if experts.index is None else total[experts.index]
-        layer = _add(layer, step.experts, rows.sum(axis=1))
+        layer = _scatter_add(layer, step.experts, rows.sum(axis=1))
         return layer if experts.index is None else total.at[experts.index].set(layer)
 
     def body(step: _Step, sums: Gradients) -> Gradients:
-        chosen = _Chosen(experts, step.experts, dtype)
+        step_weights = _StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
-        h = chosen.product("gate_up", _rounded(problem, experts, "gate_up", rows_in))
+        h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows_in))
         a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
-        da = chosen.transposed("down", dout)  # without the routing weight, which is linear and comes after
+        da = step_weights.transposed("down", dout)  # without the routing weight, which is linear and applied below
         if on_input:
             (dh,) = activation_vjp(da)
-            drows = chosen.transposed("gate_up", dh)
+            drows = step_weights.transposed("gate_up", dh)
             dweight = (drows * rows.astype(jnp.float32)).sum(-1)
             drows *= weight
         else:
             (dh,) = activation_vjp(da * weight)
-            drows = chosen.transposed("gate_up", dh)
-            dweight = (da * _rounded(problem, experts, "down", a)).sum(-1)
+            drows = step_weights.transposed("gate_up", dh)
+            dweight = (da * _round_inputs(problem, experts, "down", a)).sum(-1)
             bias = experts.take_bias("down", step.experts)
             if bias is not None:
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)
             dout *= weight
         return Gradients(
-            _add(sums.x, step.tokens, drows),
+            _scatter_add(sums.x, step.tokens, drows),
             sums.weights.at[step.assignments].set(dweight, mode="drop", unique_indices=True),
             accumulate(sums.gate_up_bias, step, dh),
             accumulate(sums.down_bias, step, dout),

@@ -1,25 +1,25 @@
-"""Products of activations with block-scaled weights, as XLA compiles them well.
+"""Products of activations with block-scaled weights, in forms that XLA compiles well.
 
-`expanded` makes floats of the weights and takes an ordinary product: for many rows. `fused` never does: it decodes,
-multiplies and sums in one pass over the bytes, which for a row or a few is several times as fast.
+`dequantized_dot` dequantizes the weights and calls an ordinary product: for many rows. `fused_dot` decodes, multiplies
+and sums in one pass over the bytes, which for one row or a few is several times as fast.
 """
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmx.numerics import element_codes, quantization
 from jmx.numerics.formats import BlockScaled, Format
-
-Array = jax.Array
+from jmx.util.typing import Array, Float, Float32
 
 _ROWS = 4  # weight rows that share one pass over the activations
 
 
-def expanded(a: Array, q: BlockScaled, format: Format, dtype: Any, *, transposed: bool = False) -> Array:
-    """a (C, M, K) times the packed weights q (C, N, K), or for `transposed` a (C, M, N) -> float32 (C, M, N or K).
+def dequantized_dot(
+    a: Float[Array, "C M in"], q: BlockScaled, format: Format, dtype: Any, *, transposed: bool = False
+) -> Float32[Array, "C M out"]:
+    """a (C, M, K) times the packed weights q (C, N, K), or if `transposed` a (C, M, N) -> float32 (C, M, N or K).
 
     Weights are expanded to `dtype` (see `quantization.expand`) and `a` is cast to it; float32 products are at
     `Precision.HIGHEST`.
@@ -28,7 +28,7 @@ def expanded(a: Array, q: BlockScaled, format: Format, dtype: Any, *, transposed
     if transposed and factors is not None:
         a = a.astype(jnp.float32) * factors[:, None]
     if not transposed and q.order is not None:
-        # Behind a barrier: XLA on CPUs has no product of bfloat16 where a gather of several matrices stands before it.
+        # XLA on CPUs has no product of bfloat16 with a fused gather of several matrices, hence the barrier.
         a = lax.optimization_barrier(jnp.take_along_axis(a, q.order[:, None], axis=-1))
     out = lax.dot_general(
         a.astype(dtype),
@@ -42,17 +42,17 @@ def expanded(a: Array, q: BlockScaled, format: Format, dtype: Any, *, transposed
     return out if transposed or factors is None else out * factors[:, None]
 
 
-def words(q: BlockScaled) -> BlockScaled:
-    """Packed weights with their values as 16-bit words (..., K / 4). On a GPU, a bitcast of arrays at rest."""
+def as_words(q: BlockScaled) -> BlockScaled:
+    """Packed weights with their values as 16-bit words (..., K / 4). On a GPU, a bitcast of arrays in memory."""
     pairs = q.values.reshape(*q.values.shape[:-1], -1, 2)
     return BlockScaled(lax.bitcast_convert_type(pairs, jnp.uint16), q.scales)
 
 
-def fused(a: Array, q: BlockScaled) -> Array:
-    """a (C, K) times the weights q (values (C, N, bytes or `words`), scales (C, N, blocks)) -> float32 (C, N).
+def fused_dot(a: Float[Array, "C K"], q: BlockScaled) -> Float32[Array, "C N"]:
+    """a (C, K) times MXFP4 weights q (values (C, N, bytes or words), scales (C, N, blocks)) -> float32 (C, N).
 
     N must be a multiple of 4. Products and sums are float32. One variadic reduction sums several weight rows, so that
-    each activation is loaded once for all of them; XLA's GPU compiler fuses all that precedes it, a gather included.
+    each activation is loaded once for all of them; XLA's GPU compiler fuses everything before it, gathers included.
     """
     count, rows, blocks = q.scales.shape
     codes_per_word = 2 * q.values.dtype.itemsize
@@ -60,7 +60,7 @@ def fused(a: Array, q: BlockScaled) -> Array:
     values = q.values.reshape(count, _ROWS, rows // _ROWS, blocks, block_words)
     scales = q.scales.reshape(count, _ROWS, rows // _ROWS, blocks, 1)
     a = a.astype(jnp.float32).reshape(count, 1, blocks, block_words, codes_per_word)
-    a, unit = lax.optimization_barrier(a), element_codes.unit()  # converted once, not once a weight row
+    a, unit = lax.optimization_barrier(a), element_codes.unit()  # converted once, not for each weight row
     sums = []
     for row in range(_ROWS):
         products = [element_codes.element(values[:, row], i, unit) * a[..., i] for i in range(codes_per_word)]

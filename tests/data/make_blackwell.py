@@ -2,7 +2,7 @@
 
 They are its Python functions, and those of its C++ ones that take arrays on a CPU: it compiles these when first called,
 which needs nvcc 13, the headers of cuBLAS and cuRAND (in CPATH), and a libcuda.so to link with (in LIBRARY_PATH; an
-empty one does). No GPU is needed; FlashInfer asks for its compute capability all the same, and is told 10.0 here. With
+empty one does). No GPU is needed; FlashInfer asks for its compute capability all the same, and gets 10.0 here. With
 torch and flashinfer-python in the environment:
 
     FLASHINFER_CUDA_ARCH_LIST=10.0a python tests/data/make_blackwell.py tests/data/blackwell.npz

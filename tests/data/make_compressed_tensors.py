@@ -54,7 +54,7 @@ def integers(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A checkpoint: how weights and inputs are quantised, and its sizes."""
+    """A checkpoint: how weights and inputs are quantized, and its sizes."""
 
     weights: dict[str, Any]
     inputs: dict[str, Any] | None = None

@@ -54,7 +54,7 @@ def calibrate(whole: PreTrainedModel) -> None:
             whole(torch.randint(VOCABULARY, (2, 64)))
 
 
-def dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def dequantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint in float32, shaped as they are there."""
     found = {}
     for name, tensor in tensors.items():
@@ -105,7 +105,7 @@ def make(folder: Path, kind: type[PreTrainedModel], config: dict[str, Any]) -> N
     with torch.inference_mode():
         export_hf_checkpoint(whole, export_dir=folder)
     (folder / "model.safetensors").chmod(0o644)
-    weights = dequantised(load_file(folder / "model.safetensors"))
+    weights = dequantized(load_file(folder / "model.safetensors"))
     ids = torch.randint(VOCABULARY, (2, 24))
     save_answers(folder, last_expert(weights), ids, logits(kind, folder, weights, ids))
 

@@ -4,7 +4,7 @@
 
 A folder holds a small random Qwen3-MoE: config.json and model.safetensors as those packages leave them. The file beside
 it, of the same name, holds `input_ids`, and of transformers' run in float32 on the weights as the folder has them,
-dequantised where they are quantised: `logits`, the experts of each layer's tokens (`experts0` ..., best first) with
+dequantized where they are quantized: `logits`, the experts of each layer's tokens (`experts0` ..., best first) with
 their weights (`weights0` ...), and the `greedy` continuation, in which every token leads by `MARGIN`.
 
 `grouped_routing.safetensors` is DeepSeek-V3's router and experts, a layer alone: see `grouped_routing`.
@@ -71,8 +71,8 @@ OTHER: dict[str, Any] = SIZES | {
 NOT_LINEAR = ["lm_head", "re:.*mlp.gate$"]
 ATTENTION = "re:.*self_attn.*"
 
-# By folder: how weights are quantised, and what is not.
-QUANTISED: dict[str, tuple[dict[str, Any], list[str]]] = {
+# By folder: how weights are quantized, and what is not.
+QUANTIZED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nvfp4": (NVFP4, NOT_LINEAR),
     "fp8_block": (BLOCK, NOT_LINEAR),
     "w4a16": (integers(4, 32), [*NOT_LINEAR, ATTENTION]),
@@ -146,8 +146,8 @@ def linears(folder: Path) -> torch.nn.Module:
     return whole
 
 
-def quantise(source: Path, folder: Path, weights: dict[str, Any], ignore: list[str]) -> None:
-    """The checkpoint in `source`, quantised; its answers are those of the weights that come out."""
+def quantize(source: Path, folder: Path, weights: dict[str, Any], ignore: list[str]) -> None:
+    """The checkpoint in `source`, quantized; its answers are those of the weights that come out."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = linears(source)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
@@ -224,9 +224,9 @@ def main(path: str) -> None:
         model.save_pretrained(folder / name)
         (folder / name / "generation_config.json").unlink(missing_ok=True)
         save_answers(folder / name, folder / f"{name}.safetensors")
-    for seed, (name, (weights, ignore)) in enumerate(QUANTISED.items()):
+    for seed, (name, (weights, ignore)) in enumerate(QUANTIZED.items()):
         torch.manual_seed(10 + seed)
-        quantise(folder / "bf16", folder / name, weights, ignore)
+        quantize(folder / "bf16", folder / name, weights, ignore)
     torch.manual_seed(20)
     grouped_routing(folder / "grouped_routing.safetensors")
     sizes = {file: file.stat().st_size for file in sorted(folder.rglob("*.*")) if file.is_file()}

@@ -1,23 +1,22 @@
 """Backend `cpu`: the whole layer over 4-bit weights on CPUs, its two products in C++ (`src/product.cc`).
 
-Rows are sorted by expert and cut into blocks. Each product reads every block's weights from their bytes, where they
-lie, and adds the bias; routing, the activation and each token's sum are plain jnp around it. bfloat16 activations are
-multiplied as such, float32 and float16 ones in float32; sums are float32. Between the two products the activation is
-rounded to x's dtype (float16 stays float32, which its range would not hold).
+Rows are sorted by expert and divided into blocks. Each product reads the weights of a block's expert in place, as the
+bytes of the checkpoint, and adds the bias; routing, the activation and the combination of each token's rows are plain
+jnp. bfloat16 activations are multiplied as bfloat16, float32 and float16 ones as float32, and sums are float32. Between
+the products the activation is rounded to x's dtype; float16 stays float32, whose range it may need.
 
-With inputs in `int8_token` both products round their rows to int8 first, to the bits of `inputs.quantize`, and multiply
-integers: sums of 32 to 128 products are exact, and meet the scales of weights in float32. Where weights have an order,
-rows are permuted to it before each product.
+With inputs in `int8_token` both products first round their rows to int8, to the bits of `input_formats.quantize`, and
+multiply integers: sums of 32 to 128 products are exact, then multiplied by the weights' scales in float32. Where
+weights have an order of columns, rows are permuted to it before each product.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jmx import activations
 from jmx.engines import grouped
@@ -31,10 +30,11 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits, indivisible
+from jmx.util.typing import Array, Float, Float32, Int32, Num, Shaped
 
 BEST = "best"
 
-# Weights of 4 bits. Those of 8 would be read at half the speed, by kernels of their own, and `xla` runs them.
+# Weights of 4 bits. Those of 8 bits have twice the bytes and would need other kernels; `xla` runs them.
 FORMATS = tuple(
     format.name
     for format in formats.FORMATS.values()
@@ -48,11 +48,11 @@ LIMITS = Limits(
     layout="packed",
 )
 
-_STEP = 4  # `kStep` of product.h
+_TILE_COLUMNS = 4  # `kTileColumns` of product.h
 
-# Rows of a block: its weights are decoded once for all of them, which then costs nothing beside the products.
+# Rows of a block. Weights are decoded once for all of them, at a cost that is small beside the products.
 _BLOCK_M = 256
-# Mean rows an expert up to which reading the weights is what takes the time, and they are decoded accordingly.
+# Mean rows per expert up to which a call is bound by reading the weights; other kernels then decode them.
 _FEW = 4
 
 
@@ -61,7 +61,7 @@ class Cpu:
     """The engine for CPUs.
 
     Args:
-        instructions: the instruction set, one of `ffi.library().kernels`, or "best", which this machine chooses.
+        instructions: the instruction set, one of `ffi.library().kernels`; or "best": the last of them.
     """
 
     instructions: str = BEST
@@ -85,27 +85,34 @@ class Cpu:
         if self.instructions in (BEST, *found.kernels):
             return None
         detail = f"`instructions` (={self.instructions!r}) are not among this machine's {found.kernels}"
-        return Rejection(Reason.LIBRARY, detail, f"leave them {BEST!r}")
+        return Rejection(Reason.LIBRARY, detail, f"use {BEST!r}")
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
+    def apply(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float[Array, "T H"]:
         del environment
-        ffi.library()  # XLA finds the kernels by name
+        ffi.library()  # registers the kernels, which XLA calls by name
         between = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
         rounded = problem.input_format is not None
 
         def rows_and_blocks(work: Work) -> "tuple[_Rows, Blocks]":
-            if work.token_of_row is None:  # one token: no weights are read for an id that is no expert's
-                named = (work.row_of[0] >= 0).astype(jnp.int32)
-                return _rows(x.astype(between), rounded), work.blocks._replace(counts=named).as_arrays()
+            if work.token_of_row is None:  # one token; ids out of range get blocks without rows, which read no weights
+                counts = (work.row_of[0] >= 0).astype(jnp.int32)
+                return _rows(x.astype(between), rounded), work.blocks._replace(counts=counts).as_arrays()
             if problem.on_input:
                 rows = grouped.gather(problem, x, routing, work, grouped.take)
                 rows = _rows(rows.astype(between), rounded)
-            else:  # a token is rounded once
+            else:  # each token is rounded once, not each of its rows
                 take = partial(grouped.take, rows=work.token_of_row)
                 rows = jax.tree.map(take, _rows(x.astype(between), rounded))
             return rows, work.blocks.as_arrays()
 
-        def products(work: Work) -> Array:
+        def products(work: Work) -> Float32[Array, "1 R H"]:
             rows, blocks = rows_and_blocks(work)
             h = self._product("gate_up", rows, experts, blocks, work.num_rows)
             a = activations.apply(problem.activation, h, experts.gate_up_order).astype(between)
@@ -114,20 +121,22 @@ class Cpu:
 
         return grouped.run(problem, x, routing, Tiling(_BLOCK_M, few_tokens=1), products)
 
-    def _product(self, role: str, rows: "_Rows", experts: Experts, blocks: Blocks, num_rows: int) -> jax.Array:
-        """Rows of each block times its expert's weight, plus its bias -> float32 (num_rows, N)."""
+    def _product(
+        self, role: str, rows: "_Rows", experts: Experts, blocks: Blocks, num_rows: int
+    ) -> Float32[Array, "R N"]:
+        """Rows of each block times its expert's weight, plus the bias; `num_rows` is R."""
         weight, format = getattr(experts.merged(), role), experts.format
         bias = experts.take_bias(role, blocks.experts)
-        bias = jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32)
         blocks = blocks._replace(experts=blocks.experts + experts.first_expert)
         if weight.order is not None:
             rows, blocks = _ordered(rows, weight.order, blocks, num_rows)
-        call = jax.ffi.ffi_call(ffi.TARGET, jax.ShapeDtypeStruct((num_rows, weight.values.shape[1]), jnp.float32))
-        return call(
-            *(rows.values, _given(rows.scales, jnp.float32)),
+        result = jax.ShapeDtypeStruct((num_rows, weight.values.shape[1]), jnp.float32)
+        return jax.ffi.ffi_call(ffi.GROUPED_PRODUCT, result)(
+            *(rows.values, _or_empty(rows.scales, jnp.float32)),
             *(weight.values, weight.scales),
-            *(_given(weight.zero_points, jnp.int8), _given(weight.global_scales, jnp.float32)),
-            *(bias, blocks.experts, blocks.x_rows, blocks.out_rows, blocks.counts),
+            *(_or_empty(weight.zero_points, jnp.int8), _or_empty(weight.global_scales, jnp.float32)),
+            jnp.zeros((0, 0), jnp.float32) if bias is None else bias.astype(jnp.float32),
+            *(blocks.experts, blocks.x_rows, blocks.out_rows, blocks.counts),
             instructions=self.instructions,
             format="int4" if _integers(format.name) else format.name,
             group=np.int64(format.block_size),
@@ -136,45 +145,51 @@ class Cpu:
 
 
 class _Rows(NamedTuple):
-    """What a product takes: (R, K), and where these are int8 what a one of each row is worth, float32 (R, 1)."""
+    """Inputs of a product.
 
-    values: jax.Array
-    scales: jax.Array | None
+    Args:
+        values: the rows: float32, bfloat16 or int8.
+        scales: of int8 rows, what one unit of each is worth; else None.
+    """
+
+    values: Num[Array, "R K"]
+    scales: Float32[Array, "R 1"] | None
 
 
-def _rows(x: jax.Array, rounded: bool) -> _Rows:
+def _rows(x: Float[Array, "R K"], rounded: bool) -> _Rows:
+    """x as it is, or `rounded` to int8."""
     if not rounded:
         return _Rows(x, None)
     results = jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32)
     return _Rows(*jax.ffi.ffi_call(ffi.ROUND_ROWS, results)(x))
 
 
-def _ordered(rows: _Rows, order: jax.Array, blocks: Blocks, num_rows: int) -> tuple[_Rows, Blocks]:
-    """Rows with the columns of each block in its expert's order; one that blocks share becomes one a block."""
+def _ordered(rows: _Rows, order: Int32[Array, "E K"], blocks: Blocks, num_rows: int) -> tuple[_Rows, Blocks]:
+    """`num_rows` rows with the columns of each block in its expert's order; blocks that share a row get copies."""
     call = jax.ffi.ffi_call(ffi.ORDER_COLUMNS, jax.ShapeDtypeStruct((num_rows, order.shape[-1]), rows.values.dtype))
     values = call(rows.values, order, blocks.experts, blocks.x_rows, blocks.out_rows, blocks.counts)
     scales = rows.scales
-    if scales is not None and scales.shape[0] != num_rows:  # of one token
+    if scales is not None and scales.shape[0] != num_rows:  # one token, shared by all blocks
         scales = jnp.broadcast_to(scales, (num_rows, 1))
     return _Rows(values, scales), blocks._replace(x_rows=blocks.out_rows)
 
 
-def _given(array: jax.Array | None, dtype: Any) -> jax.Array:
-    """An argument of the kernels that may be lacking."""
+def _or_empty(array: Shaped[Array, "..."] | None, dtype: jax.typing.DTypeLike) -> Shaped[Array, "..."]:
+    """An optional argument of a kernel: an empty array where there is none."""
     return jnp.zeros(0, dtype) if array is None else array
 
 
 def _integer_inputs(problem: Problem) -> Rejection | None:
     if problem.input_format is None or _integers(problem.format):
         return None
-    detail = f"inputs are {problem.input_format!r} and weights {problem.format!r}, whose elements are no integers"
+    detail = f"inputs are {problem.input_format!r} and weights {problem.format!r}, whose elements are not integers"
     return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
 
 
 def _sizes(problem: Problem) -> Rejection | None:
     halves = 1 if problem.gate_up_order is None else 2
     rows = {"hidden_size": problem.hidden_size, "rows of gate_up": halves * problem.intermediate_size}
-    return indivisible(rows, _STEP, "rows of a weight that are read together")
+    return indivisible(rows, _TILE_COLUMNS, "rows of a weight that are read together")
 
 
 def _integers(format: str) -> bool:

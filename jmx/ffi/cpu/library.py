@@ -5,18 +5,27 @@ import functools
 import pathlib
 from typing import NamedTuple
 
-from jmx.ffi import register
+from jmx.ffi.library import load, load_fault, register, warn_of_fault
 
-# The custom calls' names, as an exported program has them.
-TARGET = "jmx_cpu_grouped_product"
+# Names of the custom calls, as an exported program contains them.
+GROUPED_PRODUCT = "jmx_cpu_grouped_product"
 ROUND_ROWS = "jmx_cpu_round_rows"
 ORDER_COLUMNS = "jmx_cpu_order_columns"
-BUILD = "install it anew with a C++20 compiler in PATH (g++ 12, clang 16): pip install --force-reinstall --no-deps jmx"
+
+BUILD = (
+    "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
+    "pip install --force-reinstall --no-deps --no-cache-dir jmx"
+)
 _PATH = pathlib.Path(__file__).parent / "libjmx_cpu.so"
 
 
 class Library(NamedTuple):
-    """What was found: `kernels`, names of the instruction sets that run here, the best one last; or `fault`."""
+    """The outcome of loading.
+
+    Args:
+        kernels: names of the instruction sets that this machine supports, the best one last.
+        fault: why there are none, or None.
+    """
 
     kernels: tuple[str, ...] = ()
     fault: str | None = None
@@ -24,14 +33,15 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Loads the library and registers it with XLA, once."""
+    """Loads the library and registers it with XLA, once. A library that is present and does not load is a warning."""
     if not _PATH.exists():
         return Library(fault="jmx was installed without its kernels in C++")
     try:
-        loaded = ctypes.CDLL(str(_PATH))
-        loaded.jmx_cpu_kernels.restype = ctypes.c_char_p
+        loaded = load(_PATH, {"jmx_cpu_kernels": ctypes.c_char_p})
         names = loaded.jmx_cpu_kernels().decode().split()
-        register(loaded, (TARGET, ROUND_ROWS, ORDER_COLUMNS), "cpu")
-    except Exception as e:  # of another machine, or built for another jax: whatever it is, the other backends still run
-        return Library(fault=f"{_PATH.name} does not load: {' '.join(str(e).split())}")
+        register(loaded, (GROUPED_PRODUCT, ROUND_ROWS, ORDER_COLUMNS), "cpu")
+    except Exception as e:  # such as a library for another machine or a newer jax: other backends run
+        fault = load_fault(_PATH.name, e)
+        warn_of_fault("cpu", fault, BUILD)
+        return Library(fault=fault)
     return Library(tuple(names))

@@ -28,6 +28,10 @@ OLDEST_NVCC = (12, 8)  # which knows float4
 # Headers beside the compiler's own that FlashInfer's sources include, by a pattern of all that they include in turn.
 HEADERS = {"curand_kernel.h": "curand*.h", "cublas_v2.h": "cublas*.h", "nvrtc.h": "nvrtc*.h"}
 _PACKAGES = {"curand_kernel.h": "nvidia-curand", "cublas_v2.h": "nvidia-cublas", "nvrtc.h": "nvidia-cuda-nvrtc"}
+_NEWER_HEADERS = (
+    "jmx was installed without a C++ compiler, and so without the headers of the oldest jax: this library will load "
+    f"with jax {jax.__version__} and newer"
+)
 _EXTRA = "pip install 'jmx[flashinfer]'"
 _BYTES_A_JOB = 3 << 30  # of host memory, which the compiler takes for the largest of its files
 
@@ -43,6 +47,7 @@ class Toolchain:
         flashinfer: FlashInfer's folder of sources and the headers they come with.
         flashinfer_files: names what is in it: the digest of its list of files.
         headers: a folder of each of `HEADERS`; None where nvcc finds it by itself.
+        jax_headers: XLA's FFI headers. A library loads with the jax that they come from and with newer ones.
     """
 
     nvcc: str
@@ -52,6 +57,7 @@ class Toolchain:
     flashinfer: pathlib.Path
     flashinfer_files: str
     headers: tuple[tuple[str, pathlib.Path | None], ...]
+    jax_headers: pathlib.Path
 
 
 def find() -> Toolchain | list[Missing]:
@@ -85,17 +91,19 @@ def find() -> Toolchain | list[Missing]:
     if missing or nvcc is None or host is None or isinstance(flashinfer, Missing):
         return missing
     folder, files = flashinfer
-    return Toolchain(nvcc, version, host, _first_line(host, "--version"), folder, files, tuple(headers.items()))
+    host_version = _first_line(host, "--version")
+    return Toolchain(nvcc, version, host, host_version, folder, files, tuple(headers.items()), _find_jax_headers())
 
 
 def library_path(toolchain: Toolchain) -> pathlib.Path:
-    """Where a library goes that `toolchain` makes: another compiler or FlashInfer makes another file.
+    """Where a library goes that `toolchain` makes: another compiler, FlashInfer or FFI header makes another file.
 
     Raises:
         RuntimeError: the user has no home directory.
     """
     made_with = build.fingerprint(
-        toolchain.nvcc_version, toolchain.host_version, toolchain.flashinfer_files, jax.__version__
+        *(toolchain.nvcc_version, toolchain.host_version, toolchain.flashinfer_files),
+        *(header.read_bytes() for header in sorted(toolchain.jax_headers.rglob("*.h"))),
     )
     return source.cache_directory() / f"{LIBRARY}-{ARCHITECTURE}-{source.key()}-{made_with}.so"
 
@@ -118,6 +126,8 @@ def run(
     found = find()
     if isinstance(found, list):
         raise BuildError("; ".join(map(str, found)))
+    if found.jax_headers != source.JAX_HEADERS:
+        console.print(_NEWER_HEADERS, markup=False)
     target = library_path(found) if output is None else output.absolute()
     jobs = _jobs() if jobs is None else jobs
     made = build.install(target, lambda folder: _make(found, folder, jobs, console), console, _KIND, again=again)
@@ -150,7 +160,7 @@ def compile_steps(toolchain: Toolchain, folder: pathlib.Path) -> tuple[list[Step
     internal = csrc / "nv_internal"
     extensions = internal / "tensorrt_llm"
     includes = [
-        *(folder, FOLDER, SHARED, csrc, internal, internal / "include", pathlib.Path(jax.ffi.include_dir())),
+        *(folder, FOLDER, SHARED, csrc, internal, internal / "include", toolchain.jax_headers),
         *(extensions / "cutlass_extensions" / "include", extensions / "kernels" / "cutlass_kernels" / "include"),
         *(extensions / "kernels" / "cutlass_kernels", toolchain.flashinfer / "include"),
         *(toolchain.flashinfer / "cccl" / part for part in ("cub", "libcudacxx/include", "thrust")),
@@ -238,6 +248,12 @@ def _find_flashinfer() -> tuple[pathlib.Path, str] | Missing:
     if not (folder / "csrc" / "nv_internal").is_dir():
         return Missing(f"flashinfer-python's sources at {folder}", command)
     return folder, build.fingerprint(installed.version, installed.read_text("RECORD"))
+
+
+def _find_jax_headers() -> pathlib.Path:
+    """Those of the oldest jax that jmx allows, or the running jax's where jmx was installed without a compiler."""
+    installed = source.JAX_HEADERS
+    return installed if (installed / "xla/ffi/api/ffi.h").exists() else pathlib.Path(jax.ffi.include_dir())
 
 
 def _package_includes() -> Iterator[pathlib.Path]:

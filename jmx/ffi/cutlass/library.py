@@ -1,12 +1,12 @@
-"""Loads the library of the backend `cutlass` on first use, and registers it with XLA. Nothing is built here."""
+"""Loads the library of the backend `cutlass` on first use, and registers its handlers with XLA. It builds nothing."""
 
 import ctypes
 import functools
 import pathlib
 from typing import Any, NamedTuple
 
-from jmx.ffi import register
 from jmx.ffi.cutlass import source
+from jmx.ffi.library import load, load_fault, register, warn_of_fault
 
 TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it
 INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, which tests compare with
@@ -14,7 +14,7 @@ BUILD = "jmx build cutlass"
 
 
 class Library(NamedTuple):
-    """What was found: the file and the names of its tiles; or `fault`."""
+    """The outcome of loading: the file and the names of its tiles; or `fault`, why there is none."""
 
     path: pathlib.Path | None = None
     tiles: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def library() -> Library:
-    """Loads the library and registers it with XLA, once. It must have been compiled from these sources."""
+    """Loads the library, compiled from these sources, and registers it with XLA, once."""
     found, _ = _load()
     return found
 
@@ -34,7 +34,7 @@ def workspace_bytes(
     """Bytes of workspace of a call with weights padded to these sizes.
 
     Raises:
-        RuntimeError: the library is not there, or finds no answer.
+        RuntimeError: the library does not load, or computes no size.
     """
     found, loaded = _load()
     if loaded is None:
@@ -46,27 +46,35 @@ def workspace_bytes(
     return answer
 
 
+_RESULTS = {
+    source.KEY_FUNCTION: ctypes.c_char_p,
+    "jmx_cutlass_tiles": ctypes.c_char_p,
+    "jmx_cutlass_workspace_bytes": ctypes.c_int64,
+}
+
+
 @functools.cache
 def _load() -> tuple[Library, Any]:
-    fault = f"the kernels are not compiled on this machine ({source.LIBRARY} of this version)"
+    """The first library that loads; a warning if there are libraries and none does."""
+    fault = None
     for path in source.built():
         try:
-            loaded = ctypes.CDLL(str(path))
-            for name in (source.KEY_FUNCTION, "jmx_cutlass_tiles"):
-                getattr(loaded, name).restype = ctypes.c_char_p
-            loaded.jmx_cutlass_workspace_bytes.restype = ctypes.c_int64
+            loaded = load(path, _RESULTS)
             if loaded.jmx_cutlass_key().decode() != source.key():
                 fault = f"{path} was compiled from other sources than these"
                 continue
             register(loaded, (TARGET, INTERLEAVE), "gpu")
-        except Exception as e:  # of another machine, or built for another jax: the other backends still run
-            fault = f"{path} does not load: {' '.join(str(e).split())}"
+        except Exception as e:  # such as a library for another machine or a newer jax: other backends run
+            fault = load_fault(path, e)
             continue
         return Library(path, tuple(loaded.jmx_cutlass_tiles().decode().split())), loaded
+    if fault is None:
+        return Library(fault=f"the kernels are not compiled on this machine ({source.LIBRARY} of this version)"), None
+    warn_of_fault("cutlass", fault, BUILD)
     return Library(fault=fault), None
 
 
 def forget() -> None:
-    """Looks for the library anew when it is next asked for: for a process that goes on after it was built."""
+    """Makes the next call of `library` load again: for a process that continues after a build."""
     library.cache_clear()
     _load.cache_clear()

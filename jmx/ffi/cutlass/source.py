@@ -14,6 +14,7 @@ from jmx.selection import tuning
 FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: another one may have others
 FOLDER = pathlib.Path(__file__).parent / "src"
 SHARED = pathlib.Path(__file__).parents[1] / "include"  # headers of every library of jmx
+JAX_HEADERS = pathlib.Path(__file__).parents[1] / "jax_include"  # of the oldest jax, copied by cmake/CMakeLists.txt
 LIBRARY = "libjmx_cutlass"
 KEY_FUNCTION = "jmx_cutlass_key"  # of the library: the key of its sources
 ARCHITECTURE = "sm_90a"

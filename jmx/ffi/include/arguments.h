@@ -23,10 +23,10 @@ auto BindArguments(Binding&& binding) {
   else return BindArguments<count - 1>(std::move(binding).template Arg<xla::ffi::AnyBuffer>());
 }
 
-// A handler reads sizes and elements of an array only after it was required here and `failed` returned false.
+// A handler reads the sizes and elements of an array only after requiring it here, and if `failed` returns false.
 //
-// Element types are compared themselves, not by `xla::ffi::ByteWidth`: that is 1 for elements of 1, 2 and 4 bits too, of
-// which XLA packs several into a byte.
+// Element types are compared, not their `xla::ffi::ByteWidth`: that is also 1 for elements of 1, 2 and 4 bits, of which XLA
+// packs several into a byte.
 class ArgumentChecker {
  public:
   using Array = xla::ffi::AnyBuffer;
@@ -43,7 +43,7 @@ class ArgumentChecker {
       InvalidArgument(Describe(name, array) + " must have the shape " + Text(shape));
   }
 
-  // For an optional array: without elements, of any shape, if the call does not have it.
+  // For an optional array: one that a call does not have is empty, of any shape.
   void RequireOrEmpty(const char* name, Array array, Types types, const Shape& shape) {
     if (array.element_count() != 0) Require(name, array, types, shape);
     else RequireType(name, array, types);

@@ -1,1 +1,16 @@
-"""Backend `mosaic`: weights dequantised in registers for Hopper's 16-bit tensor cores, in Pallas Mosaic GPU."""
+"""Backend `mosaic`: weights dequantized in registers for Hopper's 16-bit tensor cores, in Pallas Mosaic GPU.
+
+    backend       what it supports, and the layer around the kernel
+    kernel        the persistent kernel: start here
+    scheduler     its work items
+    producer      producer warps: what is copied into a stage
+    consumer      consumer warpgroups: what is done with a stage, and the epilogue
+    grouped_gemm  one of its two GEMMs, and the shared memory
+    tile_mma      products of a tile for one thread: wgmma and mma.sync
+    dequantize, elements  how words become bfloat16
+    layout        the order of weights in memory
+    config        tunable sizes, and the heuristic
+    act_order     a kernel that gathers rows with a column order
+
+The pipeline, with all waits for stages and their releases, is in `jmx.pallas.sm90.pipeline`.
+"""

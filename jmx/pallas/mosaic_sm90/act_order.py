@@ -1,7 +1,7 @@
-"""Rows gathered by expert, their columns in the order that the expert's weight has ("act-order").
+"""Gathers rows by expert, with their columns in the order of the expert's weight ("act-order").
 
-Elements of 2 bytes out of global memory, one by one, would take a line of the cache each. So a warpgroup copies a few
-rows whole to shared memory, where one by one costs what conflicts of banks do, and writes them in order, two columns a
+Reading single elements of 2 bytes from global memory would transfer a cache line for each. So a warpgroup copies a few
+whole rows to shared memory, where single elements cost only bank conflicts, and writes them in order, two columns per
 thread.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -19,6 +20,7 @@ from jmx.pallas.sm90.launch import launch
 from jmx.pallas.sm90.mlir import (
     SCALAR,
     Fragment,
+    Ref,
     address_of,
     constant,
     i32,
@@ -30,41 +32,45 @@ from jmx.pallas.sm90.mlir import (
     wide,
 )
 from jmx.pallas.sm90.tiles import THREADS
+from jmx.util.typing import Array, Float, Int32
 
-Array = Any
-ROWS = 8  # that follow each other and have one expert
+ROWS = 8  # consecutive rows that have the same expert
 _WORDS = 4  # that a thread copies at a time
-_AT_ONCE = 16  # pairs of columns that a thread looks up at a time
-_SHARED_BYTES = 48 << 10  # of a warpgroup, so that a multiprocessor has four
-_FEW_ROWS = 256  # which take less time one by one, a warpgroup each
+_BATCH = 16  # pairs of columns that a thread looks up at a time
+_SHARED_BYTES = 48 << 10  # of a CTA of one warpgroup, so that an SM holds four
+_FEW_ROWS = 256  # up to so many, one row per CTA takes less time
 
 
-def ordered_rows(x: Array, tokens: Array, order: Array, experts: Array) -> jax.Array:
+def ordered_rows(
+    x: Float[Array, "T H"],
+    tokens: Int32[Array | np.ndarray, " R"],
+    order: Int32[Array, "E H"],
+    experts: Int32[Array, " B"],
+) -> Float[Array, "R H"]:
     """out[r, c] = x[tokens[r], order[experts[r // 8], c]].
 
     Args:
-        x: (T, H) of 2 or 4 bytes, H a multiple of 8.
-        tokens: int32 (R,), R a multiple of 8.
-        order: int32 (E, H).
-        experts: int32 (R / 8,).
-
-    Returns:
-        (R, H) of x's dtype.
+        x: of 2 or 4 bytes an element, H a multiple of 8.
+        tokens: R a multiple of 8.
+        order: the column of x for each column of the result.
+        experts: of each 8 rows, B = R / 8.
     """
     columns, size = x.shape[1], x.dtype.itemsize
     rows = 1 if tokens.shape[0] <= _FEW_ROWS else ROWS
     while rows > 1 and rows * columns * size > _SHARED_BYTES:
         rows //= 2
 
-    def body(x: Any, tokens: Any, order: Any, experts: Any, out: Any, held: Any) -> None:
-        _order_rows(lax.axis_index("rows"), x, tokens, order, experts, out, held)
+    def body(x: Ref, tokens: Ref, order: Ref, experts: Ref, out: Ref, *, row_buffer: Ref) -> None:
+        with jax.named_scope("order_rows"):
+            _order_rows(lax.axis_index("rows"), x, tokens, order, experts, out, row_buffer)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens.shape[0], columns), x.dtype),
         grid=(tokens.shape[0] // rows,),
         grid_names=("rows",),
-        scratch_types=[plgpu.SMEM((rows, columns), x.dtype)],
+        kernel_name=f"act_order_rows{rows}",
+        scratch_types={"row_buffer": plgpu.SMEM((rows, columns), x.dtype)},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return launch(kernel, x, jnp.asarray(tokens, jnp.int32), order, experts)
@@ -79,10 +85,10 @@ def _order_rows(
     order: ir.Value,
     experts: ir.Value,
     out: ir.Value,
-    held: ir.Value,
+    row_buffer: ir.Value,
 ) -> None:
-    """What a warpgroup does for as many rows as it holds: loads first, many at a time, where each has far to go."""
-    (rows, columns), element = ir.MemRefType(held.type).shape, ir.MemRefType(held.type).element_type
+    """Orders as many rows as `row_buffer` holds. Loads from global memory are issued early, many at a time."""
+    (rows, columns), element = ir.MemRefType(row_buffer.type).shape, ir.MemRefType(row_buffer.type).element_type
     size = utils.bitwidth(element) // 8
     thread, first = thread_index(), arith.muli(group.registers.item(), constant(rows))
 
@@ -96,15 +102,15 @@ def _order_rows(
     two, pair = (ir.VectorType.get((2,), type_) for type_ in (i32(), element))
 
     def look_up(some: tuple[ir.Value, ...]) -> list[tuple[ir.Value, ir.Value, ir.Value]]:
-        """Columns, whether they exist, and the two that are to be there."""
+        """Columns, whether they exist, and the pair of columns of x for each."""
         inside = [less(column, constant(columns)) for column in some]
         at_order = [at(expert, or_first(*one), columns) for one in zip(inside, some, strict=True)]
         orders = [llvm.load(two, address_of(order, one, i32()), alignment=8) for one in at_order]
         return [*zip(some, inside, orders, strict=True)]
 
     steps = [arith.addi(arith.muli(thread, constant(2)), constant(step)) for step in range(0, columns, 2 * THREADS)]
-    at_once = [*itertools.batched(steps, _AT_ONCE)]
-    early = look_up(at_once[0])  # on their way while rows are
+    batches = [*itertools.batched(steps, _BATCH)]
+    first_batch = look_up(batches[0])  # in flight together with the rows
     numbers = [arith.addi(first, constant(row)) for row in range(rows)]
     sources = [llvm.load(i32(), address_of(tokens, number, i32())) for number in numbers]
     words, four = columns * size // 4, ir.VectorType.get((_WORDS,), i32())
@@ -115,16 +121,16 @@ def _order_rows(
         loaded = [llvm.load(four, place, alignment=16) for place in places]
         with utils.when(inside):
             for row, one in enumerate(loaded):
-                llvm.store(one, address_of(held, arith.addi(word, constant(row * words)), i32()), alignment=16)
+                llvm.store(one, address_of(row_buffer, arith.addi(word, constant(row * words)), i32()), alignment=16)
     utils.warpgroup_barrier()
 
-    for nth, some in enumerate(at_once):
-        for column, there, pair_of_columns in look_up(some) if nth else early:
+    for nth, some in enumerate(batches):
+        for column, there, pair_of_columns in look_up(some) if nth else first_batch:
             with utils.when(there):
                 for row, number in enumerate(numbers):
                     taken = llvm.mlir_undef(pair)
                     for i in range(2):
                         source = arith.addi(llvm.extractelement(pair_of_columns, constant(i)), constant(row * columns))
-                        value = llvm.load(element, address_of(held, source, element))
+                        value = llvm.load(element, address_of(row_buffer, source, element))
                         taken = llvm.insertelement(taken, value, constant(i))
                     llvm.store(taken, address_of(out, at(number, column, columns), element), alignment=2 * size)

@@ -1,8 +1,8 @@
-"""Backend `mosaic`: the whole layer over quantized weights on Hopper, by the kernel of `kernel`.
+"""Backend `mosaic`: the whole layer over quantized weights on Hopper, in one persistent kernel (`kernel`).
 
-Two grouped products, the activation in the first one's epilogue. Where columns have an order, `act_order` gathers the
-rows. Products take bfloat16 and add up in float32; float16
-activations are rounded to bfloat16, whose range float16 does not exceed.
+It has two grouped GEMMs, with the activation in the epilogue of the first. If weights have a column order, `act_order`
+gathers the rows first. Products take bfloat16 and accumulate in float32; float16 activations are rounded to bfloat16,
+which has a larger range.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from jmx import grouping
 from jmx.engines import grouped
@@ -29,8 +29,9 @@ from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
+from jmx.util.typing import Array, Float, Integer, Shaped
 
-ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
+ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 
 LIMITS = Limits(
@@ -71,8 +72,15 @@ class MosaicSm90:
         del environment
         config.check(_tile_bytes(problem), -(-problem.intermediate_size // TILE))
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
-        # Pallas takes a second to import.
+    def apply(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float[Array, "T H"]:
+        # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows
         from jmx.pallas.mosaic_sm90.grouped_gemm import Product
         from jmx.pallas.mosaic_sm90.kernel import expert_products
@@ -83,9 +91,9 @@ class MosaicSm90:
         gate_up, down = alike(every.gate_up, every.down, experts.format)
         order = every.gate_up.order
 
-        def rows_and_blocks(work: Work) -> tuple[Array, Blocks]:
+        def rows_and_blocks(work: Work) -> tuple[Float[Array, "X H"], Blocks]:
             blocks = work.blocks
-            if work.token_of_row is None:  # a few tokens, which all blocks read
+            if work.token_of_row is None:  # few tokens, all of which every block reads
                 if order is None:
                     return x, blocks
                 tokens = np.tile(np.minimum(_EIGHT, x.shape[0] - 1), blocks.experts.size)
@@ -97,7 +105,7 @@ class MosaicSm90:
             rows = ordered_rows(x, work.token_of_row, order, users + experts.first_expert)
             return grouped.weigh(problem, rows, routing, work), blocks
 
-        def products(work: Work) -> Array:
+        def products(work: Work) -> Float[Array, "P R H"]:
             rows, blocks = rows_and_blocks(work)
             out = expert_products(
                 jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),
@@ -122,8 +130,8 @@ class MosaicSm90:
         return grouped.run(problem, x, routing, tiling, products)
 
 
-def _take_pairs(x: Array, index: Array) -> Array:
-    """Rows of x (T, H), H even and of 16 bits: by twos, which takes two thirds of the time of a gather by ones."""
+def _take_pairs(x: Shaped[Array, "T H"], index: Integer[Array, " R"]) -> Shaped[Array, "R H"]:
+    """Rows of x, H even and 16 bits an element. Gathering pairs of columns takes two thirds of the time."""
     words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
     rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
     return rows.reshape(index.size, x.shape[1])

@@ -1,4 +1,4 @@
-"""What can be tuned of the kernel of `kernel`, what it costs in shared memory, and what is tried."""
+"""The tunable sizes of the kernel, the shared memory that they take, the heuristic, and the candidates for tuning."""
 
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -7,24 +7,24 @@ from jmx.pallas.sm90.config import MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check
 from jmx.pallas.sm90.tiles import TILE
 
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
-_BARRIER_BYTES = 2048  # more than barriers, alignment and what is not used take
-_BY_EIGHT = 192  # rows of a block: larger ones are compiled for half as many widths
+_BARRIER_BYTES = 2048  # an upper bound for barriers, alignment and unused buffers
+_BY_EIGHT = 192  # rows of a block, above which the kernel is compiled for half as many widths
 MAX_STAGES = 32
-_REGISTERS = 64 * 1024  # of a multiprocessor
-_OTHER_REGISTERS = 30  # a thread, which ptxas needs beside wgmma's sums
+_REGISTERS = 64 * 1024  # of an SM
+_OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator
 
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """How a layer is cut: tokens into blocks of rows of one expert, and both products into tiles.
+    """How a layer is divided: tokens into blocks of rows of one expert, and both products into tiles.
 
     Args:
-        block_n: rows of a block, at most.
+        block_n: the maximal number of rows of a block.
         warpgroups_m: warpgroups next to each other along the weight's rows, 64 each.
-        warpgroups_k: warpgroups that share the columns of the same rows, and add up what they have at the end.
+        warpgroups_k: warpgroups that share the columns of the same rows, and add their sums at the end.
         k_tiles: tiles of 64 columns that a warpgroup takes from one stage.
         num_stages: stages of the pipeline from global to shared memory.
-        split_k: parts of `down`'s columns that are computed apart and added up in the end.
+        split_k: parts of `down`'s columns that are computed separately and added at the end.
     """
 
     block_n: int
@@ -35,7 +35,7 @@ class Config(BaseConfig):
     split_k: int = 1
 
     def __post_init__(self) -> None:
-        self.check_cut("k_tiles", "num_stages", "split_k")
+        self.check_sizes("k_tiles", "num_stages", "split_k")
         if self.num_stages > MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be at most {MAX_STAGES}")
         if self.block_n > self.max_block_n:
@@ -56,15 +56,15 @@ class Config(BaseConfig):
 
     @property
     def max_block_n(self) -> int:
-        """The most columns of sums for which ptxas finds registers: those that each thread is launched with."""
+        """The largest `block_n` whose accumulator fits the registers that each thread is launched with."""
         launched = _REGISTERS // (128 * (self.num_warpgroups + 1)) // 8 * 8
         return min(MAX_BLOCK_N, 2 * (launched - _OTHER_REGISTERS) // 8 * 8)
 
     def check(self, tile_bytes: int, down_tiles: int) -> None:
-        """Raises ValueError unless it can run weights whose tiles have so many bytes, a row of `down` so many tiles."""
+        """Raises ValueError unless it supports tiles of `tile_bytes` and rows of `down` of `down_tiles` tiles."""
         check_stages(self, self.shared_memory(tile_bytes))
         if self.split_k > 1 and self.stage_tiles == down_tiles == 1:
-            # Pallas has TMA read a tile, if it is all that there is, for those behind it.
+            # For a row of one tile Pallas makes TMA read that tile in place of the padding after it.
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one tile")
 
     def shared_memory(self, tile_bytes: int) -> int:
@@ -79,7 +79,7 @@ class Config(BaseConfig):
 def deepest(
     tile_bytes: int, block_n: int, warpgroups_m: int, warpgroups_k: int, k_tiles: int, split_k: int = 1
 ) -> Config:
-    """The configuration with as many stages as fit. ValueError where not even one does, or registers do not suffice."""
+    """The configuration with as many stages as fit. ValueError if shared memory or registers do not suffice for one."""
     one = Config(block_n, warpgroups_m, warpgroups_k, k_tiles, 1, split_k)
     needed = one.shared_memory(tile_bytes)
     check_stages(one, needed)
@@ -88,22 +88,22 @@ def deepest(
 
 
 def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> Config:
-    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    """A configuration for shapes without a tuned one, from the average number of rows of an expert."""
     k_tiles = 1 if tile_bytes > _LARGE_TILE else 2
     assignments = num_tokens * top_k
-    if assignments <= 8:  # so few tiles that warpgroups had better share them
+    if assignments <= 8:  # so few tiles that warpgroups share them
         return deepest(tile_bytes, 8, 1, 3, 5 if k_tiles > 1 else 3, split_k=3)
     if assignments <= 24:
         return deepest(tile_bytes, 8, 1, 5, 3 if k_tiles > 1 else 2)
     rows = max(1.0, assignments / num_experts)
-    most = rows + 3 * sqrt(rows)  # of random routing
+    most = rows + 3 * sqrt(rows)  # with random routing
     if most > 96:
         return deepest(tile_bytes, 192, 3, 1, k_tiles)
     return deepest(tile_bytes, -(-int(most) // 8) * 8, 5, 1, 1 + k_tiles)
 
 
 def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:
-    """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
+    """Configurations to tune over, the heuristic's first: few, since compiling each takes seconds."""
     first = heuristic(tile_bytes, num_tokens, top_k, num_experts)
     n = first.block_n
     if num_tokens * top_k <= 24:
@@ -117,7 +117,7 @@ def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -
     for shape in shapes:
         try:
             config = deepest(tile_bytes, *shape)
-        except ValueError:  # registers or shared memory do not hold it
+        except ValueError:  # registers or shared memory do not suffice
             continue
         if config not in found and config.num_stages > 1:
             found.append(config)

@@ -1,16 +1,17 @@
-"""What a thread makes of its share of a tile: pairs of bfloat16 out of words, scales and zero points, in PTX.
+"""Dequantizes a thread's share of a tile: pairs of bfloat16 from words, scales and zero points, in PTX.
 
-A placed pair (see `elements`) becomes the weight times a power of two, which the epilogue takes back, by
+A placed pair (see `elements`) becomes the weight times a power of two, which the epilogue reverts, by
 
-    mul   floats under scales that bfloat16 holds: e8m0, e4m3, bfloat16; or none but the epilogue's
-    fma   integers under such scales: the element with its offset times the scale, less the offset times it, which is a
-          power of two: rounded once
-    mul, fma   under scales of more bits, float16 and float32, which are the sum of two bfloat16
+    mul        floats with scales that are exact in bfloat16 (e8m0, e4m3, bfloat16), or with scales of whole rows only
+    fma        integers with such scales: (element + offset) * scale - offset * scale. The last term is exact, since the
+               offset is a power of two, so the result is rounded once
+    mul, fma   scales of more bits, float16 and float32, which are split into the sum of two bfloat16
 
-and, before the latter and where there are zero points, a `sub` that makes the integer, exactly. Element times scale is
-exact where bfloat16 holds it: always under e8m0 and e4m3, and without scales of blocks. Else it is rounded to nearest.
+With zero points, and for integers in the last case, a `sub` first makes the integer, exactly. Element times scale is
+exact if bfloat16 holds it: always with e8m0 and e4m3 scales, and without block scales. Otherwise it is rounded to
+nearest.
 
-Nothing here writes a program: `run` does, so that tests can run the very instructions in numpy.
+The instructions are passed to a function `run`, so that tests can execute the same ones in numpy.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,13 +37,13 @@ from jmx.pallas.mosaic_sm90.elements import (
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.sm90.tiles import TILE
 
-Register = Any  # 32 bits
+Register = Any  # of 32 bits: an MLIR value, or in tests a numpy array
 Run = Callable[..., Register]  # (PTX text, operands $1, $2, ...) -> $0
-_EIGHTS = TILE // 8  # groups of 8 columns in a tile, of which a thread has a pair for each of its two rows
-_RAISED = 96  # scales of 16 and 32 bits are multiplied by two to this power
-# Even bits of $1, odd bits of $2. lop3's table is that of (a & c) | (b & ~c).
+_EIGHTS = TILE // 8  # groups of 8 columns in a tile; a thread has a pair in each, for each of its two rows
+_SCALE_EXPONENT = 96  # scales of 16 and 32 bits are multiplied by 2 to this power
+# Even bits of $1, odd bits of $2. lop3's table computes (a & c) | (b & ~c).
 _MIX = f"lop3.b32 $0, $1, $2, {EVEN:#x}, 0xE4;"
-# Up to 6 nothing wraps around: a shift will do.
+# Up to 6 no bit wraps around, so a shift suffices.
 _TURNS = tuple(f"shl.b32 t, $1, {left};" if left <= 6 else f"shf.l.wrap.b32 t, $1, $1, {left};" for left in ROTATIONS)
 _E2M1 = tuple(f"{{ .reg .b32 t; {turn} and.b32 $0, t, {PLACE:#x}; }}" for turn in _TURNS)
 _INT4 = tuple(f"{{ .reg .b32 t; shr.u32 t, $1, {4 * nth}; and.b32 $0, t, {NIBBLES:#x}; }}" for nth in range(4))
@@ -54,13 +55,13 @@ _E4M3 = (
 )
 # Byte {byte} of $1, twice, as the exponents of two bfloat16; $2 is added to both.
 _EXPONENT = "{{ .reg .b32 t; prmt.b32 t, $1, 0, {select:#x}; mad.lo.u32 $0, t, 0x80, $2; }}"
-# Bytes 0 and 2, or 1 and 3, of e4m3 as bfloat16 of 2^118 times as much. Placed they are 2^-120 times as much.
+# Bytes 0 and 2, or 1 and 3, of e4m3 as bfloat16, times 2^118. In position they are their value times 2^-120.
 _E4M3_SCALES = tuple(
     f"{{ .reg .b32 t, c; {shift}.b32 t, $1, 4; and.b32 t, t, 0x07F007F0; mov.b32 c, 0x7B007B00; "
     "mul.bf16x2 t, t, c; mul.bf16x2 $0, t, c; }"
     for shift in ("shl", "shr")
 )
-_E4M3_RAISED = 118
+_E4M3_SCALE_EXPONENT = 118
 _TWICE = ("prmt.b32 $0, $1, 0, 0x1010;", "prmt.b32 $0, $1, 0, 0x3232;")  # the lower half of $1, or its upper one
 _BF16 = tuple(
     f"{{ .reg .b32 t, c; prmt.b32 t, $1, 0, {select}; mov.b32 c, 0x6F806F80; mul.bf16x2 $0, t, c; }}"
@@ -84,21 +85,11 @@ _ADD = "fma.rn.bf16x2 $0, $1, $2, $3;"
 
 
 @dataclass(frozen=True)
-class _Factor:
-    """What a row's pairs of one block meet. `low`: None where `high` is all of the scale."""
-
-    high: Register
-    low: Register | None
-    zero: Register | None  # (zero point + offset) * 2^-133, twice; None for floats, and integers under `less` alone
-    less: Register | None  # -offset times the scale
-
-
-@dataclass(frozen=True)
 class Decoder:
-    """How tiles of `format` under scales of `scale_dtype` become bfloat16.
+    """Dequantizes tiles of `format` with scales of `scale_dtype` to bfloat16.
 
-    Weights come out 2^-`raised` times what they are; of MXFP4 further lowered by its shift. Scales of rows are not in
-    them.
+    The results are the weights times 2^-`rescale_exponent`, and for MXFP4 also times 2^-shift (see `layout`). Scales of
+    whole rows are not included. The epilogue applies all of these to sums.
     """
 
     format: Format
@@ -109,19 +100,21 @@ class Decoder:
         return Tile.of(self.format)
 
     @property
-    def raised(self) -> int:
+    def rescale_exponent(self) -> int:
+        """The power of two by which the epilogue rescales sums."""
         if self.format == MXFP4:
             return 0
         e4m3_scales = self.tile.scales and self.scale_dtype.itemsize == 1
-        return self.tile.elements.unit - (_E4M3_RAISED if e4m3_scales else _RAISED)
+        return self.tile.elements.unit - (_E4M3_SCALE_EXPONENT if e4m3_scales else _SCALE_EXPONENT)
 
     @property
     def scale_words(self) -> int:
-        """Words of a tile's scales that a thread reads, those of its lane group of 4."""
+        """Words of a tile's scales that a thread reads: those of its group of 4 lanes."""
         return 2 * self.tile.scales * self.scale_dtype.itemsize // 4
 
     @property
     def zero_point_words(self) -> int:
+        """The same of zero points."""
         return self.tile.zero_points
 
     def pairs(
@@ -136,20 +129,20 @@ class Decoder:
 
         Args:
             words: of its values.
-            scales, zero_points: what `scale_words` and `zero_point_words` count.
-            exponent: of MXFP4: (126 - shift) in the exponents of two bfloat16.
-            run: see the module.
+            scales, zero_points: `scale_words` and `zero_point_words` of them.
+            exponent: for MXFP4: (126 - shift) in the exponents of two bfloat16.
+            run: emits or executes an instruction; see the module's docstring.
         """
         blocks = max(1, self.tile.scales, self.tile.zero_points)
-        factors = [[self._factor(row, b, scales, zero_points, exponent, run) for b in range(blocks)] for row in (0, 1)]
+        scaled = [[self._scaling(row, b, scales, zero_points, exponent, run) for b in range(blocks)] for row in (0, 1)]
         out = np.empty((_EIGHTS, 2), dtype=object)
         for nth, placed in enumerate(self._placed(words, run)):
             eight, row = divmod(nth, 2)
-            out[eight, row] = _weight(placed, factors[row][eight * blocks // _EIGHTS], run)
+            out[eight, row] = scaled[row][eight * blocks // _EIGHTS](placed)
         return out
 
     def _placed(self, words: Sequence[Register], run: Run) -> list[Register]:
-        """All 16 placed pairs: of each group of 8 columns those of both rows."""
+        """All 16 placed pairs: for each group of 8 columns those of both rows."""
         elements = self.tile.elements
         if elements == E2M1:
             out = []
@@ -160,7 +153,7 @@ class Decoder:
         texts = {INT4: _INT4, E4M3: _E4M3}.get(elements, _INT8)
         return [run(text, word) for word in words for text in texts]
 
-    def _factor(
+    def _scaling(
         self,
         row: int,
         block: int,
@@ -168,8 +161,12 @@ class Decoder:
         zero_points: Sequence[Register],
         exponent: Register | None,
         run: Run,
-    ) -> _Factor:
-        tile, offset, low = self.tile, self.tile.elements.offset, None
+    ) -> Callable[[Register], Register]:
+        """A function that maps a row's placed pairs of one block to weights; what they share is computed here, once."""
+        tile, offset = self.tile, self.tile.elements.offset
+        low = None  # of the scale, where bfloat16 `high` is not all of it
+        zero = None  # (zero point + offset) * 2^-133, twice
+        less = None  # -offset times the scale
         nth = row * tile.scales + block
         match self.scale_dtype.itemsize, self.scale_dtype.name:
             case _ if not tile.scales:
@@ -185,26 +182,24 @@ class Decoder:
                 load, word = (_F16[nth % 2], scales[nth // 2]) if size == 2 else (_F32[0], scales[nth])
                 high = run(_HIGH.format(load=load), word)
                 low = run(_LOW.format(load=load), word, high)
-        if not offset:
-            return _Factor(high, low, None, None)
-        if tile.zero_points:
+        if offset and tile.zero_points:
             nth = row * tile.zero_points + (block if tile.zero_points > 1 else 0)
-            return _Factor(high, low, run(_TWICE[nth % 2], zero_points[nth // 2]), None)
-        if low is not None:
-            return _Factor(high, low, run(_ZERO.format(zero=offset * 0x10001)), None)
-        return _Factor(high, None, None, run(_OFFSET.format(less=(0x8000 | offset) * 0x10001), high))
+            zero = run(_TWICE[nth % 2], zero_points[nth // 2])
+        elif offset and low is not None:
+            zero = run(_ZERO.format(zero=offset * 0x10001))
+        elif offset:
+            less = run(_OFFSET.format(less=(0x8000 | offset) * 0x10001), high)
 
+        def scaled(placed: Register) -> Register:
+            if less is not None:
+                return run(_ADD, placed, high, less)
+            if zero is not None:
+                placed = run(_SUBTRACT, placed, zero)
+            return run(_MULTIPLY, placed, high) if low is None else run(_ADD, placed, high, run(_MULTIPLY, placed, low))
 
-def _weight(placed: Register, factor: _Factor, run: Run) -> Register:
-    if factor.less is not None:
-        return run(_ADD, placed, factor.high, factor.less)
-    if factor.zero is not None:
-        placed = run(_SUBTRACT, placed, factor.zero)
-    if factor.low is None:
-        return run(_MULTIPLY, placed, factor.high)
-    return run(_ADD, placed, factor.high, run(_MULTIPLY, placed, factor.low))
+        return scaled
 
 
 def decoder_of(format: Format, scale_dtype: Any) -> Decoder:
-    """`scale_dtype`: that of the array as the layout holds it, uint8 where a scale is a byte."""
+    """`scale_dtype`: of the layout's array, in which scales of one byte are uint8."""
     return Decoder(format, np.dtype(scale_dtype) if scale_dtype != jnp.uint8 else format.scale_dtype)

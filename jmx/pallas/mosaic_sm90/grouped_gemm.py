@@ -1,4 +1,4 @@
-"""One of the kernel's two grouped GEMMs: its operands, and how a thread of the persistent kernel sees it."""
+"""One of the kernel's two grouped GEMMs: its operands, the shared memory, and what a thread knows of it."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
 from jmx.pallas.sm90.gemm import BaseProduct
+from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import TILE
-
-Array = Any
+from jmx.util.typing import Array, Int32
 
 
 @dataclass(frozen=True)
@@ -26,126 +26,131 @@ class Product(BaseProduct):
     """One of the two products; see `BaseProduct`.
 
     Args:
-        order: int32 (E, outputs), in whose place each output is in `bias` and in scales of whole rows; None: its own.
+        order: where the weight's rows are in another product's column order: `bias` and whole-row scales have an
+            output's value in the place of output order[expert, output]. None: in its own place.
     """
 
-    order: Array | None = None
+    order: Int32[Array, "E outputs"] | None = None
 
 
 class Operands(NamedTuple):
-    """A product's arrays as the kernel takes them, or refs of them; None for what there is not."""
+    """A product's arrays, which are the kernel's operands, or references to them. Those that it lacks are None.
 
-    values: Any
-    scales: Any  # that come with the tiles
-    zero_points: Any
-    by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
-    bias: Any
-    order: Any  # where there is one of these two
+    Args:
+        values, zero_points: of the weight.
+        scales: of blocks, which are copied with the tiles.
+        channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
+        bias, order: as in `Product`; `order` only if there is `bias` or `channel_scales`.
+    """
+
+    values: Ref
+    scales: Ref
+    zero_points: Ref
+    channel_scales: Ref
+    bias: Ref
+    order: Ref
 
     @classmethod
     def of(cls, product: Product) -> "Operands":
         q, of_blocks = product.weight, Tile.of(product.format).scales > 0
-        scales, by_row = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
-        order = None if by_row is None and product.bias is None else product.order
-        return cls(q.values, scales, q.zero_points, by_row, product.bias, order)
-
-    @property
-    def tiles(self) -> Stage:
-        """What comes with the tiles of the weight."""
-        return Stage(values=self.values, scales=self.scales, zero_points=self.zero_points)
+        scales, channel_scales = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
+        order = None if channel_scales is None and product.bias is None else product.order
+        return cls(q.values, scales, q.zero_points, channel_scales, product.bias, order)
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a CTA: types, or refs, in the order in which it is allocated."""
+    """Shared memory of a CTA: types, or references, in the order of allocation.
+
+    Args:
+        stages, full_barriers, empty_barriers: of the pipeline.
+        sums, sums_full_barriers, sums_empty_barriers: of the reduction; see `PartialSums`.
+    """
 
     stages: Stage
-    sums: Any
-    full_barriers: Any
-    empty_barriers: Any
-    sums_full: Any
-    sums_empty: Any
+    sums: Ref
+    full_barriers: Ref
+    empty_barriers: Ref
+    sums_full_barriers: Ref
+    sums_empty_barriers: Ref
 
     @classmethod
     def of(cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any) -> "SharedMemory":
-        """`operands` of either product; `value_rows`: rows that a tile has in `operands.values`."""
+        """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`."""
         num_stages, stage_tiles = config.num_stages, config.stage_tiles
-        tiles = [
-            None
-            if array is None
-            else plgpu.SMEM((num_stages, config.warpgroups_m, stage_tiles * rows, array.shape[-1]), array.dtype)
-            for array, rows in zip(operands[:3], (value_rows, 1, 1), strict=True)
-        ]
-        copies = 1 + sum(buffer is not None for buffer in tiles)  # into a stage
+
+        def tiles(array: Any, rows: int = 1) -> Any:
+            if array is None:
+                return None
+            return plgpu.SMEM((num_stages, config.warpgroups_m, stage_tiles * rows, array.shape[-1]), array.dtype)
+
+        stages = Stage(
+            x=plgpu.SMEM((num_stages, config.block_n, stage_tiles * TILE), x_dtype, transforms=SWIZZLED),
+            values=tiles(operands.values, value_rows),
+            scales=tiles(operands.scales),
+            zero_points=tiles(operands.zero_points),
+        )
+        copies = sum(buffer is not None for buffer in stages)  # into a stage
         sums = PartialSums.scratch(config.warpgroups_m, max(2, config.warpgroups_k), config.block_n)
-        if config.warpgroups_k == 1:  # then there are none
+        if config.warpgroups_k == 1:  # no reduction
             sums = sums._replace(values=plgpu.SMEM((1, 1, 1, 128), jnp.float32))
         return cls(
-            Stage(plgpu.SMEM((num_stages, config.block_n, stage_tiles * TILE), x_dtype, transforms=SWIZZLED), *tiles),
-            sums.values,
-            plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
-            plgpu.Barrier(num_barriers=num_stages, num_arrivals=config.num_warpgroups),
-            sums.full,
-            sums.empty,
+            stages=stages,
+            sums=sums.values,
+            full_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
+            empty_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=config.num_warpgroups),
+            sums_full_barriers=sums.full_barriers,
+            sums_empty_barriers=sums.empty_barriers,
         )
 
     @property
     def partial_sums(self) -> PartialSums:
-        return PartialSums(self.sums, self.sums_full, self.sums_empty)
+        return PartialSums(self.sums, self.sums_full_barriers, self.sums_empty_barriers)
 
 
-@dataclass(frozen=True)
-class Cta:
-    """What all threads of a CTA share, whichever GEMM they are at.
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One of the two grouped GEMMs, as a thread of the kernel knows it.
 
     Args:
-        config, decoder: of the kernel.
+        product, schedule: what is computed, and its work items.
+        share: the work items of this CTA.
+        operands, x, out: references to global memory.
+        x_rows: each block's first row in `x`.
+        before: the schedule of the GEMM that computes `x`; None for the first GEMM.
+        config, decoder: the kernel's.
+        blocks, num_blocks: blocks of rows, with references, and the number of those in use.
         num_rows: of the result.
-        value_rows: rows that a tile has in an array of values.
-        blocks: with refs.
-        num_blocks: how many of them are real.
-        written: ref of the counters that signal rows of h.
-        shared: refs of shared memory.
+        written: counters that signal rows of h.
+        shared: references to shared memory.
         warpgroup: this thread's.
     """
 
+    product: Product
+    schedule: Schedule
+    share: Share
+    operands: Operands
+    x: Ref
+    out: Ref
+    x_rows: Ref | int
+    before: Schedule | None
     config: Config
     decoder: Decoder
-    num_rows: int
-    value_rows: int
     blocks: Blocks
-    num_blocks: Any
-    written: Any
+    num_blocks: Int32[Array, ""] | int
+    num_rows: int
+    written: Ref
     shared: SharedMemory
-    warpgroup: Array
+    warpgroup: Int32[Array, ""]
 
     @property
     def pipeline(self) -> Pipeline:
         return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
 
+    @property
+    def value_rows(self) -> int:
+        """Rows of a tile in an array of values."""
+        return self.decoder.tile.value_rows
 
-@dataclass(frozen=True)
-class Gemm:
-    """One of the two grouped GEMMs as a thread sees it.
-
-    Args:
-        cta: what does not depend on the GEMM.
-        product, schedule: what is computed, and its work items.
-        operands, x, out: refs in global memory.
-        x_rows: a block's first row in `x`.
-        before: the schedule of the GEMM that gives `x`; None for the first one.
-        share: this CTA's work items.
-    """
-
-    cta: Cta
-    product: Product
-    schedule: Schedule
-    operands: Operands
-    x: Any
-    out: Any
-    x_rows: Any
-    before: Schedule | None
-    share: Share
-
-    def work_item(self, turn: Array) -> WorkItem:
-        """This CTA's `turn`th."""
-        return self.schedule.work_item(self.share.item(turn), self.cta.num_blocks)
+    def work_item(self, turn: Int32[Array, ""]) -> WorkItem:
+        """This CTA's `turn`th work item."""
+        return self.schedule.work_item(self.share.item(turn), self.num_blocks)

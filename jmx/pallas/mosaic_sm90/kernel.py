@@ -1,28 +1,29 @@
-"""The experts' two products on Hopper, in one persistent Pallas Mosaic GPU kernel: from 1 row to many thousands.
+"""Both grouped GEMMs of the experts on Hopper, in one persistent Pallas Mosaic GPU kernel.
 
 For each block of rows of one expert it computes h = activation(gate_up @ x + bias) and then down @ h + bias. Results
-are computed transposed: tiles of weight rows are the tensor cores' A, dequantized into registers on the way, and a
-block of at most 256 rows is their B. So ragged groups meet the axis that is tiled by 8. Blocks of up to 32 rows are
+are computed transposed: tiles of the weight are the tensor cores' operand A, dequantized in registers, and a block of
+at most 256 rows is operand B. So ragged groups are on the axis that is tiled by 8. Blocks of up to 32 rows are
 multiplied by mma.sync, larger ones by wgmma.
 
 The kernel is persistent: one CTA per SM strides over work items, each a block of rows by `warpgroups_m` tiles of weight
 rows. One producer warp copies weights and another one rows (TMA) into the pipeline's stages, across work items;
-consumer warpgroups wait for a stage, dequantize, multiply, and release it.
+consumer warpgroups wait for a stage, dequantize, multiply, and release it. `sm90.pipeline` has the waits and releases,
+`producer` what is copied into a stage, `consumer` what is done with it, and `scheduler` the work items.
 
     weights    | W0 | W1 | W2 | ...                             full_barriers[slot] -->
     rows       | X0 | X1 | X2 | ...                             full_barriers[slot] -->
     consumers  | wait 0 | dequantize 0 | wgmma 0 | wait 1 | dequantize 1 (under wgmma 0) | wgmma 1 | ...
                                                                 empty_barriers[slot] -->
 
-The second product of a block needs all of the first one's rows of h. Counters in global memory signal when these are
-written: only the warp that copies rows waits for that, while stages fill with weights. So memory is never idle in
+The second GEMM of a block needs all of its rows of h from the first. Counters in global memory signal when these are
+written: only the warp that copies rows waits for them, while stages are filled with weights. So memory is never idle in
 between.
 
-See docs/mosaic_sm90.md for a drawing and for what bounds it.
+docs/internals/mosaic_sm90.md has a drawing, and what bounds the kernel.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import jax
 from jax import lax
@@ -31,19 +32,19 @@ from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.consumer import consume
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
-from jmx.pallas.mosaic_sm90.grouped_gemm import Cta, Gemm, Operands, Product, SharedMemory
+from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Operands, Product, SharedMemory
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
 from jmx.pallas.mosaic_sm90.scheduler import schedules
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
+from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
-
-Array = Any
+from jmx.util.typing import Array, Float
 
 
 def expert_products(
-    x: Array,
+    x: Float[Array, "X K"],
     gate_up: Product,
     down: Product,
     blocks: Blocks,
@@ -51,19 +52,19 @@ def expert_products(
     config: Config,
     num_rows: int,
     num_cores: int,
-) -> jax.Array:
+) -> Float[Array, "parts_rows N"]:
     """Both products of each block of rows.
 
     Args:
-        x: bfloat16 (X, K), K the columns of `gate_up` and a multiple of 64; blocks may read past its end.
-        gate_up, down: see `Product`. What the first one gives has as many columns as the second one's weight.
-        blocks: `x_rows` are multiples of 8. All blocks must name an expert that there is; only the first `num_blocks`,
-            an int or here (B,), the same number throughout, are computed.
-        num_rows: R, rows of the result. Rows that no block names are left as they are: they may hold anything.
-        num_cores: SMs to run on, all of them at once: CTAs wait for what others have written of h.
+        x: bfloat16. K is the number of columns of `gate_up`, a multiple of 64. Blocks may read past its end.
+        gate_up, down: see `Product`. The result of `gate_up` has as many columns as the weight of `down`.
+        blocks: `x_rows` are multiples of 8. All blocks must have a valid expert id; only the first `num_blocks`, an int
+            or here an array (B,) of equal numbers, are computed.
+        num_rows: R, rows of the result. Rows that belong to no block are not written: their contents are undefined.
+        num_cores: CTAs, at most the number of SMs: all of them must be resident, since they wait for each other's h.
 
     Returns:
-        (config.split_k * R, down.rows.num_outputs): the parts' sums one below the other.
+        (config.split_k * R, down.rows.num_outputs) of down's dtype: the parts, one below the other.
     """
     products = (gate_up, down)
     tile, decoder = Tile.of(gate_up.format), decoder_of(gate_up.format, gate_up.weight.scales.dtype)
@@ -78,20 +79,39 @@ def expert_products(
     ]
 
     def body(
-        x: Any, operands: tuple[Operands, ...], given: Blocks, written: Any, h: Any, out: Any, *, shared: SharedMemory
+        x: Ref,
+        operands: tuple[Operands, ...],
+        block_refs: Blocks,
+        written: Ref,
+        h: Ref,
+        out: Ref,
+        *,
+        shared: SharedMemory,
     ) -> None:
-        work = blocks.with_refs(given)
-        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        cta = Cta(config, decoder, num_rows, tile.value_rows, work, work.number, written, shared, warpgroup)
+        work = blocks.with_refs(block_refs)
+        warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("core")
+        num_blocks = work.number
+        gemm = partial(
+            Gemm,
+            config=config,
+            decoder=decoder,
+            blocks=work,
+            num_blocks=num_blocks,
+            num_rows=num_rows,
+            written=written,
+            shared=shared,
+            warpgroup=warpgroup,
+        )
 
         def gemms() -> Iterator[Gemm]:
-            start, before = Share.begin(core), None
-            x_rows = (work.x_rows, work.out_rows)
-            for nth, (product, schedule) in enumerate(zip(products, both, strict=True)):
-                share = Share.of(start, schedule.num_items(cta.num_blocks), schedule.k_steps, num_cores)
-                refs = operands[nth], (x, h)[nth], (h, out)[nth], x_rows[nth]
-                yield Gemm(cta, product, schedule, *refs, before, share)
-                start, before = share.end(overrun_first=True), schedule
+            first, second = both
+            share = Share.of(Share.begin(cta), first.num_items(num_blocks), first.k_steps, num_cores)
+            refs = {"operands": operands[0], "x": x, "out": h, "x_rows": work.x_rows}
+            yield gemm(product=gate_up, schedule=first, share=share, before=None, **refs)
+            start = share.end(overrun_first=True)
+            share = Share.of(start, second.num_items(num_blocks), second.k_steps, num_cores)
+            refs = {"operands": operands[1], "x": h, "out": out, "x_rows": work.out_rows}
+            yield gemm(product=down, schedule=second, share=share, before=first, **refs)
 
         def each(function: Callable[[Gemm], None]) -> None:
             for name, gemm in zip(("gate_up", "down"), gemms(), strict=True):

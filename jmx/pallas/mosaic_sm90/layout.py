@@ -1,28 +1,27 @@
-"""The layout `mosaic_sm90`: weights of 4 and 8 bits in the order in which Hopper's tensor cores want them in registers.
+"""The layout `mosaic_sm90`: weights of 4 and 8 bits in the order in which Hopper's tensor cores read registers.
 
-A weight (N, K) is cut into tiles of 64 rows by 64 columns: the A operand of four `wgmma.m64nNk16`, or in each of four
-warps of four `mma.m16n8k16`, which want it alike. Each of the 128 threads of a warpgroup finds its share of a tile in
-16 bytes, or, of 8-bit elements, in two pieces of 16, the second ones behind all the first ones: one load each, without
-conflicts. It holds, of each slice of 16 columns, 8 elements (PTX ISA, "Register fragments for
+A weight (N, K) is divided into tiles of 64 rows by 64 columns: operand A of four `wgmma.m64nNk16`, or in each of four
+warps of four `mma.m16n8k16`, which have the same order. Each of the 128 threads of a warpgroup has its share of a tile
+in 16 consecutive bytes; of 8-bit elements in two times 16, the second ones after all threads' first ones. Each is one
+load, without bank conflicts. Of each slice of 16 columns a thread holds 8 elements (PTX ISA, "Register fragments for
 wgmma.mma_async.m64nNk16"):
 
     rows     16 * warp + lane // 4 + {0, 8}
     columns  16 * slice + 2 * (lane % 4) + {0, 1} + {0, 8}
 
-How these lie in its words is up to `elements`.
+`elements` defines the order of these within words.
 
-Where gate and up stand in one weight, a tile holds 32 of each, row `lane // 4` of a warp's 16 a gate and the row 8
-below it the up that belongs to it: one thread has both, and the activation needs nobody else.
+In a weight with gate and up a tile holds 32 rows of each. Row `lane // 4` of a warp's 16 rows is a gate, and the row 8
+below it is its up, so one thread holds both for the activation.
 
-Scales of blocks along the columns come by the tile, too, those of a lane group of 4 together: of rows {0, 8} those of
-the tile's blocks. A block of 128 columns has its scale in both its tiles. They keep their dtype and bits (e8m0 and e4m3
-as bytes). Of MXFP4 one more chunk a row of tiles holds in every byte the *shift*, max(0, largest scale code - 128):
-scales are lowered by it on the way to bfloat16, which could not hold them, and results are raised by it. Zero points
-lie as scales do, in 16 bits: bfloat16 of what they are with the elements' offset, in units of 2^-133.
+Block scales are stored by tile, too, those of a group of 4 lanes together: for rows {0, 8} those of the tile's blocks.
+A block of 128 columns has its scale in both of its tiles. Scales keep their dtype and bits (e8m0 and e4m3 as bytes).
+For MXFP4 each row of tiles has one more chunk, with the *shift* in every byte: max(0, largest scale code - 128). Scale
+codes are lowered by it, since bfloat16 could not hold their multipliers, and the epilogue rescales results by it. Zero
+points are stored like scales, in 16 bits: the bfloat16 of zero point plus the elements' offset, in units of 2^-133.
 
-Scales of whole rows, and global ones, stay as they are: the epilogue multiplies by them. An order of columns stays as
-it is, too: of "gate_up" rows are gathered by it, and for that of "down" the rows of "gate_up" lie in such an order that
-what they give is in it.
+Scales of whole rows, and global scales, are unchanged: the epilogue multiplies by them. A column order is unchanged,
+too: rows of x are gathered by that of "gate_up", and the rows of "gate_up" are stored such that h has that of "down".
 
 Rows are padded to whole tiles and columns to 64 with zero values and scales of 1.0.
 """
@@ -43,20 +42,22 @@ from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.elements import PAIRS, Elements, elements_of
 from jmx.pallas.sm90.tiles import THREADS, TILE, VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
+from jmx.util.typing import Array, Int8, Int32, Shaped, UInt8, UInt16
 
+Rows = Int32[Array, "*lead N"] | None  # the order of the rows of "gate_up", from `Layout.rows`
 _MAX_UNSHIFTED = 128  # the largest scale code of MXFP4 whose multiplier, 2^(code - 1), is a bfloat16
-_WORDS = 4  # in one load
+_WORDS = 4  # of 32 bits in one load
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a tile of a format is made of.
+    """The parts of a tile of a format.
 
     Args:
-        elements: how values lie in words.
-        scales: scales a row, 0 where a whole row has one.
-        zero_points: zero points a row, 0 where there are none.
-        scale_bytes: of one scale, at most.
+        elements: the order of values within words.
+        scales: scales per row; 0 for scales of whole rows.
+        zero_points: zero points per row; 0 without zero points.
+        scale_bytes: the largest size of a scale.
     """
 
     elements: Elements
@@ -86,7 +87,7 @@ class Tile:
         return self.value_rows * VALUE_COLUMNS + TILE * rest
 
 
-def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
+def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Array, "tiles k_rows 256"]:
     (tiles, columns), elements = num_tiles(spec), elements_of(spec.format)
     if elements.bits == 8:
         values = lax.bitcast_convert_type(values.reshape(values.shape[0], -1, 2), jnp.uint16)
@@ -97,7 +98,7 @@ def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, -1, VALUE_COLUMNS)
 
 
-def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
+def _untile_values(values: UInt8[Array, "tiles k_rows 256"], spec: WeightSpec) -> UInt8[Array, "N packed"]:
     (tiles, columns), elements = num_tiles(spec), elements_of(spec.format)
     words = lax.bitcast_convert_type(values.reshape(tiles, columns, -1, THREADS, _WORDS, 4), jnp.uint32)
     pairs = elements.gather(words.swapaxes(2, 3).reshape(tiles, columns, THREADS, -1))
@@ -113,43 +114,46 @@ def _tiles_of_block(spec: WeightSpec) -> int:
     return num_tiles(spec)[1] if size == WHOLE_ROW else max(1, size // TILE)
 
 
-def _tile_blocks(array: jax.Array, spec: WeightSpec, per_tile: int, fill: Any) -> jax.Array:
+def _tile_blocks(
+    array: Shaped[Array, "N b"], spec: WeightSpec, per_tile: int, fill: Any
+) -> Shaped[Array, "tiles k_tiles chunk"]:
     tiles, columns = num_tiles(spec)
     array = jnp.repeat(array, _tiles_of_block(spec), axis=1)[:, : columns * per_tile]
     array = tile_rows(pad(array, 1, columns * per_tile, fill), spec, fill)
     return array.reshape(tiles, 4, 2, 8, columns, -1).transpose(0, 4, 1, 3, 2, 5).reshape(tiles, columns, -1)
 
 
-def _untile_blocks(array: jax.Array, spec: WeightSpec) -> jax.Array:
+def _untile_blocks(array: Shaped[Array, "tiles k_tiles chunk"], spec: WeightSpec) -> Shaped[Array, "N b"]:
     tiles, columns, _ = array.shape
     array = array.reshape(tiles, columns, 4, 8, 2, -1).transpose(0, 2, 4, 3, 1, 5).reshape(tiles, 4, 2, 8, -1)
     array = untile_rows(array, spec)[:, :: _tiles_of_block(spec)]
     return array[:, : spec.format.num_blocks(spec.shape[1], "shape[-1]")]
 
 
-def _as_bits(array: jax.Array) -> jax.Array:
-    """As integers, which XLA moves bit for bit; of floats its CPU compiler may lose those that are subnormal."""
+def _as_bits(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """The bits as integers, which XLA copies exactly; as floats its CPU compiler may flush subnormal ones to zero."""
     return lax.bitcast_convert_type(array, np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _with_shift(scales: jax.Array) -> jax.Array:
-    """One more chunk for a row of tiles."""
+def _with_shift(scales: UInt8[Array, "tiles chunks chunk"]) -> UInt8[Array, "tiles chunks_1 chunk"]:
+    """Appends the chunk with the shift to each row of tiles."""
     shift = jnp.maximum(scales.max(axis=(1, 2)), _MAX_UNSHIFTED) - _MAX_UNSHIFTED
     return jnp.concatenate([scales, jnp.broadcast_to(shift[:, None, None], scales[:, :1].shape)], axis=1)
 
 
-def _biased(zero_points: jax.Array, offset: int) -> jax.Array:
+def _biased(zero_points: Shaped[Array, "..."], offset: int) -> UInt16[Array, "..."]:
     """Bits of bfloat16 of (zero point + offset) * 2^-133, whose magnitude is at most 256."""
     biased = zero_points.astype(jnp.int32) + offset
     return jnp.where(biased < 0, 0x8000 - biased, biased).astype(jnp.uint16)
 
 
-def _unbiased(bits: jax.Array, offset: int) -> jax.Array:
+def _unbiased(bits: UInt16[Array, "..."], offset: int) -> Int8[Array, "..."]:
+    """The inverse of `_biased`."""
     biased = bits.astype(jnp.int32)
     return (jnp.where(biased < 0x8000, biased, 0x8000 - biased) - offset).astype(jnp.int8)
 
 
-def _forward_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec, one: np.ndarray) -> BlockScaled:
+def _forward_one(expert: tuple[BlockScaled, Array | None], spec: WeightSpec, one: np.ndarray) -> BlockScaled:
     (q, rows), tile = expert, Tile.of(spec.format)
     if rows is not None:
         q = jax.tree.map(lambda array: array.at[rows].get(mode="promise_in_bounds"), q)
@@ -162,7 +166,7 @@ def _forward_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec,
     return BlockScaled(_tile_values(q.values, spec), scales, zero_points=zero_points)
 
 
-def _inverse_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec) -> BlockScaled:
+def _inverse_one(expert: tuple[BlockScaled, Array | None], spec: WeightSpec) -> BlockScaled:
     q, rows = expert
     scales = zero_points = None
     if q.scales is not None:
@@ -176,12 +180,10 @@ def _inverse_one(expert: tuple[BlockScaled, jax.Array | None], spec: WeightSpec)
     return jax.tree.map(lambda array: array.at[places].get(mode="promise_in_bounds"), q)
 
 
-def _each(
-    function: Callable[..., Any], q: BlockScaled, rows: jax.Array | None, spec: WeightSpec, rank: int
-) -> BlockScaled:
-    """`function` of what comes by the tile, one expert at a time, so that no more than one is held in between.
+def _each(function: Callable[..., Any], q: BlockScaled, rows: Rows, spec: WeightSpec, rank: int) -> BlockScaled:
+    """Applies `function` to the arrays that are stored by tile, one expert at a time, so that temporaries are small.
 
-    `rank`: axes of one expert's values.
+    `rank`: the number of axes of one expert's values.
     """
     lead = q.values.shape[:-rank]
     of_blocks = Tile.of(spec.format).scales > 0
@@ -193,21 +195,21 @@ def _each(
     return out._replace(scales=scales, global_scales=q.global_scales, order=q.order)
 
 
-def _forward(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None = None) -> BlockScaled:
+def _forward(q: BlockScaled, spec: WeightSpec, rows: Rows = None) -> BlockScaled:
     q = formats.pack(q)
     one = np.asarray(formats.one(spec.format, q.scales.dtype), q.scales.dtype)
     return _each(partial(_forward_one, one=one.view(f"u{one.itemsize}")), q, rows, spec, 2)
 
 
-def _inverse_packed(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None) -> BlockScaled:
+def _inverse_packed(q: BlockScaled, spec: WeightSpec, rows: Rows) -> BlockScaled:
     return _each(_inverse_one, q, rows, spec, 3)
 
 
-def _inverse(q: BlockScaled, spec: WeightSpec, rows: jax.Array | None = None) -> BlockScaled:
+def _inverse(q: BlockScaled, spec: WeightSpec, rows: Rows = None) -> BlockScaled:
     return formats.unpack(_inverse_packed(q, spec, rows), spec.format)
 
 
-def _take(q: BlockScaled, spec: WeightSpec, index: Index, rows: jax.Array | None = None) -> BlockScaled:
+def _take(q: BlockScaled, spec: WeightSpec, index: Index, rows: Rows = None) -> BlockScaled:
     return _inverse_packed(layouts.gather(q, index), spec, rows)
 
 

@@ -1,10 +1,10 @@
-"""Which work of `kernel` there is, in which order, and who does it: scalars that any thread can compute.
+"""The kernel's work items and their order. All of it is arithmetic on scalars, which any thread can do.
 
-An *item* is a block of rows by a step of `warpgroups_m` tiles along the weight's rows by a part of its columns. Items
-go round the multiprocessors. The order matters where one product follows another: its items want rows of h whole, or,
-where the columns are summed in parts, the part's columns of them. Then the first product goes by *sections*, which are
-the rows of its weight that give one part's columns, over all blocks; and the second one by parts. So most of the
-second product has what it needs while the last items of the first are still on their way.
+A work *item* is a block of rows by `warpgroups_m` tiles along the weight's rows (a step) by a part of its columns. CTAs
+stride over the items. The order matters for the second GEMM, whose items need whole rows of h, or with split-K a part's
+columns of them. With split-K the first GEMM runs by *sections*: the rows of its weight that give one part's columns of
+h, for all blocks. The second GEMM runs by parts in the same order. So most of the second GEMM's inputs are complete
+while the last items of the first GEMM are still being computed.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ Scalar = Any  # an int, or an int32 array
 
 
 class WorkItem(NamedTuple):
-    """Where an item is: its block of rows, its first tile of the weight's rows, its part of the columns; and the
-    section or part that it belongs to, 0 where all are one."""
+    """The position of an item: its block of rows, its first tile of the weight's rows, its part of the columns, and its
+    section."""
 
     block: Scalar
     tile: Scalar
@@ -31,14 +31,14 @@ class WorkItem(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The items of one product.
+    """The items of one GEMM.
 
     Args:
-        config: how it is cut.
+        config: the sizes of items.
         m_tiles, k_tiles: tiles along the weight's rows and its columns.
-        num_parts: parts of the columns that are summed apart.
-        section_steps: steps along the rows in a section, the last of which may have less; all of them where
-            `num_parts` is not 1.
+        num_parts: parts of the columns that are summed separately (split-K).
+        section_steps: steps along the rows in a section, of which the last section may have fewer; all of them unless
+            `num_parts` is 1.
     """
 
     config: Config
@@ -54,22 +54,24 @@ class Schedule:
 
     @property
     def m_steps(self) -> int:
+        """Steps along the weight's rows."""
         return -(-self.m_tiles // self.config.warpgroups_m)
 
     @property
     def num_sections(self) -> int:
-        """Sections, or parts."""
+        """The number of sections; with several parts, that of parts."""
         return self.num_parts if self.num_parts > 1 else -(-self.m_steps // self.section_steps)
 
     def num_items(self, num_blocks: Scalar) -> Scalar:
+        """The number of items of all CTAs."""
         return num_blocks * (self.m_steps * self.num_parts)
 
     def first_tile(self, part: Scalar, step: Scalar) -> Scalar:
-        """The first tile of the columns that a part's `step`th stage holds."""
+        """The first tile along the columns of a part's `step`th stage."""
         return (part * self.k_steps + step) * self.config.stage_tiles
 
     def work_item(self, item: Scalar, num_blocks: Scalar) -> WorkItem:
-        """Sections run slowest, then blocks, then steps along the rows. Past the end: where some item is."""
+        """The position of an item: sections vary slowest, then blocks, then steps. Past the end: that of some item."""
         num_blocks = jnp.maximum(num_blocks, 1)
         item = jnp.minimum(item, self.num_items(num_blocks) - 1)
         section = jnp.int32(0)
@@ -84,32 +86,32 @@ class Schedule:
         return WorkItem(lax.div(item, steps), step * self.config.warpgroups_m, part, section)
 
     def _steps(self, section: Scalar) -> Scalar:
-        """Steps along the rows of a section."""
+        """Steps along the weight's rows in a section."""
         if self.num_parts > 1 or self.num_sections == 1:
             return jnp.int32(self.m_steps)
         return jnp.minimum(self.section_steps, self.m_steps - section * self.section_steps)
 
     def counter(self, item: WorkItem) -> Scalar:
-        """Which counter tells of an item's rows of h: one a section, or, where there is but one, one a block."""
+        """The counter that signals an item's rows of h: one per section, or, if there is only one, one per block."""
         return item.section if self.num_sections > 1 else item.block
 
     def needed(self, follower: WorkItem, num_blocks: Scalar) -> tuple[Scalar, Scalar]:
-        """The counter that an item of the second product waits for, and its value when all rows of h are written."""
+        """The counter that an item of the second GEMM waits for, and its value once all rows of h are written."""
         if self.num_sections == 1:
             return follower.block, jnp.int32(self.m_steps * self.config.warpgroups_m)
-        section = jnp.minimum(follower.part, self.num_sections - 1)  # the last parts may be padding only
+        section = jnp.minimum(follower.part, self.num_sections - 1)  # the last parts may consist of padding
         return section, self._steps(section) * (num_blocks * self.config.warpgroups_m)
 
 
 def schedules(
     config: Config, gate_up: tuple[int, int], down: tuple[int, int], tile_columns: int, max_blocks: int
 ) -> tuple[Schedule, Schedule]:
-    """Those of both products, of which the second one's columns are cut into `config.split_k` parts.
+    """The schedules of both GEMMs; in the second one columns are divided into `config.split_k` parts.
 
     Args:
         gate_up, down: tiles along rows and columns.
-        tile_columns: columns of h that a tile of `gate_up` gives.
-        max_blocks: blocks that there may be, which is how many counters there are.
+        tile_columns: columns of h from one tile of `gate_up`.
+        max_blocks: the maximal number of blocks, which is the number of counters.
     """
     second = Schedule(config, *down, config.split_k, -(-down[0] // config.warpgroups_m))
     m_steps = -(-gate_up[0] // config.warpgroups_m)

@@ -1,13 +1,11 @@
-"""Products of dequantized tiles with rows, one thread at a time: weights become bfloat16 in registers on the way.
+"""Products of tiles with rows for one thread: weights are dequantized to bfloat16 in registers, then multiplied.
 
-See `jmx.pallas.sm90.accumulator` for what a thread holds.
+`jmx.pallas.sm90.accumulator` describes what a thread holds.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -20,6 +18,7 @@ from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
 from jmx.pallas.sm90.mlir import (
     SCALAR,
     Fragment,
+    Ref,
     address_of,
     constant,
     f32,
@@ -28,6 +27,7 @@ from jmx.pallas.sm90.mlir import (
     i64,
     less,
     operation,
+    optional,
     result,
     run,
     thread_index,
@@ -36,61 +36,55 @@ from jmx.pallas.sm90.mlir import (
 )
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
+from jmx.util.typing import Array, Float32, Int32, Shaped
 
-_SHIFT_BYTES = 2 * TILE  # of a chunk of MXFP4's scales
+_SHIFT_BYTES = 2 * TILE  # bytes of a chunk of MXFP4's scales
 
 
-def _pairs_of_tile(decoder: Decoder, weights: Sequence[ir.Value], exponent: ir.Value | None, tile: int) -> np.ndarray:
-    """`Decoder.pairs` of a tile in shared memory; `weights`: what there is of values, scales, zero points."""
-    thread, rest = thread_index(), [*weights]
-    bits, values = decoder.tile.elements.bits, rest.pop(0)
+def _pairs_of_tile(decoder: Decoder, stage: Stage, exponent: Fragment | None, tile: int) -> np.ndarray:
+    """`Decoder.pairs` of a tile in shared memory."""
+    thread, bits = thread_index(), decoder.tile.elements.bits
     mine = arith.muli(thread, constant(4))
     words = [
         word
         for first in range(0, bits, 4)  # four words a load
-        for word in load_words(values, arith.addi(mine, constant((tile * bits + first) * THREADS)), 4)
+        for word in load_words(stage.values, arith.addi(mine, constant((tile * bits + first) * THREADS)), 4)
     ]
     group = arith.shrui(thread, constant(2))
 
-    def of_group(count: int) -> list[ir.Value]:
+    def of_group(ref: ir.Value, count: int) -> list[ir.Value]:
         if not count:
             return []
         mine = arith.addi(arith.muli(group, constant(count)), constant(tile * THREADS // 4 * count))
-        return load_words(rest.pop(0), mine, count)
+        return load_words(ref, mine, count)
 
-    scales, zero_points = of_group(decoder.scale_words), of_group(decoder.zero_point_words)
-    return decoder.pairs(words, scales, zero_points, exponent, run)
-
-
-def _given(stage: Stage, exponent: jax.Array | None) -> tuple[list[Any], list[Any]]:
-    """What there is of a weight in `stage`, and then `exponent`: arguments of an operation, and their types."""
-    refs = [ref for ref in (stage.values, stage.scales, stage.zero_points) if ref is not None]
-    scalars = [] if exponent is None else [exponent]
-    return [*refs, *scalars], [*[plgpu.RefType()] * len(refs), *[SCALAR] * len(scalars)]
+    scales = of_group(stage.scales, decoder.scale_words)
+    zero_points = of_group(stage.zero_points, decoder.zero_point_words)
+    return decoder.pairs(words, scales, zero_points, None if exponent is None else exponent.registers.item(), run)
 
 
-def _taken(given: Sequence[Any]) -> tuple[Sequence[ir.Value], ir.Value | None]:
-    """`_given` as an operation's body sees it."""
-    if isinstance(given[-1], Fragment):
-        return given[:-1], given[-1].registers.item()
-    return given, None
+def _weight_types(stage: Stage) -> Stage:
+    """The types of a stage's weights as arguments of an operation."""
+    types = (optional(ref, plgpu.RefType()) for ref in (stage.values, stage.scales, stage.zero_points))
+    return Stage(None, *types)
 
 
-def dequantize(decoder: Decoder, stage: Stage, exponent: jax.Array | None, tile: int) -> tuple[jax.Array, jax.Array]:
-    """A tile's bytes in shared memory -> its two halves, bfloat16 (64, 32), as wgmma takes A.
+def dequantize(
+    decoder: Decoder, stage: Stage, exponent: Int32[Array, ""] | None, tile: int
+) -> tuple[Shaped[Array, "64 32"], Shaped[Array, "64 32"]]:
+    """A tile's bytes in shared memory -> its two halves as bfloat16, in the registers that wgmma takes A from.
 
     Args:
-        exponent: int32, from `tile_scalars`; None but for MXFP4.
-        tile: which of those in `stage`. That it is static makes it a part of the instructions, here and below.
+        exponent: from `tile_scalars`, for MXFP4; None for other formats.
+        tile: the index of the tile in `stage`. It is static, and so a part of the instructions, here and below.
     """
     half = result((TILE, TILE // 2), jnp.bfloat16, plgpu.Layout.WGMMA)
-    arguments, types = _given(stage, exponent)
 
-    @operation(arg_types=types, return_type=(half, half))
-    def body(_: Any, *given: Any) -> tuple[Fragment, ...]:
+    @operation(arg_types=(_weight_types(stage), optional(exponent, SCALAR)), return_type=(half, half))
+    def body(_: Any, stage: Stage, exponent: Fragment | None) -> tuple[Fragment, ...]:
         two = ir.VectorType.get((2,), ir.BF16Type.get())
         layout = mgpu.WGMMA_LAYOUT
-        halves = np.split(_pairs_of_tile(decoder, *_taken(given), tile), 2)
+        halves = np.split(_pairs_of_tile(decoder, stage, exponent, tile), 2)
         return tuple(
             Fragment(
                 _registers=np.array([utils.bitcast(pair, two) for pair in registers.flat], dtype=object).reshape(
@@ -102,29 +96,31 @@ def dequantize(decoder: Decoder, stage: Stage, exponent: jax.Array | None, tile:
             for registers in halves
         )
 
-    return body(*arguments)
+    return body(stage._replace(x=None), exponent)
 
 
-# How rows lie in shared memory: tiles of 8 rows by 64 columns, as wgmma and ldmatrix read them without conflicts.
+# Rows in shared memory: swizzled tiles of 8 rows by 64 columns, which wgmma and ldmatrix read without bank conflicts.
 SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-_SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
+_SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
 
 
-def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int, half: int) -> jax.Array:
-    """acc (64, n) plus a (64, 32) times 32 columns of x, transposed, by `wgmma`; `wait_for_product` before it is used.
+def multiply(
+    acc: Float32[Array, "64 n"], a: Shaped[Array, "64 32"], x: Ref, tile: int, half: int
+) -> Float32[Array, "64 n"]:
+    """`acc` plus `a` times 32 columns of x, transposed, by `wgmma`. The result needs `wait_for_product` before its use.
 
-    `plgpu.wgmma` does the same with 5 instructions more a tile: its descriptors of x are sums of 64 bits each, where
-    here all of a stage are one and a constant.
+    `plgpu.wgmma` does the same with 5 more instructions per tile: it computes a descriptor of x in 64 bits for each
+    instruction, where here all of a stage's descriptors are one plus a constant.
 
     Args:
-        acc: float32, n a multiple of 8.
+        acc: n a multiple of 8.
         a: bfloat16, from `dequantize`.
-        x: ref (n, columns) in shared memory, in tiles of 8 rows by 64 columns swizzled by 128 bytes.
+        x: a reference (n, columns) to shared memory, with transforms `SWIZZLED`.
         tile, half: which columns.
     """
     n = acc.shape[1]
     size = n // 2
-    operands = [f"${i}" for i in range(2 * size, 2 * size + 5)]  # behind the sums, which are outputs and inputs
+    operands = [f"${i}" for i in range(2 * size, 2 * size + 5)]  # after the sums, which are outputs and inputs
     sums = ", ".join(f"${i}" for i in range(size))
     constraints = ",".join(["=f"] * size + [str(i) for i in range(size)] + ["r"] * 4 + ["l"])
 
@@ -158,8 +154,8 @@ def multiply(acc: jax.Array, a: jax.Array, x: Any, tile: int, half: int) -> jax.
     return body(acc, a, x)
 
 
-def wait_for_product(acc: jax.Array) -> jax.Array:
-    """What `multiply` returned, once it is there."""
+def wait_for_product(acc: Float32[Array, "64 n"]) -> Float32[Array, "64 n"]:
+    """The result of `multiply`, once it is complete."""
 
     @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=result(acc.shape, jnp.float32, plgpu.Layout.WGMMA))
     def body(_: Any, acc: Fragment) -> Fragment:
@@ -180,32 +176,37 @@ _MULTIPLY = (
 )
 
 
-def multiply_few(acc: jax.Array, decoder: Decoder, stage: Stage, exponent: jax.Array | None, tile: int) -> jax.Array:
-    """acc (64, n) plus a tile times 64 columns of x, transposed, by `mma.sync`, each warp 16 of the rows.
+def multiply_few(
+    acc: Float32[Array, "64 n"], decoder: Decoder, stage: Stage, exponent: Int32[Array, ""] | None, tile: int
+) -> Float32[Array, "64 n"]:
+    """`acc` plus a tile times 64 columns of x, transposed, by `mma.sync`: each warp has 16 of the rows.
 
-    wgmma keeps four warps in step, cannot be awaited but as a whole, and at 8 columns takes twice as long.
+    wgmma keeps four warps in step, can only be waited for as a whole, and takes twice as long at 8 columns.
 
     Args:
-        acc: float32, n a multiple of 8.
+        acc: n a multiple of 8.
         decoder, stage, exponent, tile: as for `dequantize`; `stage.x` as `x` for `multiply`.
     """
     n = acc.shape[1]
-    arguments, types = _given(stage, exponent)
 
     @operation(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED), *types),
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            _weight_types(stage)._replace(x=plgpu.RefType(SWIZZLED)),
+            optional(exponent, SCALAR),
+        ),
         return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
     )
-    def body(_: Any, acc: Fragment, x: ir.Value, *given: Any) -> Fragment:
-        a = _pairs_of_tile(decoder, *_taken(given), tile)
+    def body(_: Any, acc: Fragment, stage: Stage, exponent: Fragment | None) -> Fragment:
+        a = _pairs_of_tile(decoder, stage, exponent, tile)
         sums, out = sums_of(acc), []
-        (eight_stride, tile_stride, *_), _ = ir.MemRefType(x.type).get_strides_and_offset()
-        base = llvm.ptrtoint(i32(), utils.memref_ptr(x))
+        (eight_stride, tile_stride, *_), _ = ir.MemRefType(stage.x.type).get_strides_and_offset()
+        base = llvm.ptrtoint(i32(), utils.memref_ptr(stage.x))
         lane = arith.remui(thread_index(), constant(32))
         row, chunk = arith.remui(lane, constant(8)), arith.divui(lane, constant(8))
         for eight in range(n // 8):
             b = []
-            for half in range(2):  # ldmatrix takes 32 of the 64 columns: 4 chunks of 16 bytes, where swizzling has them
+            for half in range(2):  # ldmatrix reads 32 of the 64 columns: 4 swizzled chunks of 16 bytes
                 at = arith.xori(arith.addi(chunk, constant(4 * half)), row)
                 at = arith.addi(arith.muli(row, constant(2 * TILE)), arith.muli(at, constant(16)))
                 at = arith.addi(base, arith.addi(at, constant(2 * (eight * eight_stride + tile * tile_stride))))
@@ -217,14 +218,16 @@ def multiply_few(acc: jax.Array, decoder: Decoder, stage: Stage, exponent: jax.A
             out += c
         return accumulator(acc, out)
 
-    return body(acc, stage.x, *arguments)
+    return body(acc, stage, exponent)
 
 
-def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of one row of tiles of MXFP4: what `dequantize` wants as `exponent`, and the float32 by which results are raised.
+def tile_scalars(
+    scales: Ref, expert: Int32[Array, ""], tile: Int32[Array, ""]
+) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
+    """For one row of tiles of MXFP4: the `exponent` for `dequantize`, and the factor that rescales results.
 
     A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift. A shift of 127
-    tells of a code 255, NaN, which no multiplier is: results are then raised by NaN.
+    means a code 255, NaN, which is no multiplier: then the factor is NaN.
     """
     returns = tuple(result((), dtype, SCALAR) for dtype in (jnp.int32, jnp.float32))
 
@@ -236,9 +239,9 @@ def tile_scalars(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.A
         at = address_of(scales, arith.muli(last, constant(_SHIFT_BYTES, i64())), i8())
         shift = arith.extui(i32(), llvm.load(i8(), at))
         exponent = arith.muli(arith.subi(constant(126), shift), constant(0x00800080))
-        raised = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
-        raised = arith.select(less(shift, constant(127)), raised, utils.c(float("nan"), f32()))
+        rescale = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
+        rescale = arith.select(less(shift, constant(127)), rescale, utils.c(float("nan"), f32()))
         splat = partial(Fragment.splat, shape=())
-        return splat(exponent, is_signed=True), splat(raised)
+        return splat(exponent, is_signed=True), splat(rescale)
 
     return body(scales, expert, tile)

@@ -1,1 +1,17 @@
-"""Backend `mosaic_fp8`: inputs in FP8 on Hopper's FP8 tensor cores, in Pallas Mosaic GPU."""
+"""Backend `mosaic_fp8`: inputs in FP8 on Hopper's FP8 tensor cores, in Pallas Mosaic GPU.
+
+    backend         what it supports, and the layer around the launches
+    kernel          the persistent kernel: start here
+    producer        producer warps: what is copied into a stage
+    consumer        consumer warpgroups: waits for stages, their release, and the epilogue
+    gemm            a GEMM as a thread knows it, and the shared memory
+    grouped_gemm    the products of a launch, and their arrays
+    wgmma, tokens_as_a   products of a unit for one thread
+    row_scales, staging  scales and biases; results in shared memory
+    quantize, quantize_row, fused_quantize   quantization of rows: separate, of one row, within the kernel
+    rows            rows in FP8, or not quantized yet
+    layout          the order of weights in memory
+    config          tunable sizes, and the heuristic
+
+The pipeline, with the barriers of its stages, is in `jmx.pallas.sm90.pipeline`.
+"""

@@ -1,8 +1,9 @@
-"""Backend `mosaic_fp8`: the whole layer on Hopper's FP8 tensor cores, by the kernel of `kernel`.
+"""Backend `mosaic_fp8`: the whole layer on Hopper's FP8 tensor cores, by the persistent kernel in `kernel`.
 
-Inputs are rounded to e4m3, grouped by expert and multiplied; h is rounded anew and multiplied. Rounding, each token
-once and to the rows of all its experts, is a kernel of its own (`quantize`), or, where rows are few, a part of that
-which multiplies (`fused_quantize`). Each token's results are summed with its routing weights in float32.
+Inputs are quantized to e4m3, grouped by expert and multiplied; h is quantized again and multiplied. Each token is
+quantized once and written to the rows of all its experts: by a separate kernel (`quantize`), or for few rows within the
+kernel that multiplies (`fused_quantize`). The combine step sums each token's results with its routing weights in
+float32.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
@@ -30,9 +30,10 @@ from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits, hidden_and_intermediate, indivisible
+from jmx.util.typing import Array, Float, Float32
 
-COLUMN_ALIGNMENT = 8  # of inputs, which are read by so many
-ROW_ALIGNMENT = 8  # rows of wgmma's B that lie together
+COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
+ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 INPUTS = (input_formats.FP8_STATIC.name, input_formats.FP8_TOKEN.name, input_formats.FP8_BLOCK.name)
 
 LIMITS = Limits(
@@ -69,8 +70,15 @@ class MosaicSm90Fp8:
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         config.check(_shape(problem, environment))
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
-        # These take a second to import.
+    def apply(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float[Array, "T H"]:
+        # Importing these takes a second.
         from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
         from jmx.pallas.mosaic_sm90_fp8.kernel import grouped_products
         from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
@@ -80,21 +88,21 @@ class MosaicSm90Fp8:
         assert problem.input_format is not None
         format = INPUT_FORMATS[problem.input_format]
         config = tuning.config(self, problem, environment).config
-        dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as the reference rounds h
+        dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as in the reference
 
         def unquantized(work: Work) -> UnquantizedRows:
             rows = UnquantizedRows(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, work.num_rows)
-            if work.token_of_row is None:  # a few tokens, which all blocks read
+            if work.token_of_row is None:  # few tokens, all of which every block reads
                 return rows._replace(row_of=None, num_rows=x.shape[0])
-            if problem.on_input:  # an expert's inputs are then its own
+            if problem.on_input:  # then inputs differ by expert
                 return rows._replace(x=grouped.gather(problem, x, routing, work, lambda x, rows: x[rows]), row_of=None)
             return rows
 
-        def both(work: Work) -> Array:
+        def both(work: Work) -> Float[Array, "P R H"]:
             rows, num_rows = unquantized(work), work.num_rows
             every = experts.merged()
             weights = every.gate_up, every.down
-            if config.one_launch:
+            if config.fuse_quantize:
                 weights = alike(*weights, experts.format)
             products = partial(
                 grouped_products,
@@ -115,7 +123,7 @@ class MosaicSm90Fp8:
             down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
             h = jax.ShapeDtypeStruct((num_rows, gate_up.rows.num_outputs), dtype)
             h = UnquantizedRows(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
-            if config.one_launch:
+            if config.fuse_quantize:
                 out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
             else:
                 h = h._replace(x=products([gate_up.times(quantize(rows))]))
@@ -140,7 +148,7 @@ def _sizes(problem: Problem) -> Rejection | None:
     )
 
 
-def _scale(experts: Experts, role: str) -> jax.Array | None:
+def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:
     scale = experts.input_scale(role)
     return None if scale is None else scale.reshape(1)
 

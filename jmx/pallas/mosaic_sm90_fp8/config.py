@@ -1,4 +1,4 @@
-"""What can be tuned of the kernel of `kernel`, what it costs in shared memory, and what is tried."""
+"""The tunable sizes of the kernel, the shared memory that they take, the heuristic, and the candidates for tuning."""
 
 import itertools
 from contextlib import suppress
@@ -9,49 +9,50 @@ from typing import NamedTuple
 
 from jmx.pallas.sm90.config import FEW_TOKENS, MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check_stages, widths
 
-ROW_BYTES = 128  # of a row in a stage: 128 columns of e4m3
+ROW_BYTES = 128  # bytes of a row in a stage: 128 columns of e4m3
 MAX_STAGES = 16
-MAX_UNITS = 4  # 512 columns, for which sums of some 14 bits suffice
-MAX_OWN_UNITS = 32  # 4096 columns, for which they may be asked to
-_UNIT_REGISTERS = 16  # of a thread, for a unit that is decoded; a block's sums and totals take one a row
-_HELD = {3: 112, 4: 72, 5: 56}  # such registers that ptxas finds, by warpgroups, where a launch has less than 168
-MAX_WIDTH = 128  # of a product of e4m3 weights, for whose blocks registers hold two totals and one sum
-_MAX_DECODED = 192  # of MXFP4 ones: a total, a sum, and two operands
-_LARGE_DECODED = 176  # such a block without spills
+MAX_UNITS = 4  # 512 columns, for which the tensor cores' sums of some 14 bits are precise enough
+MAX_OWN_UNITS = 32  # 4096 columns, up to which `own_sums` may be requested
+_UNIT_REGISTERS = 16  # registers of a thread for a decoded unit; sums and totals of a block take one per row
+_SUM_REGISTERS = {3: 112, 4: 72, 5: 56}  # that ptxas finds for these, by warpgroups, if a launch has fewer than 168
+MAX_WIDTH = 128  # rows of a product of e4m3 weights, for which registers hold two totals and one sum
+_MAX_DECODED = 192  # rows of a product of MXFP4 weights: a total, a sum, and two operands
+_LARGE_DECODED = 176  # the same without spills
 _STAGED_BYTES = 256  # of a row of a tile's results, at most: 64 in float32
-_STAGED_OF_LARGE = 8192  # bytes of results, where stages leave little room
+_STAGED_OF_LARGE = 8192  # bytes of results of large blocks, where stages leave little space
 _BARRIER_BYTES = 2048
-_ROUNDING_BYTES = 1024  # what rows' largest magnitudes take, or the scales of rows that are kept, with alignment
-_ROOM = 1.25  # an expert's rows on average by which a block has to be larger, if more warpgroups are to make up for it
-_WHOLE_BLOCKS = 2  # that an expert has on average, for blocks of which all rows are computed
-_RING_BYTES = 136 << 10  # of weights, in a launch that rounds rows, which with more is slower: they are in its way
-_RING_BYTES_OF_KEPT = 112 << 10  # the same where every multiprocessor loads the rows
-_RING_BYTES_OF_SHARED = 120 << 10  # the same where warpgroups share columns
-_RING_STEPS = 3  # that a warpgroup takes, for which such a ring has room in any case
-_MAX_OF_ONE_LAUNCH = 64  # rows of a block, beside which shared memory has room for results of both products
-_ROUNDED_BY_A_WARPGROUP = 3  # rows, in the time that a launch of its own would take
-_COST_OF_A_PART = 6  # of columns, in the units of `_cost`
-_SHARING = 4  # warpgroups that share columns, where that pays
-_TOKENS_TO_SHARE = range(6, 17)  # which it was measured for
-_ROWS_TO_SHARE = 2  # that an expert has on average, at most
-_UNITS_TO_SHARE = 16  # of columns, at least
+_QUANTIZE_BYTES = 1024  # of rows' largest magnitudes, or of the scales of resident rows, with alignment
+_MIN_BLOCK = 1.25  # rows of a block, in average rows of an expert, if it is made smaller for more warpgroups
+_WHOLE_BLOCKS = 2  # blocks of an expert, on average, from which on all rows of a block are computed
+# Bytes of weights in the pipeline of a launch that quantizes rows: with more, reads and signals of rows wait longer.
+_PIPELINE_BYTES = 136 << 10
+_PIPELINE_BYTES_RESIDENT = 112 << 10  # the same with resident rows, which every SM loads
+_PIPELINE_BYTES_SHARED = 120 << 10  # the same where warpgroups share columns
+_MIN_PIPELINE_STEPS = 3  # steps of a warpgroup that such a pipeline holds in any case
+_MAX_FUSED_BLOCK_N = 64  # up to here shared memory holds the results of both products
+_MAX_FUSED_ROWS = 3  # rows that a warpgroup quantizes in the time of a separate launch
+_SPLIT_COST = 6  # of a part of the columns, in the units of `_cost`
+_SHARING_WARPGROUPS = 4  # warpgroups that share columns
+_SHARING_TOKENS = range(6, 17)  # for which that was measured to be faster
+_SHARING_MAX_ROWS = 2  # of an expert, on average
+_SHARING_MIN_UNITS = 16  # of columns
 
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
-    """A configuration.
+    """The sizes of a layer's blocks, tiles and pipeline.
 
     Args:
-        block_n: rows of a block, at most; a multiple of 8.
+        block_n: the maximal number of rows of a block; a multiple of 8.
         warpgroups_m: warpgroups next to each other along the weight's rows, 64 each.
-        units: stages that a warpgroup takes at a time: sums of so many are the tensor cores' own, with fewer bits.
-        num_stages: stages of the ring, of 128 columns for each of `warpgroups_k`.
-        split_k: parts of `down`'s columns that are computed apart and added up in the end.
-        warpgroups_k: warpgroups that share the columns of the same rows, and add up what they have at the end.
-        own_sums: whether sums of all columns are the tensor cores' own. Registers then have room for products of 256
-            rows.
-        one_launch: whether rows are rounded in the launch of the products, which is one; else there are four.
-        keeps_rows: whether in that launch each multiprocessor rounds a block's rows for itself, and has all of their
+        units: stages that a warpgroup takes at a time. The tensor cores accumulate these, with fewer bits than float32.
+        num_stages: stages of the pipeline, of 128 columns for each of `warpgroups_k`.
+        split_k: parts of `down`'s columns that are computed separately and added at the end.
+        warpgroups_k: warpgroups that share the columns of the same rows, and add their sums at the end.
+        own_sums: whether the tensor cores accumulate all columns (fast accumulation). Then registers hold products of
+            256 rows.
+        fuse_quantize: whether rows are quantized in the launch of both products; if not, there are four launches.
+        resident_rows: whether in that launch each SM quantizes a block's rows for itself, and keeps all of their
             columns in shared memory while it multiplies them; for at most as many tokens as `warpgroups_m`.
     """
 
@@ -62,32 +63,32 @@ class Config(BaseConfig):
     split_k: int = 1
     warpgroups_k: int = 1
     own_sums: bool = False
-    one_launch: bool = False
-    keeps_rows: bool = False
+    fuse_quantize: bool = False
+    resident_rows: bool = False
 
     def __post_init__(self) -> None:
-        self.check_cut("split_k")
+        self.check_sizes("split_k")
         if self.warpgroups_k > 1 and self.block_n > MAX_WIDTH:
             raise ValueError(f"`warpgroups_k` (={self.warpgroups_k}) must be 1 above {MAX_WIDTH} rows of a block")
         if not 1 <= self.units <= MAX_UNITS:
             raise ValueError(f"`units` (={self.units}) must be in 1..{MAX_UNITS}")
         if not self.units <= self.num_stages <= MAX_STAGES:
             raise ValueError(f"`num_stages` (={self.num_stages}) must be in {self.units}..{MAX_STAGES}")
-        held = _HELD.get(self.num_warpgroups, self._held)
-        if self._held > held:
+        excess = self._sum_registers - _SUM_REGISTERS.get(self.num_warpgroups, self._sum_registers)
+        if excess > 0:
             raise ValueError(
-                f"`block_n` (={self.block_n}) must be at most {held - self._held + self.block_n}, for which "
+                f"`block_n` (={self.block_n}) must be at most {self.block_n - excess}, for which "
                 f"{self.num_warpgroups} warpgroups have registers with {self.units} units"
             )
         if self.block_n % self._step:
             raise ValueError(f"`block_n` (={self.block_n}) must be a multiple of {self._step} above {MAX_WIDTH}")
-        if self.keeps_rows and not self.one_launch:
-            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False without `one_launch`")
-        if self.keeps_rows and self.warpgroups_k > 1:
-            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False with `warpgroups_k` above 1")
+        if self.resident_rows and not self.fuse_quantize:
+            raise ValueError(f"`resident_rows` (={self.resident_rows}) must be False without `fuse_quantize`")
+        if self.resident_rows and self.warpgroups_k > 1:
+            raise ValueError(f"`resident_rows` (={self.resident_rows}) must be False with `warpgroups_k` above 1")
 
     @property
-    def _held(self) -> int:
+    def _sum_registers(self) -> int:
         return self.block_n + _UNIT_REGISTERS * self.units
 
     @property
@@ -96,7 +97,7 @@ class Config(BaseConfig):
 
     @property
     def staged_bytes(self) -> int:
-        """Shared memory of a tile for results on their way to global memory."""
+        """Bytes of shared memory for a tile's results, before they are copied to global memory."""
         return self.block_n * _STAGED_BYTES if self.block_n <= MAX_WIDTH else _STAGED_OF_LARGE
 
     @property
@@ -110,42 +111,42 @@ class Config(BaseConfig):
         return -(-self.block_n // 32) * 32
 
     def row_slots(self, row_units: int) -> int:
-        """Units of a block's rows for which there is room, where rows have so many."""
+        """Units of a block's rows that shared memory holds; `row_units`: units of a row."""
         slots = self.num_stages * self.warpgroups_k
-        return max(slots, row_units) if self.keeps_rows else slots
+        return max(slots, row_units) if self.resident_rows else slots
 
     def shared_memory(self, unit_bytes: int, row_units: int) -> int:
-        """Bytes of shared memory that the kernel uses, at most.
+        """An upper bound of the shared memory that the kernel uses, in bytes.
 
         Args:
             unit_bytes: of a unit of the weight.
-            row_units: units of 128 columns that a row has, of x or h, whichever has more.
+            row_units: units of 128 columns of a row, of x or h, whichever has more.
         """
         weights = self.num_stages * self.num_warpgroups * unit_bytes
         rows = self.row_slots(row_units) * (self.block_n * ROW_BYTES + 4 * self.scales_n)
-        of_tiles = self.warpgroups_m * self.staged_bytes * (2 if self.one_launch else 1)
-        others = _BARRIER_BYTES + _ROUNDING_BYTES * (self.one_launch + self.keeps_rows)
-        return weights + rows + of_tiles + 4 * self.partial_sums + others
+        results = self.warpgroups_m * self.staged_bytes * (2 if self.fuse_quantize else 1)
+        others = _BARRIER_BYTES + _QUANTIZE_BYTES * (self.fuse_quantize + self.resident_rows)
+        return weights + rows + results + 4 * self.partial_sums + others
 
     def parts_of(self, width: int, decoded: bool) -> int:
-        """How many products of equally many rows a block of so many is computed in."""
+        """The number of products, of equally many rows, in which a block of `width` rows is computed."""
         most = MAX_BLOCK_N if self.own_sums else _MAX_DECODED if decoded else MAX_WIDTH
         return -(-width // most)
 
     @property
     def tokens_may_be_a(self) -> bool:
-        """Whether blocks are such that tokens may be the operand A, for which see `tokens_as_a`."""
+        """Whether the sizes allow tokens as operand A; see `tokens_as_a`."""
         return (self.warpgroups_m, self.warpgroups_k) == (2, 1) and self.block_n % MAX_WIDTH == 0
 
     def check(self, shape: "Shape") -> None:
-        """Raises ValueError unless it can run the shape."""
+        """Raises ValueError unless it supports the shape."""
         check_stages(self, self.shared_memory(shape.unit_bytes, max(shape.units)))
-        if self.keeps_rows and shape.weighted:
-            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) must be False where an expert's inputs are its own")
-        if self.keeps_rows and shape.num_tokens > self.warpgroups_m:
+        if self.resident_rows and shape.weighted:
+            raise ValueError(f"`resident_rows` (={self.resident_rows}) must be False where inputs differ by expert")
+        if self.resident_rows and shape.num_tokens > self.warpgroups_m:
             rule = f"must be False for more tokens than `warpgroups_m` (={self.warpgroups_m}), here {shape.num_tokens}"
-            raise ValueError(f"`keeps_rows` (={self.keeps_rows}) {rule}")
-        # Pallas has TMA read a unit, if it is all, for those behind it.
+            raise ValueError(f"`resident_rows` (={self.resident_rows}) {rule}")
+        # For a row of one unit Pallas makes TMA read that unit in place of the padding after it.
         if self.split_k > 1 and shape.units[1] == 1:
             raise ValueError(f"`split_k` (={self.split_k}) must be 1 where a row of `down` has one unit of columns")
         if self.warpgroups_k > 1 and min(shape.units) == 1:
@@ -160,17 +161,17 @@ class Config(BaseConfig):
 
 
 class Shape(NamedTuple):
-    """What a configuration goes by.
+    """What a configuration is chosen by.
 
     Args:
         unit_bytes: of a unit of the weight.
         decoded: whether its elements become e5m2 in registers.
         by_block: whether scales, of weights or inputs, belong to 128 columns.
-        tokens_as_a: whether those of inputs do, and weights are e4m3: then tokens may be the operand A.
+        tokens_as_a: whether those of inputs do, and weights are e4m3: then tokens may be operand A.
         num_tokens, top_k, num_experts: of the layer.
-        tiles, units: of 64 rows, and of 128 columns, that `gate_up` and `down` have.
-        num_cores: multiprocessors.
-        weighted: whether inputs are weighted, and so an expert's own.
+        tiles, units: of 64 rows, and of 128 columns, of `gate_up` and `down`.
+        num_cores: SMs.
+        weighted: whether routing weights multiply inputs, which then differ by expert.
     """
 
     unit_bytes: int
@@ -187,45 +188,45 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> float:
-        """Rows of an expert, on average."""
+        """The average number of rows of an expert."""
         return self.num_tokens * self.top_k / self.num_experts
 
     @property
     def rows_with_padding(self) -> int:
-        """Rows of all experts, at most, of which each begins at a multiple of 8."""
+        """The maximal number of rows of all experts, each of which begins at a multiple of 8."""
         assignments = self.num_tokens * self.top_k
         return assignments + 7 * min(assignments, self.num_experts)
 
     @property
     def block_n(self) -> int:
-        """Rows that hardly any expert exceeds where routing is random: by three standard deviations."""
+        """Rows that few experts exceed with random routing: the average and three standard deviations."""
         most = int(self.rows + 3 * sqrt(self.rows))
         step = 8 if most <= MAX_WIDTH else 16
-        # Where a unit's sums are scaled and added up by themselves, that has to run beside the products.
+        # Scales of 128 columns are applied to each unit's sums, in registers, while the next product runs.
         large = self.rows >= _WHOLE_BLOCKS * MAX_BLOCK_N if self.tokens_as_a else not self.by_block
         return min(max(8, -(-most // step) * step), MAX_BLOCK_N if large else MAX_WIDTH)
 
     @property
     def sums_may_be_own(self) -> bool:
-        """Whether the tensor cores may be asked to add up all columns."""
+        """Whether `own_sums` is supported."""
         return not self.by_block and max(self.units) <= MAX_OWN_UNITS
 
     @property
     def columns_pay_to_share(self) -> bool:
-        """Whether warpgroups had better share an item's columns, with few rows: there are more items then, and these
-        are divided more evenly."""
-        few = self.num_tokens in _TOKENS_TO_SHARE and self.rows <= _ROWS_TO_SHARE
-        return few and not self.by_block and min(self.units) >= _UNITS_TO_SHARE
+        """Whether warpgroups should share an item's columns: with few rows this gives more items, which are divided
+        more evenly."""
+        few = self.num_tokens in _SHARING_TOKENS and self.rows <= _SHARING_MAX_ROWS
+        return few and not self.by_block and min(self.units) >= _SHARING_MIN_UNITS
 
     @property
     def experts_in_use(self) -> int:
-        """Of random routing."""
+        """The expected number with random routing."""
         idle = (1 - self.top_k / self.num_experts) ** self.num_tokens
         return round(self.num_experts * (1 - idle))
 
 
-class _Cut(NamedTuple):
-    """What a configuration is chosen by; the rest follows."""
+class _Sizes(NamedTuple):
+    """The sizes that the heuristic chooses among; the other fields follow from them."""
 
     block_n: int
     warpgroups_m: int
@@ -243,15 +244,17 @@ def deepest(
     warpgroups_k: int = 1,
     *,
     own_sums: bool = False,
-    one_launch: bool = False,
-    keeps_rows: bool = False,
+    fuse_quantize: bool = False,
+    resident_rows: bool = False,
 ) -> Config:
-    """The configuration with as many stages as fit, or as pay. ValueError where not even `units` of them fit."""
+    """The configuration with as many stages as fit, or as are useful. ValueError if not even `units` of them fit."""
     most = MAX_STAGES
-    if one_launch:
-        ring = _RING_BYTES_OF_KEPT if keeps_rows else _RING_BYTES_OF_SHARED if warpgroups_k > 1 else _RING_BYTES
-        most = min(most, max(ring // (warpgroups_m * warpgroups_k * shape.unit_bytes), _RING_STEPS * units))
-    config = Config(block_n, warpgroups_m, units, most, split_k, warpgroups_k, own_sums, one_launch, keeps_rows)
+    if fuse_quantize:
+        pipeline_bytes = _PIPELINE_BYTES_SHARED if warpgroups_k > 1 else _PIPELINE_BYTES
+        pipeline_bytes = _PIPELINE_BYTES_RESIDENT if resident_rows else pipeline_bytes
+        stage_bytes = warpgroups_m * warpgroups_k * shape.unit_bytes
+        most = min(most, max(pipeline_bytes // stage_bytes, _MIN_PIPELINE_STEPS * units))
+    config = Config(block_n, warpgroups_m, units, most, split_k, warpgroups_k, own_sums, fuse_quantize, resident_rows)
     while (needed := config.shared_memory(shape.unit_bytes, max(shape.units))) > SHARED_MEMORY:
         if config.num_stages == units:
             check_stages(config, needed)
@@ -260,33 +263,33 @@ def deepest(
 
 
 def heuristic(shape: Shape) -> Config:
-    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    """A configuration for shapes without a tuned one, from the average number of rows of an expert."""
     if shape.block_n > MAX_WIDTH:
         own_sums = shape.decoded and shape.sums_may_be_own
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
         return deepest(shape, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
-    cuts = [cut for cut in _cuts(shape) if cut.block_n == shape.block_n or cut.block_n >= _ROOM * shape.rows]
-    config = _deepest(shape, min(cuts, key=partial(_cost, shape)))
-    if not config.one_launch or config.keeps_rows or not shape.columns_pay_to_share:
+    choices = [
+        sizes for sizes in _choices(shape) if sizes.block_n == shape.block_n or sizes.block_n >= _MIN_BLOCK * shape.rows
+    ]
+    config = _deepest(shape, min(choices, key=partial(_cost, shape)))
+    if not config.fuse_quantize or config.resident_rows or not shape.columns_pay_to_share:
         return config
-    sharing = _deepest(shape, _Cut(shape.block_n, 1, warpgroups_k=_SHARING))
-    return sharing if sharing.one_launch else config
+    sharing = _deepest(shape, _Sizes(shape.block_n, 1, warpgroups_k=_SHARING_WARPGROUPS))
+    return sharing if sharing.fuse_quantize else config
 
 
-def _deepest(shape: Shape, cut: _Cut, *, own_sums: bool = False) -> Config:
-    """`deepest` of a cut.
-
-    In one launch where a warpgroup has few rows to round; with rows kept where that costs no more than half the stages.
-    """
-    num_warpgroups = cut.warpgroups_m * cut.warpgroups_k
-    few = shape.rows_with_padding <= _ROUNDED_BY_A_WARPGROUP * num_warpgroups * shape.num_cores
-    one_launch = few and cut.block_n <= _MAX_OF_ONE_LAUNCH
-    config = deepest(shape, *cut, own_sums=own_sums, one_launch=one_launch)
-    if one_launch and shape.num_tokens <= cut.warpgroups_m and not shape.weighted:
+def _deepest(shape: Shape, sizes: _Sizes, *, own_sums: bool = False) -> Config:
+    """`deepest`, with quantization fused if warpgroups have few rows to quantize, and with resident rows if these leave
+    at least half of the stages."""
+    num_warpgroups = sizes.warpgroups_m * sizes.warpgroups_k
+    few = shape.rows_with_padding <= _MAX_FUSED_ROWS * num_warpgroups * shape.num_cores
+    fuse_quantize = few and sizes.block_n <= _MAX_FUSED_BLOCK_N
+    config = deepest(shape, *sizes, own_sums=own_sums, fuse_quantize=fuse_quantize)
+    if fuse_quantize and shape.num_tokens <= sizes.warpgroups_m and not shape.weighted:
         with suppress(ValueError):
-            keeping = deepest(shape, *cut, own_sums=own_sums, one_launch=True, keeps_rows=True)
-            if max(keeping.units + 1, config.num_stages / 2) <= keeping.num_stages:
-                return keeping
+            resident = deepest(shape, *sizes, own_sums=own_sums, fuse_quantize=True, resident_rows=True)
+            if max(resident.units + 1, config.num_stages / 2) <= resident.num_stages:
+                return resident
     return config
 
 
@@ -296,55 +299,54 @@ def _with_stages(shape: Shape, config: Config, num_stages: int) -> Config:
     return config
 
 
-def _cuts(shape: Shape) -> list[_Cut]:
-    """Those to choose from."""
+def _choices(shape: Shape) -> list[_Sizes]:
+    """The sizes that the heuristic chooses among."""
     splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
-    held = ((m, _HELD.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
-    return [_Cut(min(shape.block_n, most), m, split_k=split) for m, most in held for split in splits]
+    limits = ((m, _SUM_REGISTERS.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
+    return [_Sizes(min(shape.block_n, most), m, split_k=split) for m, most in limits for split in splits]
 
 
-def _cost(shape: Shape, cut: _Cut) -> int:
-    """What the busiest multiprocessor has to do: units, of which an item's take as long as one warpgroup's more would.
+def _cost(shape: Shape, sizes: _Sizes) -> int:
+    """The work of the busiest SM, in units; each unit of an item counts as if it had one warpgroup more.
 
     Of some ten configurations each at 1, 4 and 64 tokens it is least for the one that was the fastest on an H200.
     """
-    cost = _COST_OF_A_PART * cut.split_k
-    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, cut.split_k), strict=True):
-        items = shape.experts_in_use * -(-tiles // cut.warpgroups_m) * parts
-        cost += -(-items // shape.num_cores) * -(-columns // parts) * (cut.warpgroups_m + 1)
+    cost = _SPLIT_COST * sizes.split_k
+    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, sizes.split_k), strict=True):
+        items = shape.experts_in_use * -(-tiles // sizes.warpgroups_m) * parts
+        cost += -(-items // shape.num_cores) * -(-columns // parts) * (sizes.warpgroups_m + 1)
     return cost
 
 
 def candidates(shape: Shape) -> list[Config]:
-    """What is worth a try, the heuristic first: few, since each is compiled, which takes half a minute."""
+    """Configurations to tune over, the heuristic's first: few, since compiling each takes half a minute."""
     first = heuristic(shape)
     n = first.block_n
     if n <= MAX_WIDTH:
-        its = _Cut(n, first.warpgroups_m, first.units, first.split_k, first.warpgroups_k)
-        cuts = _cuts(shape)
+        sizes = _Sizes(n, first.warpgroups_m, first.units, first.split_k, first.warpgroups_k)
+        choices = _choices(shape)
         if n <= 16 and min(shape.units) > 1:
-            cuts += [_Cut(n, m, warpgroups_k=k) for m, k in ((1, 3), (1, 4), (1, 5), (2, 2))]
-        cuts += [its._replace(block_n=n + more) for more in (-16, -8, 8, 16)]
-        cuts += [its._replace(units=units) for units in (1, 3, 4)]
-        ways = [partial(_deepest, shape, cut) for cut in cuts]
-        of_launches = [(False, False), (True, False), *([(True, True)] if first.keeps_rows else [])]
-        for one_launch, keeps_rows in of_launches:
-            ways.append(partial(deepest, shape, *its, one_launch=one_launch, keeps_rows=keeps_rows))
-        ways += [partial(_with_stages, shape, first, first.num_stages + more) for more in (-2, -1, 1, 2)]
+            choices += [_Sizes(n, m, warpgroups_k=k) for m, k in ((1, 3), (1, 4), (1, 5), (2, 2))]
+        choices += [sizes._replace(block_n=n + more) for more in (-16, -8, 8, 16)]
+        choices += [sizes._replace(units=units) for units in (1, 3, 4)]
+        makers = [partial(_deepest, shape, choice) for choice in choices]
+        for fuse, resident in [(False, False), (True, False), *([(True, True)] if first.resident_rows else [])]:
+            makers.append(partial(deepest, shape, *sizes, fuse_quantize=fuse, resident_rows=resident))
+        makers += [partial(_with_stages, shape, first, first.num_stages + more) for more in (-2, -1, 1, 2)]
     else:
         if shape.decoded:
             large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
-        else:  # scaled beside products, sums of two parts do not fit registers
+        else:  # with scales of 128 columns, registers do not hold the sums of two parts
             large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
-        cuts = itertools.starmap(_Cut, itertools.product((MAX_WIDTH, *large), (2,), units))
-        ways = [partial(_deepest, shape, cut) for cut in cuts]
+        choices = itertools.starmap(_Sizes, itertools.product((MAX_WIDTH, *large), (2,), units))
+        makers = [partial(_deepest, shape, choice) for choice in choices]
         if shape.sums_may_be_own:
-            own = itertools.starmap(_Cut, itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)))
-            ways += [partial(_deepest, shape, cut, own_sums=True) for cut in own]
+            own = itertools.starmap(_Sizes, itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)))
+            makers += [partial(_deepest, shape, choice, own_sums=True) for choice in own]
     found = [first]
-    for way in ways:
+    for make in makers:
         try:
-            found.append(way())
-        except ValueError:  # registers or shared memory do not hold it
+            found.append(make())
+        except ValueError:  # registers or shared memory do not suffice
             continue
     return list(dict.fromkeys(found))

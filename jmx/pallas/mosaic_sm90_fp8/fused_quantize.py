@@ -1,14 +1,12 @@
-"""Quantization of rows fused with the products' launch, and the counters by which its CTAs signal how far they are.
+"""Quantization of rows within the launch of both products, and the counters by which CTAs signal their progress.
 
-All consumer warpgroups quantize a share of a GEMM's rows into global memory, and wait for each other. Or, with
-`keeps_rows`, a CTA quantizes all rows of a block into its own shared memory, a warpgroup each, where they stay while
-they are multiplied: no other CTA needs them, and nothing copies them. Of x that is done once; of h for each item anew,
-which is why there are not two rows a warpgroup.
+All consumer warpgroups quantize a share of a GEMM's rows to global memory, and wait for each other. Or, with
+`resident_rows`, each CTA quantizes all rows of a block to its own shared memory, one row per warpgroup, where they stay
+while they are multiplied: other CTAs do not need them, and no producer copies them. This is done once for x, but again
+for each item for h; so with more than one row per warpgroup it would take too long.
 
-For h either begins once all of its columns are there, which counters in global memory signal.
+Quantization of h starts once all of its columns are written, which counters in global memory signal.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +18,14 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 from jmx.pallas.sm90 import counters
+from jmx.pallas.sm90.mlir import Ref
+from jmx.util.typing import Array, Int32
 
-Array = Any
-_COUNTERS = 4  # of how far a launch is
+_COUNTERS = 4  # for each of two GEMMs: rows quantized, results written
 
 
-def new_counters(experts: jax.Array) -> jax.Array:
-    """Those of two GEMMs. Zeros, which XLA makes in the kernel that makes `experts`, if these are enough."""
+def new_counters(experts: Int32[Array, " B"]) -> Int32[Array, " counters"]:
+    """Zeros, at least four. If B suffices, XLA makes them in the kernel that makes `experts`."""
     zeros = experts >> 30
     return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
 
@@ -36,19 +35,19 @@ def _unquantized(gemm: Gemm) -> UnquantizedRows:
     return gemm.unquantized
 
 
-def _targets(gemm: Gemm) -> tuple[Any, Any]:
-    """Where values and scales are written to."""
+def _targets(gemm: Gemm) -> tuple[Ref, Ref]:
+    """References to write values and scales to."""
     of_rows = gemm.operands.x_row_scales
     return gemm.operands.x, gemm.operands.x_block_scales if of_rows is None else of_rows
 
 
-def _everyone(gemm: Gemm) -> int:
+def _all_warpgroups(gemm: Gemm) -> int:
     """Consumer warpgroups of all CTAs."""
     return gemm.share.num_ctas * gemm.config.num_warpgroups
 
 
 def quantize_share(gemm: Gemm) -> None:
-    """This warpgroup's share of the rows, and then until all others have theirs."""
+    """Quantizes this warpgroup's share of the rows, and waits until all others have quantized theirs."""
     rows = _unquantized(gemm)
     num_rows = rows.x.shape[0]
     first = gemm.cta + gemm.share.num_ctas * gemm.warpgroup
@@ -56,7 +55,7 @@ def quantize_share(gemm: Gemm) -> None:
     @pl.when(first < num_rows)
     @jax.named_scope("quantize")
     def _() -> None:
-        step = _everyone(gemm)
+        step = _all_warpgroups(gemm)
         wait_for_results(gemm)
 
         @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
@@ -69,12 +68,14 @@ def quantize_share(gemm: Gemm) -> None:
     wait_for_rows(gemm, warpgroup=True)
 
 
-def keep_rows(gemm: Gemm, first_row: Array, count: Array, part: Array) -> None:
-    """Rows from `first_row` on, of a part of the columns, in place of what was kept before."""
-    units = gemm.share.item_stages  # nobody shares columns of rows that are kept
+def quantize_resident_rows(
+    gemm: Gemm, first_row: Int32[Array, ""], count: Int32[Array, ""], part: Int32[Array, ""]
+) -> None:
+    """Quantizes `count` rows from `first_row` on, of a part of the columns, in place of the earlier resident rows."""
+    units = gemm.share.item_stages  # warpgroups do not share columns
     first_unit = part * units
     if gemm.index:
-        _meet(gemm, 0)
+        _synchronize_consumers(gemm, 0)
 
     @pl.when(gemm.warpgroup < count)
     @jax.named_scope("quantize")
@@ -91,37 +92,39 @@ def keep_rows(gemm: Gemm, first_row: Array, count: Array, part: Array) -> None:
         )
 
     plgpu.commit_smem()
-    _meet(gemm, 1)
+    _synchronize_consumers(gemm, 1)
 
 
-def _meet(gemm: Gemm, barrier: int) -> None:
-    plgpu.barrier_arrive(gemm.shared.kept.at[barrier])
-    plgpu.barrier_wait(gemm.shared.kept.at[barrier])
+def _synchronize_consumers(gemm: Gemm, barrier: int) -> None:
+    plgpu.barrier_arrive(gemm.shared.resident_barriers.at[barrier])
+    plgpu.barrier_wait(gemm.shared.resident_barriers.at[barrier])
 
 
 def wait_for_rows(gemm: Gemm, *, warpgroup: bool = False) -> None:
-    """A warp waits until it may copy them, or a warpgroup until it may read their scales."""
-    quantizing = min(_unquantized(gemm).x.shape[0], _everyone(gemm))
+    """A warp waits until it may copy quantized rows, or a warpgroup until it may read their scales."""
+    quantizing = min(_unquantized(gemm).x.shape[0], _all_warpgroups(gemm))
     with jax.named_scope("wait_for_rows"):
         counters.wait(gemm.counters, _quantized(gemm), jnp.int32(quantizing), warpgroup=warpgroup)
 
 
 def wait_for_results(gemm: Gemm) -> None:
-    """A warpgroup waits until all those of the GEMM before are there."""
+    """A warpgroup waits until all results of the GEMM before this one are written."""
     if gemm.index:
         with jax.named_scope("wait_for_results"):
-            counters.wait(gemm.counters, _written(gemm.index - 1), jnp.int32(_everyone(gemm)), warpgroup=True)
+            counters.wait(gemm.counters, _written(gemm.index - 1), jnp.int32(_all_warpgroups(gemm)), warpgroup=True)
 
 
 def signal_results(gemm: Gemm) -> None:
-    """By this warpgroup: all of its own are written."""
+    """Signals that this warpgroup has written all of its results."""
     if not gemm.last:
         counters.signal(gemm.counters, _written(gemm.index))
 
 
-def _quantized(gemm: Gemm) -> Array:
+def _quantized(gemm: Gemm) -> Int32[Array, ""]:
+    """The index of the counter of warpgroups that have quantized their rows."""
     return jnp.int32(2 * gemm.index)
 
 
-def _written(index: int) -> Array:
+def _written(index: int) -> Int32[Array, ""]:
+    """The index of the counter of warpgroups that have written their results."""
     return jnp.int32(2 * index + 1)

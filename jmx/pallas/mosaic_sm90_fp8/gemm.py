@@ -1,8 +1,8 @@
-"""A grouped GEMM as a thread of the persistent kernel sees it, and the shared memory of a CTA."""
+"""A grouped GEMM, as a thread of the persistent kernel knows it, and the shared memory of a CTA."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,35 +16,46 @@ from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS
 from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 from jmx.pallas.mosaic_sm90_fp8.staging import swizzled_rows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
+from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
-from jmx.pallas.sm90.scheduler import Share
+from jmx.pallas.sm90.scheduler import Share, Start
 from jmx.pallas.sm90.tiles import TILE
+from jmx.util.typing import Array, Int32
 
-Array = Any
-_KEPT_BARRIERS = 2  # that nobody multiplies the rows that are kept any more, and that others are there
+_RESIDENT_BARRIERS = 2  # all warpgroups have multiplied the old resident rows; they have quantized the new ones
 
 
 class SharedMemory(NamedTuple):
-    """Shared memory of a CTA: types, or refs, in the order in which it is allocated; None for what there is not."""
+    """Shared memory of a CTA: types, or references, in the order of allocation. What a configuration lacks is None.
 
-    outs: Sequence[Any]  # results of each product on their way to global memory
-    stages: Stage  # or all units of the rows that are kept, and so are their scales
-    warp_maxima: Any  # words of each warpgroup, for quantizing
-    row_scales: Any  # of rows that are kept
-    kept: Any  # barriers
-    sums: Any
-    sums_full: Any
-    sums_empty: Any
-    full_barriers: Any
-    empty_barriers: Any
-    turns: Any  # barriers of two warpgroups that multiply in turn
-    quantized: Any  # barrier: that the first rows are
+    Args:
+        outs: of each product, results that are copied to global memory.
+        stages: of the pipeline; of resident rows and their scales, all units.
+        warp_maxima: of each warpgroup, for quantization.
+        resident_row_scales: of resident rows, where scales belong to whole rows.
+        resident_barriers: see `_RESIDENT_BARRIERS`.
+        partial_sums: of the reduction.
+        full_barriers, empty_barriers: of the pipeline.
+        turn_barriers: of two warpgroups that multiply alternately.
+        quantized_barrier: the first GEMM's rows are quantized.
+    """
+
+    outs: Sequence[Ref]
+    stages: Stage
+    warp_maxima: Ref
+    resident_row_scales: Ref
+    resident_barriers: Ref
+    partial_sums: PartialSums | None
+    full_barriers: Ref
+    empty_barriers: Ref
+    turn_barriers: Ref
+    quantized_barrier: Ref
 
     @classmethod
     def of(cls, products: Sequence[Product], operands: Sequence[Operands], config: Config) -> "SharedMemory":
         first, (tiles, units) = products[0], (config.warpgroups_m, config.warpgroups_k)  # of a stage
-        num_stages, num_compute, kept = config.num_stages, config.num_warpgroups, config.keeps_rows
+        num_stages, num_consumers, resident = config.num_stages, config.num_warpgroups, config.resident_rows
         fused, by_block = isinstance(first.inputs, UnquantizedRows), first.by_block
         values, scales = first.weight.values, operands[0].scales
         value_stages = (num_stages, tiles, units * value_rows(first.format), values.shape[-1])
@@ -56,9 +67,8 @@ class SharedMemory(NamedTuple):
             x_scales=plgpu.SMEM((row_slots, 1, config.scales_n), jnp.float32) if by_block else None,
         )
         copies = 1 + (scales is not None)  # into a stage
-        if not kept:
+        if not resident:
             copies += units * (1 + by_block)
-        sums = PartialSums.scratch(tiles, units, config.block_n) if units > 1 else PartialSums(None, None, None)
         outs = []
         for product in products:
             columns, staged = product.tile_columns, product.staged(config)
@@ -67,59 +77,54 @@ class SharedMemory(NamedTuple):
         return cls(
             outs=outs,
             stages=stages,
-            warp_maxima=plgpu.SMEM((num_compute, WORDS), jnp.int32) if fused else None,
-            row_scales=plgpu.SMEM((config.scales_n,), jnp.float32) if kept and not by_block else None,
-            kept=plgpu.Barrier(num_barriers=_KEPT_BARRIERS, num_arrivals=num_compute) if kept else None,
-            sums=sums.values,
-            sums_full=sums.full,
-            sums_empty=sums.empty,
+            warp_maxima=plgpu.SMEM((num_consumers, WORDS), jnp.int32) if fused else None,
+            resident_row_scales=plgpu.SMEM((config.scales_n,), jnp.float32) if resident and not by_block else None,
+            resident_barriers=(
+                plgpu.Barrier(num_barriers=_RESIDENT_BARRIERS, num_arrivals=num_consumers) if resident else None
+            ),
+            partial_sums=PartialSums.scratch(tiles, units, config.block_n) if units > 1 else None,
             full_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=copies),
-            empty_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_compute),
-            turns=plgpu.Barrier(num_barriers=2, num_arrivals=1),
-            quantized=plgpu.Barrier(num_arrivals=num_compute) if fused else None,
+            empty_barriers=plgpu.Barrier(num_barriers=num_stages, num_arrivals=num_consumers),
+            turn_barriers=plgpu.Barrier(num_barriers=2, num_arrivals=1),
+            quantized_barrier=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
         )
 
-    @property
-    def partial_sums(self) -> PartialSums:
-        """That warpgroups along the columns hand over."""
-        return PartialSums(self.sums, self.sums_full, self.sums_empty)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """One of a launch's grouped GEMMs as a thread sees it.
+    """One of a launch's grouped GEMMs, as a thread of the kernel knows it.
 
     Args:
         product: what is computed.
-        operands, out: refs in global memory; of rows that are kept, in shared memory.
-        blocks: of rows, with refs.
-        shared: refs of shared memory.
-        unquantized: with refs, where rows are quantized in this launch.
-        counters: see `fused_quantize.new_counters`; None where no rows are quantized.
-        index, last: of the launch's GEMMs, this one's number, and whether there is none behind it.
+        share: the work items of this CTA.
+        operands, out: references to global memory; for resident rows, to shared memory.
+        blocks: blocks of rows, with references.
+        shared: references to shared memory.
+        unquantized: with references, if rows are quantized in this launch.
+        counters: see `fused_quantize.new_counters`; None if rows are not quantized in this launch.
+        index, last: this GEMM's number in the launch, and whether it is the last one.
         cta, warpgroup: this thread's.
         config, num_rows: the launch's.
-        share: this CTA's work items.
     """
 
     product: Product
+    share: Share
     operands: Operands
-    out: Any
+    out: Ref
     blocks: Blocks
     shared: SharedMemory
     unquantized: UnquantizedRows | None
-    counters: Any
+    counters: Ref
     index: int
     last: bool
-    cta: Array
-    warpgroup: Array
+    cta: Int32[Array, ""]
+    warpgroup: Int32[Array, ""]
     config: Config
     num_rows: int
-    share: Share
 
     @staticmethod
-    def share_of(start: tuple[Any, ...], product: Product, blocks: Blocks, config: Config, num_ctas: int) -> Share:
-        """A CTA's work items; an item's stages are one part of the columns, behind whose last unit are zeros."""
+    def share_of(start: Start, product: Product, blocks: Blocks, config: Config, num_ctas: int) -> Share:
+        """A CTA's work items. The stages of an item cover one part of the columns, with zeros after the last unit."""
         units = -(-product.units // product.split_k)
         all_items = blocks.number * (_steps(product, config) * product.split_k)
         return Share.of(start, all_items, -(-units // config.warpgroups_k), num_ctas)
@@ -129,26 +134,26 @@ class Gemm:
         return Pipeline(self.shared.full_barriers, self.shared.empty_barriers, self.config.num_stages)
 
     @property
-    def wm(self) -> Array:
-        """Which of the warpgroups along the weight's rows this one is."""
+    def wm(self) -> Int32[Array, ""]:
+        """This warpgroup's index along the weight's rows."""
         mine, config = self.warpgroup, self.config
         return mine if config.warpgroups_k == 1 else lax.rem(mine, config.warpgroups_m)
 
     @property
-    def wk(self) -> Array | int:
-        """The same along the columns."""
+    def wk(self) -> Int32[Array, ""] | int:
+        """This warpgroup's index along the columns."""
         mine, config = self.warpgroup, self.config
         return 0 if config.warpgroups_k == 1 else lax.div(mine, config.warpgroups_m)
 
     @property
     def tokens_may_be_a(self) -> bool:
-        """Whether tokens are the operand A of some blocks' products."""
+        """Whether some blocks have tokens as operand A."""
         product, config = self.product, self.config
-        may = product.by_block and not product.decoded and product.split_k == 1 and not config.keeps_rows
+        may = product.by_block and not product.decoded and product.split_k == 1 and not config.resident_rows
         return may and config.tokens_may_be_a and product.staged(config) >= TILE
 
-    def item(self, turn: Array) -> tuple[Array, Array, Array]:
-        """Block, first tile of the weight's rows and part of the columns; past the end of some item."""
+    def item(self, turn: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""], Int32[Array, ""]]:
+        """The block, the first tile along the weight's rows and the part of the columns; past the end, of some item."""
         nth = jnp.clip(self.share.item(turn), 0, jnp.maximum(self.share.all_items, 1) - 1)
         step, part = lax.div(nth, self.product.split_k), lax.rem(nth, self.product.split_k)
         steps = _steps(self.product, self.config)
@@ -156,5 +161,5 @@ class Gemm:
 
 
 def _steps(product: Product, config: Config) -> int:
-    """Steps of an item's tiles along the weight's rows."""
+    """The number of items along the weight's rows."""
     return -(-product.m_tiles // config.warpgroups_m)

@@ -1,7 +1,7 @@
-"""What a launch of `kernel` computes: products, one after the other, and the arrays that they take."""
+"""The products that a launch computes, one after the other, and the arrays that they take."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,19 @@ from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
 from jmx.pallas.mosaic_sm90_fp8.rows import QuantizedRows, UnquantizedRows
 from jmx.pallas.sm90.gemm import BaseProduct
+from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 
 
 @dataclass(frozen=True)
 class Product(BaseProduct):
-    """One of a launch's products, in this layout; see `BaseProduct`.
+    """One of a launch's products, with a weight in this layout; see `BaseProduct`.
 
     Args:
-        inputs: what is multiplied. Where they are still to be quantized, that is done in the same launch; where these
-            are a shape, they are what the product before gave.
-        inputs_are_results: whether they lie where results do, in blocks by `out_rows`, not by `x_rows`.
-        split_k: parts of the weight's columns that are computed apart, where there is no activation.
+        inputs: the rows. `UnquantizedRows` are quantized in the same launch; if their x is a shape, they are the
+            results of the product before.
+        inputs_are_results: whether blocks begin at `out_rows` of the inputs, not at `x_rows`.
+        split_k: parts of the weight's columns that are computed separately; 1 with an activation.
     """
 
     inputs: QuantizedRows | UnquantizedRows | None = None
@@ -32,6 +33,7 @@ class Product(BaseProduct):
     def times(
         self, inputs: QuantizedRows | UnquantizedRows, *, inputs_are_results: bool = False, split_k: int = 1
     ) -> "Product":
+        """The same with inputs."""
         return replace(self, inputs=inputs, inputs_are_results=inputs_are_results, split_k=split_k)
 
     @property
@@ -57,39 +59,49 @@ class Product(BaseProduct):
 
     @property
     def tile_columns(self) -> int:
-        """Columns of the result that 64 rows of the weight give."""
+        """Columns of the result from 64 rows of the weight."""
         return TILE if self.rows.gate_up_order is None else GATED_ROWS
 
     def staged(self, config: Config) -> int:
-        """Rows of a tile's results that a warpgroup holds in shared memory on their way."""
+        """Rows of a tile's results that a warpgroup's buffer in shared memory holds."""
         return min(config.block_n, config.staged_bytes // (self.tile_columns * jnp.dtype(self.dtype).itemsize))
 
 
 class Operands(NamedTuple):
-    """A product's arrays as the kernel takes them, or refs of them; None for what there is not."""
+    """A product's arrays, which are the kernel's operands, or references to them. Those that it lacks are None.
 
-    unquantized: Any
-    row_of: Any
-    static_scale: Any
-    x: Any
-    x_row_scales: Any
-    x_block_scales: Any
-    values: Any
-    scales: Any  # that come with the units
-    by_row: Any  # scales (E, N) or (E, N, 1), which the epilogue multiplies by
-    bias: Any
+    Args:
+        unquantized, row_of, static_scale: as in `UnquantizedRows`.
+        x, x_row_scales, x_block_scales: quantized rows; either of the scales.
+        values: of the weight.
+        scales: of blocks, which are copied with the units.
+        channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
+        bias: as in `BaseProduct`.
+    """
+
+    unquantized: Ref
+    row_of: Ref
+    static_scale: Ref
+    x: Ref
+    x_row_scales: Ref
+    x_block_scales: Ref
+    values: Ref
+    scales: Ref
+    channel_scales: Ref
+    bias: Ref
 
     @classmethod
     def of(cls, product: Product) -> "Operands":
         rows, q, of_blocks = product.inputs, product.weight, product.format.block_size > 0
-        scales, by_row = (q.scales, None) if of_blocks else (None, q.scales)
-        weight = (q.values, scales, by_row, product.bias)
+        scales, channel_scales = (q.scales, None) if of_blocks else (None, q.scales)
+        weight = (q.values, scales, channel_scales, product.bias)
         if isinstance(rows, UnquantizedRows):
             x = None if isinstance(rows.x, jax.ShapeDtypeStruct) else rows.x
             return cls(x, rows.row_of, rows.static_scale, None, None, None, *weight)
         assert rows is not None
         return cls(None, None, None, None, None, None, *weight).with_quantized(*rows)
 
-    def with_quantized(self, values: Any, scales: Any) -> "Operands":
+    def with_quantized(self, values: Ref, scales: Ref) -> "Operands":
+        """The same with quantized rows."""
         of_rows, of_blocks = (scales, None) if len(scales.shape) == 1 else (None, scales)
         return self._replace(x=values, x_row_scales=of_rows, x_block_scales=of_blocks)

@@ -1,27 +1,26 @@
 """Grouped GEMMs on Hopper's FP8 tensor cores, in one persistent Pallas Mosaic GPU kernel: rows @ weight[expert].T.
 
-As in `mosaic_sm90.kernel`, results are computed transposed: 64 rows of the weight are the operand A, and a block of
-rows of one expert, at most 256, is B, in parts where registers do not hold its sums at once. E4M3 weights are read from
-shared memory; MXFP4 ones become e5m2 in registers. Large blocks whose scales belong to 128 columns are A themselves,
-where that costs less: see `tokens_as_a`. One CTA per SM strides over work items. One producer warp copies weights and
-another one rows (`producer`) into the pipeline's stages, 128 columns each (but see `fused_quantize` for rows that are
-kept); one to five consumer warpgroups compute (`consumer`):
+As in `mosaic_sm90.kernel`, results are computed transposed: 64 rows of the weight are operand A, and a block of at most
+256 rows of one expert is operand B, in parts if registers do not hold all of its sums. E4M3 weights are read from
+shared memory; MXFP4 weights become e5m2 in registers. Large blocks with scales of 128 columns may be operand A; see
+`tokens_as_a`. One CTA per SM strides over work items. One producer warp copies weights and another one rows
+(`producer`) into the pipeline's stages of 128 columns (but see `fused_quantize` for resident rows); one to five
+consumer warpgroups compute (`consumer`). `sm90.pipeline` has the waits for stages and their releases.
 
     weights    | W0 | W1 | W2 | ...                             full_barriers[slot] -->
     rows       | X0 | X1 | X2 | ...                             full_barriers[slot] -->
     consumers  | wait 0 | elements 0 | wgmma 0 | totals += sums * scales | wait 1 | ...   --> empty_barriers[slot]
 
-Or warpgroups share the columns of an item, a unit of each stage each, and add up their partial sums at its end.
+Warpgroups may also share the columns of an item, with one unit of each stage for each, and reduce their partial sums at
+its end.
 
-Results leave by way of shared memory, and are on their way while the next item is computed.
+Results are written to shared memory and copied from there while the next item is computed.
 
-Between the products rows of h are quantized anew, for which a token's h has to be there as a whole. Where rows are few,
-that and the quantization of x before are part of one launch with both products; see `fused_quantize`. Weights are on
-their way meanwhile.
+Between the products rows of h are quantized, for which all of a token's h must be complete. For few rows this, and the
+quantization of x before, are part of one launch with both products; see `fused_quantize`. Weights are copied meanwhile.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
@@ -37,45 +36,54 @@ from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Operands, Product
 from jmx.pallas.mosaic_sm90_fp8.producer import copy_rows, copy_weights
 from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
+from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.scheduler import Share
+from jmx.util.typing import Array, Num
 
-Array = Any
-Refs = Sequence[Any]
+Refs = Sequence[Ref]
 
 
 def grouped_products(
     products: Sequence[Product], blocks: Blocks, *, config: Config, num_rows: int, num_cores: int
-) -> jax.Array:
+) -> Num[Array, "parts_rows N"]:
     """The products of blocks of rows, one GEMM after the other in one launch.
 
     Args:
         products: with `inputs`. All weights are of one format.
-        blocks: `x_rows` and `out_rows` are multiples of 8. All blocks must name an expert that there is; only the first
-            `num_blocks`, an int or here (B,), the same number throughout, are computed. They may read past the end of
-            the rows.
-        num_rows: R, rows of the results, a multiple of 8. Rows that no block names may hold anything: a block writes
-            its own and those up to the next multiple of 8.
-        num_cores: SMs to run on; all of them at once, where rows are still to be quantized: else it does not end.
+        blocks: `x_rows` and `out_rows` are multiples of 8. All blocks must have a valid expert id; only the first
+            `num_blocks`, an int or here an array (B,) of equal numbers, are computed. They may read past the end of the
+            rows.
+        num_rows: R, rows of the results, a multiple of 8. A block writes its rows and those up to the next multiple of
+            8. Rows that belong to no block have undefined contents.
+        num_cores: CTAs, at most the number of SMs. With `UnquantizedRows` all of them must be resident, since they wait
+            for each other.
 
     Returns:
-        (split_k * R, rows.num_outputs) of the last product: the parts' sums one below the other.
+        (split_k * R, rows.num_outputs) of the last product's dtype: the parts, one below the other.
     """
     operands = tuple(map(Operands.of, products))
     fused = isinstance(products[0].inputs, UnquantizedRows)
     assert all(isinstance(product.inputs, UnquantizedRows) == fused for product in products)
-    assert not config.keeps_rows or (fused and isinstance(blocks.counts, int))  # all blocks have all tokens
+    assert not config.resident_rows or (fused and isinstance(blocks.counts, int))  # all blocks have the same rows
     outputs = [
         jax.ShapeDtypeStruct((product.split_k * num_rows, product.rows.num_outputs), product.dtype)
         for product in products
     ]
-    quantized = []  # values and scales of each product's inputs, where they pass through global memory
-    if fused and not config.keeps_rows:
-        quantized = [product.inputs.quantized for product in products if isinstance(product.inputs, UnquantizedRows)]
+    quantized_shapes = []  # values and scales of each product's inputs, if they are stored in global memory
+    if fused and not config.resident_rows:
+        inputs = [product.inputs for product in products if isinstance(product.inputs, UnquantizedRows)]
+        quantized_shapes = [rows.quantized_shapes for rows in inputs]
 
     def body(
-        operands: Sequence[Operands], given: Blocks, counters: Any, outs: Refs, of_inputs: Refs, *, shared: SharedMemory
+        operands: Sequence[Operands],
+        block_refs: Blocks,
+        counters: Ref,
+        outs: Refs,
+        quantized: Sequence[Refs],
+        *,
+        shared: SharedMemory,
     ) -> None:
-        work = blocks.with_refs(given)
+        work = blocks.with_refs(block_refs)
         cta, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
         start, gemms = Share.begin(cta), []
         for index, (product, refs) in enumerate(zip(products, operands, strict=True)):
@@ -83,41 +91,41 @@ def grouped_products(
             if isinstance(product.inputs, UnquantizedRows):
                 x = outs[index - 1] if refs.unquantized is None else refs.unquantized
                 inputs = product.inputs._replace(x=x, row_of=refs.row_of, static_scale=refs.static_scale)
-                kept = shared.stages.x_scales if shared.row_scales is None else shared.row_scales
-                refs = refs.with_quantized(*((shared.stages.x, kept) if config.keeps_rows else of_inputs[index]))
-            its_blocks = work._replace(x_rows=work.out_rows) if product.inputs_are_results else work
+                scales = shared.stages.x_scales if shared.resident_row_scales is None else shared.resident_row_scales
+                refs = refs.with_quantized(*((shared.stages.x, scales) if config.resident_rows else quantized[index]))
+            gemm_blocks = work._replace(x_rows=work.out_rows) if product.inputs_are_results else work
             gemm = Gemm(
-                product,
-                refs,
-                outs[index],
-                its_blocks,
-                shared,
-                inputs,
-                counters,
-                index,
-                index + 1 == len(products),
-                cta,
-                warpgroup,
-                config,
-                num_rows,
-                Gemm.share_of(start, product, its_blocks, config, num_cores),
+                product=product,
+                share=Gemm.share_of(start, product, gemm_blocks, config, num_cores),
+                operands=refs,
+                out=outs[index],
+                blocks=gemm_blocks,
+                shared=shared,
+                unquantized=inputs,
+                counters=counters,
+                index=index,
+                last=index + 1 == len(products),
+                cta=cta,
+                warpgroup=warpgroup,
+                config=config,
+                num_rows=num_rows,
             )
             gemms.append(gemm)
             start = gemm.share.end(overrun_first=False)
 
-        def each(function: Any) -> None:
+        def each(function: Callable[[Gemm], None]) -> None:
             for gemm in gemms:
                 with jax.named_scope(f"gemm{gemm.index}"):
                     function(gemm)
 
         def consume_all() -> None:
-            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(shared.turns.at[0]))
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(shared.turn_barriers.at[0]))
             each(consume)
 
         specialize(warpgroup, config, consume_all, lambda: each(copy_weights), lambda: each(copy_rows))
 
     shared = SharedMemory.of(products, operands, config)
-    kernel = persistent_kernel(body, "mosaic_fp8", config, num_cores, [outputs, quantized], shared)
+    kernel = persistent_kernel(body, "mosaic_fp8", config, num_cores, [outputs, quantized_shapes], shared)
     counters = jax.new_ref(new_counters(blocks.experts)) if fused else None
     results, _ = launch(kernel, operands, blocks.arrays, counters)
     return results[-1]

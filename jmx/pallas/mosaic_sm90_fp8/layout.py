@@ -1,29 +1,29 @@
-"""The layout `mosaic_sm90_fp8`: e4m3 weights, and MXFP4 ones that become e5m2, as Hopper's FP8 tensor cores want them.
+"""The layout `mosaic_sm90_fp8` for Hopper's FP8 tensor cores: e4m3 weights, and MXFP4 weights that become e5m2.
 
-A weight (N, K) is cut into units of 64 rows by 128 columns: the A operand of four `wgmma.m64nNk32`. Units that follow
-each other along the columns lie one behind the other.
+A weight (N, K) is divided into units of 64 rows by 128 columns: operand A of four `wgmma.m64nNk32`. Units that are
+adjacent along the columns are stored one after the other.
 
-    e4m3  the rows as they are, of 128 bytes. They go to shared memory, swizzled on the way, where wgmma reads them.
-    e2m1  in the order in which registers want them. A thread (warp w, lane l) holds rows 16 * w + l // 4 and the one 8
-          below, of each 32 columns 4 * (l % 4) + {0..3} and those 16 to the right. For each 32 columns it has a word of
-          8 codes a row, and finds them by loads of 16 bytes, without anything moving between threads. Nibble n has code
-          n's magnitude in its lower three bits. Signs are fourth bits: of codes 0..3, the lower columns, those of
-          nibbles 1, 3, 5, 7; of codes 4..7 of 0, 2, 4, 6.
+    e4m3  the rows unchanged, 128 bytes each. TMA swizzles them on the way to shared memory, where wgmma reads them.
+    e2m1  in register order. A thread (warp w, lane l) holds rows 16 * w + l // 4 and the one 8 below, and of each 32
+          columns 4 * (l % 4) + {0..3} and those 16 to the right. For each 32 columns it has a word of 8 codes per row,
+          which it reads by loads of 16 bytes; no data moves between threads. Nibble n has the magnitude of code n in
+          its lower three bits. Signs are fourth bits: those of codes 0..3, the lower columns, are in nibbles 1, 3, 5,
+          7; those of codes 4..7 in nibbles 0, 2, 4, 6.
 
-Then a magnitude is a byte that `prmt` looks up in a table of eight, and a sign a bit that is in place, or 4 beside it.
+Then `prmt` looks a magnitude up in a table of eight bytes, and a sign is in position, or 4 bits away from it.
 
-MXFP4's scales fold into the elements. Of a row with the largest scale code m, blocks of zeros apart, a block with code
-c holds elements times 2^(13 - (m - c)), as e5m2, and the row's results are multiplied by 2^(m - 127 - 13). All e2m1
-elements times 2^13 to 2^-13 are normal numbers of e5m2, so this is exact for codes down to m - 26. Smaller ones become
-zeros: they are less than 2^-26 of the row's largest possible weight. `prepare` warns of them.
+MXFP4's scales are folded into the elements. Let m be the largest scale code of a row, blocks of zeros excepted. A block
+with code c holds elements times 2^(13 - (m - c)), as e5m2, and the row's results are multiplied by 2^(m - 127 - 13).
+All e2m1 elements times 2^13 to 2^-13 are normal numbers of e5m2, so this is exact for codes down to m - 26. Smaller
+ones become zeros: they are less than 2^-26 of the row's largest possible weight. `prepare` warns of them.
 
-A unit's scales are the distances m - c, a byte for each row and 32 columns: for each four lanes those of their first
-row, then of their second. Behind the last unit of a row of tiles comes one more chunk like theirs, with the rows' m,
-four times each.
+A unit's scales are the distances m - c, one byte for each row and 32 columns: for each four lanes those of their first
+row, then of their second. After the last unit of a row of tiles there is one more chunk like these, with each row's m
+four times.
 
-Scales of 128 columns are one a row, those of rows r and r + 8 of each 16 side by side. Behind the last unit of a row of
-tiles comes one more chunk of 64: all 1 where, in each unit, those of rows 0 to 7 of each 16 are one number and those of
-rows 8 to 15 are, as blocks of 128 rows have them; else 0.
+Scales of 128 columns are one per row, with those of rows r and r + 8 of each 16 side by side. After the last unit of a
+row of tiles there is one more chunk of 64: all 1 if, in each unit, rows 0 to 7 of each 16 share one scale and rows 8 to
+15 share one, as in blocks of 128 rows; else all 0.
 
 Gate and up alternate by 8 rows within a unit, as in the layout `mosaic_sm90`. Rows are padded to 64, columns to 128.
 """
@@ -44,22 +44,23 @@ from jmx.numerics import formats, layouts
 from jmx.numerics.formats import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, MXFP4, BlockScaled
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.sm90.tiles import VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
+from jmx.util.typing import Array, Bool, Int32, Shaped, UInt8
 
 UNIT_COLUMNS = 128
-RAISED = 13  # elements of a row's largest block are multiplied by two to this power
-EXACT_BELOW = 27  # blocks whose code is less far below the row's largest lose nothing
+RESCALE_EXPONENT = 13  # elements of a row's largest block are multiplied by 2 to this power, which the epilogue reverts
+EXACT_BELOW = 27  # blocks whose code is less than this below the row's largest are exact
 _SLICES = UNIT_COLUMNS // 32
-_MAGNITUDES = np.uint8(0x77)  # of two codes of e2m1
+_MAGNITUDES = np.uint8(0x77)  # bits of the magnitudes of two codes of e2m1
 _NAN = 255
 
 
 def value_rows(format: formats.Format) -> int:
-    """A unit's values are uint8 (value_rows, 256) of MXFP4, (value_rows, 128) of e4m3."""
+    """A unit's values are uint8 (value_rows, 256) for MXFP4, and (value_rows, 128) for e4m3."""
     return 64 * UNIT_COLUMNS // 2 // VALUE_COLUMNS if format == MXFP4 else 64
 
 
 def unit_bytes(format: formats.Format) -> int:
-    """Of a unit with its scales, at most."""
+    """The largest size of a unit with its scales."""
     scales = 64 * (UNIT_COLUMNS // format.block_size if format == MXFP4 else format.block_size > 0 and 4)
     return 64 * UNIT_COLUMNS * format.element_bits // 8 + scales
 
@@ -70,15 +71,15 @@ def num_units(spec: WeightSpec) -> int:
 
 
 def magnitudes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The eight magnitudes in a row's largest block as bytes of e5m2, and by how much they fall with each step that a
-    block's code is below: by one of the exponent. Both uint32 (2,)."""
+    """The eight magnitudes in a row's largest block as bytes of e5m2, and what is subtracted from them for each step
+    that a block's code is lower: one of the exponent. Both are uint32 (2,)."""
     elements = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-    largest = (elements * 2.0**RAISED).astype(ml_dtypes.float8_e5m2)
+    largest = (elements * 2.0**RESCALE_EXPONENT).astype(ml_dtypes.float8_e5m2)
     steps = np.where(elements > 0, 1 << ml_dtypes.finfo(largest.dtype).nmant, 0).astype(np.uint8)
     return largest.view(np.uint32), steps.view(np.uint32)
 
 
-def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
+def _tile_values(values: UInt8[Array, "N packed"], spec: WeightSpec) -> UInt8[Array, "tiles k_rows columns"]:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     if spec.format.element_bits == 4:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(values.shape[0], -1)
@@ -95,7 +96,7 @@ def _tile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.uint8).reshape(tiles, -1, VALUE_COLUMNS)
 
 
-def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
+def _untile_values(values: UInt8[Array, "tiles k_rows columns"], spec: WeightSpec) -> UInt8[Array, "N packed"]:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     if spec.format.element_bits == 8:
         rows = values.reshape(tiles, units, 64, UNIT_COLUMNS).swapaxes(1, 2)
@@ -110,14 +111,14 @@ def _untile_values(values: jax.Array, spec: WeightSpec) -> jax.Array:
     return rows[:, ::2] | rows[:, 1::2] << 4
 
 
-def _tile_blocks(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
+def _tile_blocks(array: Shaped[Array, "N b"], spec: WeightSpec, fill: Any) -> Shaped[Array, "tiles units chunk"]:
     tiles, units = num_tiles(spec)[0], num_units(spec)
     per_unit = max(1, UNIT_COLUMNS // spec.format.block_size)
     array = tile_rows(pad(array, 1, units * per_unit, fill), spec, fill).reshape(tiles, 4, 2, 8, units, per_unit)
     return array.transpose(0, 4, 1, 3, 2, 5).reshape(tiles, units, -1)
 
 
-def _untile_blocks(array: jax.Array, spec: WeightSpec) -> jax.Array:
+def _untile_blocks(array: Shaped[Array, "tiles units chunk"], spec: WeightSpec) -> Shaped[Array, "N b"]:
     tiles, units, _ = array.shape
     array = array.reshape(tiles, units, 4, 8, 2, -1).transpose(0, 2, 4, 3, 1, 5).reshape(tiles, 4, 2, 8, -1)
     return untile_rows(array, spec)[:, : spec.format.num_blocks(spec.shape[1], "shape[-1]")]
@@ -131,15 +132,15 @@ def _forward_one(q: BlockScaled, spec: WeightSpec, one: Any) -> BlockScaled:
         scales = _tile_blocks(q.scales, spec, one)
         pairs = scales.reshape(len(scales), -1, 32, 2)
         shared = (pairs == pairs[:, :, :1]).all(axis=(1, 2, 3))[:, None, None]
-        told = jnp.where(shared, jnp.full_like(scales[:, :1], one), 0)
-        return BlockScaled(values, jnp.concatenate([scales, told], axis=1))
-    largest = jnp.where(_counts(q), q.scales, 0).max(axis=1, keepdims=True)
+        flags = jnp.where(shared, jnp.full_like(scales[:, :1], one), 0)
+        return BlockScaled(values, jnp.concatenate([scales, flags], axis=1))
+    largest = jnp.where(_nonzero(q), q.scales, 0).max(axis=1, keepdims=True)
     rows = _tile_blocks(jnp.broadcast_to(largest, (*largest.shape[:-1], _SLICES)), spec, 0)[:, :1]
     return BlockScaled(values, jnp.concatenate([_tile_blocks(largest - q.scales, spec, 0), rows], axis=1))
 
 
-def _counts(q: BlockScaled) -> jax.Array:
-    """Whether a packed weight's block is more than zeros: these often have some scale that says nothing."""
+def _nonzero(q: BlockScaled) -> Bool[Array, "N b"]:
+    """Whether a packed weight's blocks have an element that is not zero; otherwise their scales have no meaning."""
     return (q.values.reshape(*q.scales.shape, -1) & _MAGNITUDES != 0).any(axis=-1) | (q.scales == _NAN)
 
 
@@ -158,9 +159,9 @@ def _by_block(spec: WeightSpec) -> bool:
 
 
 def _each(function: Callable[..., Any], q: BlockScaled, spec: WeightSpec, rank: int) -> BlockScaled:
-    """`function` of what comes by the unit, one expert at a time, so that no more than one is held in between.
+    """Applies `function` to the arrays that are stored by unit, one expert at a time, so that temporaries are small.
 
-    Scales go as the bits that they are. `rank`: axes of one expert's values.
+    Scales are passed as their bits. `rank`: the number of axes of one expert's values.
     """
     lead, blocks = q.values.shape[:-rank], _by_block(spec)
     by_unit = BlockScaled(q.values, q.scales if blocks else None)
@@ -189,8 +190,8 @@ def _take(q: BlockScaled, spec: WeightSpec, index: Index) -> BlockScaled:
     return _inverse_packed(layouts.gather(q, index), spec)
 
 
-def _rounds(q: BlockScaled, spec: WeightSpec) -> jax.Array:
-    """Blocks of MXFP4 that are not zero and whose codes are too far below their rows' largest, which are no NaN."""
+def _rounds(q: BlockScaled, spec: WeightSpec) -> Int32[Array, ""]:
+    """The number of nonzero blocks of MXFP4 whose codes are too far below their row's largest, unless that is NaN."""
     if spec.format != MXFP4:
         return jnp.int32(0)
     distances = q.scales[..., :-1, :]

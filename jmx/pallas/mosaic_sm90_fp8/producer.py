@@ -1,7 +1,9 @@
-"""Producer warps: TMA copies of weights and of rows into pipeline stages, one work item after the other."""
+"""Producer warps: TMA copies of weights and of rows into pipeline stages, for one work item after the other.
+
+Each `fill` acquires a stage, which waits until consumers have released it, and starts the copies into it.
+"""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -12,35 +14,37 @@ from jmx.pallas.mosaic_sm90_fp8 import fused_quantize
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, unit_bytes, value_rows
 from jmx.pallas.sm90.launch import for_width
+from jmx.util.typing import Array, Int32
 
-Array = Any
-_AHEAD_BYTES = 96 * 1024  # of weights, of an SM, that may come before rows are quantized
+Scalar = Int32[Array, ""]
+_AHEAD_BYTES = 96 * 1024  # of weights that an SM may load before the first rows are quantized
 
 
 def copy_weights(gemm: Gemm) -> None:
-    """Weights of all of the CTA's work items; past the weight's end TMA writes zeros.
+    """Copies the weights of all of the CTA's work items. Past the weight's end TMA writes zeros.
 
-    Few before the first rows are quantized: what that loads, and signals, would take 6 us behind many, not 2.
+    Only few are copied before the first rows are quantized: the loads and signals of that would take 6 us, not 2, if
+    they were queued behind all that the pipeline holds.
     """
     format, config, pipeline, buffers = gemm.product.format, gemm.config, gemm.pipeline, gemm.shared.stages
     units = config.warpgroups_k
     size = units * value_rows(format)
-    ahead = None  # stages, where there is a limit
+    ahead = None  # stages, if there is a limit
     if gemm.unquantized is not None and gemm.index == 0:
         ahead = max(1, _AHEAD_BYTES // (config.num_warpgroups * unit_bytes(format)))
 
     @jax.named_scope("weights_prologue")
-    def prologue(turn: Array) -> Callable[[Array, Array], None]:
+    def prologue(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
         block, tile, part = gemm.item(turn)
         expert, m = gemm.blocks.experts[block], pl.ds(tile, config.warpgroups_m)
         first = part * gemm.share.item_stages
 
         @jax.named_scope("copy_weights")
-        def fill(step: Array, slot: Array) -> None:
+        def fill(step: Scalar, slot: Scalar) -> None:
             nth = gemm.share.stage(turn, step)
             pipeline.acquire(slot, nth)
             if ahead is not None:
-                pl.when(nth == ahead)(lambda: plgpu.barrier_wait(gemm.shared.quantized))
+                pl.when(nth == ahead)(lambda: plgpu.barrier_wait(gemm.shared.quantized_barrier))
             stage = first + step
             values = gemm.operands.values.at[expert, m, pl.ds(stage * size, size)]
             pipeline.copy(values, buffers.values.at[slot], slot)
@@ -54,21 +58,23 @@ def copy_weights(gemm: Gemm) -> None:
 
 
 def copy_rows(gemm: Gemm) -> None:
-    """Rows of all of the CTA's work items, once they are there; none of those that are kept."""
+    """Copies the rows of all of the CTA's work items, once they are quantized; resident rows are not copied."""
     blocks, operands, pipeline, buffers = gemm.blocks, gemm.operands, gemm.pipeline, gemm.shared.stages
     units = gemm.config.warpgroups_k
-    if gemm.config.keeps_rows:
+    if gemm.config.resident_rows:
         return
 
     @jax.named_scope("rows_prologue")
-    def prologue(turn: Array) -> Callable[[Array, Array], None]:
+    def prologue(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
         block, _, part = gemm.item(turn)
-        first_row = lax.div(blocks.first_row(blocks.x_rows, block), 8) * 8  # by 8, for TMA to see
+        first_row = (
+            lax.div(blocks.first_row(blocks.x_rows, block), 8) * 8
+        )  # TMA needs to see that it is a multiple of 8
         count = blocks.count_of(block)
         first = part * gemm.share.item_stages
 
         @jax.named_scope("copy_rows")
-        def fill(step: Array, slot: Array) -> None:
+        def fill(step: Scalar, slot: Scalar) -> None:
             pipeline.acquire(slot, gemm.share.stage(turn, step))
             stage = first + step
 

@@ -1,14 +1,14 @@
-"""Rounds rows to e4m3 on the way to `kernel`: grouped, padded, and with their scales.
+"""Quantizes rows to e4m3: grouped by expert, padded, and with their scales.
 
-By a Pallas Mosaic GPU kernel (`quantize`), or inside that of the products, to global memory (`quantize_row`) or to the
-SM's shared memory (`quantize_row_to_shared`), as `fused_quantize` has it. A warpgroup takes a row: it loads all of it
-at once, finds the largest magnitude, across warps by way of shared memory, then divides and rounds what it still has in
-registers. So a row takes little more than one way to memory and back, which is what counts where rows are few. Its bits
-are those of `jmx.numerics.input_formats.quantize`, NaN apart: quotients are IEEE's, and `cvt` rounds them.
+This is a separate kernel (`quantize`), or part of the kernel that multiplies (`fused_quantize`), which writes to global
+memory (`quantize_row`) or to the SM's shared memory (`quantize_row_to_shared`). A warpgroup takes a row: it loads all
+of it at once, finds the largest magnitude (across warps through shared memory), then divides and rounds the values in
+registers. So a row takes little more than one round trip to memory, which matters for few rows. The bits are those of
+`jmx.numerics.input_formats.quantize`, except for NaN: quotients are IEEE's, and `cvt` rounds them.
 
-A quotient is made of the scale's reciprocal, correctly rounded, by two corrections. By a theorem of Markstein (IBM
-Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded quotient, unless a
-remainder underflows. So small scales are raised by 2^64, with what they divide, which is exact; what underflows then
+A quotient is computed from the correctly rounded reciprocal of the scale by two corrections. By a theorem of Markstein
+(IBM Journal of Research and Development 34, 1990, p. 111) the second one gives the correctly rounded quotient, unless a
+remainder underflows. So small scales and their dividends are multiplied by 2^64, which is exact; what underflows then
 rounds to zero. `div.rn` takes twice as many instructions, and a branch.
 """
 
@@ -26,19 +26,32 @@ from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, GlobalRows, RowQuanti
 from jmx.pallas.mosaic_sm90_fp8.rows import QuantizedRows, UnquantizedRows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
 from jmx.pallas.sm90.launch import launch
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, address_of, constant, i32, i64, operation, wide
+from jmx.pallas.sm90.mlir import (
+    SCALAR,
+    Fragment,
+    Ref,
+    address_of,
+    constant,
+    i32,
+    i64,
+    operation,
+    optional,
+    wide,
+)
+from jmx.util.typing import Array, Int32
 
 
 def quantize(rows: UnquantizedRows) -> QuantizedRows:
-    """Rows in `rows.format`, by a launch of their own."""
+    """Quantizes rows to `rows.format` in a separate launch."""
 
-    def body(x: Any, row_of: Any, static_scale: Any, values: Any, scales: Any, *, warp_maxima: Any) -> None:
+    def body(x: Ref, row_of: Ref, static_scale: Ref, values: Ref, scales: Ref, *, warp_maxima: Ref) -> None:
         refs = rows._replace(x=x, row_of=row_of, static_scale=static_scale)
-        quantize_row(refs, lax.axis_index("row"), values, scales, warp_maxima)
+        with jax.named_scope("quantize"):
+            quantize_row(refs, lax.axis_index("row"), values, scales, warp_maxima)
 
     kernel = plgpu.kernel(
         body,
-        out_type=rows.quantized,
+        out_type=rows.quantized_shapes,
         grid=(rows.x.shape[0],),
         grid_names=("row",),
         kernel_name=f"quantize_{rows.format.name}",
@@ -48,65 +61,87 @@ def quantize(rows: UnquantizedRows) -> QuantizedRows:
     return QuantizedRows(*launch(kernel, rows.x, rows.row_of, rows.static_scale))
 
 
-def quantize_row(rows: UnquantizedRows, row: jax.Array, values: Any, scales: Any, warp_maxima: Any) -> None:
-    """What a warpgroup does for a row.
+def quantize_row(rows: UnquantizedRows, row: Int32[Array, ""], values: Ref, scales: Ref, warp_maxima: Ref) -> None:
+    """Quantizes a row to global memory, by one warpgroup.
 
     Args:
-        rows: with refs.
+        rows: with references.
         row: of x.
-        values, scales: refs to write, as in `rows.quantized`.
+        values, scales: references to write to, of shapes `rows.quantized_shapes`.
         warp_maxima: int32 (WORDS,) of shared memory, which other warpgroups do not use.
     """
-    others = [source for source in (rows.row_of, rows.static_scale) if source is not None]
-    refs = [rows.x, values, scales, warp_maxima, *others]
+    refs = (rows.x, values, scales, warp_maxima, rows.row_of, rows.static_scale)
 
-    @operation(arg_types=(SCALAR, *[plgpu.RefType()] * len(refs)))
+    @operation(arg_types=(SCALAR, *(optional(ref, plgpu.RefType()) for ref in refs)))
     def body(
-        _: Any, row: Fragment, x: ir.Value, values: ir.Value, scales: ir.Value, warp_maxima: ir.Value, *others: ir.Value
+        _: Any,
+        row: Fragment,
+        x: ir.Value,
+        values: ir.Value,
+        scales: ir.Value,
+        warp_maxima: ir.Value,
+        row_of: ir.Value | None,
+        static_scale: ir.Value | None,
     ) -> None:
         number = row.registers.item()
-        places = [number] if rows.row_of is None else _row_of(others[0], number)
-        static = None if rows.static_scale is None else others[-1]
-        RowQuantizer(rows, x, number, warp_maxima, GlobalRows(values, scales, rows, places)).round(static)
+        places = [number] if row_of is None else _row_of(row_of, number)
+        RowQuantizer(rows, x, number, warp_maxima, GlobalRows(values, scales, rows, places)).round(static_scale)
 
     body(row, *refs)
 
 
 def quantize_row_to_shared(
     rows: UnquantizedRows,
-    row: jax.Array,
-    values: Any,
-    scales: Any,
-    warp_maxima: Any,
+    row: Int32[Array, ""],
+    values: Ref,
+    scales: Ref,
+    warp_maxima: Ref,
     *,
-    place: jax.Array,
-    first_unit: jax.Array,
+    place: Int32[Array, ""],
+    first_unit: Int32[Array, ""],
     num_units: int,
     all_units: int,
 ) -> None:
-    """`quantize_row` into shared memory: of the columns only `num_units` times 128, from `first_unit` times 128 on.
+    """Quantizes `num_units` units of a row, from `first_unit` on, to shared memory, by one warpgroup.
 
     Args:
-        row: of x; `rows.row_of` does not count.
-        values: ref to write, e4m3 (slots, n, 128), in tiles of 8 rows swizzled by 128 bytes.
-        scales: ref to write, float32 (n,), or (slots, 1, n') where they belong to 128 columns.
-        place: of the n rows.
-        all_units: how many times 128 columns may be asked for, in all; behind the row's last one are zeros.
+        row: of x; `rows.row_of` is not used.
+        values: a reference to write to, e4m3 (slots, n, 128), with transforms `SWIZZLED`.
+        scales: a reference to write to, float32 (n,), or (slots, 1, n') if they belong to 128 columns.
+        place: which of the n rows is written.
+        all_units: units of all parts of the columns; those past the row's end are zeros.
     """
-    static = [] if rows.static_scale is None else [rows.static_scale]
-    refs = [scales, warp_maxima, rows.x, *static]
+    refs = (scales, warp_maxima, rows.x, rows.static_scale)
 
-    @operation(arg_types=(SCALAR, SCALAR, SCALAR, plgpu.RefType(SWIZZLED), *[plgpu.RefType()] * len(refs)))
-    def body(_: Any, row: Fragment, place: Fragment, first: Fragment, values: ir.Value, *others: ir.Value) -> None:
-        scales, warp_maxima, x, *static = others
+    @operation(
+        arg_types=(
+            SCALAR,
+            SCALAR,
+            SCALAR,
+            plgpu.RefType(SWIZZLED),
+            *(optional(ref, plgpu.RefType()) for ref in refs),
+        )
+    )
+    def body(
+        _: Any,
+        row: Fragment,
+        place: Fragment,
+        first: Fragment,
+        values: ir.Value,
+        scales: ir.Value,
+        warp_maxima: ir.Value,
+        x: ir.Value,
+        static_scale: ir.Value | None,
+    ) -> None:
         at = place.registers.item(), first.registers.item()
         here = SharedRow(values, scales, *at, num_units, all_units * UNIT_COLUMNS)
-        RowQuantizer(rows, x, row.registers.item(), warp_maxima, here).round(static[0] if static else None)
+        RowQuantizer(rows, x, row.registers.item(), warp_maxima, here).round(static_scale)
 
     body(row, place, first_unit, values, *refs)
 
 
 def _row_of(row_of: ir.Value, number: ir.Value) -> list[ir.Value]:
+    """The rows of the result for row `number` of x."""
     _, places = ir.MemRefType(row_of.type).shape
     first = arith.muli(wide(number), constant(places, i64()))
     at = (arith.addi(first, constant(nth, i64())) for nth in range(places))

@@ -1,4 +1,4 @@
-"""Quantizes one row to e4m3, as a thread of the warpgroup does it: load, largest magnitude, divide, round."""
+"""Quantizes one row to e4m3, for one thread of the warpgroup: load, find the largest magnitude, divide, round."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import address_of, constant, i8, i32, i64, less, pair, run, thread_index, utils, wide
 from jmx.pallas.sm90.tiles import THREADS
 
-WORDS = 4  # of a row's largest magnitudes: one of each warp
+WORDS = 4  # for the largest magnitude in each warp
 _LANES = 32
-_VECTOR = 8  # elements of a row that a thread takes at a time
-_PIECE = THREADS * _VECTOR  # columns that a warpgroup takes at a time
+_VECTOR = 8  # elements of a row that a thread loads at a time
+_PIECE = THREADS * _VECTOR  # columns that a warpgroup loads at a time
 _INFINITY = {2: 0x7F80, 4: 0x7F800000}  # bits; of float16 0x7C00
 _MOST_448 = 0x43E00000
 _LEAST_SCALE = 0x00800000  # 2^-126
@@ -36,14 +36,14 @@ _ACROSS = "shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
 _QUOTIENT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; div.rn.f32 a, a, b; mov.b32 $0, a; }"
 _SMALL, _RAISE, _ONE = 0x1F800000, 0x5F800000, 0x3F800000  # 2^-64, 2^64, 1
 _PRODUCT = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; mul.rn.f32 a, a, b; mov.b32 $0, a; }"
-_CORRECTED = (  # of a value, a scale, its reciprocal, and the power of two that both are raised by; -0 stays what it is
+_CORRECTED = (  # of a value, a scale, its reciprocal, and the power of two that both are multiplied by; keeps -0
     "{ .reg .f32 a, b, r, k, q, e; .reg .b32 s; mov.b32 a, $1; mov.b32 b, $2; mov.b32 r, $3; mov.b32 k, $4; "
     "mul.rn.f32 a, a, k; mul.rn.f32 q, a, r; neg.f32 b, b; "
     "fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; fma.rn.f32 e, q, b, a; fma.rn.f32 q, e, r, q; "
     "mov.b32 s, q; lop3.b32 $0, $1, 0x80000000, s, 0xEA; }"  # (value & sign) | quotient
 )
-_BEYOND = 0x44000000  # 512, whose quotients are the largest element, as those of all above
-_LIMITED = (  # of two numbers `min` and `max` take the one that is none away; so NaN has to be brought back
+_BEYOND = 0x44000000  # 512, which like all larger quotients becomes the largest element
+_LIMITED = (  # `min` and `max` drop NaN, which `_SPOIL` restores
     "{ .reg .f32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; neg.f32 c, b; "
     "min.f32 a, a, b; max.f32 a, a, c; mov.b32 $0, a; }"
 )
@@ -55,7 +55,7 @@ _ROUND = (
 
 
 def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
-    """Bits of the static scale; NaN where it is none."""
+    """Bits of the static scale; NaN if it is not a valid one."""
     given = llvm.load(i32(), address_of(static, constant(0), i32()))
     least, most = (constant(int(limit.view(np.int32))) for limit in static_limits(format))
     fits = arith.andi(
@@ -65,11 +65,11 @@ def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
 
 
 class GlobalRows:
-    """Every place of a row, in global memory."""
+    """The places of a row in global memory."""
 
     def __init__(self, values: ir.Value, scales: ir.Value, rows: UnquantizedRows, places: list[ir.Value]):
         self._values, self._scales, self._places = values, scales, places
-        self.columns = rows.padded
+        self.columns = rows.padded_columns
 
     def store(self, two: ir.Value, column: ir.Value) -> None:
         """Eight elements, in two words."""
@@ -91,7 +91,7 @@ class GlobalRows:
 
 
 class SharedRow:
-    """A row's place in shared memory, of some of its units; see `quantize_row_to_shared`."""
+    """The place of some units of a row in shared memory; see `quantize_row_to_shared`."""
 
     def __init__(
         self, values: ir.Value, scales: ir.Value, place: ir.Value, first: ir.Value, num_units: int, columns: int
@@ -113,7 +113,7 @@ class SharedRow:
             at = arith.addi(arith.muli(sixteen, constant(16)), arith.remui(column, constant(16)))
             llvm.store(two, address_of(self._values, arith.addi(line, at), i8()), alignment=8)
 
-        self._if_kept(arith.divui(column, constant(UNIT_COLUMNS)), store)
+        self._if_inside(arith.divui(column, constant(UNIT_COLUMNS)), store)
 
     def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
         """Of all columns, or of a unit."""
@@ -126,23 +126,24 @@ class SharedRow:
             at = arith.addi(arith.muli(slot, constant(rows)), self._place)
             llvm.store(scale, address_of(self._scales, at, i32()))
 
-        self._if_kept(unit, store)
+        self._if_inside(unit, store)
 
-    def _if_kept(self, unit: ir.Value, store: Callable[[ir.Value], None]) -> None:
+    def _if_inside(self, unit: ir.Value, store: Callable[[ir.Value], None]) -> None:
+        """Calls `store` with the slot of a unit, if it has one."""
         slot = arith.subi(unit, self._first)
         with utils.when(less(slot, constant(self._num_units))):
             store(slot)
 
 
 class RowQuantizer:
-    """One row, as a thread of the warpgroup that rounds it sees it."""
+    """One row, for one thread of the warpgroup that quantizes it."""
 
     def __init__(
         self, rows: UnquantizedRows, x: ir.Value, source: ir.Value, warp_maxima: ir.Value, to: GlobalRows | SharedRow
     ):
         self.dtype, self.columns, self.format = np.dtype(rows.x.dtype), rows.columns, rows.format
         self.x, self.warp_maxima, self.to = x, warp_maxima, to
-        # By `mov`, behind which LLVM sees no bound: it would drop branches where a piece is whole; see `_store`.
+        # `mov` hides the bound from LLVM, which would drop the branches of whole pieces; see `_store`.
         self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
         _, stride = ir.MemRefType(self.x.type).shape
         self.line = arith.muli(wide(source), constant(stride, i64()))
@@ -171,7 +172,7 @@ class RowQuantizer:
         return arith.addi(self.first, constant(piece * _PIECE))
 
     def _load(self, piece: int) -> list[ir.Value]:
-        """The thread's 8 elements, in 4 or 8 words; zeros behind the last column."""
+        """The thread's 8 elements, in 4 or 8 words; zeros past the last column."""
         column, element = self._column(piece), ir.MemRefType(self.x.type).element_type
         inside = less(column, constant(self.columns))
         at = arith.addi(self.line, wide(arith.select(inside, column, constant(0))))
@@ -193,7 +194,7 @@ class RowQuantizer:
         return magnitudes[0]
 
     def _across_lanes(self, largest: ir.Value, lanes: int) -> ir.Value:
-        """The largest, in words or in each half of them, of what so many lanes have."""
+        """The largest, in words or in each half of them, over groups of so many lanes."""
         distance = lanes // 2
         while distance:
             other = utils.inline_ptx(
@@ -204,15 +205,15 @@ class RowQuantizer:
         return largest
 
     def _across_warps(self, largest: ir.Value) -> ir.Value:
-        """The same of what the warps have, each of which has it in all of its lanes."""
+        """The same over warps, in each of which all lanes have the same value."""
         warp = arith.divui(thread_index(), constant(_LANES))
-        utils.warpgroup_barrier()  # where there was a row before, all have read its words
-        llvm.store(largest, address_of(self.warp_maxima, warp, i32()))  # all lanes the same
+        utils.warpgroup_barrier()  # all have read the words of the row before
+        llvm.store(largest, address_of(self.warp_maxima, warp, i32()))  # all lanes store the same
         utils.warpgroup_barrier()
         return self._largest(load_words(self.warp_maxima, constant(0), WORDS))
 
     def _scale(self, largest: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Float32 bits of the scale of what has this largest magnitude, and whether all of it is finite."""
+        """Float32 bits of the scale for a largest magnitude, and whether that is finite."""
         size = self.dtype.itemsize
         if size == 2:
             largest = run(_LARGER_HALF, largest)
@@ -235,9 +236,9 @@ class RowQuantizer:
             self.to.store_scale(scale, arith.divui(column, constant(UNIT_COLUMNS)))
 
     def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
-        """Rounds. `finite`: whether the scale's elements are; None where the scale does not come from them.
+        """Rounds and stores. `finite`: whether the scale's elements are; None if the scale is static.
 
-        All of it stands behind the branch: else ptxas rounds all pieces at once, in twice as many registers.
+        Rounding is inside the branch: otherwise ptxas rounds all pieces at once, in twice as many registers.
         """
         column = self._column(piece)
         with utils.when(less(column, constant(self.to.columns))):
@@ -249,7 +250,7 @@ class RowQuantizer:
             floats = [run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
         else:
             floats = words
-        if finite is None:  # values may be any, and infinity becomes NaN
+        if finite is None:  # values may be arbitrarily large, and infinity becomes NaN
             beyond = run(_PRODUCT, scale, constant(_BEYOND))
             quotients = self._quotients([run(_LIMITED, value, beyond) for value in floats], scale)
             quotients = [run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
@@ -259,8 +260,8 @@ class RowQuantizer:
         return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
 
     def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
-        """Of values that are no larger than 512 times the scale, so that none is raised beyond float32."""
+        """Quotients of values of at most 512 times the scale, so that the multiplication does not overflow."""
         power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
-        raised = run(_PRODUCT, scale, power)
-        reciprocal = run(_QUOTIENT, constant(_ONE), raised)
-        return [run(_CORRECTED, value, raised, reciprocal, power) for value in values]
+        scaled = run(_PRODUCT, scale, power)
+        reciprocal = run(_QUOTIENT, constant(_ONE), scaled)
+        return [run(_CORRECTED, value, scaled, reciprocal, power) for value in values]

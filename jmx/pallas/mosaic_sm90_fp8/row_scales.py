@@ -1,9 +1,8 @@
-"""Scales and biases by row or column, loaded early and converted behind the products, one thread at a time."""
+"""Scales and biases of rows or columns for one thread: loaded early, and converted after the products."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -18,6 +17,7 @@ from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.mlir import (
     SCALAR,
     Fragment,
+    Ref,
     address_of,
     constant,
     f32,
@@ -32,16 +32,19 @@ from jmx.pallas.sm90.mlir import (
     wide,
 )
 from jmx.pallas.sm90.tiles import THREADS
+from jmx.util.typing import Array, Float32, Int32
 
 _ONE_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_WORDS: Any = result((THREADS,), jnp.int32, _ONE_EACH)  # of which each thread has one
+_WORDS: Any = result((THREADS,), jnp.int32, _ONE_EACH)  # one per thread
 
 
-def load_row_words(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `array` (E, N) in global memory has for the thread's first and second row of a tile, as words of its bits.
+def load_row_words(
+    array: Ref, rows: Rows, expert: Int32[Array, ""], tile: Int32[Array, ""]
+) -> tuple[Int32[Array, "128"], Int32[Array, "128"]]:
+    """array[expert, row], of a reference (E, N), for the thread's first and second row of a tile, as words of its bits.
 
-    A warp waits for a load where it first computes with what came, so that is left to `values_of`, behind the products.
-    In the padding it is what some other row has.
+    A warp waits for a load where it first computes with the result, so that is left to `values_of`, after the products.
+    In the padding it is the value of some other row.
     """
     bits = 8 * jnp.dtype(array.dtype).itemsize
 
@@ -54,8 +57,10 @@ def load_row_words(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -
     return body(array, expert, tile)
 
 
-def values_of(words: tuple[jax.Array, jax.Array], dtype: Any, n: int) -> tuple[jax.Array, ...]:
-    """What `load_row_words` of a `dtype` loaded, float32, for each of the thread's own elements of n columns."""
+def values_of(
+    words: tuple[Int32[Array, "128"], Int32[Array, "128"]], dtype: Any, n: int
+) -> tuple[Float32[Array, " m"], ...]:
+    """Words from `load_row_words` of a `dtype` as float32, repeated to per-thread elements of n columns."""
 
     def value(word: ir.Value) -> ir.Value:
         element = utils.dtype_to_ir_type(jnp.dtype(dtype))
@@ -66,10 +71,12 @@ def values_of(words: tuple[jax.Array, jax.Array], dtype: Any, n: int) -> tuple[j
     return _repeated(words, value, n)
 
 
-def load_codes(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """MXFP4's largest scale codes of the thread's first and second row of a tile; as for `load_row_words`.
+def load_codes(
+    scales: Ref, expert: Int32[Array, ""], tile: Int32[Array, ""]
+) -> tuple[Int32[Array, "128"], Int32[Array, "128"]]:
+    """MXFP4's largest scale codes of the thread's first and second row of a tile, as `load_row_words` loads values.
 
-    `scales`: the layout's, uint8 (E, row tiles, units + 1, 256) in global memory, of which each row has the last chunk.
+    `scales`: a reference to the layout's scales, uint8 (E, row tiles, units + 1, 256); the last chunk has these codes.
     """
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
@@ -85,8 +92,8 @@ def load_codes(scales: Any, expert: jax.Array, tile: jax.Array) -> tuple[jax.Arr
     return body(scales, expert, tile)
 
 
-def powers_of(codes: tuple[jax.Array, jax.Array], n: int) -> tuple[jax.Array, ...]:
-    """What `load_codes` loaded as powers of two, as `values_of` has it."""
+def powers_of(codes: tuple[Int32[Array, "128"], Int32[Array, "128"]], n: int) -> tuple[Float32[Array, " m"], ...]:
+    """Codes from `load_codes` as powers of two, repeated to per-thread elements of n columns."""
 
     def power(code: ir.Value) -> ir.Value:
         bits = arith.shli(code, constant(23))
@@ -96,7 +103,7 @@ def powers_of(codes: tuple[jax.Array, jax.Array], n: int) -> tuple[jax.Array, ..
     return _repeated(codes, power, n)
 
 
-def _repeated(words: Sequence[jax.Array], convert: Callable[[ir.Value], ir.Value], n: int) -> tuple[jax.Array, ...]:
+def _repeated(words: Sequence[Array], convert: Callable[[ir.Value], ir.Value], n: int) -> tuple[Array, ...]:
     @operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
     def body(_: Any, word: Fragment) -> Fragment:
         value = convert(llvm.extractelement(word.registers.item(), constant(0)))
@@ -106,7 +113,7 @@ def _repeated(words: Sequence[jax.Array], convert: Callable[[ir.Value], ir.Value
 
 
 def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
-    """An element of so many bits, with zeros above: the thread's own of `_WORDS`."""
+    """An element of so many bits, zero-extended: the thread's element of `_WORDS`."""
     element = ir.IntegerType.get_signless(bits)
     loaded = llvm.load(element, address_of(array, index, element))
     word = loaded if bits == 32 else arith.extui(i32(), loaded)
@@ -116,9 +123,9 @@ def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
     return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
 
 
-def load_columns(scales: Any, n: int, first: jax.Array, count: jax.Array) -> jax.Array:
-    """scales[first + column], a ref (R,) float32 in global memory, for a thread's own elements of a row of n columns;
-    from `count` on, anything."""
+def load_columns(scales: Ref, n: int, first: Int32[Array, ""], count: Int32[Array, ""]) -> Float32[Array, " m"]:
+    """scales[first + column], of a reference float32 (R,), as per-thread elements of n columns; undefined from column
+    `count` on."""
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
     def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:

@@ -1,4 +1,4 @@
-"""Rows that products take: in FP8, or still to be quantized."""
+"""The rows that products take: in FP8, or not quantized yet."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jmx.numerics.input_formats import InputFormat
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
+from jmx.util.typing import Array, Float, Float32, Int32
 
 
 class QuantizedRows(NamedTuple):
@@ -17,48 +18,50 @@ class QuantizedRows(NamedTuple):
         scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
     """
 
-    values: jax.Array
-    scales: jax.Array
+    values: Float[Array, "R K"]
+    scales: Float32[Array, " R"] | Float32[Array, "b R"]
 
     @property
     def by_block(self) -> bool:
+        """Whether scales belong to 128 columns."""
         return self.scales.ndim == 2
 
 
 class UnquantizedRows(NamedTuple):
-    """Rows that are still to be quantized, each to every place that it has; inside a kernel with refs of its arrays.
+    """Rows that are not quantized yet, and the rows of the result for each; inside a kernel with references.
 
     Args:
-        x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape where a launch has made it by then.
-        columns: K, how many columns count, a multiple of 8; of those behind nothing is read.
-        format: of e4m3.
-        static_scale: float32 (1,), where `format` is static; None elsewhere.
-        row_of: int32 (T, k), the rows of the result that each row of x goes to, of which negative ones are none; None:
-            its own.
-        num_rows: R, of the result. Rows that nothing goes to may hold anything.
+        x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape if the same launch computes it.
+        columns: K, the number of columns that are read, a multiple of 8.
+        format: an input format with e4m3 elements.
+        static_scale: if `format` is static, else None.
+        row_of: the rows of the result that each row of x is written to; negative ones are skipped. None: its own.
+        num_rows: R, of the result. Rows that are not written have undefined contents.
     """
 
-    x: jax.Array | jax.ShapeDtypeStruct
+    x: Float[Array, "T C"] | jax.ShapeDtypeStruct
     columns: int
     format: InputFormat
-    static_scale: jax.Array | None
-    row_of: jax.Array | None
+    static_scale: Float32[Array, "1"] | None
+    row_of: Int32[Array, "T k"] | None
     num_rows: int
 
     @property
-    def padded(self) -> int:
+    def padded_columns(self) -> int:
+        """Columns of the result: whole units."""
         return -(-self.columns // UNIT_COLUMNS) * UNIT_COLUMNS
 
     @property
     def by_block(self) -> bool:
+        """Whether scales belong to 128 columns."""
         return isinstance(self.format.block_size, int)
 
     @property
-    def quantized(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what becomes of them, as `QuantizedRows` has it."""
+    def quantized_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the fields of `QuantizedRows` for them."""
         scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
         scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
         return [
-            jax.ShapeDtypeStruct((self.num_rows, self.padded), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((self.num_rows, self.padded_columns), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct(scales, jnp.float32),
         ]

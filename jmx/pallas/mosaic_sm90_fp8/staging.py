@@ -1,44 +1,44 @@
-"""Results on their way to global memory: a tile written to shared memory without bank conflicts, for TMA to copy."""
+"""Writes a tile's results to shared memory without bank conflicts, from where TMA copies them to global memory."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.sm90.mlir import Fragment, constant, i32, operation, thread_index, utils
+from jmx.pallas.sm90.mlir import Fragment, Ref, constant, i32, operation, thread_index, utils
+from jmx.util.typing import Array, Num
 
 
 def swizzled_rows(columns: int, dtype: Any) -> Any:
-    """Transforms of a ref (rows, columns) in shared memory by which `stage` writes without conflicts and TMA reads."""
+    """The transforms of a reference (rows, columns) to shared memory that `stage` writes and TMA reads."""
     size, span = size_and_span(columns, dtype)
     return (plgpu.TilingTransform((8, span // size)), plgpu.SwizzleTransform(span))  # pyright: ignore[reportAbstractUsage]
 
 
 def size_and_span(columns: int, dtype: Any) -> tuple[int, int]:
-    """Bytes of an element, and of the rows' pieces that are swizzled."""
+    """Bytes of an element, and of the part of a row that is swizzled together."""
     size = jnp.dtype(dtype).itemsize
     return size, min(ROW_BYTES, columns * size)
 
 
-def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, first: int, count: int) -> None:
+def stage(ref: Ref, arrays: Sequence[Num[Array, " m"]], columns: int, first: int, count: int) -> None:
     """Writes a tile's outputs, transposed, to shared memory.
 
     Args:
         ref: (count, columns), with transforms `swizzled_rows`.
-        arrays: own elements of the thread's first row, and of its second where there is no gate; ref's dtype.
+        arrays: per-thread elements of the first row, and without a gate of the second one; ref's dtype.
         columns: outputs of the tile.
-        first, count: which of the accumulator's columns.
+        first, count: which columns of the accumulator.
     """
     dtype = arrays[0].dtype
     size, span = size_and_span(columns, dtype)
-    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
+    layouts = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
 
-    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
+    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *layouts))
     def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
         base = llvm.ptrtoint(i32(), utils.memref_ptr(ref))
         warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))

@@ -1,18 +1,17 @@
-"""What one thread does in the kernel of `kernel` where tokens are the operand A of `wgmma`.
+"""Products with tokens as operand A of `wgmma`, for one thread.
 
-A product is then not transposed: each of two warpgroups takes 64 rows of x, and as B all 128 rows of the two tiles of
-the weight that lie in a stage. A thread of warp `w` and lane `l` has the *tokens* `16 * w + l // 4` and the one 8
-below, of both the tiles' rows `8 * i + 2 * (l % 4) + {0, 1}`. These are *first* rows where i is even and *second* ones
-where it is odd, as in `sm90.accumulator`: of a gated weight gates, and the ups that belong to them.
+These are not transposed: each of two warpgroups takes 64 rows of x as A, and all 128 rows of the weight in a stage, two
+tiles, as B. The thread of warp `w` and lane `l` has the *tokens* `16 * w + l // 4` and the one 8 below, and of both
+tiles the rows `8 * i + 2 * (l % 4) + {0, 1}`. These are *first* rows if i is even and *second* rows if it is odd, as in
+`sm90.accumulator`: in a gated weight gates and their ups.
 
-It is worth it where a tile's first rows share their scales, and its second rows theirs: a thread then multiplies its
-sums by eight numbers, which it makes of six scales. Which number is whose is known while the kernel is compiled.
+This is faster if a tile's first rows share a scale, and its second rows too: then a thread multiplies its sums by eight
+factors, computed from six scales. Which factor belongs to which sum is known at compile time.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,20 +24,33 @@ from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, p
 from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
 from jmx.pallas.sm90.epilogue import load_of_row
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, constant, i32, operation, pair, result, thread_index, utils
+from jmx.pallas.sm90.mlir import (
+    SCALAR,
+    Fragment,
+    Ref,
+    constant,
+    i32,
+    operation,
+    optional,
+    pair,
+    result,
+    thread_index,
+    utils,
+)
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import TILE
+from jmx.util.typing import Array, Float32, Int32, Num
 
 TILES = 2  # of the weight in a stage
 TOKENS = TILE  # of a warpgroup
 WIDTH = TILES * TILE  # rows of the weight in a stage
 BOTH = TILES * TOKENS  # of both warpgroups
 _SUMS = result((TOKENS, WIDTH), jnp.float32, plgpu.Layout.WGMMA)
-_SIZE = row_size(WIDTH)  # of an array of a thread's own elements: either its first rows or its second ones
+_SIZE = row_size(WIDTH)  # of an array of per-thread elements: of the first rows, or of the second ones
 
 
 def _token() -> ir.Value:
-    """The thread's first token in its warpgroup's."""
+    """The thread's first token among its warpgroup's."""
     warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
     return arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
 
@@ -48,13 +60,13 @@ def _column() -> ir.Value:
     return arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
 
 
-def multiply(unit: Stage, first: jax.Array) -> jax.Array:
-    """64 tokens of a unit times its rows, float32 (64, 128): on their way, until `add` awaits them.
+def multiply(unit: Stage, first: Int32[Array, ""]) -> Float32[Array, "64 128"]:
+    """Starts the product of 64 tokens and a unit's rows, which is complete after `add`.
 
     Args:
         unit: of both tiles: `values` uint8 (2, 64, 128), `scales` (2, 1, 64) floats or None, `x` (n, 128) e4m3,
             `x_scales` (n,).
-        first: of the tokens, a multiple of 64.
+        first: the first of the tokens, a multiple of 64.
     """
 
     @operation(arg_types=(SCALAR, *[plgpu.RefType(SWIZZLED)] * 2), return_type=_SUMS)
@@ -65,18 +77,29 @@ def multiply(unit: Stage, first: jax.Array) -> jax.Array:
     return body(first, unit.x, unit.values)
 
 
-def add(totals: jax.Array, sums: jax.Array, unit: Stage, first: jax.Array) -> jax.Array:
-    """`totals` plus `sums` of a unit times its scales, as soon as they are there."""
-    refs = [ref for ref in (unit.x_scales, unit.scales) if ref is not None]
+def add(
+    totals: Float32[Array, "64 128"], sums: Float32[Array, "64 128"], unit: Stage, first: Int32[Array, ""]
+) -> Float32[Array, "64 128"]:
+    """Waits for `sums` of a unit, and adds them, times its scales, to `totals`."""
 
-    @operation(arg_types=(*[plgpu.Layout.WGMMA] * 2, SCALAR, *[plgpu.RefType()] * len(refs)), return_type=_SUMS)
-    def body(_: Any, totals: Fragment, sums: Fragment, first: Fragment, *refs: ir.Value) -> Fragment:
-        x_scales, *scales = refs
+    @operation(
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            plgpu.Layout.WGMMA,
+            SCALAR,
+            plgpu.RefType(),
+            optional(unit.scales, plgpu.RefType()),
+        ),
+        return_type=_SUMS,
+    )
+    def body(
+        _: Any, totals: Fragment, sums: Fragment, first: Fragment, x_scales: ir.Value, scales: ir.Value | None
+    ) -> Fragment:
         token = arith.addi(first.registers.item(), _token())
         of_tokens = [load_float(x_scales, arith.addi(token, constant(8 * i))) for i in range(2)]
         factors = [of_tokens] * (WIDTH // 8)
-        if scales:
-            of_rows = [[load_float(scales[0], constant(TILE * tile + i)) for i in range(2)] for tile in range(TILES)]
+        if scales is not None:
+            of_rows = [[load_float(scales, constant(TILE * tile + i)) for i in range(2)] for tile in range(TILES)]
             both = [[[arith.mulf(token, row) for token in of_tokens] for row in rows] for rows in of_rows]
             factors = [rows[eight % 2] for rows in both for eight in range(TILE // 8)]
         products = wait(sums_of(sums), 0)
@@ -86,11 +109,11 @@ def add(totals: jax.Array, sums: jax.Array, unit: Stage, first: jax.Array) -> ja
         ]
         return accumulator(totals, added)
 
-    return body(totals, sums, first, *refs)
+    return body(totals, sums, first, unit.x_scales, unit.scales)
 
 
-def split_rows(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums (64, 128) -> each thread's own elements of first and of second rows, by 16 rows of the weight by token."""
+def split_rows(sums: Float32[Array, "64 128"]) -> tuple[Float32[Array, " m"], Float32[Array, " m"]]:
+    """Per-thread elements of first and of second rows, for each 16 rows of the weight those of both tokens."""
 
     @operation(arg_types=(plgpu.Layout.WGMMA,), return_type=(row_array(_SIZE), row_array(_SIZE)))
     def body(_: Any, sums: Fragment) -> tuple[Fragment, ...]:
@@ -100,8 +123,10 @@ def split_rows(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     return body(sums)
 
 
-def load_rows(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `array` (E, N) has for the thread's first and second rows of two tiles, as `split_rows` has them."""
+def load_rows(
+    array: Ref, rows: Rows, expert: Int32[Array, ""], tile: Int32[Array, ""]
+) -> tuple[Float32[Array, " m"], Float32[Array, " m"]]:
+    """array[expert, row], of a reference (E, N), for the thread's rows of two tiles, in the order of `split_rows`."""
 
     @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(row_array(_SIZE), row_array(_SIZE)))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
@@ -120,21 +145,21 @@ def load_rows(array: Any, rows: Rows, expert: jax.Array, tile: jax.Array) -> tup
     return body(array, expert, tile)
 
 
-def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, tile: int) -> None:
-    """Writes the outputs of one of the two tiles to shared memory without conflicts.
+def stage(ref: Ref, arrays: Sequence[Num[Array, " m"]], columns: int, tile: int) -> None:
+    """Writes the outputs of one of the two tiles to shared memory without bank conflicts.
 
     Args:
         ref: (64, columns), with transforms `swizzled_rows`.
-        arrays: own elements of first rows, and of second ones where there is no gate; ref's dtype.
+        arrays: per-thread elements of first rows, and without a gate of second ones; ref's dtype.
         columns: outputs of a tile.
     """
     dtype = arrays[0].dtype
     size, span = size_and_span(columns, dtype)
-    own = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
+    layouts = [plgpu.Layout.WG_STRIDED(array.shape, vec_size=2) for array in arrays]
     piece_eights = span // (8 * size)
-    in_turn = 8 * size > 16  # eight outputs take two of the places that swizzling moves: odd tokens begin elsewhere
+    alternate = 8 * size > 16  # eight outputs are two swizzled chunks, and odd tokens begin with the other one
 
-    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *own))
+    @operation(arg_types=(plgpu.RefType(swizzled_rows(columns, dtype)), *layouts))
     def body(_: Any, ref: ir.Value, *arrays: Fragment) -> None:
         registers = np.stack([array.registers.reshape(TILES, -1, 2) for array in arrays], axis=2)
         registers = registers.reshape(TILES, columns // 8, 2)[tile]  # eight outputs, token
@@ -142,7 +167,7 @@ def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, tile: int) -> Non
         warp = arith.divui(thread_index(), constant(32))
         odd = arith.remui(token, constant(2))
         moved = arith.muli(arith.divui(token, constant(ROW_BYTES // span)), constant(16))
-        if in_turn:
+        if alternate:
             moved = arith.xori(moved, arith.muli(odd, constant(2 * 8 * size)))
         moved = arith.xori(moved, arith.muli(_column(), constant(size)))
         start = arith.addi(llvm.ptrtoint(i32(), utils.memref_ptr(ref)), arith.muli(token, constant(span)))
@@ -152,7 +177,7 @@ def stage(ref: Any, arrays: Sequence[jax.Array], columns: int, tile: int) -> Non
             for first in range(0, columns // 8, piece_eights):
                 for second in range(2):
                     value = registers[first + eight, second]
-                    if in_turn:
+                    if alternate:
                         other = registers[first + (eight ^ 2), second]
                         value = arith.select(arith.trunci(ir.IntegerType.get_signless(1), odd), other, value)
                     offset = 8 * second * columns * size + first // piece_eights * 8 * span

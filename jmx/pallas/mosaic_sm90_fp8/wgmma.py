@@ -1,6 +1,6 @@
-"""Products on the FP8 tensor cores, one thread at a time: MXFP4 to e5m2, `wgmma`, and sums times scales.
+"""Products on the FP8 tensor cores for one thread: MXFP4 to e5m2, `wgmma`, and sums times scales (promotion).
 
-See `jmx.pallas.sm90.accumulator` for what a thread holds.
+`jmx.pallas.sm90.accumulator` describes what a thread holds.
 """
 
 import itertools
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,12 +19,14 @@ from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
 from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
 from jmx.pallas.sm90.mlir import (
     Fragment,
+    Ref,
     address_of,
     constant,
     f32,
     i32,
     i64,
     operation,
+    optional,
     result,
     run,
     thread_index,
@@ -33,18 +34,19 @@ from jmx.pallas.sm90.mlir import (
 )
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
+from jmx.util.typing import Array, Float32
 
 SWIZZLED: Any = (plgpu.TilingTransform((8, ROW_BYTES)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-_SWIZZLE_128_BYTES = 1 << 30  # in the upper half of a descriptor
-SLICES = 4  # of 32 columns
+_SWIZZLE_128_BYTES = 1 << 30  # of the upper half of a matrix descriptor
+SLICES = 4  # of 32 columns in a unit
 _SLICE_BYTES = 32
-_SUMS_AND_OPERANDS = 192  # registers of a thread that may hold them
-_FAR = (  # the upper bit of each byte is whether it is EXACT_BELOW or more
+_SUMS_AND_OPERANDS = 192  # registers of a thread for these
+_FAR = (  # sets the upper bit of each byte that is EXACT_BELOW or more
     f"{{ .reg .b32 t; and.b32 t, $1, 0x7f7f7f7f; add.u32 t, t, {(128 - EXACT_BELOW) * 0x01010101:#x}; "
     "or.b32 $0, t, $1; }"
 )
 _OF_BYTE = "prmt.b32 $0, $1, 0, {:#x};"
-_TABLE = tuple(  # magnitudes, four a word, at a distance
+_TABLE = tuple(  # the magnitudes at a distance, four per word
     f"mad.lo.u32 $0, $1, {-int(step) & 0xFFFFFFFF:#x}, {int(largest):#x};"
     for largest, step in zip(*magnitudes(), strict=True)
 )
@@ -62,13 +64,13 @@ def _piece(values: ir.Value, nth: int) -> list[ir.Value]:
 
 
 def _row_bytes(scales: ir.Value) -> list[ir.Value]:
-    """Distances of the thread's two rows, a byte for each slice."""
+    """Scale distances of the thread's two rows, a byte for each slice."""
     group = arith.shrui(thread_index(), constant(2))
     return load_words(scales, arith.muli(group, constant(2)), 2)
 
 
 def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
-    """A unit's elements as e5m2. Of blocks too far below their row's largest they are zeros."""
+    """A unit's elements as e5m2; zeros in blocks whose scale is too far below the row's largest."""
     distances = _row_bytes(scales)
     far = [run(_FAR, word) for word in distances]
     words = [word for nth in range(SLICES // 2) for word in _piece(values, nth)]
@@ -78,31 +80,33 @@ def _e2m1_slices(values: ir.Value, scales: ir.Value) -> list[list[ir.Value]]:
         for row in range(2):
             word = words[2 * slice_ + row]
             distance = run(_OF_BYTE.format(0x4440 | slice_), distances[row])
-            nothing = run(_OF_BYTE.format(0x1111 * (8 | slice_)), far[row])  # all ones or all zeros
+            zeroed = run(_OF_BYTE.format(0x1111 * (8 | slice_)), far[row])  # all ones or all zeros
             table = [run(text, distance) for text in _TABLE]
-            chosen = run(_MAGNITUDES, word, nothing)
-            found = [run(text, *table, chosen) for text in _LOOK_UP]
+            selectors = run(_MAGNITUDES, word, zeroed)
+            found = [run(text, *table, selectors) for text in _LOOK_UP]
             halves.append([run(text, word, magnitude) for text, magnitude in zip(_SIGNS, found, strict=True)])
         out.append([halves[row][half] for half in range(2) for row in range(2)])
     return out
 
 
-def _refs(unit: Stage) -> dict[str, Any]:
-    """What there is of a unit."""
+def _refs(unit: Stage) -> dict[str, Ref]:
+    """The references of a unit, by name, without None."""
     named = {"values": unit.values, "scales": unit.scales, "x": unit.x, "x_scales": unit.x_scales}
     return {name: ref for name, ref in named.items() if ref is not None}
 
 
-def add_units(totals: Sequence[jax.Array], units: Sequence[Stage], decoded: bool) -> tuple[jax.Array, ...]:
-    """Totals (64, n) plus units times their rows, transposed: products in FP8 by `wgmma`, added up in float32.
+def add_units(
+    totals: Sequence[Float32[Array, "64 n"]], units: Sequence[Stage], decoded: bool
+) -> tuple[Float32[Array, "64 n"], ...]:
+    """`totals` plus units times their rows, transposed: products in FP8 by `wgmma`, accumulated in float32.
 
-    The tensor cores' own sums keep some 14 bits, so they go over these units only, where no scale is theirs alone, else
-    over each unit, and are added to the totals, times the scales that there are. Nothing is in flight at the end.
+    The tensor cores' sums keep some 14 bits. So they accumulate these units only, or each unit separately if it has its
+    own scales, and are then added to the totals, times these scales. No product is in flight at the end.
 
     Args:
-        totals: float32, n a multiple of 8: of the units' first n rows, of the next n, and so on.
-        units: of one unit each, refs in shared memory: `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,)
-            uint8 of MXFP4 or (64,) floats, `x` (n, 128) e4m3, `x_scales` (n,).
+        totals: n a multiple of 8: of the units' first n rows, of the next n, and so on.
+        units: references of one unit each: `values` uint8 (16, 256) of MXFP4 or (64, 128), `scales` (256,) uint8 of
+            MXFP4 or (64,) floats, `x` (n, 128) e4m3, `x_scales` (n,).
         decoded: whether weights are MXFP4, not e4m3.
     """
     n = totals[0].shape[1]
@@ -132,7 +136,7 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Stage], decoded: bool
         for (unit, part), (following, _) in zip(order, [*order[1:], (None, 0)], strict=True):
             sums = start_product(sums, operand, descriptor(unit.x, part * n), n)
             if done is not None:
-                add(done, 1)  # while the tensor cores work, as what follows
+                add(done, 1)  # while the tensor cores run, like what follows
                 done = None
             if following is not None and following is not unit:
                 operand = _operand(following, decoded)
@@ -147,58 +151,62 @@ def add_units(totals: Sequence[jax.Array], units: Sequence[Stage], decoded: bool
 
 
 def zeros(n: int) -> Fragment:
-    """Sums (64, n) of nothing."""
+    """Zero sums (64, n)."""
     return Fragment.splat(utils.c(0.0, f32()), (TILE, n), mgpu.WGMMA_LAYOUT)
 
 
 def _operand(unit: Stage, decoded: bool) -> Any:
-    """The operand A: four registers of e5m2 for each slice of 32 columns, or a descriptor of e4m3 in shared memory."""
+    """Operand A: four registers of e5m2 for each slice of 32 columns, or a descriptor of e4m3 in shared memory."""
     return _e2m1_slices(unit.values, unit.scales) if decoded else descriptor(unit.values)
 
 
-def start(sums: jax.Array | None, unit: Stage, decoded: bool) -> jax.Array:
-    """`sums` (64, n), or zeros, plus a unit times its rows, transposed: on their way, until `finish` awaits them.
+def start(sums: Float32[Array, "64 n"] | None, unit: Stage, decoded: bool) -> Float32[Array, "64 n"]:
+    """Starts `sums`, or zeros, plus a unit times its rows, transposed, which is complete after `finish`.
 
-    A unit of MXFP4 is decoded first, while what `sums` are of is still on its way.
+    A unit of MXFP4 is decoded first, while the product that `sums` come from is still in flight.
     """
     n = unit.x.shape[0]
-    given = [] if sums is None else [sums]
-    refs = [unit.values, *([unit.scales] if decoded else []), unit.x]
-    kinds = [plgpu.RefType(), plgpu.RefType(), plgpu.RefType(SWIZZLED)] if decoded else [plgpu.RefType(SWIZZLED)] * 2
+    scales = unit.scales if decoded else None
+    values_type = plgpu.RefType() if decoded else plgpu.RefType(SWIZZLED)
 
     @operation(
-        arg_types=(*[plgpu.Layout.WGMMA] * len(given), *kinds),
+        arg_types=(
+            optional(sums, plgpu.Layout.WGMMA),
+            values_type,
+            optional(scales, plgpu.RefType()),
+            plgpu.RefType(SWIZZLED),
+        ),
         return_type=result((TILE, n), jnp.float32, plgpu.Layout.WGMMA),
     )
-    def body(_: Any, *args: Any) -> Fragment:
-        before, (values, *scales, x) = args[: len(given)], args[len(given) :]
-        operand = _operand(Stage(x, values, scales[0] if scales else None), decoded)
-        like = before[0] if before else zeros(n)
-        return accumulator(like, start_product(sums_of(before[0]) if before else None, operand, descriptor(x), n))
+    def body(_: Any, sums: Fragment | None, values: ir.Value, scales: ir.Value | None, x: ir.Value) -> Fragment:
+        operand = _operand(Stage(x, values, scales), decoded)
+        like = zeros(n) if sums is None else sums
+        return accumulator(like, start_product(None if sums is None else sums_of(sums), operand, descriptor(x), n))
 
-    return body(*given, *refs)
+    return body(sums, unit.values, scales, unit.x)
 
 
-def finish(total: jax.Array | None, sums: jax.Array) -> jax.Array:
-    """`sums`, once all products are there, plus `total`, in float32, where there is one."""
-    given = [] if total is None else [total]
+def finish(total: Float32[Array, "64 n"] | None, sums: Float32[Array, "64 n"]) -> Float32[Array, "64 n"]:
+    """Waits for `sums`, and adds them to `total`, in float32, if there is one."""
 
     @operation(
-        arg_types=(*[plgpu.Layout.WGMMA] * len(given), plgpu.Layout.WGMMA),
+        arg_types=(optional(total, plgpu.Layout.WGMMA), plgpu.Layout.WGMMA),
         return_type=result(sums.shape, jnp.float32, plgpu.Layout.WGMMA),
     )
-    def body(_: Any, *args: Fragment) -> Fragment:
-        *total, sums = args
+    def body(_: Any, total: Fragment | None, sums: Fragment) -> Fragment:
         found = wait(sums_of(sums), 0)
-        if total:
-            found = [arith.addf(a, b) for a, b in zip(sums_of(total[0]), found, strict=True)]
+        if total is not None:
+            found = [arith.addf(a, b) for a, b in zip(sums_of(total), found, strict=True)]
         return accumulator(sums, found)
 
-    return body(*given, sums)
+    return body(total, sums)
 
 
 def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
-    """What `wgmma` knows an operand by: `ref` (..., rows, 128), swizzled by 128 bytes, from a multiple of 8 rows on."""
+    """The matrix descriptor of an operand: `ref` (..., rows, 128), with transforms `SWIZZLED`, from `row` on.
+
+    `row` must be a multiple of 8.
+    """
     strides, _ = ir.MemRefType(ref.type).get_strides_and_offset()
     eight_stride = strides[-4]  # of tiles of 8 rows
     upper = _SWIZZLE_128_BYTES | eight_stride >> 4
@@ -209,14 +217,14 @@ def descriptor(ref: ir.Value, row: int | ir.Value = 0) -> ir.Value:
 
 
 def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int) -> list[ir.Value]:
-    """`sums`, or zeros, plus the four slices' products: the thread's n / 2 of them, on their way."""
+    """Starts `sums`, or zeros, plus the four slices' products; these are the thread's n / 2 sums, not complete yet."""
     size = n // 2
     out = llvm.StructType.get_literal([f32()] * size)
     names = ", ".join(f"${i}" for i in range(size))
     utils.inline_ptx("wgmma.fence.sync.aligned;", has_side_effects=True)
     values = [] if sums is None else sums
     for nth in range(SLICES):
-        first = size + len(values)  # the operands behind the sums
+        first = size + len(values)  # the operands after the sums
         offset = nth * _SLICE_BYTES >> 4
         if isinstance(operand, ir.Value):
             a, kind, name, makes = [operand], "e4m3", "c", f".reg .b64 c; add.s64 c, ${first + 2}, {offset};"
@@ -239,7 +247,7 @@ def start_product(sums: list[ir.Value] | None, operand: Any, x: ir.Value, n: int
 
 
 def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
-    """`sums`, once all products but the last `pending` groups are there."""
+    """`sums`, once all products but the last `pending` groups are complete."""
     size = len(sums)
     tied = ",".join([*["=f"] * size, *(str(i) for i in range(size))])
     text = f"wgmma.wait_group.sync.aligned {pending};"
@@ -249,7 +257,7 @@ def wait(sums: list[ir.Value], pending: int) -> list[ir.Value]:
 
 
 def _row_scales(unit: Stage) -> list[ir.Value] | None:
-    """Float32 scales of the thread's two rows, where the unit has them."""
+    """Float32 scales of the thread's two rows, if the unit has them."""
     scales = unit.scales
     if scales is None:
         return None
@@ -271,32 +279,32 @@ def _added(
     x_scales: ir.Value | None,
     first: int,
 ) -> list[ir.Value]:
-    """`totals` plus `products` times scales; both in the tensor cores' order: by 8 columns first row, second row.
+    """`totals` plus `products` times scales; both in `wgmma`'s order: for each 8 columns first row, then second row.
 
-    `first`: of `x_scales`, that of the first column.
+    `first`: the index in `x_scales` of the first column.
     """
     column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
     out = []
     for eight in range(len(totals) // 4):
-        by_column = None
+        token_scales = None
         if x_scales is not None:
             pair = llvm.load(
                 ir.VectorType.get((2,), f32()),
                 address_of(x_scales, arith.addi(column, constant(first + 8 * eight)), f32()),
                 alignment=8,
             )
-            by_column = [llvm.extractelement(pair, constant(i)) for i in range(2)]
+            token_scales = [llvm.extractelement(pair, constant(i)) for i in range(2)]
         for row in range(2):
             for i in range(2):
                 nth = 4 * eight + 2 * row + i
                 factors = [] if row_scales is None else [row_scales[row]]
-                factors += [] if by_column is None else [by_column[i]]
+                factors += [] if token_scales is None else [token_scales[i]]
                 out.append(plus(totals[nth], products[nth], factors))
     return out
 
 
 def plus(total: ir.Value, product: ir.Value, factors: list[ir.Value]) -> ir.Value:
-    """`total` plus `product` times the factors' product: like this, whichever of the two operands is the tokens."""
+    """`total` plus `product` times the factors' product, rounded the same whichever operand the tokens are."""
     if not factors:
         return arith.addf(total, product)
     factor = reduce(arith.mulf, factors)

@@ -1,1 +1,14 @@
-"""What the Pallas Mosaic GPU kernels for Hopper (compute capability 9.0) share."""
+"""What the Pallas Mosaic GPU kernels for Hopper (compute capability 9.0) share.
+
+launch       the persistent kernel: producer warps and consumer warpgroups of one CTA per SM
+scheduler    the work items of a CTA
+pipeline     the stages in shared memory: where producers and consumers wait for them and release them
+tiles        how weights are tiled
+accumulator  what a thread holds of an accumulator
+reduction    partial sums of warpgroups that share columns
+epilogue     scales, biases and stores of a tile
+gemm         operands and epilogue of a grouped GEMM
+counters     signals between CTAs
+config       what configurations have in common
+mlir         short names for MLIR, and the types of references
+"""

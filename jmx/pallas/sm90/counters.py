@@ -2,19 +2,19 @@
 
 from typing import Any
 
-import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, address_of, i32, operation, utils
+from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref, address_of, i32, operation, utils
+from jmx.util.typing import Array, Int32
 
 _ORDER_COPIES = "fence.proxy.async.global;"
 
 
-def signal(counters: Any, index: jax.Array) -> None:
-    """Adds 1 to counters[index], int32 in global memory, once all that the warpgroup has written there is seen by all.
+def signal(counters: Ref, index: Int32[Array, ""]) -> None:
+    """Adds 1 to counters[index] in global memory, once all CTAs see what the warpgroup has written there.
 
-    By copies by TMA, too, for which such writes are of another kind (PTX: the generic and the asynchronous proxy).
+    TMA copies see it, too: a fence orders them after ordinary writes (PTX: the asynchronous and the generic proxy).
     """
 
     @operation(arg_types=(plgpu.RefType(), SCALAR))
@@ -27,10 +27,10 @@ def signal(counters: Any, index: jax.Array) -> None:
     body(counters, index)
 
 
-def wait(counters: Any, index: jax.Array, value: jax.Array, *, warpgroup: bool = False) -> None:
-    """A warp waits until counters[index] is `value` or more; then its copies by TMA see what was signalled.
+def wait(counters: Ref, index: Int32[Array, ""], value: Int32[Array, ""], *, warpgroup: bool = False) -> None:
+    """A warp waits until counters[index] is at least `value`; then its TMA copies see what was written before.
 
-    `warpgroup`: all of it waits, and sees that by loads, too.
+    `warpgroup`: a whole warpgroup waits, whose loads then see it, too.
     """
     threads = utils.ThreadSubset.WARPGROUP if warpgroup else utils.ThreadSubset.WARP
 

@@ -1,9 +1,8 @@
-"""Epilogue of a tile, one thread at a time: scales and biases by row, and stores to global memory."""
+"""The epilogue of a tile for one thread: scales and biases of rows, and stores to global memory."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -13,6 +12,7 @@ from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.mlir import (
     SCALAR,
     Fragment,
+    Ref,
     address_of,
     constant,
     f32,
@@ -20,43 +20,44 @@ from jmx.pallas.sm90.mlir import (
     i64,
     less,
     operation,
+    optional,
     pair,
     thread_index,
     utils,
     wide,
 )
+from jmx.util.typing import Array, Float32, Int32, Num
 
 
 def load_row(
-    array: Any, rows: Rows, expert: jax.Array, tile: jax.Array, order: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """What `array` (E, N) has for the thread's first and second row of a tile, float32 (256,); 0 in the padding.
+    array: Ref, rows: Rows, expert: Int32[Array, ""], tile: Int32[Array, ""], order: Ref | None = None
+) -> tuple[Float32[Array, "256"], Float32[Array, "256"]]:
+    """array[expert, row], of a reference (E, N), for the thread's first and second row of a tile; 0 in the padding.
 
-    `order`: a ref int32 (E, outputs) of the output in whose place, in `array`, each one stands; None: in its own.
+    `order`: a reference int32 (E, outputs): `array` has an output's value in the place of output order[expert, output].
     """
     size = row_size(8)
-    orders = [] if order is None else [order]
-    types = [plgpu.RefType(), SCALAR, SCALAR, *[plgpu.RefType()] * len(orders)]
+    types = [plgpu.RefType(), SCALAR, SCALAR, optional(order, plgpu.RefType())]
 
     @operation(arg_types=types, return_type=(row_array(size), row_array(size)))
-    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment, *orders: ir.Value) -> tuple[Fragment, ...]:
+    def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment, order: ir.Value | None) -> tuple[Fragment, ...]:
         number = expert.registers.item()
 
         def of_output(row: ir.Value) -> ir.Value:
-            for order in orders:
-                at, inside = index_of_row(rows.outputs, number, row)
-                row = arith.select(inside, llvm.load(i32(), address_of(order, at, i32())), row)
-            return row
+            if order is None:
+                return row
+            at, inside = index_of_row(rows.outputs, number, row)
+            return arith.select(inside, llvm.load(i32(), address_of(order, at, i32())), row)
 
-        mine = rows.weight(rows.output(tile.registers.item()), of_output)
-        values = (load_of_row(array, rows.num_rows, number, row) for row in mine)
+        both = rows.weight(rows.output(tile.registers.item()), of_output)
+        values = (load_of_row(array, rows.num_rows, number, row) for row in both)
         return tuple(of_registers([pair(value, value)], size) for value in values)
 
-    return body(array, expert, tile, *orders)
+    return body(array, expert, tile, order)
 
 
 def load_of_row(array: ir.Value, num_rows: int, expert: ir.Value, row: ir.Value) -> ir.Value:
-    """What `array` (E, num_rows) has for a row, float32; 0 past the end."""
+    """array[expert, row], of a reference (E, num_rows), as float32; 0 past the end."""
     element = ir.MemRefType(array.type).element_type
     at, inside = index_of_row(num_rows, expert, row)
     value = llvm.load(element, address_of(array, at, element))
@@ -65,13 +66,13 @@ def load_of_row(array: ir.Value, num_rows: int, expert: ir.Value, row: ir.Value)
 
 
 def index_of_row(num_rows: int, expert: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Where an array (E, num_rows) has a row, and whether it has it: of a row past the end, where the first one is."""
+    """The flat index of (expert, row) in an array (E, num_rows), and whether it has that row; if not, that of row 0."""
     inside = less(row, constant(num_rows))
     return wide(arith.addi(arith.muli(expert, constant(num_rows)), arith.select(inside, row, constant(0)))), inside
 
 
-def repeat(row: jax.Array, n: int) -> jax.Array:
-    """One value a row, as `load_row` has it, for each of the thread's n / 4 own elements."""
+def repeat(row: Float32[Array, "256"], n: int) -> Float32[Array, " m"]:
+    """A value from `load_row`, repeated to per-thread elements of n columns."""
 
     @operation(arg_types=(own_layout(row_size(8)),), return_type=row_array(row_size(n)))
     def body(_: Any, row: Fragment) -> Fragment:
@@ -81,38 +82,39 @@ def repeat(row: jax.Array, n: int) -> jax.Array:
 
 
 def store(
-    out: Any,
-    arrays: Sequence[jax.Array],
+    out: Ref,
+    arrays: Sequence[Num[Array, " m"]],
     rows: Rows,
-    tile: jax.Array,
-    first: jax.Array,
-    count: jax.Array,
+    tile: Int32[Array, ""],
+    first: Int32[Array, ""],
+    count: Int32[Array, ""],
 ) -> None:
-    """Writes a tile's outputs, transposed, to out (R, num_outputs) in global memory.
+    """Writes a tile's outputs, transposed, to a reference (R, num_outputs) to global memory.
 
     Args:
-        arrays: own elements of the thread's first row, and of its second where there is no gate; out's dtype.
-        first: the row of `out` that takes the accumulator's first column.
-        count: columns that there are; others are not written.
+        arrays: per-thread elements of the first row, and without a gate of the second one; out's dtype.
+        first: the row of `out` for the accumulator's first column.
+        count: how many of the accumulator's columns are written.
     """
     num_outputs = rows.num_outputs
-    own = [own_layout(array.shape[0]) for array in arrays]
+    layouts = [own_layout(array.shape[0]) for array in arrays]
 
-    @operation(arg_types=(plgpu.RefType(), *own, *[SCALAR] * 3))
-    def body(_: Any, out: ir.Value, *args: Any) -> None:
-        args, (tile, first, count) = args[: len(own)], args[len(own) :]
-        tile, first, count = (scalar.registers.item() for scalar in (tile, first, count))
+    @operation(arg_types=(plgpu.RefType(), layouts, SCALAR, SCALAR, SCALAR))
+    def body(_: Any, out: ir.Value, arrays: list[Fragment], *scalars: Fragment) -> None:
+        tile, first, count = (scalar.registers.item() for scalar in scalars)
         element = ir.MemRefType(out.type).element_type
         bits = utils.bitwidth(element)
         row = rows.output(tile)
         column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
         line = arith.muli(wide(arith.addi(first, column)), constant(num_outputs, i64()))
 
-        for second, array in enumerate(args):
+        for second, array in enumerate(arrays):
             output = arith.addi(row, constant(8 * second))
             inside = less(output, constant(num_outputs))
             address = address_of(out, arith.addi(line, wide(output)), element)
-            left = arith.select(inside, arith.subi(count, column), constant(0))  # columns from the thread's first on
+            left = arith.select(
+                inside, arith.subi(count, column), constant(0)
+            )  # of the columns from the thread's first on
             for eight, two in enumerate(array.registers.flat):
                 for i in range(2):
                     there = arith.cmpi(arith.CmpIPredicate.slt, constant(8 * eight + i), left)
@@ -122,4 +124,4 @@ def store(
                     text = f"@$2 st.global.b{bits} [$0 + {offset}], $1;"
                     utils.inline_ptx(text, address, value, there, has_side_effects=True)
 
-    body(out, *arrays, tile, first, count)
+    body(out, [*arrays], tile, first, count)

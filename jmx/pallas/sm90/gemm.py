@@ -1,4 +1,4 @@
-"""Operands and epilogue of one grouped GEMM, whichever tensor cores it runs on."""
+"""Operands and epilogue of one grouped GEMM, for both Hopper kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,17 +10,16 @@ from jaxlib.mlir.dialects import arith
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.pallas.sm90.mlir import constant, less, thread_index
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
-
-Array = Any
+from jmx.util.typing import Array, Num
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a weight a thread's two rows of a tile are.
+    """Maps a thread's two rows of a tile to rows of the weight and of the output.
 
     Args:
         num_rows: rows of the weight, without padding.
-        gate_up_order: "interleaved" or "concatenated" where a tile holds gate and up; None where it does not.
+        gate_up_order: "interleaved" or "concatenated" if tiles hold gate and up; None if they do not.
     """
 
     num_rows: int
@@ -28,20 +27,21 @@ class Rows:
 
     @property
     def num_outputs(self) -> int:
-        """Rows of what comes out of the epilogue, with padding to whole tiles."""
+        """Columns of the result, padded to whole tiles."""
         return -(-self.outputs // TILE) * TILE
 
     @property
     def outputs(self) -> int:
+        """Columns of the result, without padding."""
         return self.num_rows if self.gate_up_order is None else self.num_rows // 2
 
     def output(self, tile: ir.Value) -> ir.Value:
-        """The thread's first row of the output; where there is no gate, its second is 8 below."""
+        """The output of the thread's first row; without a gate, that of its second row is 8 further."""
         warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
         return self.output_of(tile, warp, arith.divui(lane, constant(4)))
 
     def output_of(self, tile: ir.Value, sixteen: ir.Value, eighth: ir.Value) -> ir.Value:
-        """The row of the output for one of the first eight of some 16 rows of a tile."""
+        """The output of one of the first eight rows (`eighth`) of 16 rows (`sixteen`) of a tile."""
         tile_rows, rows = (TILE, 16) if self.gate_up_order is None else (GATED_ROWS, 8)
         row = arith.addi(arith.muli(tile, constant(tile_rows)), arith.muli(sixteen, constant(rows)))
         return arith.addi(row, eighth)
@@ -49,9 +49,11 @@ class Rows:
     def weight(
         self, row: ir.Value, of_output: Callable[[ir.Value], ir.Value] = lambda row: row
     ) -> tuple[ir.Value, ir.Value]:
-        """The weight's rows of `output_of`, and 8 below in the tile; past the end where the tile is padding.
+        """The weight's rows for an output, as `output` gives it: the thread's first and second row of the tile.
 
-        `of_output`: the output in whose place each one stands.
+        Rows in the padding are at or past `num_rows`.
+
+        `of_output`: maps an output to the one whose place it takes in a weight with a column order.
         """
         if self.gate_up_order is None:
             return of_output(row), of_output(arith.addi(row, constant(8)))
@@ -64,20 +66,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class BaseProduct:
-    """rows @ weight[expert].T + bias[expert], and what becomes of it.
+    """activation(rows @ weight[expert].T + bias[expert]).
 
     Args:
         weight: in the layout that the kernel reads, with one leading axis of experts.
         format: of the weight.
-        bias: (E, N) or None.
-        rows: what the weight's rows are.
+        bias: one per row of the weight, or None.
+        rows: the order of the weight's rows.
         dtype: of the result.
-        activation: of float32 (gate, up), or (x,) where there is no gate; None for none.
+        activation: a function of float32 (gate, up), or of (x,) without a gate; None for none.
     """
 
     weight: BlockScaled
     format: Format
-    bias: Array | None
+    bias: Num[Array, "E N"] | None
     rows: Rows
     dtype: Any
     activation: Callable[..., Array] | None = None

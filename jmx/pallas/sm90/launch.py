@@ -1,4 +1,4 @@
-"""How the Hopper kernels are called: persistent, with a name that says their configuration, and traced in 32 bits."""
+"""How the Hopper kernels are launched: persistent, named after their configuration, and traced in 32 bits."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.sm90.config import BaseConfig
+from jmx.util.typing import Array, Int32
 
 PRODUCER_REGISTERS = 40  # of a thread
 
@@ -17,13 +18,13 @@ PRODUCER_REGISTERS = 40  # of a thread
 def persistent_kernel(
     body: Callable[..., None], backend: str, config: BaseConfig, num_ctas: int, outputs: Sequence[Any], shared: Any
 ) -> Callable[..., Any]:
-    """A kernel of one CTA an SM: `config.num_warpgroups` consumer warpgroups, and behind them one of producers.
+    """A kernel of one CTA per SM: `config.num_warpgroups` consumer warpgroups, then one of producer warps.
 
     Args:
-        body: takes refs of operands and outputs, and `shared=`, those of shared memory.
-        backend: whose kernel it is, for its name.
+        body: takes references to operands and outputs, and as `shared=` those to shared memory.
+        backend: its name, with which the kernel's name begins.
         outputs: shapes.
-        shared: a NamedTuple of types in shared memory, which are allocated in its order.
+        shared: a NamedTuple of types in shared memory, which are allocated in this order.
     """
     return plgpu.kernel(
         body,
@@ -37,22 +38,22 @@ def persistent_kernel(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             approx_math=True,
-            unsafe_no_auto_barriers=True,  # every hand-over of shared memory has a barrier of its own
+            unsafe_no_auto_barriers=True,  # the pipeline and the reduction have their own
         ),
     )
 
 
 def kernel_name(backend: str, config: Any) -> str:
-    """What a profile shows, such as `mosaic_block_n8_warpgroups_m1_..._split_k3`."""
+    """The name in profiles, such as `mosaic_block_n8_warpgroups_m1_..._split_k3`."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     shown = (name if value is True else f"{name}{value}" for name, value in values.items() if value is not False)
     return "_".join([backend, *shown])
 
 
 def specialize(
-    warpgroup: jax.Array, config: BaseConfig, consume: Callable[[], None], *produce: Callable[[], None]
+    warpgroup: Int32[Array, ""], config: BaseConfig, consume: Callable[[], None], *produce: Callable[[], None]
 ) -> None:
-    """Consumer warpgroups run `consume`; of the warpgroup behind them each warp runs one of `produce`."""
+    """Consumer warpgroups run `consume`; in the last warpgroup each warp runs one of `produce`."""
 
     @pl.when(warpgroup < config.num_warpgroups)
     @jax.named_scope("consumer")
@@ -66,23 +67,23 @@ def specialize(
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
         @plgpu.warp_map
-        def _(warp: jax.Array) -> None:
+        def _(warp: Array) -> None:
             for nth, one in enumerate(produce):
                 pl.when(warp == nth)(one)
 
 
 def launch(kernel: Callable[..., Any], *operands: Any) -> Any:
-    """What `kernel` gives of `operands`, pytrees of arrays none of which has 64 bits.
+    """Calls `kernel` with `operands`, pytrees of arrays, none of which may have 64-bit elements.
 
-    It is traced in 32 bits, as it is written, whatever `jax_enable_x64` is.
+    The kernel is traced in 32 bits, as it is written for, whatever `jax_enable_x64` is.
     """
     assert all(array.dtype.itemsize <= 4 for array in jax.tree.leaves(operands))
     with jax.enable_x64(False):
         return kernel(*operands)
 
 
-def for_width(widths: tuple[int, ...], count: jax.Array, function: Callable[[int], None]) -> None:
-    """Calls `function` with the width that holds `count` rows: once, whatever `count` is."""
+def for_width(widths: tuple[int, ...], count: Int32[Array, ""], function: Callable[[int], None]) -> None:
+    """Calls `function` with the smallest width that holds `count` rows, or the largest width: always exactly once."""
     *below, last = widths
     for lower, width in zip([-1, *below], below, strict=False):
         pl.when((count > lower) & (count <= width))(partial(function, width))

@@ -1,4 +1,4 @@
-"""Short names for the MLIR that the Hopper kernels write for one thread, beside Pallas' arrays."""
+"""Short names for the MLIR that the Hopper kernels write for one thread, and the types of references."""
 
 from typing import Any
 
@@ -9,11 +9,21 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.sm90.tiles import THREADS
 
-Fragment = mgpu.FragmentedArray
+# A reference to an array in global or shared memory, or to barriers, as a kernel body has it; or the type of one, where
+# scratch memory is described. Pallas has no public class for them.
+Ref = Any
+Fragment = mgpu.FragmentedArray  # one thread's registers of an array
 SCALAR = plgpu.Layout.WG_SPLAT
 utils = mgpu.utils
-operation: Any = plgpu.inline_mgpu  # what it makes of a function takes arrays and refs, not what the function takes
+# An operation takes arrays and references; the function that it decorates takes their fragments and MLIR values. Both
+# take pytrees, so that an argument may be None.
+operation: Any = plgpu.inline_mgpu
 result: Any = plgpu.ShapeDtypeStruct
+
+
+def optional(value: Any, type_: Any) -> Any:
+    """The type of an operation's argument that may be None."""
+    return None if value is None else type_
 
 
 def i8() -> ir.Type:
@@ -45,12 +55,12 @@ def less(a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def run(text: str, *operands: ir.Value) -> ir.Value:
-    """The 32 bits that a piece of PTX without side effects makes of its operands."""
+    """The 32-bit result of PTX without side effects."""
     return utils.inline_ptx(text, *operands, result_types=i32())
 
 
 def pair(*values: ir.Value) -> ir.Value:
-    """A vector of two values: what an array's registers hold of a row's two columns."""
+    """A vector of two values: a register of an array holds two columns of a row."""
     two = llvm.mlir_undef(ir.VectorType.get((2,), values[0].type))
     for i, value in enumerate(values):
         two = llvm.insertelement(two, value, constant(i))
@@ -63,4 +73,5 @@ def thread_index() -> ir.Value:
 
 
 def address_of(ref: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+    """The address of the `index`th element of a contiguous reference."""
     return utils.getelementptr(utils.memref_ptr(ref), [index], element)

@@ -1,28 +1,31 @@
-"""Reduction across warpgroups that share a tile's columns: partial sums pass through shared memory."""
+"""Reduction over warpgroups that share a tile's columns: partial sums are passed through shared memory."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.sm90 import accumulator
+from jmx.pallas.sm90.mlir import Ref
+from jmx.util.typing import Array, Bool, Float32, Int32
 
-Array = Any
+RowSums = tuple[Float32[Array, " n"], Float32[Array, " n"]]  # per-thread elements of the first and the second row
 
 
 class PartialSums(NamedTuple):
-    """Refs, or what `scratch` makes of them.
+    """References to shared memory and barriers, or, from `scratch`, their types.
 
     Args:
-        values: float32 (M, K - 1, 2, n): of M warpgroups along the weight's rows and K along the columns, a thread's
-            first and second row.
-        full, empty: M barriers each: that sums are there, and that they were read.
+        values: float32 (M, K - 1, 2, n), where M warpgroups are along the weight's rows and K along the columns:
+            per-thread elements of the first and the second row.
+        full_barriers, empty_barriers: M each: sums have been written, sums have been read.
     """
 
-    values: Any
-    full: Any
-    empty: Any
+    values: Ref
+    full_barriers: Ref
+    empty_barriers: Ref
 
     @classmethod
     def scratch(cls, warpgroups_m: int, warpgroups_k: int, block_n: int) -> "PartialSums":
@@ -33,23 +36,30 @@ class PartialSums(NamedTuple):
             plgpu.Barrier(num_barriers=warpgroups_m),
         )
 
-    def hand_over(self, wm: Array, wk: Array, width: int, sums: tuple[Array, Array], *, again: Array) -> None:
-        """`sums` of `width` rows by a warpgroup that is not the first along the columns; `again`: it did so before."""
+    @jax.named_scope("send_partial_sums")
+    def send(
+        self, wm: Int32[Array, ""], wk: Int32[Array, ""] | int, width: int, sums: RowSums, *, again: Bool[Array, ""]
+    ) -> None:
+        """Writes `sums` of `width` rows: for warpgroups that are not the first along the columns.
+
+        `again`: whether the warpgroup has sent sums before, which must have been read by now.
+        """
 
         @pl.when(again)
         def _() -> None:
-            plgpu.barrier_wait(self.empty.at[wm])
+            plgpu.barrier_wait(self.empty_barriers.at[wm])
 
         for row in range(2):
             self.values[wm, wk - 1, row, pl.ds(0, accumulator.row_size(width))] = sums[row]
-        plgpu.barrier_arrive(self.full.at[wm])
+        plgpu.barrier_arrive(self.full_barriers.at[wm])
 
-    def take_over(self, wm: Array, width: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """By the first of them: `sums`, with those of the others, in their order."""
+    @jax.named_scope("reduce_partial_sums")
+    def reduce(self, wm: Int32[Array, ""], width: int, sums: RowSums) -> RowSums:
+        """`sums` plus those that the others have sent, always in the same order: for the first warpgroup."""
         size, totals = accumulator.row_size(width), [*sums]
-        plgpu.barrier_wait(self.full.at[wm])
+        plgpu.barrier_wait(self.full_barriers.at[wm])
         for other in range(self.values.shape[1]):
             for row in range(2):
                 totals[row] += accumulator.load_rows(self.values.at[wm, other, row, pl.ds(0, size)], size)
-        plgpu.barrier_arrive(self.empty.at[wm])
+        plgpu.barrier_arrive(self.empty_barriers.at[wm])
         return totals[0], totals[1]

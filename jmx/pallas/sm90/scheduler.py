@@ -1,16 +1,17 @@
-"""The persistent scheduler: one CTA an SM strides over the work items of one GEMM after the other.
+"""The persistent scheduler: one CTA per SM strides over the work items of one GEMM after the other.
 
-A CTA takes every `num_ctas`th item. The items of the next GEMM go on from where those of the last one ended, so that
-no SM has more than one item more than another. What an item is, each kernel knows.
+A CTA takes every `num_ctas`th item. The next GEMM starts at the CTA after the one that took the last item, so that the
+numbers of items of two CTAs differ by at most one. What an item is depends on the kernel.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from jmx.util.typing import Array, Int32
+
+Start = tuple[Int32[Array, ""], Int32[Array, ""], Int32[Array, ""]]  # where a CTA is when a GEMM begins
 
 
 @dataclass(frozen=True)
@@ -18,36 +19,37 @@ class Share:
     """A CTA's share of the work items of one GEMM.
 
     Args:
-        first_item: the number of its first one.
-        stages_before, items_before: pipeline stages and items that it takes in the GEMMs before.
-        all_items: items of all CTAs.
+        first_item: the number of its first item.
+        stages_before, items_before: pipeline stages and items that it took in the GEMMs before this one.
+        all_items: the number of items of all CTAs.
         item_stages: pipeline stages of an item.
         num_ctas: CTAs of the kernel.
-        num_items: items of this CTA.
+        num_items: the number of items of this CTA.
     """
 
-    first_item: Array
-    stages_before: Array
-    items_before: Array
-    all_items: Array
+    first_item: Int32[Array, ""]
+    stages_before: Int32[Array, ""]
+    items_before: Int32[Array, ""]
+    all_items: Int32[Array, ""] | int
     item_stages: int
     num_ctas: int
-    num_items: Array
+    num_items: Int32[Array, ""]
 
     @classmethod
-    def of(cls, start: tuple[Array, Array, Array], all_items: Array, item_stages: int, num_ctas: int) -> "Share":
-        """`start`: the first three fields: `begin` of the first GEMM, `end` of the one before for the others."""
+    def of(cls, start: Start, all_items: Int32[Array, ""] | int, item_stages: int, num_ctas: int) -> "Share":
+        """`start`: the first three fields: `begin` for the first GEMM, for others the `end` of the one before."""
         num_items = lax.div(all_items - start[0] + (num_ctas - 1), num_ctas)
         return cls(*start, all_items, item_stages, num_ctas, num_items)
 
     @staticmethod
-    def begin(cta: Array) -> tuple[Array, Array, Array]:
+    def begin(cta: Int32[Array, ""]) -> Start:
         return cta, jnp.int32(0), jnp.int32(0)
 
-    def end(self, *, overrun_first: bool) -> tuple[Array, Array, Array]:
+    def end(self, *, overrun_first: bool) -> Start:
         """Where the next GEMM begins.
 
-        `overrun_first`: the order of additions, which the compiler keeps: the other one costs a kernel instructions.
+        `overrun_first`: the order of the additions, which does not change the result. The compiler keeps it, and each
+        kernel was tuned with one of them: with the other one its machine code has more instructions.
         """
         if overrun_first:
             first_item = self.first_item + (self.num_items * self.num_ctas - self.all_items)
@@ -56,10 +58,10 @@ class Share:
         stages = self.stages_before + self.num_items * self.item_stages
         return first_item, stages, self.items_before + self.num_items
 
-    def item(self, turn: Array) -> Array:
-        """The number of its `turn`th item, which may be past the end."""
+    def item(self, turn: Int32[Array, ""]) -> Int32[Array, ""]:
+        """The number of the CTA's `turn`th item, which may be past the end."""
         return self.first_item + turn * self.num_ctas
 
-    def stage(self, turn: Array, step: Array) -> Array:
-        """The number of a stage of its `turn`th item in the whole kernel."""
+    def stage(self, turn: Int32[Array, ""], step: Int32[Array, ""]) -> Int32[Array, ""]:
+        """The number of the `step`th stage of the CTA's `turn`th item, counted over the whole kernel."""
         return self.stages_before + turn * self.item_stages + step

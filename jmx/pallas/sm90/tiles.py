@@ -1,21 +1,21 @@
-"""How both Hopper layouts tile a weight: 64 rows a tile, gate and up rows paired within a thread."""
+"""How both Hopper layouts tile a weight: 64 rows per tile, with a gate row and its up row in the same thread."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.layouts import WeightSpec
+from jmx.util.typing import Array, Shaped
 
 TILE = 64  # rows and columns of a tile
-GATED_ROWS = TILE // 2  # of gate, and as many of up
-THREADS = 128
-VALUE_COLUMNS = 256  # as a tile's values are shaped: no axis of a TMA box exceeds 256
+GATED_ROWS = TILE // 2  # rows of gate in a tile, and as many of up
+THREADS = 128  # of a warpgroup
+VALUE_COLUMNS = 256  # of a tile's values as an array: no axis of a TMA box exceeds 256
 
 
 def alike(gate_up: BlockScaled, down: BlockScaled, format: Format) -> tuple[BlockScaled, BlockScaled]:
-    """Both weights with scales of one dtype, where these come by the tile: a launch of both has one stage for them."""
+    """Both weights with block scales of one dtype, as one kernel's stages require: float32 if theirs differ."""
     if format.block_size == WHOLE_ROW or gate_up.scales.dtype == down.scales.dtype:
         return gate_up, down
     gate_up, down = (q._replace(scales=q.scales.astype(jnp.float32)) for q in (gate_up, down))
@@ -33,14 +33,15 @@ def _gated(spec: WeightSpec) -> bool:
     return spec.role == "gate_up" and spec.gate_up_order is not None
 
 
-def pad(array: jax.Array, axis: int, size: int, fill: Any) -> jax.Array:
+def pad(array: Shaped[Array, "..."], axis: int, size: int, fill: Any) -> Shaped[Array, "..."]:
+    """`array` with `fill` appended up to `size` along `axis`."""
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, size - array.shape[axis])
     return jnp.pad(array, widths, constant_values=fill)
 
 
-def tile_rows(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
-    """(N, C) -> (row tiles, 4 warps, 2, 8, C): the rows that the threads of a warp hold."""
+def tile_rows(array: Shaped[Array, "N C"], spec: WeightSpec, fill: Any) -> Shaped[Array, "tiles 4 2 8 C"]:
+    """Rows by tile and warp: of 8 groups of 4 threads each the first rows, then the second rows."""
     tiles, _ = num_tiles(spec)
     if not _gated(spec):
         return pad(array, 0, tiles * TILE, fill).reshape(tiles, 4, 2, 8, -1)
@@ -50,7 +51,8 @@ def tile_rows(array: jax.Array, spec: WeightSpec, fill: Any) -> jax.Array:
     return pad(array, 0, tiles * GATED_ROWS, fill).reshape(tiles, 4, 8, 2, -1).swapaxes(2, 3)
 
 
-def untile_rows(array: jax.Array, spec: WeightSpec) -> jax.Array:
+def untile_rows(array: Shaped[Array, "tiles 4 2 8 C"], spec: WeightSpec) -> Shaped[Array, "N C"]:
+    """The inverse of `tile_rows`."""
     rows, tiles = spec.shape[0], array.shape[0]
     if not _gated(spec):
         return array.reshape(tiles * TILE, -1)[:rows]

@@ -1,9 +1,9 @@
-"""Backend `triton`: the whole layer over packed 4-bit weights on Ampere and Ada, by the kernel of `kernel`.
+"""Backend `triton`: the whole layer over packed 4-bit weights on Ampere and Ada, by the kernel of `grouped_gemm`.
 
-Two grouped products, the activation in the first one's epilogue. The kernel gathers the rows of sorted tokens; of a few
-tokens every block picks its own. Products take bfloat16 and add up in float32; float16 activations are rounded to
-bfloat16, whose range float16 does not exceed. Where weights have an order, rows are brought into their expert's before
-each product.
+Two grouped GEMMs, with the activation in the epilogue of the first. The kernel gathers the rows of sorted tokens; of a
+few unsorted tokens, each block selects its own. Products take bfloat16 and accumulate in float32; float16 activations
+are rounded to bfloat16, whose range includes float16's. For weights with a column order, rows are gathered in the order
+of their expert before each product.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array
 
 from jmx import grouping
 from jmx.engines import grouped
@@ -19,21 +18,22 @@ from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, heuristic
-from jmx.pallas.triton.elements import NAMES, PLACES
+from jmx.pallas.triton.ptx import FORMAT_NAMES, WORD_ELEMENTS
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits, hidden_and_intermediate, indivisible
+from jmx.util.typing import Array, Float
 
-_INTERPRETED = (8, 0)  # the compute capability that stands for a machine where the kernel is interpreted
+_INTERPRETED = (8, 0)  # the compute capability assumed where the kernel is interpreted
 
 LIMITS = Limits(
     platform="gpu",
     capabilities=tuple(SHARED_MEMORY),
     machine="an Ampere, Ada or Hopper GPU",
-    formats=tuple(NAMES),
+    formats=FORMAT_NAMES,
     dtypes=("bfloat16", "float16"),
     layout="packed",
 )
@@ -45,7 +45,7 @@ class Triton:
     """The engine for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
 
     Args:
-        interpret: whether Pallas interprets the kernel on a CPU, slowly: for tests, under a name of its own.
+        interpret: whether Pallas interprets the kernel on a CPU, slowly; for tests. It has another name.
     """
 
     interpret: bool = False
@@ -73,20 +73,29 @@ class Triton:
         return candidates(*_sizes(problem), environment.compute_capability or _INTERPRETED)
 
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
-        del problem  # sizes are no matter: what tiles do not divide is masked
+        del problem  # any size fits: elements outside of it are masked
         check(config, environment.compute_capability or _INTERPRETED)
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
-        from jmx.pallas.triton.decode import index_of, turned
-        from jmx.pallas.triton.kernel import Product, grouped_product
+    def apply(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float[Array, "T H"]:
+        # Pallas takes a second to import.
+        from jmx.pallas.triton.decode import permute_columns, permuted_index
+        from jmx.pallas.triton.grouped_gemm import grouped_product
+        from jmx.pallas.triton.product import Product
 
         config = tuning.config(self, problem, environment).config
-        every = experts.merged()
-        order, down_order = every.gate_up.order, every.down.order
+        merged = experts.merged()
+        order, down_order = merged.gate_up.order, merged.down.order
 
-        def products(work: Work) -> Array:
+        def products(work: Work) -> Float[Array, "P R H"]:
             rows, row_of, users, expert_of_row = x, None, None, None
-            if work.token_of_row is None:  # a few tokens, of which every block picks its own
+            if work.token_of_row is None:  # a few tokens, from which each block selects its own
                 if x.shape[0] > 1:
                     users = routing.expert_ids.astype(jnp.int32), work.blocks.experts
             elif order is not None:
@@ -101,21 +110,22 @@ class Triton:
             gate_up = Product(
                 config, experts.format, work.num_rows, problem.activation, experts.gate_up_order, self.interpret
             )
-            rows = turned(rows.astype(jnp.bfloat16))
-            (h,) = grouped_product(rows, row_of, users, every.gate_up, every.gate_up_bias, blocks, gate_up)
+            rows = permute_columns(rows.astype(jnp.bfloat16))
+            (h,) = grouped_product(rows, row_of, users, merged.gate_up, merged.gate_up_bias, blocks, gate_up)
             if down_order is not None:
-                places = index_of(*reversed(jnp.divmod(down_order[expert_of_row], PLACES)))
-                h = turned(jnp.take_along_axis(h, places, axis=1, mode="promise_in_bounds"))
+                word, position = jnp.divmod(down_order[expert_of_row], WORD_ELEMENTS)
+                index = permuted_index(position, word)
+                h = permute_columns(jnp.take_along_axis(h, index, axis=1, mode="promise_in_bounds"))
             down = Product(config, experts.format, work.num_rows, interpret=self.interpret)
             blocks = blocks._replace(x_rows=blocks.out_rows)
-            return grouped_product(h, None, users, every.down, every.down_bias, blocks, down)
+            return grouped_product(h, None, users, merged.down, merged.down_bias, blocks, down)
 
         few_tokens = min(FEW_TOKENS, config.block_m) if order is None else 0
         return grouped.run(problem, x, routing, Tiling(config.block_m, few_tokens), products)
 
 
 def _sizes_fit(problem: Problem) -> Rejection | None:
-    return indivisible(hidden_and_intermediate(problem), PLACES, "elements that are read together")
+    return indivisible(hidden_and_intermediate(problem), WORD_ELEMENTS, "elements that are read together")
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int]:

@@ -1,33 +1,33 @@
-"""What can be tuned of the kernel of `kernel`, what it takes of shared memory, and what is tried."""
+"""Configurations of the kernel: their limits, the heuristic, and the candidates that are tuned over."""
 
 from dataclasses import dataclass, replace
 from itertools import product
 
-FEW_TOKENS = 8  # the fewest rows that a product of tensor cores has here: up to here nothing is sorted
-# Three times a thread's sums plus its weights of a step: beyond, ptxas spills on compute capability 8.0.
-_MAX_HELD = 304
-# Of 32 weights, in the format that has most: a scale in float32 and a zero point, which are three factors of 16 bits.
-_BLOCK_BYTES = 6
-_BLOCK_FACTORS = 3
-MAX_SUMS = 64  # float32 sums of a thread: with 128 of its 255 registers taken so, ptxas spills
-# Bytes of shared memory that a CTA may use, by compute capability (CUDA C++ Programming Guide, technical
-# specifications per compute capability; one of the 100, 164 and 228 KiB is the driver's own).
+FEW_TOKENS = 8  # up to so many, tokens are not sorted: the smallest M of a tensor core instruction here
+# Of three times a thread's sums plus its weights of a step: above this, ptxas spills on compute capability 8.0.
+_MAX_REGISTERS = 304
+# Of a group of 32 weights, in the format with the most: a float32 scale and a zero point, or three 16-bit factors.
+_GROUP_BYTES = 6
+_GROUP_FACTORS = 3
+MAX_SUMS = 64  # float32 sums per thread: with 128, half of its 255 registers, ptxas spills
+# Bytes of shared memory available to a CTA, by compute capability (CUDA C++ Programming Guide, technical specifications
+# per compute capability: 100, 164 and 228 KiB, less the 1 KiB that the driver reserves).
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 7): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes of a layer: tokens go into blocks of rows of one expert, and both products into tiles.
+    """Tile sizes of both products of a layer.
 
     Args:
-        block_m: rows of a block, at most.
-        block_n: rows of the weight in a tile; of gated experts half of them are gates and half are ups.
-        block_k: columns of the weight in a step of the loop.
-        num_warps: warps that compute a tile.
+        block_m: the most rows of a block, whose tokens go to one expert.
+        block_n: rows of the weight in a tile; for gated experts half of them are gates and half are ups.
+        block_k: columns of the weight in a step of the main loop.
+        num_warps: warps per CTA.
         num_stages: stages of the pipeline from global to shared memory.
-        products: products in a step of the loop, 4 of every fourth column each, or 1 of all columns, for which decoding
-            takes more instructions, and waiting fewer.
-        split_k: parts of `down`'s columns that are computed apart and added up in the end.
+        products: products in a step: 4, each of every fourth column, or 1 of all columns, which takes more instructions
+            to decode, but waits for the tensor cores once.
+        split_k: parts of `down`'s columns that are summed separately.
 
     Raises:
         ValueError: a value that no problem can run with.
@@ -42,7 +42,7 @@ class Config:
     split_k: int = 1
 
     def __post_init__(self) -> None:
-        # Tensor cores take 8 rows and 16 columns, of gates and of ups, and of each of four products a step.
+        # Tensor cores take 8 rows of x, and 16 columns in each of the four products of a step.
         for name, low, high in (("block_m", 8, 256), ("block_n", 32, 256), ("block_k", 64, 512), ("num_warps", 1, 16)):
             value = getattr(self, name)
             if value not in (1 << n for n in range(low.bit_length() - 1, high.bit_length())):
@@ -53,53 +53,54 @@ class Config:
             if not 1 <= getattr(self, name) <= high:
                 raise ValueError(f"`{name}` (={getattr(self, name)}) must be in 1..{high}")
         if self.sums > MAX_SUMS:
+            num_sums = self.block_m * self.block_n
             raise ValueError(
-                f"`num_warps` (={self.num_warps}) must be such that `block_m * block_n` sums "
-                f"(={self.block_m * self.block_n}) are at most {MAX_SUMS} a thread"
+                f"`num_warps` (={self.num_warps}) must be at least {num_sums // (32 * MAX_SUMS)}, so that a thread has "
+                f"at most {MAX_SUMS} of the `block_m * block_n` (={num_sums}) sums"
             )
 
     @property
     def sums(self) -> int:
-        """Float32 sums of a thread."""
+        """Float32 sums per thread."""
         return self.block_m * self.block_n // (32 * self.num_warps)
 
     @property
     def weights(self) -> int:
-        """Weights that a thread decodes in a step of the loop."""
+        """Weights that a thread decodes in a step of the main loop."""
         return self.block_n * self.block_k // (32 * self.num_warps)
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that the kernel uses at most.
+        """The most bytes of shared memory that the kernel uses.
 
-        The pipeline holds rows in 16 bits, weights in 4, and some scales. Beside it scales and zero points go to the
-        threads that hold their weights; after it, sums to those that store them.
+        A stage of the pipeline holds 16-bit rows, 4-bit weights and scales. Scales and zero points also pass through
+        shared memory to the threads that have their weights; after the main loop, sums to the threads that store them.
         """
-        blocks = self.block_n * self.block_k // 32
-        stage = self.block_k * (2 * self.block_m + self.block_n // 2) + _BLOCK_BYTES * blocks
-        return max(self.num_stages * stage + 2 * _BLOCK_FACTORS * blocks, 4 * self.block_m * self.block_n)
+        groups = self.block_n * self.block_k // 32
+        stage = self.block_k * (2 * self.block_m + self.block_n // 2) + _GROUP_BYTES * groups
+        return max(self.num_stages * stage + 2 * _GROUP_FACTORS * groups, 4 * self.block_m * self.block_n)
 
 
 def check(config: Config, capability: tuple[int, int]) -> None:
-    """ValueError where shared memory of a GPU of this compute capability does not hold the pipeline of `config`."""
+    """Raises ValueError if the pipeline of `config` exceeds the shared memory of this compute capability."""
     limit = SHARED_MEMORY[capability]
     if config.shared_memory > limit:
         raise ValueError(
-            f"`num_stages` (={config.num_stages}) must be such that the {limit} bytes of shared memory of compute "
-            f"capability {capability} hold them, and {config!r} needs {config.shared_memory}"
+            f"`num_stages` (={config.num_stages}) must be lower: {config!r} needs {config.shared_memory} bytes of "
+            f"shared memory, and compute capability {capability} has {limit}"
         )
 
 
 def is_wgmma(config: Config, capability: tuple[int, int]) -> bool:
-    """Whether Triton multiplies by `wgmma`, else by `mma`."""
+    """Whether Triton uses `wgmma`, and not `mma`."""
     fits = config.num_warps % 4 == 0 and config.block_n >= 64 and config.block_m >= 16
     return capability >= (9, 0) and fits
 
 
 def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
-    """Whether Triton gives each warp rows of the weight of its own; else some would decode the same ones.
+    """Whether Triton gives each warp different rows of the weight; otherwise some warps decode the same ones.
 
-    `wgmma` always gets them so; `mma`, where a product's sums go into another product, or a tile is high enough.
+    It does for `wgmma`, and for `mma` if the sums of one product go into the next or if the tile is high enough.
     """
     high = 2 * config.block_n >= config.block_m * config.num_warps
     several = config.products > 1
@@ -107,18 +108,18 @@ def decodes_once(config: Config, capability: tuple[int, int]) -> bool:
 
 
 def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> Config:
-    """A configuration for shapes that nobody tuned, from the rows that an expert gets on average."""
+    """A configuration for shapes without a table, from the average number of rows per expert."""
     assignments = num_tokens * top_k
-    if assignments <= 8:  # so few tiles that `down` is split
+    if assignments <= 8:  # so few tiles that `down` needs split-K
         return Config(8, 64, 256, 4, 3, products=4, split_k=2)
     rows = 1 if num_tokens <= FEW_TOKENS else -(-assignments // num_experts)
-    if rows <= 4:  # most blocks of random routing have a few more rows than that
+    if rows <= 4:  # blocks of random routing have a few more rows
         return Config(8, 64, 256, 2, 3, products=4)
     if rows <= 12:
         return Config(16, 64, 256, 2, 3, products=4)
     if rows <= 24:
         return Config(32, 64, 128, 2, 4, products=4)
-    products = 1 if capability >= (9, 0) else 4  # each of `wgmma` is waited for
+    products = 1 if capability >= (9, 0) else 4  # Triton waits for each `wgmma`
     if rows <= 40 and products == 1:
         return Config(32, 128, 128, 4, 3, products)
     if rows <= 48:
@@ -126,7 +127,7 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
     return Config(128, 128, 64, 8, 3, products)
 
 
-# What a tile and a step may be: block_n, block_k, num_warps, num_stages.
+# block_n, block_k, num_warps, num_stages of candidates.
 _TILES = (
     (32, 128, 1, 4),
     (32, 256, 2, 3),
@@ -144,22 +145,22 @@ _TILES = (
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
-    """What is worth a try, the heuristic's own first: few, since each is compiled, which takes seconds."""
+    """Configurations worth measuring, the heuristic's first; a few only, because each takes seconds to compile."""
     first = heuristic(num_tokens, top_k, num_experts, capability)
-    heights = {max(8, first.block_m // 2), first.block_m, first.block_m * 2}
+    block_rows = {max(8, first.block_m // 2), first.block_m, first.block_m * 2}
     found = [first]
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
-    for block_m, tile, products in product(sorted(heights), _TILES, (4, 1)):
+    for block_m, tile, products in product(sorted(block_rows), _TILES, (4, 1)):
         try:
             config = Config(block_m, *tile, products, first.split_k)
             check(config, capability)
-        except ValueError:  # registers or shared memory do not hold it
+        except ValueError:  # exceeds registers or shared memory
             continue
-        held = 3 * config.sums + config.weights <= _MAX_HELD
-        # Each product of `wgmma` is waited for. One of all columns, which takes more to decode, is for that.
+        fits = 3 * config.sums + config.weights <= _MAX_REGISTERS
+        # Triton waits for each product of `wgmma`; a single one decodes more slowly, and pays off only there.
         waits = products > 1 and is_wgmma(config, capability)
-        vain = products == 1 and block_m < 16
-        if config not in found and held and not waits and not vain and decodes_once(config, capability):
+        too_small = products == 1 and block_m < 16
+        if config not in found and fits and not waits and not too_small and decodes_once(config, capability):
             found.append(config)
     return found

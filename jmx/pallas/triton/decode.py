@@ -1,11 +1,11 @@
-"""Four elements of each word of 16 bits, as bfloat16, in operations of Pallas Triton.
+"""Decodes the four elements of each 16-bit word to bfloat16, in operations of Pallas Triton.
 
-Compiled, a thread works on two words at a time, in one register, and makes two weights by each instruction: see
-`elements`. Interpreted on a CPU, where PTX does not run, jnp computes the same.
+Compiled, a thread processes two words at a time, in one register, and each instruction yields two weights: see `ptx`.
+Interpreted on a CPU, where PTX does not run, jnp computes the same.
 
-Elements of one place stand next to each other in a register, those of one word do not. So columns come in another
-order, the *turned* one, which x is brought into: of every CHUNK columns first those of place 0, every fourth one, then
-those of place 1, and so on.
+In a register, elements at one position of neighboring words are adjacent; the elements of one word are not. So columns
+are *permuted*, those of x included: of every CHUNK columns, first every fourth one, which are position 0 of RUN words,
+then the ones after those, position 1, and so on.
 """
 
 from typing import Any, NamedTuple
@@ -16,135 +16,144 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jmx.numerics.formats import MXFP4, NVFP4, Format
-from jmx.pallas.triton.elements import FACTORS, OFFSET, PLACES, Elements, elements_of, num_factors
+from jmx.pallas.triton.ptx import FACTORS, OFFSET, WORD_ELEMENTS, Decoder, decoder_for, num_factors
+from jmx.util.typing import AnyArray, Array, Bool, Float, Int8, Int16, Int32, Integer, Shaped
 
-Array = jax.Array
-
-RUN = 16  # words whose elements of a place stand together: as many columns as an instruction of tensor cores takes
-CHUNK = PLACES * RUN
+RUN = 16  # words whose elements at one position are adjacent: the columns that a tensor core instruction takes
+CHUNK = WORD_ELEMENTS * RUN
 
 
-class Groups(NamedTuple):
-    """What elements share by the block: arrays (N, groups), each group of as many words; None: not by the block.
+class GroupParams(NamedTuple):
+    """What elements share by group: (N, groups), each group of equally many words. None where the format has none.
 
     Args:
-        scales: of a packed weight's dtype: uint8 codes, or floats. Of codes also their factors, bfloat16.
+        scales: of a packed weight's dtype: uint8 codes, or floats. In place of codes also their factors, bfloat16.
         zero_points: int8.
     """
 
-    scales: Any
-    zero_points: Any
+    scales: Shaped[Any, "N g"] | None
+    zero_points: Int8[Any, "N g"] | None
 
 
-def turned(x: Array) -> Array:
-    """(rows, K) -> (rows, K up to a multiple of CHUNK): columns in the turned order, zeros where there are none."""
+def permute_columns(x: Shaped[Array, "R K"]) -> Shaped[Array, "R padded"]:
+    """(rows, K) -> (rows, K rounded up to a multiple of CHUNK): columns in the permuted order, padded with zeros."""
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK)))
-    return x.reshape(x.shape[0], -1, RUN, PLACES).swapaxes(2, 3).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, RUN, WORD_ELEMENTS).swapaxes(2, 3).reshape(x.shape)
 
 
 def column_at(index: Any) -> Any:
-    """The column that stands at each index of the turned order."""
-    return index // CHUNK * CHUNK + index % RUN * PLACES + index % CHUNK // RUN
+    """The column at each index of the permuted order."""
+    return index // CHUNK * CHUNK + index % RUN * WORD_ELEMENTS + index % CHUNK // RUN
 
 
-def index_of(place: Any, word: Any) -> Any:
-    """Where the element at `place` of each word stands in the turned order."""
-    return word // RUN * CHUNK + place * RUN + word % RUN
+def permuted_index(position: Any, word: Any) -> Any:
+    """The index in the permuted order of the element at `position` of each word."""
+    return word // RUN * CHUNK + position * RUN + word % RUN
 
 
-def elements(format: Format, scale_dtype: Any) -> Elements:
-    """Those of a packed weight with scales of `scale_dtype`."""
-    return elements_of(format, format.scale_dtype if scale_dtype == jnp.uint8 else scale_dtype)
+def packed_decoder(format: Format, scale_dtype: Any) -> Decoder:
+    """The decoder of a packed weight with scales of `scale_dtype`, uint8 for codes."""
+    return decoder_for(format, format.scale_dtype if scale_dtype == jnp.uint8 else scale_dtype)
 
 
-def are_nan(codes: Any, format: Format) -> Any:
-    """Which scale codes are NaN, bool. What is decoded with one may be anything; floats pass their NaN on."""
+def are_nan(codes: Integer[AnyArray, "..."], format: Format) -> Bool[AnyArray, "..."]:
+    """Which scale codes are NaN. Weights decoded with such a code are undefined; NaN of float scales propagate."""
     return codes == 255 if format == MXFP4 else (codes & 0x7F) == 0x7F
 
 
-def weights_by_place(words: Array, groups: Groups, format: Format, interpret: bool) -> list[Array]:
-    """The elements at each place of words, less their zero points, times their scales.
+def decode_by_position(
+    words: Int16[Array, "N n"], groups: GroupParams, format: Format, interpret: bool
+) -> list[Float[Array, "N n"]]:
+    """(element - zero point) * scale of the elements at each position of words.
 
-    Exact where bfloat16 has it, infinite beyond; of integers times scales of blocks rounded to nearest.
+    Exact where bfloat16 holds the result, infinite beyond; integers times group scales are rounded to nearest.
 
     Args:
         words: int16 (N, n).
         groups: each of n / groups words.
-        format: of 4 bits an element.
-        interpret: whether to compute it in jnp, for a CPU.
+        format: of 4-bit elements.
+        interpret: whether to compute in jnp, for a CPU.
 
     Returns:
-        PLACES arrays, bfloat16 (N, n).
+        WORD_ELEMENTS arrays, bfloat16 (N, n).
     """
     if interpret:
-        spread = Groups(*(None if array is None else _spread(array, words) for array in groups))
-        return [_interpreted(words, place, spread, format) for place in range(PLACES)]
+        spread = GroupParams(*(None if array is None else _spread(array, words) for array in groups))
+        return [_decode_interpreted(words, position, spread, format) for position in range(WORD_ELEMENTS)]
     factors = _factors(groups, words, format)
-    return [pairs(text, words, *factors) for text in _elements(groups, format).at]
+    return [apply_ptx(text, words, *factors) for text in _decoder(groups, format).at]
 
 
-def weights_turned(words: Array, groups: Groups, format: Format, interpret: bool, tables: list[Array]) -> Array:
-    """`weights_by_place` of all places, bfloat16 (N, PLACES * n), in the turned order.
+def decode_permuted(
+    words: Int16[Array, "N n"],
+    groups: GroupParams,
+    format: Format,
+    interpret: bool,
+    tables: list[Int32[Array, " _"]],
+) -> Float[Array, "N 4*n"]:
+    """`decode_by_position` of all positions in one array, bfloat16 (N, WORD_ELEMENTS * n), in the permuted order.
 
     Args:
-        tables: those of `elements`, loaded: Triton moves layouts over loads alone.
+        tables: those of the decoder, loaded: Triton moves changes of layout up to loads only.
     """
     if interpret:
-        places = [weights.reshape(-1, RUN) for weights in weights_by_place(words, groups, format, interpret)]
-        return jnp.stack(places, axis=1).reshape(words.shape[0], -1)
-    shape = (words.shape[0], words.shape[1] // RUN, PLACES, RUN)
+        positions = [weights.reshape(-1, RUN) for weights in decode_by_position(words, groups, format, interpret)]
+        return jnp.stack(positions, axis=1).reshape(words.shape[0], -1)
+    shape = (words.shape[0], words.shape[1] // RUN, WORD_ELEMENTS, RUN)
 
-    def of_words(array: Array) -> Array:
+    def of_words(array: Shaped[Array, "N n"]) -> Shaped[Array, "N columns"]:
         return jnp.broadcast_to(array.reshape(*shape[:2], 1, RUN), shape).reshape(shape[0], -1)
 
-    def of_places(array: Array) -> Array:
-        array = jnp.broadcast_to(array[:, None], (array.size, PLACES // array.size)).reshape(PLACES)
+    def of_positions(array: Int32[Array, " entries"]) -> Int32[Array, "N columns"]:
+        repeats = WORD_ELEMENTS // array.size
+        array = jnp.broadcast_to(array[:, None], (array.size, repeats)).reshape(WORD_ELEMENTS)
         return jnp.broadcast_to(array[None, None, :, None], shape).reshape(shape[0], -1)
 
     arguments = [of_words(array) for array in (words, *_factors(groups, words, format))]
-    return pairs(_elements(groups, format).at_any, *arguments, *map(of_places, tables))
+    return apply_ptx(_decoder(groups, format).at_any, *arguments, *map(of_positions, tables))
 
 
-def _elements(groups: Groups, format: Format) -> Elements:
-    return elements(format, format.scale_dtype if groups.scales is None else groups.scales.dtype)
+def _decoder(groups: GroupParams, format: Format) -> Decoder:
+    return packed_decoder(format, format.scale_dtype if groups.scales is None else groups.scales.dtype)
 
 
-def _factors(groups: Groups, words: Array, format: Format) -> list[Array]:
-    """What the texts of `elements` take beside words, 16 bits each, of words' shape."""
+def _factors(groups: GroupParams, words: Int16[Array, "N n"], format: Format) -> list[Shaped[Array, "N n"]]:
+    """What the PTX takes besides words, 16 bits each, of words' shape."""
     factors = []
     if groups.zero_points is not None:
-        factors.append(offsets(groups.zero_points))
+        factors.append(zero_point_offsets(groups.zero_points))
     if groups.scales is not None and groups.scales.dtype == jnp.uint8:
-        factors.append(pairs(FACTORS[format.scale_dtype], groups.scales.astype(jnp.int16)))
+        factors.append(apply_ptx(FACTORS[format.scale_dtype], groups.scales.astype(jnp.int16)))
     elif groups.scales is not None and num_factors(format, groups.scales.dtype) == 1:
         factors.append(groups.scales)
     elif groups.scales is not None:
-        factors += halves(groups.scales)
+        factors += split_scales(groups.scales)
     return [_spread(factor, words) for factor in factors]
 
 
-def offsets(zero_points: Array) -> Array:
-    """int8 zero points from -8 to 119 as the factor that subtracts them: bits of bfloat16."""
+def zero_point_offsets(zero_points: Int8[Array, "*shape"]) -> Int16[Array, "*shape"]:
+    """Zero points from -8 to 119 as the bits of the bfloat16 number whose addition subtracts them."""
     return zero_points.astype(jnp.int16) + jnp.int16(OFFSET - (1 << 16))
 
 
-def halves(scales: Array) -> tuple[Array, Array]:
-    """Two bfloat16 whose sum is a scale, to 15 bits: the larger one is cut, since rounded it could be infinite."""
+def split_scales(scales: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Two bfloat16 whose sum is the scale, to 15 bits. The larger is truncated: rounded it could be infinite."""
     scales = scales.astype(jnp.float32)
     bits = lax.bitcast_convert_type(scales, jnp.int32) & jnp.int32(-1 << 16)
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (scales - high).astype(jnp.bfloat16)
 
 
-def _spread(array: Array, words: Array) -> Array:
+def _spread(array: Shaped[Array, "N g"], words: Shaped[Array, "N n"]) -> Shaped[Array, "N n"]:
+    """Repeats each group's entry for each of its words."""
     if array.shape[1] == 1:
         return jnp.broadcast_to(array, words.shape)
     shape = (*array.shape, words.shape[1] // array.shape[1])
     return jnp.broadcast_to(array[:, :, None], shape).reshape(words.shape)
 
 
-def pairs(text: str, *arguments: Array) -> Array:
-    """PTX on two neighbours at a time: in one register, where they have 16 bits, else in two."""
+def apply_ptx(text: str, *arguments: Shaped[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """bfloat16 results of PTX on two neighbors at a time: arguments of 16 bits share a register, others take two."""
     registers = sum(array.dtype.itemsize // 2 for array in arguments)
     (result,) = plgpu.elementwise_inline_asm(
         text,
@@ -156,26 +165,29 @@ def pairs(text: str, *arguments: Array) -> Array:
     return result
 
 
-# Interpreted. By way of float32, which has all elements as normal numbers: a CPU makes zeros of subnormal ones.
+# Interpreted, e2m1 elements pass through float32, where all are normal numbers: CPUs flush subnormals to zero.
 
-_BITS = 0x8E00 - 0x10000  # of an element e2m1, where float16 has them: they are 2^-14 times the element
-_SHIFT = 14
+_FLOAT16_MASK = 0x8E00 - 0x10000  # bits of an e2m1 element moved to those of float16, which is 2^-14 times its value
+_FLOAT16_EXPONENT = 14
 
 
-def _interpreted(words: Array, place: int, groups: Groups, format: Format) -> Array:
-    top = words.astype(jnp.int32) << 28 - 4 * place
+def _decode_interpreted(
+    words: Int16[Array, "N n"], position: int, groups: GroupParams, format: Format
+) -> Float[Array, "N n"]:
+    top = words.astype(jnp.int32) << 28 - 4 * position
     if format.element_dtype == jnp.int4:
         element = (top >> 28).astype(jnp.float32)
         if groups.zero_points is not None:
             element -= groups.zero_points.astype(jnp.float32)
         scaled = element if groups.scales is None else element * groups.scales.astype(jnp.float32)
         return scaled.astype(jnp.bfloat16)
-    bits = ((top >> 19) & _BITS).astype(jnp.int16)
+    assert groups.scales is not None
+    bits = ((top >> 19) & _FLOAT16_MASK).astype(jnp.int16)
     element = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
     if format == NVFP4:
         scale = lax.bitcast_convert_type(groups.scales, format.scale_dtype).astype(jnp.float32)
-        return (element * 2.0**_SHIFT * scale).astype(jnp.bfloat16)
-    # Neither of the power's two factors nor their products with an element leave the normal numbers before the result.
-    code = groups.scales.astype(jnp.int32) - (127 - _SHIFT)
+        return (element * 2.0**_FLOAT16_EXPONENT * scale).astype(jnp.bfloat16)
+    # The power of two is applied as two factors, so that they and the first product are normal numbers.
+    code = groups.scales.astype(jnp.int32) - (127 - _FLOAT16_EXPONENT)
     low, high = (lax.bitcast_convert_type(power + 127 << 23, jnp.float32) for power in (code >> 1, code - (code >> 1)))
     return (element * low * jnp.where(are_nan(groups.scales, format), jnp.nan, high)).astype(jnp.bfloat16)

@@ -1,13 +1,14 @@
-"""Scale codes of a byte each, read by aligned words of four.
+"""Scale codes of one byte, read as aligned words of four.
 
-Triton's pipeline from global to shared memory takes 4 bytes or more at a time, from an address that 4 divides. Rows of
-codes need not begin at one: those of gpt-oss are 90 bytes long. Read byte by byte, codes come when a step asks for
-them, and the step waits. So a row reads the aligned words that its codes of a step lie in, shifts them into place, and
-picks a byte for each block. What that takes beside words comes out of small tables, even numbers that are known while
-tracing: Triton moves layouts over loads alone.
+Triton's pipeline from global to shared memory copies at least 4 bytes at a time, from addresses that are multiples of
+4. Rows of codes need not begin at one: those of gpt-oss have 90 bytes. Read as bytes, codes are loaded when a step
+needs them, and the step waits. So a row reads the aligned words that contain its codes of a step, shifts them into
+place, and selects a byte for each group. The indices for that come from small tables, although they are known while
+tracing: Triton moves changes of layout up to loads only.
 
-Scales below 2 alone are read so, which those of trained weights are: they leave room in bfloat16 for a factor by which
-all others would have to be multiplied apart. What else is among a tile's words is told, and its codes read again.
+Only scales below 2, which trained weights have, are read this way: bfloat16 then holds the scale times the 2^126 that
+elements lack, which other scales are multiplied by in a second instruction. A tile whose words have other codes is
+computed again, with codes read as bytes.
 """
 
 from collections.abc import Callable
@@ -22,96 +23,101 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jmx.numerics.formats import MXFP4, Format
-from jmx.pallas.triton.decode import pairs
-from jmx.pallas.triton.elements import SCALED_FACTORS, SHIFTED
-
-Array = jax.Array
+from jmx.pallas.triton.decode import apply_ptx
+from jmx.pallas.triton.ptx import FUNNEL_SHIFT, SCALED_FACTORS
+from jmx.util.typing import Array, Bool, Int32, Shaped
 
 _WORD = 4  # bytes
-_TOPS = -0x7F7F7F80  # the top bits of a word's bytes
+_SIGN_BITS = -0x7F7F7F80  # the highest bit of each byte of a word
+
+# Of one step: the groups' scaled factors (bfloat16; codes, if interpreted), and the bitwise or of the words read.
+StepScales = tuple[Shaped[Array, "N g"], Int32[Array, "N ..."]]
 
 
 class ScaleCodes(NamedTuple):
-    """What the kernel reads: arrays, or their refs.
+    """What the kernel reads: arrays, or references to them.
 
-    `words` int32 (E, n): the codes of an expert, one row behind the other.
+    `words` int32 (E, n): the codes of an expert, row after row.
     `shifts` int32 (4,): bits before each byte of a word.
-    `picks` int32 (g,), g codes a step: the byte of its word, and three that are zero, as `prmt` counts them.
-    `second` int32 (g,): whether it is in the second word.
+    `selectors` int32 (g,), for g codes a step: `prmt` selectors of each code's byte and three zero bytes.
+    `in_second` int32 (g,): whether the code is in the second word.
     """
 
-    words: Any
-    shifts: Any
-    picks: Any
-    second: Any
+    words: Int32[Any, "E n"]
+    shifts: Int32[Any, "4"]
+    selectors: Int32[Any, " g"]
+    in_second: Int32[Any, " g"]
 
     @classmethod
-    def of(cls, scales: Array, format: Format, block_k: int) -> "ScaleCodes | None":
-        """Of `scales` (E, N, groups) in steps of `block_k` columns; None where they are to be read as they are."""
+    def of(cls, scales: Shaped[Array, "E N g"], format: Format, block_k: int) -> "ScaleCodes | None":
+        """Those of `scales` (E, N, groups) in steps of `block_k` columns; None where they have to be read as bytes."""
         num_experts, num_rows, groups = scales.shape
-        number = block_k // format.block_size if format == MXFP4 else 0
-        if scales.dtype != jnp.uint8 or number not in (_WORD, 2 * _WORD) or num_rows * groups % _WORD:
+        step_codes = block_k // format.block_size if format == MXFP4 else 0
+        if scales.dtype != jnp.uint8 or step_codes not in (_WORD, 2 * _WORD) or num_rows * groups % _WORD:
             return None
         words = lax.bitcast_convert_type(scales.reshape(num_experts, -1, _WORD), jnp.int32)
-        index = np.arange(number, dtype=np.int32)
+        index = np.arange(step_codes, dtype=np.int32)
         return cls(words, np.arange(_WORD, dtype=np.int32) * 8, 0x4440 + index % _WORD, index // _WORD)
 
 
 def reader(
-    codes: ScaleCodes, expert: Array, row: Array, groups: int, num_threads: int, interpret: bool
-) -> Callable[[Array], tuple[Array, Array]]:
-    """What reads a step: the scaled factors of its blocks, bfloat16 (N, g), and the words themselves, or'ed into one a
-    row, int32 (N,) or (N, n). Where `any_large` of these, factors may be anything. Interpreted, they are codes.
+    codes: ScaleCodes, expert: Int32[Array, ""], row: Int32[Array, " N"], groups: int, num_threads: int, interpret: bool
+) -> Callable[[Int32[Array, ""]], StepScales]:
+    """A function that reads the codes of one step of the main loop, see `StepScales`.
+
+    If `any_large` of the words that it returns, its factors are undefined.
 
     Args:
-        codes: refs.
-        expert: whose they are.
-        row: int32 (N,), of the expert; those that there are not have any factors.
-        groups: codes of a row. Of those from there on a factor is finite, unless `any_large`.
+        codes: references.
+        expert: the expert whose codes are read.
+        row: int32 (N,), rows of the expert's weight; those past its end have undefined factors.
+        groups: codes per row. Factors of groups past the last one are finite, unless `any_large`.
         num_threads: threads of the CTA.
-        interpret: whether to compute it in jnp, for a CPU.
+        interpret: whether to compute in jnp, for a CPU.
     """
-    (number,), last = codes.picks.shape, codes.words.shape[1] - 1
-    # Where rows are fewer than threads each is read several times, see `of_groups` in `kernel`.
+    (number,), last = codes.selectors.shape, codes.words.shape[1] - 1
+    # If rows are fewer than threads each row is loaded several times, see `Mainloop.load_groups`.
     times = min(max(1, num_threads // row.size), number)
     if times > 1:
         row = jnp.broadcast_to(row[:, None], (row.size, times))
-    begins_with_a_word = groups % _WORD == 0
-    shift = None if begins_with_a_word else plgpu.load(codes.shifts.at[row * groups & _WORD - 1])
-    picks, second = (plgpu.load(table.at[jnp.arange(number)]) for table in (codes.picks, codes.second))
+    rows_are_aligned = groups % _WORD == 0
+    shift = None if rows_are_aligned else plgpu.load(codes.shifts.at[row * groups & _WORD - 1])
+    selectors, in_second = (plgpu.load(table.at[jnp.arange(number)]) for table in (codes.selectors, codes.in_second))
     shape = row.shape[0], number
 
-    def spread(array: Array) -> Array:
+    def spread(array: Int32[Array, "N ..."]) -> Int32[Array, "N g"]:
         array = array.reshape(shape[0], times, 1)
         return jnp.broadcast_to(array, (*array.shape[:2], number // times)).reshape(shape)
 
-    def read(step: Array) -> tuple[Array, Array]:
+    def read(step: Int32[Array, ""]) -> StepScales:
         first = row * groups + step * number >> 2
         indices = [jnp.minimum(first + nth, last) for nth in range(number // _WORD + (shift is not None))]
         words = [plgpu.load(codes.words.at[expert, index]) for index in indices]
-        every = reduce(jnp.bitwise_or, words)
+        words_or = reduce(jnp.bitwise_or, words)
         if shift is not None:
-            words = [_shifted(low, high, shift, interpret) for low, high in pairwise(words)]
-        found = spread(words[0])
+            words = [_funnel_shift(low, high, shift, interpret) for low, high in pairwise(words)]
+        word = spread(words[0])
         if number > _WORD:
-            found = jnp.where(jnp.broadcast_to(second, shape) == 0, found, spread(words[1]))
-        return _picked(found, jnp.broadcast_to(picks, shape), interpret), every
+            word = jnp.where(jnp.broadcast_to(in_second, shape) == 0, word, spread(words[1]))
+        return _scaled_factors(word, jnp.broadcast_to(selectors, shape), interpret), words_or
 
     return read
 
 
-def any_large(words: Array) -> Array:
-    """Whether any of words has a code of 128 or more: a scale of 2 or more, or NaN."""
-    return jnp.max((words & _TOPS != 0).astype(jnp.int32)) > 0
+def any_large(words: Int32[Array, "..."]) -> Bool[Array, ""]:
+    """Whether any word has a code of 128 or more: a scale of 2 or more, or NaN."""
+    return jnp.max((words & _SIGN_BITS != 0).astype(jnp.int32)) > 0
 
 
-def _shifted(low: Array, high: Array, shift: Array, interpret: bool) -> Array:
-    """The word that begins `shift` bits, fewer than 32, behind low."""
+def _funnel_shift(
+    low: Int32[Array, "*shape"], high: Int32[Array, "*shape"], shift: Int32[Array, "*shape"], interpret: bool
+) -> Int32[Array, "*shape"]:
+    """The 32 bits of (low, high) from bit `shift` on, 0 to 31."""
     if interpret:
         low, high, shift = (a.astype(jnp.uint32) for a in (low, high, shift))
         return (low >> shift | jnp.where(shift == 0, 0, high << (32 - shift) % 32)).astype(jnp.int32)
     (result,) = plgpu.elementwise_inline_asm(
-        SHIFTED,
+        FUNNEL_SHIFT,
         args=[low, high, shift],
         constraints="=r,r,r,r",
         pack=1,
@@ -120,7 +126,10 @@ def _shifted(low: Array, high: Array, shift: Array, interpret: bool) -> Array:
     return result
 
 
-def _picked(words: Array, picks: Array, interpret: bool) -> Array:
+def _scaled_factors(
+    words: Int32[Array, "*shape"], selectors: Int32[Array, "*shape"], interpret: bool
+) -> Shaped[Array, "*shape"]:
+    """The factors of the selected bytes, bfloat16; interpreted, the bytes."""
     if interpret:
-        return (words.astype(jnp.uint32) >> (picks % _WORD * 8).astype(jnp.uint32)).astype(jnp.uint8)
-    return pairs(SCALED_FACTORS, words, picks)
+        return (words.astype(jnp.uint32) >> (selectors % _WORD * 8).astype(jnp.uint32)).astype(jnp.uint8)
+    return apply_ptx(SCALED_FACTORS, words, selectors)

@@ -1,9 +1,10 @@
-// AMX where a call has many bfloat16 rows an expert: one instruction multiplies 16 rows of the weight by 16 rows of x,
-// 32 columns of each, and adds to 256 sums.
+// AMX, for calls with many bfloat16 rows per expert: one instruction multiplies 16 rows of the weight by 16 rows of x, 32
+// columns of each, and adds to 256 sums.
 //
-// Such a tile of weights lies as bytes do, a row of it 32 columns of a row of the weight. One of x has its pairs of columns
-// as rows, so x is transposed first, once for all weights that meet it. kWeightTiles tiles of weights are decoded into a
-// panel; two tiles of x at a time run over it, with all sums in registers, while the next panel is decoded between them.
+// Each row of a weight tile holds 32 columns of one row of the weight, in order. Each row of an x tile holds one pair of
+// columns of all 16 rows, so x is transposed first, once for all weights that it is multiplied by. kWeightTiles tiles of
+// weights are decoded into a panel, which is multiplied by two tiles of x at a time, all sums in registers. The next panel
+// is decoded between these instructions.
 #pragma once
 
 #include <immintrin.h>
@@ -32,7 +33,7 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// The rows of 16 vectors of 16 words become their columns.
+// Transposes a matrix of 16 x 16 words, one vector per row.
 inline void Transpose(__m512i (&rows)[16]) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
@@ -44,7 +45,7 @@ inline void Transpose(__m512i (&rows)[16]) {
       b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
       b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
     }
-  for (int i = 0; i < 4; ++i)  // b[4 * q + i] has columns i, i + 4, i + 8, i + 12 of rows 4 * q and on
+  for (int i = 0; i < 4; ++i)  // b[4 * q + i]: columns i, i + 4, i + 8, i + 12 of rows 4 * q to 4 * q + 3
     for (int j = 0; j < 2; ++j) {
       const __m512i first = b[8 * j + i], second = b[8 * j + 4 + i];
       a[4 * i + j] = _mm512_shuffle_i32x4(first, second, 0x88);
@@ -61,7 +62,7 @@ inline void Transpose(__m512i (&rows)[16]) {
 template <typename Format>
 class Amx {
  public:
-  static constexpr int64_t kTasksPerClaim = 16;  // pieces: x is transposed once for all of them
+  static constexpr int64_t kTasksPerClaim = 16;  // many, since x is transposed once for all tasks of a claim
 
   static int64_t ScratchBytes(int64_t k) { return kSumBytes + 2 * PanelBytes(k) + MaxXTiles(k) * Steps(k) * kTileBytes; }
 
@@ -73,18 +74,18 @@ class Amx {
   }
 
  private:
-  static constexpr int kSide = 16;  // of a tile
+  static constexpr int kSide = 16;  // rows of a tile, and its columns of 4 bytes
   static constexpr int kTileBytes = 1024, kRowBytes = 64;
-  static constexpr int kWeightTiles = 2, kXTiles = 2;  // tiles that are multiplied by each other: their sums are half of the registers
+  static constexpr int kWeightTiles = 2, kXTiles = 2;  // their products' sums fill half of the registers
   static constexpr int kColumns = kWeightTiles * kSide;  // rows of the weight in a panel
   static constexpr int kSumBytes = kWeightTiles * kXTiles * kTileBytes;
-  static constexpr int64_t kXCacheBytes = 1 << 20;  // which one panel after another meets: half of the second-level cache
+  static constexpr int64_t kXCacheBytes = 1 << 20;  // x that all panels are multiplied by in turn: half of the L2 cache
 
   static int64_t Steps(int64_t k) { return jmx::Blocks(k); }
   static int64_t PanelBytes(int64_t k) { return Steps(k) * kWeightTiles * kTileBytes; }
   static int64_t MaxXTiles(int64_t k) { return std::max<int64_t>(kXTiles, kXCacheBytes / (kTileBytes * Steps(k))); }
 
-  // Rows of the weight from `column` on, decoded some vectors at a time: by steps, and then by rows.
+  // A panel of the rows of the weight from `column` on, decoded a few vectors at a time: row by row within each step.
   class Panel {
    public:
     Panel(const jmx::Gemm& gemm, int64_t column, char* at)
@@ -113,7 +114,7 @@ class Amx {
     void Decode(int end) {
       char* const tile = at_ + step_ * kWeightTiles * kTileBytes;
       for (; row_ < end; ++row_) {
-        // What the next panel reads is asked for.
+        // Prefetches what the next panel reads.
         if (step_ % kStepsOfALine == 0) __builtin_prefetch(format_.Values(row_ + columns_) + step_ * (jmx::kBlock / 2), 0, 2);
         if (step_ % (Format::kScalesEvery * jmx::kTileColumns) == 0)
           __builtin_prefetch(format_.ScaleAddress((row_ + columns_) * steps_ + step_), 0, 2);
@@ -129,13 +130,13 @@ class Amx {
     int row_ = 0;
   };
 
-  // Rows of x from `begin` to `end` by all columns of the piece.
+  // Multiplies rows begin..end of x by all columns of the GEMM.
   static void MultiplyRows(const jmx::Gemm& gemm, int64_t begin, int64_t end) {
     const int64_t steps = Steps(gemm.k), tile_bytes = steps * kTileBytes, panel_bytes = PanelBytes(gemm.k);
     char *const sums = gemm.scratch, *const panels = sums + kSumBytes, *const x = panels + 2 * panel_bytes;
     for (int64_t row = begin; row < end; row += kSide)
       PackX(gemm, row, std::min(row + kSide, end), x + (row - begin) / kSide * tile_bytes);
-    const int64_t num_steps = (end - begin + kXTiles * kSide - 1) / (kXTiles * kSide) * steps;  // that sums are added to
+    const int64_t num_steps = (end - begin + kXTiles * kSide - 1) / (kXTiles * kSide) * steps;  // of all products with one panel
     std::optional<Panel> both_panels[2];
     both_panels[0].emplace(gemm, 0, panels);
     both_panels[0]->Decode(both_panels[0]->left());
@@ -163,7 +164,7 @@ class Amx {
     }
   }
 
-  // Rows from `begin` to `end`, 16 at most, as tiles one after another.
+  // Rows begin..end of x, at most 16, as consecutive tiles.
   static void PackX(const jmx::Gemm& gemm, int64_t begin, int64_t end, char* tile) {
     const uint16_t* const x = reinterpret_cast<const uint16_t*>(gemm.x) + begin * gemm.k;
     for (int64_t step = 0; step < Steps(gemm.k); ++step, tile += kTileBytes) {
@@ -177,12 +178,12 @@ class Amx {
     }
   }
 
-  // Tiles of a panel by tiles of x; `meanwhile` is called after each step.
+  // Multiplies tiles of a panel by tiles of x; `interleaved` is called after each step.
   template <int weights, int tokens, typename Interleaved>
   static void Multiply(const char* panel, const char* x, int64_t steps, char* sums, const Interleaved& interleaved) {
     constexpr bool kTwoWeights = weights > 1, kTwoTokens = tokens > 1;
     const char* const second = x + steps * kTileBytes;
-    asm volatile("" ::: "memory");  // GCC's intrinsics do not say that they read and write memory
+    asm volatile("" ::: "memory");  // GCC's intrinsics do not declare the memory that they access
     _tile_zero(0);
     if constexpr (kTwoTokens) _tile_zero(1);
     if constexpr (kTwoWeights) _tile_zero(2);
@@ -210,7 +211,7 @@ class Amx {
     asm volatile("" ::: "memory");
   }
 
-  // The sums of tile `w` of a panel, which begins at `column`, by `rows` rows of x from `row` on.
+  // Stores the sums of tile `w` of a panel that begins at `column`, for `rows` rows of x from `row` on.
   static void StoreSums(const jmx::Gemm& gemm, const Panel& panel, int w, const char* sums, int64_t row, int64_t rows, int64_t column) {
     const int columns = std::min(kSide, panel.columns() - w * kSide);
     const __mmask16 here = static_cast<__mmask16>((1u << columns) - 1);

@@ -1,10 +1,10 @@
-// AVX-512 BF16 where a call has few bfloat16 rows an expert: memory is the bound, if weights are decoded fast enough.
+// AVX-512 BF16, for calls with few bfloat16 rows per expert: memory is the bound, if weights are decoded fast enough.
 //
-// What costs is vectors that are shuffled, so four blocks of a weight row, a step, are decoded side by side. Seen as words
-// of 16 bits, their bytes hold four elements a word: shifted by none, 4, 8 and 12 bits, the low bits of all words find
-// these in one table, which lies in a register. x is brought into the same order first, once for all rows of the weight.
-// A step's products are added up from zero, and enter the sum times the blocks' scales, eight weights a lane. A zero
-// point takes as many times the sum of those eight elements of x off.
+// Shuffles cost the most, so a step decodes four blocks of a weight row side by side. Each 16-bit word of their bytes
+// contains four elements. Shifted right by 0, 4, 8 and 12 bits, the low bits of the words index one table, which is in a
+// register. x is permuted to the same order first, once for all rows of the weight. The products of a step are summed from
+// zero, and the sum is multiplied by the blocks' scales, eight weights per lane. A zero point subtracts that multiple of
+// the sum of the lane's eight elements of x.
 #pragma once
 
 #include <algorithm>
@@ -29,23 +29,23 @@ class FewRows {
 
  private:
   typedef typename Vector<float, 16>::Type Sum;
-  static constexpr int kTileRows = 4;   // of a tile
-  static constexpr int kStepBlocks = 4;  // blocks of a step, and vectors that they are decoded to
+  static constexpr int kTileRows = 4;   // rows of x in a register tile
+  static constexpr int kStepBlocks = 4;  // blocks of a step, and the vectors that they are decoded to
   static constexpr int kStepWeights = kStepBlocks * jmx::kBlock;
-  static constexpr int kPairedRows = 2;      // rows of the weight that are read side by side: hardware sees few streams
-  static constexpr int kPrefetchBytes = 6144;  // distance of prefetches ahead of loads
-  static constexpr int kScaleColumns = 32;  // whose scales are looked at before any is used; they are asked for so much ahead
-  static constexpr int kCachedColumns = 64;   // columns that lie in a cache for the next rows of x
+  static constexpr int kPairedRows = 2;      // rows of the weight that are read side by side: hardware prefetchers follow few streams
+  static constexpr int kPrefetchBytes = 6144;  // how far prefetches are ahead of loads
+  static constexpr int kScaleColumns = 32;  // columns whose scales are checked together, and how far ahead scales are prefetched
+  static constexpr int kCachedColumns = 64;   // columns whose weights stay in the cache for the next rows of x
 
-  // Whether scales come afterwards, with zero points, or those of all kinds are in the tables.
+  // Scales multiply sums of a step (with zero points or without), or, where some are unusual, are part of the tables.
   enum Mode { kOrdinaryScales, kZeroPoints, kAnyScales };
 
-  static constexpr int kVectors = kStepBlocks + (Format::kMayHaveZeros ? 1 : 0);  // of a step of x: the last one has sums
+  static constexpr int kVectors = kStepBlocks + (Format::kMayHaveZeros ? 1 : 0);  // of a step of x; for zero points, the last one contains sums
 
-  // Vectors of a row of x, whose last step is filled up with zeros.
+  // Vectors of a row of x, whose last step is padded with zeros.
   static int64_t Stride(int64_t k) { return (jmx::Blocks(k) + kStepBlocks - 1) / kStepBlocks * kVectors; }
 
-  // 32 words in the order of the shifts that find them: lane q of the i-th block of a step is lane i of its q-th vector.
+  // Stores the 32 words of block i of a step, in the order of the shifts: quarter q becomes quarter i of vector q.
   static void StoreBlock(__m512i words, int i, __m512i* step) {
     __m128i* lanes = reinterpret_cast<__m128i*>(step) + i;
     _mm_store_si128(lanes, _mm512_castsi512_si128(words));
@@ -76,16 +76,16 @@ class FewRows {
     }
   }
 
-  // Elements: two copies, as of an index of five bits the fifth, whatever it is, finds one of them.
+  // The table of elements, twice: indices have a fifth bit of any value.
   static __m512i ElementTable() { return _mm512_maskz_broadcast_i64x4(0xFF, Load<__m256i>(Format::ElementTable())); }
 
   static __m512i Lookup(__m512i codes, __m512i table) { return _mm512_permutexvar_epi16(codes, table); }
-  static __m512i Lookup(__m512i codes, Bfloats::Pair pair) {  // each lane has words of both halves of its block
+  static __m512i Lookup(__m512i codes, Bfloats::Pair pair) {  // each lane contains words of both halves of its block
     const __m512i halves = _mm512_set4_epi64(0x0010001000100010, 0, 0x0010001000100010, 0);
     return _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(15), halves, 0xEA), pair.tables);  // a & b | c
   }
 
-  // A step under any scales, to weights.
+  // Decodes a step with any scales to weights.
   static void Decode(const Format& format, int column, int64_t block, __m512i* step) {
     const __m512i shifts = _mm512_set_epi64(0x000C000C000C000C, 0x000C000C000C000C, 0x0008000800080008, 0x0008000800080008,
                                             0x0004000400040004, 0x0004000400040004, 0, 0);
@@ -101,7 +101,7 @@ class FewRows {
     }
   }
 
-  // Tiles of `most` rows, of which the last may have fewer.
+  // Tiles of `max_rows` rows, then one with the rows that are left.
   template <int max_rows>
   static void RunTiles(const jmx::Gemm& gemm, int64_t row, int64_t begin, int64_t end) {
     if constexpr (max_rows > 0) {
@@ -137,8 +137,8 @@ class FewRows {
     Sum sums[rows][jmx::kTileColumns];
 
     for (int first = 0; first < jmx::kTileColumns; first += kPairedRows) {
-      Sum here[rows][kPairedRows] = {};  // in registers
-      const auto step = [&](int64_t block, int64_t count) __attribute__((always_inline)) {  // of weights
+      Sum here[rows][kPairedRows] = {};  // stays in registers
+      const auto step = [&](int64_t block, int64_t count) __attribute__((always_inline)) {  // `count`: weights of the step
         for (int n = 0; n < kPairedRows; ++n) {
           const uint8_t* at = format.Values(first + n) + block * (jmx::kBlock / 2);
           __m512i weights[kStepBlocks];
@@ -168,7 +168,7 @@ class FewRows {
       };
       const uint8_t* next = format.Values(first) + kPrefetchBytes;
       int64_t block = 0;
-      for (; block * jmx::kBlock + kStepWeights <= k; block += kStepBlocks) {  // asks for as much as is read, in the order of memory
+      for (; block * jmx::kBlock + kStepWeights <= k; block += kStepBlocks) {  // prefetches as much as it reads, in memory order
         for (int line = 0; line < kPairedRows; ++line) __builtin_prefetch(next + (block * kPairedRows / kStepBlocks + line) * 64);
         if (block % (2 * Format::kScalesEvery) == 0)
           __builtin_prefetch(format.ScaleAddress((kScaleColumns + first) * blocks + block * kPairedRows));

@@ -7,15 +7,15 @@
 #include <string_view>
 
 #include "arguments.h"
-#include "row_blocks.h"
 #include "product.h"
+#include "row_blocks.h"
 #include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jmx {
 
 // The attributes of a call. `group`: weights that share a scale, or kWholeRow. `few`: calls of these shapes have few rows per
-// expert; their sums may be added up in another order, which must not depend on what the blocks are.
+// expert. Their sums may have another order, which must not depend on the contents of the blocks.
 struct Attributes {
   std::string_view instructions, format;
   int64_t group;
@@ -26,9 +26,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kTaskColumns = 64;  // of the result in a task: few, so that all threads finish at about the same time
+constexpr int64_t kTaskColumns = 64;  // columns of the result per task: few, so that all threads finish at about the same time
 constexpr int64_t kMemoryBoundRows = 4;  // mean rows of a block up to which a call is bound by memory bandwidth
-constexpr int64_t kMemoryBoundTasksPerClaim = 16;  // then a thread claims so many tasks at once, and prefetches its own weights
+constexpr int64_t kMemoryBoundTasksPerClaim = 16;  // claimed at once, so that a thread's prefetches are of weights that it reads itself
 constexpr int64_t kMinProductsPerThread = 1 << 18;  // multiplications below which starting another thread costs more than it saves
 
 const InstructionSet* FindInstructionSet(std::string_view name) {
@@ -68,7 +68,7 @@ struct Arrays {
   ffi::AnyBuffer out;
 };
 
-// The weight format as the call's attributes give it; `Resolve` completes it by the type of the scales.
+// The weight format in the call's attributes; `Resolve` adds the type of the scales.
 struct WeightFormat {
   std::string_view name;
   int64_t group;
@@ -80,7 +80,7 @@ struct WeightFormat {
       return check.InvalidArgument("`format` (=" + std::string(name) + ") must be mxfp4, nvfp4 or int4");
     const bool power = group >= kBlock && std::has_single_bit(static_cast<uint64_t>(group));
     if (IsInt4() ? group != kWholeRow && !power : group != (name == "mxfp4" ? kBlock : kBlock / 2))
-      check.InvalidArgument("`group` (=" + std::to_string(group) + ") must be how many weights of " + std::string(name) + " share a scale");
+      check.InvalidArgument("`group` (=" + std::to_string(group) + ") must be the number of weights of " + std::string(name) + " that share a scale");
   }
 
   Format Resolve(ffi::DataType scale) const {
@@ -92,7 +92,7 @@ struct WeightFormat {
 struct Sizes {
   int64_t num_experts, columns, k, groups;
 
-  // `values` is (E, N, K / 2); that it has three axes was checked.
+  // `values` is (E, N, K / 2), its three axes checked before.
   Sizes(ffi::AnyBuffer values, int64_t group)
       : num_experts(values.dimensions()[0]),
         columns(values.dimensions()[1]),
@@ -106,7 +106,7 @@ void Check(ArgumentChecker& check, const Arrays& arrays, const WeightFormat& for
   if (check.failed()) return;
   const auto [num_experts, columns, k, groups] = Sizes(arrays.values, format.group);
   if (columns % kTileColumns != 0 || (format.group != kWholeRow && k % format.group != 0))
-    return check.InvalidArgument(ArgumentChecker::Describe("values", arrays.values) + " must have rows of whole groups, by " + std::to_string(kTileColumns));
+    return check.InvalidArgument(ArgumentChecker::Describe("values", arrays.values) + " must have rows of whole groups, and a multiple of " + std::to_string(kTileColumns) + " rows");
   if (format.IsInt4()) {
     check.Require("x", arrays.x, {ffi::F32, ffi::BF16, ffi::S8}, {kAnySize, k});
     check.Require("scales", arrays.scales, {ffi::BF16, ffi::F16, ffi::F32}, {num_experts, columns, groups});
@@ -128,7 +128,7 @@ void Check(ArgumentChecker& check, const Arrays& arrays, const WeightFormat& for
   arrays.blocks.RequireWithin(check, num_experts, rows, arrays.out.dimensions()[0]);
 }
 
-// Columns begin..end of the result of one row block; `end` may lie beyond the last column.
+// Columns begin..end of the result of one row block; `end` may be past the last column.
 struct Task {
   int64_t block, begin, end;
 };
@@ -170,7 +170,7 @@ void RunAllTasks(ffi::ThreadPool pool, const Arrays& arrays, const Microkernel& 
   const int64_t width = std::min(kTaskColumns, sizes.columns);
   const int64_t block_tasks = (sizes.columns + width - 1) / width;
   const auto work = [&](int64_t i, int64_t end) {
-    for (int64_t n; i < end; i += n) {  // neighbouring tasks of one block run as one
+    for (int64_t n; i < end; i += n) {  // consecutive tasks of one block run as one
       n = std::min(end - i, block_tasks - i % block_tasks);
       const int64_t first = i % block_tasks;
       RunTask(arrays, microkernel, sizes, group, {i / block_tasks, first * width, (first + n) * width});
@@ -193,7 +193,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   const InstructionSet* instructions = FindInstructionSet(attributes.instructions);
   ArgumentChecker check("jmx_cpu_grouped_product");
   if (instructions == nullptr)
-    check.InvalidArgument("`instructions` (=" + std::string(attributes.instructions) + ") must be a set that this machine has");
+    check.InvalidArgument("`instructions` (=" + std::string(attributes.instructions) + ") must be an instruction set of this machine");
   Check(check, arrays, format);
   if (check.failed()) return check.error();
   const ffi::DataType type = x.element_type();

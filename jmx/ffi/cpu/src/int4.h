@@ -1,6 +1,6 @@
-// Integers of four bits in groups that share a scale of 16 or 32 bits, and maybe a zero point: INT4, MXINT4.
+// 4-bit integers in groups that share a scale of 16 or 32 bits and, optionally, a zero point: INT4, MXINT4.
 //
-// The scale of a whole row multiplies its sum: until then the weights are integers.
+// The scale of a whole row multiplies the row's sum; until then its weights are integers.
 #pragma once
 
 #include <bit>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// Types of scales, and how one becomes a float32.
+// Types of scales, and their conversion to float32.
 struct Bfloat16 {
   typedef uint16_t Bits;
   static float ToFloat(Bits bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
@@ -19,7 +19,7 @@ struct Bfloat16 {
 struct Float16 {
   typedef uint16_t Bits;
   static float ToFloat(Bits bits) {
-    const float magnitude = std::bit_cast<float>((bits & 0x7FFFu) << 13) * 0x1p112f;  // also of subnormal numbers
+    const float magnitude = std::bit_cast<float>((bits & 0x7FFFu) << 13) * 0x1p112f;  // subnormal numbers included
     const uint32_t special = (bits & 0x7C00) == 0x7C00 ? 0x7F800000 : 0;  // infinite, or NaN
     return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | special | (bits & 0x8000u) << 16);
   }
@@ -45,7 +45,7 @@ class Int4 : public PackedWeights {
   template <typename Lanes, bool tail>
   auto Table(int64_t column, int64_t block, int) const {
     const float scale = ScaleOf(column, block);
-    if (zeros_ == nullptr) return Lanes::MakeTable(AffineCode{0, scale});  // a table the sooner
+    if (zeros_ == nullptr) return Lanes::MakeTable(AffineCode{0, scale});  // known sooner than with a loaded zero point
     return Lanes::MakeTable(AffineCode{static_cast<float>(Zero(column, block)), scale});
   }
 
@@ -53,7 +53,7 @@ class Int4 : public PackedWeights {
 
   const void* ScaleAddress(int64_t blocks) const { return scales_ + (blocks >> shift_) * sizeof(typename Scale::Bits); }
 
-  // Of as many blocks as lanes are for, four each, or of the last `weights` of a row: scales. Lanes past them have any.
+  // The scales of a step, or of the last `weights` weights of a row, one per lane. Lanes past these have any value.
 #if defined(__AVX512BW__)
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     if (shift_ == kShiftToZero) return _mm512_set1_ps(1);
@@ -67,7 +67,7 @@ class Int4 : public PackedWeights {
     }
   }
 
-  // Zero points of the same.
+  // The zero points of the same lanes.
   __m512i Zeros(int64_t column, int64_t block, int64_t weights) const {
     if (shift_ == kShiftToZero) return _mm512_set1_epi32(zeros_[column]);
     const __m512i few = _mm512_maskz_loadu_epi8(GroupMask(weights), zeros_ + column * groups_ + (block >> shift_));
@@ -89,15 +89,15 @@ class Int4 : public PackedWeights {
 #if defined(__AVX512BF16__)
   static constexpr bool kMayHaveZeros = true;
   static const uint16_t* ElementTable() { return kIntegers; }
-  static constexpr float kElementScale = 256;  // so that no x is too large for products without their scale
+  static constexpr float kElementScale = 256;  // elements are this much smaller, so that products without their scale do not overflow
 #endif
 
  private:
-  // Of a block of a row.
+  // The scale and zero point of a block of a row.
   float ScaleOf(int64_t column, int64_t block) const { return shift_ == kShiftToZero ? 1 : ToFloat(column * groups_ + (block >> shift_)); }
   int8_t Zero(int64_t column, int64_t block) const { return zeros_ == nullptr ? 0 : zeros_[column * groups_ + (block >> shift_)]; }
 
-  static constexpr int kShiftToZero = 62;  // places that leave nothing of any number
+  static constexpr int kShiftToZero = 62;  // shifts every group index to 0
 
   float ToFloat(int64_t group) const {
     typename Scale::Bits bits;
@@ -106,22 +106,22 @@ class Int4 : public PackedWeights {
   }
 
 #if defined(__AVX512BW__)
-  // Bits for the groups of so many weights.
+  // A mask of the groups of `weights` weights.
   uint32_t GroupMask(int64_t weights) const { return (1u << (weights / jmx::kBlock >> shift_)) - 1; }
 
-  // Of each lane, which of the step's groups it is of.
+  // The index of each lane's group in its step.
   __m512i GroupOfLane() const {
     const __m512i blocks = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     return _mm512_srl_epi32(blocks, _mm_cvtsi32_si128(shift_));
   }
 #endif
 #if defined(__AVX512BF16__)
-  // bfloat16 of each code's integer over 256.
+  // Each code's integer, divided by 256, in bfloat16.
   alignas(32) static constexpr uint16_t kIntegers[16] = {0x0000, 0x3B80, 0x3C00, 0x3C40, 0x3C80, 0x3CA0, 0x3CC0, 0x3CE0,
                                                         0xBD00, 0xBCE0, 0xBCC0, 0xBCA0, 0xBC80, 0xBC40, 0xBC00, 0xBB80};
 #endif
 
-  const int shift_;  // blocks of a group, as a power of two
+  const int shift_;  // log2 of the blocks of a group
   const int64_t groups_;
   const char* const scales_;
   const int8_t* const zeros_;

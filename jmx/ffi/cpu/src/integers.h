@@ -1,9 +1,9 @@
-// Tokens of int8 times integers of four bits: exact sums of products, which meet their weights' scales in float32.
+// int8 tokens times 4-bit integers: exact sums of products, multiplied by the weights' scales in float32.
 //
-// The instructions multiply bytes of which one has no sign. So weights are taken as w + 8, and eight times the sum of x, or
-// more where they have a zero point, is what their sums start below. A step is as many blocks as fill a vector with bytes;
-// a lane has eight neighbours of k, of which the even ones lie in one vector and the odd ones in another, as halves of bytes
-// come apart. x is brought into that order first, once for all rows of the weight.
+// The instructions multiply unsigned by signed bytes. So weights are w + 8, and sums start at minus eight times the sum of
+// x, and lower where there is a zero point. A step has as many blocks as fill a vector with bytes. A lane has eight
+// consecutive elements of k, the even ones in one vector and the odd ones in another, as the halves of bytes are separated.
+// x is permuted to that order first, once for all rows of the weight.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// What a lane's sum starts from, for one of x: known where there are no zero points.
+// The initial value of a lane's sum for x = 1, which is constant where there are no zero points.
 template <bool zeros, typename Ints>
 struct InitialSum {
   static constexpr int kPerUnit = -8;
@@ -36,14 +36,14 @@ struct Integers {
   typedef typename Vector<float, kLanes>::Type Sum;
   struct X {
     Bytes even, odd;
-    Ints sums;  // times Starts::kPerUnit
+    Ints sums;  // of the lane's elements, times InitialSum::kPerUnit
   };
   struct Part : InitialSum<zeros, Ints> {
-    Codes even, odd;  // plus 8
+    Codes even, odd;  // weights plus 8
     Sum factors;
   };
 
-  // A row of x, its last step filled up with zeros.
+  // A row of x, its last step padded with zeros.
   static void PackX(const int8_t* x, int64_t k, X* row) {
     int64_t step = 0;
     for (; (step + 1) * kWeights <= k; ++step) row[step] = PackStep(x + step * kWeights);
@@ -78,9 +78,10 @@ struct Integers {
   }
 
  private:
-  static constexpr int kWeights = kBlocks * jmx::kBlock;  // of a step
+  static constexpr int kWeights = kBlocks * jmx::kBlock;  // weights of a step
 
-  // Sums of four neighbours' products of both pairs. Those of 16 bits hold four of 15 * 128 at most: none saturates.
+  // Sums of the products of both pairs, four consecutive bytes each. 16 bits hold four products of at most 15 * 128, so none
+  // saturates.
 #if defined(__AVX512VNNI__)
   static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
     return (Ints)_mm512_dpbusd_epi32(_mm512_dpbusd_epi32((__m512i)initial_sum, (__m512i)a, (__m512i)b), (__m512i)c, (__m512i)d);

@@ -1,12 +1,12 @@
-// The abstraction over instruction sets: how 32 weights become vectors, and how these multiply x.
+// The abstraction over instruction sets: decoding 32 weights into vectors, and multiplying x by them.
 //
-// Arithmetic is on the compiler's own vector types (GCC's and Clang's), which every target has: NEON, too. Intrinsics
-// stand only where those lack the operation: the look-up in a table that lies in a register, and products of narrow types.
+// Arithmetic uses the vector types of GCC and Clang, which every target has, NEON included. Intrinsics are used only where
+// these types lack the operation: looking up a table that is in a register, and products of narrow types.
 //
-// A type of lanes has: `X`, what x is; `Part`, weights in vectors; kParts of them a step of kBlocks blocks; `Sum`, float32
-// partial sums in kLanes lanes; kTileRows and kFewRows, how many rows of x meet decoded weights in registers, where they
-// come from a panel and where they are decoded on the way; and the functions of `Floats`. Formats fill in what its table is
-// (mxfp4.h, nvfp4.h, int4.h).
+// A type of lanes defines: `X`, the type of x; `Part`, some weights in vectors, with kParts parts per step of kBlocks
+// blocks; `Sum`, float32 partial sums in kLanes lanes; kTileRows and kFewRows, the rows of x in a register tile where
+// weights come from a panel and where they are decoded between load and product; and the functions of `Floats`. Formats
+// provide the tables (mxfp4.h, nvfp4.h, int4.h).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-namespace {  // this file is compiled for several targets: nothing may be shared between them
+namespace {  // unnamed, since this file is compiled for several targets, which must not share functions
 
 template <typename T, int n>
 struct Vector {
@@ -31,7 +31,7 @@ inline V Load(const void* from) {
   return v;
 }
 
-// The first `bytes` of a vector, the others zero; none of those is read.
+// The first `bytes` of a vector, the others zero and not read.
 template <typename V>
 inline V LoadPartial(const void* from, int64_t bytes) {
   V v = {};
@@ -39,7 +39,7 @@ inline V LoadPartial(const void* from, int64_t bytes) {
   return v;
 }
 
-// The sums of four vectors' lanes, by halves.
+// The sum of each of four vectors' lanes, by halving.
 template <int n>
 inline void HorizontalSums(const typename Vector<float, n>::Type (&sums)[4], float (&out)[4]) {
   if constexpr (n == 1) {
@@ -63,7 +63,7 @@ inline void HorizontalSums(const typename Vector<float, n>::Type (&sums)[4], flo
   }
 }
 
-// a * b + c, rounded as the target has it, and never in another way where the compiler would like to.
+// a * b + c, fused wherever the target can, so that the compiler does not decide case by case.
 inline float MultiplyAdd(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
   return __builtin_fmaf(a, b, c);
@@ -72,7 +72,7 @@ inline float MultiplyAdd(float a, float b, float c) {
 #endif
 }
 
-// What four bits stand for where they are an integer of two's complement: (code - zero) * scale.
+// The value of a 4-bit integer in two's complement: (code - zero) * scale.
 struct AffineCode {
   float zero, scale;
 };
@@ -85,19 +85,19 @@ constexpr int kFloatLanes = 8;
 constexpr int kFloatLanes = 4;
 #endif
 
-// Weights as n floats a part, and x as float32 or, one exact step before that, bfloat16.
+// Parts of n float32 weights. x is float32, or bfloat16, which is exactly converted to it.
 template <typename Input>
 struct Floats {
   static constexpr int n = kFloatLanes;
   typedef Input X;
-  typedef uint32_t TableEntry;  // of a table
+  typedef uint32_t TableEntry;
   typedef typename Vector<float, n>::Type Part;
   typedef Part Sum;
   static constexpr int kLanes = n, kBlocks = 1, kParts = jmx::kBlock / n;
   static constexpr int kTileRows = n == 16 ? 6 : n == 8 ? 3 : 4, kFewRows = n == 8 ? 2 : 4;  // 32 registers, or 16
   static constexpr bool kPacksX = false;
 
-  // Tables of sixteen weights, as `Decode` takes them.
+  // Tables of sixteen weights, the argument of `Decode`.
 #if defined(__AVX512F__)
   static __m512 MakeTable(const uint32_t* weights) { return _mm512_load_ps(weights); }
   static __m512 MakeTable(AffineCode line) {
@@ -112,11 +112,11 @@ struct Floats {
 #if defined(__AVX512F__)
   static Part Decode(const uint8_t* values, __m512 table) {
     const __m512i bytes = _mm512_cvtepu8_epi64(_mm_cvtsi64_si128(Load<int64_t>(values)));
-    const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // the low four bits of 32 count
+    const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));  // the low four bits of each 32 are used
     return (Part)_mm512_permutexvar_ps(codes, table);
   }
 #elif defined(__AVX2__)
-  static __m256i Codes(const uint8_t* values) {  // in the low four bits of 32
+  static __m256i Codes(const uint8_t* values) {  // in the low four bits of each 32
     const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(Load<int32_t>(values)));
     return _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
   }
@@ -143,7 +143,7 @@ struct Floats {
   }
 #endif
 
-  // A part of the weights of row `column`. In a tail, k ends within the block: what is past it is never read.
+  // A part of the weights of row `column`. In a tail, k ends within the block, and nothing past it is read.
   template <bool tail, typename Format>
   static Part Decode(const Format& format, int column, int64_t block, int part) {
     const int64_t first = block * jmx::kBlock + part * n;
@@ -171,7 +171,7 @@ struct Floats {
 };
 
 #if defined(__AVX512BF16__)
-// Weights as 32 bfloat16, whose neighbours' products the instruction adds to one float32.
+// Parts of 32 bfloat16 weights. The instruction adds the products of two consecutive ones to one float32.
 struct Bfloats {
   typedef uint16_t X;
   typedef uint16_t TableEntry;
@@ -195,9 +195,9 @@ struct Bfloats {
 
   static __m512i Codes(__m128i values) {
     const __m512i bytes = _mm512_cvtepu8_epi32(values);
-    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));  // in the low four bits of 16
+    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));  // in the low four bits of each 16
   }
-  static Part Decode(__m128i values, __m512i table) { return _mm512_permutexvar_epi16(Codes(values), table); }  // any fifth bit
+  static Part Decode(__m128i values, __m512i table) { return _mm512_permutexvar_epi16(Codes(values), table); }  // ignores the fifth bit
   static Part Decode(__m128i values, Pair pair) {
     const __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const __m512i codes = _mm512_ternarylogic_epi32(Codes(values), _mm512_set1_epi16(15), half, 0xEA);  // a & b | c

@@ -1,4 +1,4 @@
-// MXFP4: 32 elements e2m1 under one scale e8m0.
+// MXFP4: groups of 32 e2m1 elements with an e8m0 scale.
 #pragma once
 
 #include "packed.h"
@@ -23,16 +23,16 @@ class Mxfp4 : public PackedWeights {
   const void* ScaleAddress(int64_t blocks) const { return scales_ + blocks; }
 
 #if defined(__AVX512BF16__)
-  // Products of elements alone, over 2^kShift so that no x is too large for them; a scale times 2^kShift is a number.
+  // Elements without scales, divided by 2^kShift so that their products do not overflow; factors are scales times 2^kShift.
   static constexpr int kShift = 8;
   static constexpr bool kMayHaveZeros = false;
   static const uint16_t* ElementTable() { return jmx::kE8m0Tables<uint16_t>.bits[127 - kShift]; }
-  static constexpr float kElementScale = 1;  // by which sums are smaller than they should be
+  static constexpr float kElementScale = 1;  // what sums are to be multiplied by
 
-  // Scales outside of this range are rare, and take tables of their own. Within it, weights are normal numbers.
+  // Scales outside of this range are rare, and use the tables of weights. Within it, weights are normal numbers.
   bool HasOrdinaryScales(int64_t columns) const { return AllWithin(scales_, columns * (k / jmx::kBlock), 2, 246); }
 
-  // Of four scales, the i-th becomes the exponents of lane i.
+  // The i-th of four scales becomes the exponents of lane i.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
     const __m512i spread = _mm512_set_epi32(~252, ~252, ~252, ~252, ~253, ~253, ~253, ~253, ~254, ~254, ~254, ~254, ~255, ~255, ~255, ~255);
     uint32_t four = 0;

@@ -1,4 +1,4 @@
-// NVFP4: 16 elements e2m1 under one scale e4m3, and a float32 for a whole row.
+// NVFP4: groups of 16 e2m1 elements with an e4m3 scale, and a float32 scale for each row.
 #pragma once
 
 #include "packed.h"
@@ -19,7 +19,7 @@ class Nvfp4 : public PackedWeights {
   auto Table(int64_t column, int64_t block, int part) const {
     const auto of = [](int scale) { return jmx::kE4m3Tables<typename Lanes::TableEntry>.bits[scale]; };
     const uint8_t* two = Scale(column, block);
-    const bool alone = tail && k % jmx::kBlock <= kGroup;  // then the second half has no weights
+    const bool alone = tail && k % jmx::kBlock <= kGroup;  // the second half has no weights
     if constexpr (Lanes::kParts == 1) return Lanes::MakeTable(of(two[0]), of(two[alone ? 0 : 1]));
     else return Lanes::MakeTable(of(two[alone ? 0 : part * 2 / Lanes::kParts]));
   }
@@ -29,7 +29,7 @@ class Nvfp4 : public PackedWeights {
   const void* ScaleAddress(int64_t blocks) const { return scales_ + 2 * blocks; }
 
 #if defined(__AVX512BF16__)
-  static constexpr int kShift = 8;  // as of Mxfp4
+  static constexpr int kShift = 8;  // as in Mxfp4
   static constexpr bool kMayHaveZeros = false;
   static const uint16_t* ElementTable() { return jmx::kE8m0Tables<uint16_t>.bits[127 - kShift]; }
   static constexpr float kElementScale = 1;
@@ -37,9 +37,9 @@ class Nvfp4 : public PackedWeights {
   // Positive normal numbers.
   bool HasOrdinaryScales(int64_t columns) const { return AllWithin(scales_, columns * (k / kGroup), 8, 126); }
 
-  // The i-th of eight scales, to two lanes: its seven bits stand where a float32 has its exponent and mantissa.
+  // The i-th of eight scales, for two lanes: its seven bits, in the place of a float32's exponent and mantissa.
   __m512 Factors(int64_t column, int64_t block, int64_t weights) const {
-    constexpr uint32_t kOnly = 0x80008080;  // that byte, and zeros
+    constexpr uint32_t kOnly = 0x80008080;  // selects one byte, and zeros
     const __m512i spread = (__m512i)(typename Vector<uint32_t, 16>::Type){
         kOnly,           kOnly,           kOnly | 1 << 16, kOnly | 1 << 16, kOnly | 2 << 16, kOnly | 2 << 16, kOnly | 3 << 16, kOnly | 3 << 16,
         kOnly | 4 << 16, kOnly | 4 << 16, kOnly | 5 << 16, kOnly | 5 << 16, kOnly | 6 << 16, kOnly | 6 << 16, kOnly | 7 << 16, kOnly | 7 << 16};

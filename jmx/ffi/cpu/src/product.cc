@@ -1,9 +1,9 @@
 // The microkernels of one instruction set: this file is compiled once for each, under the name JMX_INSTRUCTION_SET.
 //
-// A tile is some rows of x by kTileColumns rows of the weight, all sums in registers. Where x has few rows, weights are decoded
-// between the load and the product. Where it has many, kTileColumns rows of the weight are decoded once, into a panel that the
-// first-level cache holds, and tiles of x run over it. Both add up in one order. Formats and types of x are parameters of
-// one loop.
+// A register tile is some rows of x by kTileColumns rows of the weight, with all sums in registers. Where x has few rows,
+// weights are decoded between load and product. Where it has many, kTileColumns rows of the weight are decoded once, into a
+// panel that fits the L1 cache and is multiplied by all tiles of x. Both add in the same order. The format and the type of x
+// are template parameters of one loop.
 #include <algorithm>
 
 #include "product.h"
@@ -29,11 +29,11 @@ namespace {
 using jmx::kTileColumns;
 using jmx::Gemm;
 
-constexpr int64_t kXBytes = 512 << 10;  // of x, which one panel after another meets: a part of the second-level cache
-constexpr int kPrefetchBytes = 8192;  // distance of prefetches ahead of loads of weights: some hundred nanoseconds
-constexpr int64_t kPanelPrefetchBytes = 64 << 10;  // the same for panels that many rows use, where hardware prefetches what follows
+constexpr int64_t kXBytes = 512 << 10;  // x that all panels are multiplied by in turn: a part of the L2 cache
+constexpr int kPrefetchBytes = 8192;  // how far prefetches are ahead of loads of weights: some hundred nanoseconds
+constexpr int64_t kPanelPrefetchBytes = 64 << 10;  // the same for panels, which hardware prefetches, too
 
-// Where the weights of a tile come from: bytes, or a decoded panel (columns, steps).
+// The source of the weights of a tile: bytes, decoded when used; or a decoded panel (columns, steps).
 template <typename Lanes, typename Format>
 struct StreamedWeights {
   static constexpr bool kStreamed = true;
@@ -55,28 +55,28 @@ struct DecodedPanel {
   }
 };
 
-// Steps through k, of which the last may be cut short.
+// Steps along k, of which the last may be partial.
 template <typename Lanes>
 int64_t Steps(int64_t k) {
   constexpr int kWeights = Lanes::kBlocks * jmx::kBlock;
   return (k + kWeights - 1) / kWeights;
 }
 
-// Elements from one row of x to the next, as `L` reads them.
+// Elements of `Lanes::X` from one row of x to the next.
 template <typename Lanes>
 int64_t Stride(int64_t k) {
   if constexpr (Lanes::kPacksX) return Steps<Lanes>(k);
   else return k;
 }
 
-// The tile of rows from `row` and columns from `column` of a piece, given x from its first row on.
+// Computes the tile at (`row`, `column`) of the result; `x` is its first row.
 template <typename Lanes, int rows, typename Format, typename Weights>
 inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& format, const Weights& weights, int64_t row, int64_t column) {
-  const int64_t k = gemm.k, stride = Stride<Lanes>(k);  // which stores to `out` could change, for all that the compiler knows
+  const int64_t k = gemm.k, stride = Stride<Lanes>(k);  // read once: for the compiler, stores to `out` might change them
   typename Lanes::Sum sums[rows][kTileColumns] = {};
   const auto add = [&]<bool tail>(int64_t step) __attribute__((always_inline)) {
     for (int part = 0; part < Lanes::kParts; ++part) {
-      if constexpr (Lanes::kPacksX) {  // a part is several vectors: one at a time
+      if constexpr (Lanes::kPacksX) {  // a part is several vectors, so one at a time is in registers
         for (int n = 0; n < kTileColumns; ++n) {
           const typename Lanes::Part w = weights.template At<tail>(n, step, part);
           for (int m = 0; m < rows; ++m) sums[m][n] = Lanes::Add(sums[m][n], w, Lanes::template LoadX<tail>(x + m * stride, step, part, k));
@@ -93,7 +93,7 @@ inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& 
   };
   const int64_t whole = k / (Lanes::kBlocks * jmx::kBlock);
   for (int64_t step = 0; step < whole; ++step) {
-    if constexpr (Weights::kStreamed) {  // a tile reads kTileColumns rows side by side: ask for as much, in the order of memory
+    if constexpr (Weights::kStreamed) {  // prefetches as much as the kTileColumns rows read, in memory order
       constexpr int kBytes = Lanes::kBlocks * jmx::kBlock / 2;
       for (int n = 0; n < kTileColumns; n += 64 / kBytes < kTileColumns ? 64 / kBytes : kTileColumns)
         __builtin_prefetch(format.Values(0) + kPrefetchBytes + (step * kTileColumns + n) * kBytes);
@@ -113,7 +113,7 @@ inline void RunTile(const Gemm& gemm, const typename Lanes::X* x, const Format& 
   }
 }
 
-// One tile of each number of rows up to `most`, of which the last may be fewer.
+// Tiles of `max_rows` rows, then one with the rows that are left.
 template <typename Lanes, int max_rows, typename Format, typename Weights>
 inline void RunTiles(const Gemm& gemm, const typename Lanes::X* x, int64_t rows, const Format& format, const Weights& weights, int64_t row, int64_t column) {
   if constexpr (max_rows > 0) {
@@ -123,13 +123,13 @@ inline void RunTiles(const Gemm& gemm, const typename Lanes::X* x, int64_t rows,
   }
 }
 
-// How many rows of x panels are decoded for: as many as the second-level cache holds.
+// Rows of x that a panel is decoded for: as many as the L2 cache holds.
 template <typename Lanes>
 int64_t MaxPanelRows(int64_t k) {
   return std::max<int64_t>(Lanes::kTileRows, kXBytes / std::max<int64_t>(1, Stride<Lanes>(k) * static_cast<int64_t>(sizeof(typename Lanes::X))));
 }
 
-// Bytes of rows of x in the order of `L`, and of a decoded panel behind them.
+// Scratch bytes for packed rows of x. A decoded panel follows them.
 template <typename Lanes>
 int64_t PackedXBytes(int64_t k) {
   constexpr int64_t kLine = 64;
@@ -141,7 +141,7 @@ int64_t ScratchBytes(int64_t k) {
   return PackedXBytes<Lanes>(k) + kTileColumns * Steps<Lanes>(k) * Lanes::kParts * static_cast<int64_t>(sizeof(typename Lanes::Part));
 }
 
-// `count` rows of x from `row` on, as `L` reads them.
+// `count` rows of x from `row` on, packed if `Lanes` requires it.
 template <typename Lanes>
 const typename Lanes::X* PreparedX(const Gemm& gemm, int64_t row, int64_t count) {
   typedef typename Lanes::X X;
@@ -155,7 +155,7 @@ const typename Lanes::X* PreparedX(const Gemm& gemm, int64_t row, int64_t count)
   }
 }
 
-// kTileColumns rows of the weight, decoded.
+// Decodes kTileColumns rows of the weight.
 template <typename Lanes, typename Format>
 void DecodePanel(const Gemm& gemm, int64_t column, typename Lanes::Part* next) {
   const int64_t steps = Steps<Lanes>(gemm.k), whole = gemm.k / (Lanes::kBlocks * jmx::kBlock);
@@ -184,8 +184,8 @@ void RunGemm(const Gemm& gemm) {
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t first = gemm.rows * part / parts, rows = gemm.rows * (part + 1) / parts - first;
     const typename Lanes::X* x = PreparedX<Lanes>(gemm, first, rows);
-    const int64_t num_tiles = (rows + Lanes::kTileRows - 1) / Lanes::kTileRows;  // of as many rows each
-    // Bytes further behind are asked for while these are multiplied: those behind the piece are likely the next one's.
+    const int64_t num_tiles = (rows + Lanes::kTileRows - 1) / Lanes::kTileRows;  // of about as many rows each
+    // Prefetches bytes further ahead during products; those past this GEMM are probably the next one's.
     const int64_t bytes = gemm.columns * (gemm.k / 2), share = bytes / (num_tiles * (gemm.columns / kTileColumns)) + 1;
     const uint8_t *prefetch_at = gemm.values + std::min(bytes, kPanelPrefetchBytes), *const end = prefetch_at + bytes;
     for (int64_t n = 0; n < gemm.columns; n += kTileColumns) {
@@ -204,10 +204,10 @@ void RunGemm(const Gemm& gemm) {
 constexpr char kName[] = "amx_bf16";
 constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512Bf16;
 bool IsSupported() {
-  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // of edx
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // bits of edx
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
-  // Linux gives a process the registers on request: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+  // Linux enables the tile registers on request: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 #elif defined(__AVX512BF16__)
@@ -247,14 +247,14 @@ void RunInt8(const Gemm& gemm) {
   else RunGemm<Integers<false>, Format>(gemm);
 }
 
-// The microkernels of a format. A set with a fallback has only those for which it has better instructions.
+// The microkernels of a format. A set with a fallback has only those that profit from its instructions.
 template <typename Format, bool integers>
 constexpr jmx::MicrokernelSet MicrokernelsFor() {
   jmx::MicrokernelSet set = {};
 #if defined(__AMX_BF16__)
   set.by_input[jmx::kBfloat16] = {Amx<Format>::ScratchBytes, Amx<Format>::RunGemm, Amx<Format>::kTasksPerClaim};
 #else
-  if constexpr (integers) set.by_input[jmx::kInt8] = {ScratchBytes<Integers<true>>, RunInt8<Format>};  // the one that needs more
+  if constexpr (integers) set.by_input[jmx::kInt8] = {ScratchBytes<Integers<true>>, RunInt8<Format>};  // of both kinds, the scratch bytes that suffice for either
 #if defined(__AVX512BF16__)
   set.by_input[jmx::kFloat32] = kMicrokernel<Floats<float>, Format>;
   set.by_input[jmx::kBfloat16] = kMicrokernel<Bfloats, Format>;

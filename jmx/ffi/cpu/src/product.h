@@ -6,7 +6,7 @@
 namespace jmx {
 
 constexpr int kBlock = 32;  // weights decoded together; in most formats they share a scale
-constexpr int kTileColumns = 4;    // columns of the result, which are rows of the weight, in a register tile
+constexpr int kTileColumns = 4;  // columns of the result, which are rows of the weight, in a register tile
 
 // The type of x. kFewBfloat16: bfloat16 where all calls of one shape have few rows per expert.
 enum Input { kFloat32, kBfloat16, kFewBfloat16, kInt8, kInputs };

@@ -31,7 +31,7 @@ struct RowBlocks {
                               block.x_row + block.count > rows || block.out_row < 0 || block.out_row + block.count > out_size))
         return check.InvalidArgument("block " + std::to_string(b) + " (`experts` " + std::to_string(block.expert) + ", `x_rows` " +
                           std::to_string(block.x_row) + ", `out_rows` " + std::to_string(block.out_row) + ", `counts` " +
-                          std::to_string(block.count) + ") lies outside of the arrays");
+                          std::to_string(block.count) + ") is outside of the arrays");
     }
   }
 

@@ -33,9 +33,9 @@ float Round(const X* x, int64_t k, int8_t* values) {
     return std::bit_cast<float>(kNan);
   }
   const float scale = std::max(std::bit_cast<float>(most) / kLargest, kLeastScale);
-  constexpr float kOnes = 0x1.8p23f;  // a float so large that its last bit is worth one
+  constexpr float kOnes = 0x1.8p23f;  // a float whose last bit has the value one
   for (int64_t i = 0; i < k; ++i)
-    values[i] = static_cast<int8_t>(std::bit_cast<uint32_t>(ToFloat(x[i]) / scale + kOnes));  // ties to even, as sums do
+    values[i] = static_cast<int8_t>(std::bit_cast<uint32_t>(ToFloat(x[i]) / scale + kOnes));  // rounds ties to even, as sums do
   return scale;
 }
 
@@ -71,7 +71,7 @@ void CheckOrders(ArgumentChecker& check, ffi::AnyBuffer order, const RowBlocks& 
     const RowBlock block = blocks.At(b);
     const int32_t* first = order.typed_data<int32_t>() + block.expert * k;
     if (block.count > 0 && std::any_of(first, first + k, [k](int32_t column) { return column < 0 || column >= k; }))
-      return check.InvalidArgument("`order` of expert " + std::to_string(block.expert) + " names a column that is not there");
+      return check.InvalidArgument("`order` of expert " + std::to_string(block.expert) + " contains a column out of range");
   }
 }
 

@@ -1,5 +1,5 @@
-// What an e2m1 element is worth under each scale of one byte, made while compiling: exact wherever the type can hold it.
-// bfloat16 holds every value of float32 that is met here.
+// The value of each e2m1 element with each 8-bit scale, computed at compile time: exact wherever the type can represent it.
+// bfloat16 represents every float32 value that occurs here.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@ namespace jmx {
 
 constexpr uint32_t kNan = 0x7FC00000;
 
-// An e8m0 scale: made of integers, as values are infinite above float32's range, and subnormal below. NaN for code 255.
+// With an e8m0 scale. Computed in integers, since values may be infinite or subnormal. NaN for code 255.
 constexpr uint32_t E8m0Bits(int scale, int element) {
   constexpr uint32_t kDoubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // twice the magnitudes 0, 0.5, 1 ... 6
   const uint32_t sign = element & 8 ? 0x80000000u : 0, doubled = kDoubled[element & 7];
@@ -23,7 +23,7 @@ constexpr uint32_t E8m0Bits(int scale, int element) {
   return sign | static_cast<uint32_t>(exponent) << 23 | (doubled << (23 - log2) & 0x7FFFFF);
 }
 
-// An e4m3 scale, of either sign: products have six significant bits, and lie far within the range. NaN for 127 and 255.
+// With an e4m3 scale, of either sign: products have six significant bits and are far within the range. NaN for 127 and 255.
 constexpr uint32_t E4m3Bits(int scale, int element) {
   constexpr float kMagnitudes[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   if ((scale & 127) == 127) return kNan;

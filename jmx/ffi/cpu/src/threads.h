@@ -10,7 +10,7 @@
 
 namespace jmx {
 
-// Floating point as the language has it: XLA's threads may flush subnormal numbers to zero.
+// The default floating-point environment: XLA's threads may flush subnormal numbers to zero.
 class DefaultFloatEnvironment {
  public:
   DefaultFloatEnvironment() {
@@ -25,11 +25,11 @@ class DefaultFloatEnvironment {
   std::fenv_t saved_;
 };
 
-// Calls work(i, end) for ranges that make up 0..count, on this thread and at most `helpers` of the pool's.
+// Calls work(i, end) for ranges that cover 0..count, on this thread and on at most `helpers` threads of the pool.
 //
-// A free thread claims the next ones, at most `max_chunk` at once and fewer towards the end. The caller takes part, and
-// waits only for what another thread has begun: a pool that has no thread free, or is this very thread's, delays nothing.
-// A thread that starts late finds no work and returns.
+// A free thread claims the next range, at most `max_chunk` long and shorter towards the end. The caller takes part, and
+// waits only for ranges that other threads have begun, so a pool without a free thread, or whose thread is the caller,
+// delays nothing. A thread that starts late finds no work and returns.
 template <typename Pool, typename Work>
 void ParallelFor(Pool& pool, int64_t helpers, int64_t count, int64_t max_chunk, const Work& work) {
   struct State {

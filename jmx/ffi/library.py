@@ -1,0 +1,67 @@
+"""Loading compiled libraries and registering their handlers with XLA."""
+
+import contextlib
+import ctypes
+import pathlib
+import struct
+import warnings
+from collections.abc import Iterable, Mapping
+
+import jax
+
+_ELF64 = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+
+
+class LibraryWarning(UserWarning):
+    """A compiled library is present and does not load; the text has the reason and the remedy."""
+
+
+def load(path: pathlib.Path, results: Mapping[str, type]) -> ctypes.CDLL:
+    """Loads a library.
+
+    Args:
+        path: the file.
+        results: result types of its C functions, by name.
+
+    Raises:
+        OSError: the file is truncated or is not a library for this machine.
+        AttributeError: it lacks one of the functions.
+    """
+    _check_size(path)
+    loaded = ctypes.CDLL(str(path))
+    for name, result in results.items():
+        getattr(loaded, name).restype = result
+    return loaded
+
+
+def register(loaded: ctypes.CDLL, targets: Iterable[str], platform: str) -> None:
+    """Registers a library's handlers with XLA; each has the name of its target.
+
+    The platform is initialized first, if it is present: a handler for a newer jax is an error then, which the caller
+    can handle. Otherwise jax keeps the handler until it initializes the platform, which then fails in every program.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.devices(platform)
+    for target in targets:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(loaded, target)), platform=platform)
+
+
+def load_fault(path: pathlib.Path | str, error: Exception) -> str:
+    """Why a library does not load, in one line."""
+    return f"{path} does not load: {' '.join(str(error).split())}"
+
+
+def warn_of_fault(backend: str, fault: str, remedy: str) -> None:
+    """Warns that a library is present and cannot be used, so that other backends run. Callers do so once a process."""
+    message = f"the backend {backend!r} cannot run, and others run instead: {fault}; remedy: {remedy}"
+    warnings.warn(message, LibraryWarning, stacklevel=2)
+
+
+def _check_size(path: pathlib.Path) -> None:
+    """OSError where an ELF file is truncated: the dynamic linker maps such a file, and reading it ends the process."""
+    with path.open("rb") as file:
+        header, size = file.read(64), path.stat().st_size
+    if len(header) == 64 and header.startswith(_ELF64):
+        (start,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+        if size < start + entry * count:  # the table of sections, which linkers write last
+            raise OSError(f"the file is truncated: {size} of {start + entry * count} bytes")

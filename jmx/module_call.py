@@ -1,0 +1,98 @@
+"""The call of the NNX and Linen modules: router logits, and `jmx.moe` with the module's settings."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+
+from jmx import meshes
+from jmx.activations import Activation
+from jmx.experts import Experts
+from jmx.layer import moe
+from jmx.routing import Logits, Method, Routing
+from jmx.selection.problem import check_x
+from jmx.util.checks import is_array, shown
+from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
+
+
+class Settings(Protocol):
+    """Static arguments of `jmx.moe`, see there: a module, or its resolved `Arguments`."""
+
+    @property
+    def activation(self) -> Activation: ...
+
+    @property
+    def weights_on(self) -> str: ...
+
+    @property
+    def input_format(self) -> str | None: ...
+
+    @property
+    def backend(self) -> str | None: ...
+
+
+def call(
+    settings: Settings,
+    x: Float[AnyArray, "*tokens H"],
+    routing: Routing | Logits,
+    experts: Experts,
+    mask: Bool[AnyArray, "*tokens"] | None,
+) -> Float[Array, "*tokens H"]:
+    """`jmx.moe` with a module's settings."""
+    return moe(
+        x,
+        routing,
+        experts,
+        activation=settings.activation,
+        weights_on=settings.weights_on,
+        input_format=settings.input_format,
+        mask=mask,
+        backend=settings.backend,
+    )
+
+
+def router_logits(
+    x: Float[AnyArray, "*tokens H"],
+    values: Any,
+    method: Method,
+    *,
+    hidden_size: int,
+    num_experts: int,
+    router: Callable[[Float[AnyArray, "*tokens H"]], Float[Array, "*tokens E"]] | None,
+    correction_bias: Float[Array, " E"] | None,
+) -> Logits:
+    """Router logits for a module's routing method.
+
+    Args:
+        values: floating (..., E), passed to the call as `routing`; None: those that `router` computes of x.
+        router: the module's router, or None if it has none.
+
+    Raises:
+        ValueError, TypeError: an x that does not fit the experts, values that are not (..., E), or neither values nor a
+            router.
+    """
+    check_x(x, hidden_size)
+    if values is None:
+        if router is None:
+            raise ValueError("`routing` must be given: this layer was made with router=False")
+        values = router(x)
+    if not is_array(values):
+        raise TypeError(f"`routing` ({shown(values)}) must be a jmx.Routing, jmx.Logits, router logits, or None")
+    if values.shape[-1:] != (num_experts,):
+        raise ValueError(f"`routing` (shape {values.shape}) must be router logits (..., {num_experts}), one an expert")
+    return Logits(values, method, correction_bias)
+
+
+@partial(jax.jit, static_argnames=("dimension_numbers", "precision", "preferred_element_type"))
+def router_product(
+    x: Float[Array, "*tokens H"], kernel: Float[Array, "H E"], dimension_numbers: Any, **options: Any
+) -> Float[Array, "*tokens E"]:
+    """`jax.lax.dot_general` of tokens, which Explicit mesh axes may split, and a router's kernel."""
+    return jax.lax.dot_general(x, meshes.beside(kernel, x), dimension_numbers, **options)
+
+
+def check_router_split(x: Float[Any, "*tokens H"], weights: Mapping[str, Shaped[Any, "..."]]) -> None:
+    """Raises ValueError if an Explicit mesh axis splits a router's weights, or the last axis of x."""
+    meshes.check_whole({"x": x}, x.ndim - 1)
+    meshes.check_whole({f"router.{name}": weight for name, weight in weights.items()})

@@ -1,0 +1,190 @@
+"""The routing methods: one frozen dataclass each, from router logits to expert ids and weights.
+
+Results are defined where the literature leaves them open. Experts are chosen in descending order of their score; of
+equal scores the lower expert id comes first. An expert whose logit is NaN or -inf is never chosen; +inf counts as the
+largest finite float32. Slots left over get id `NOWHERE` and weight 0, so weights and their gradients are always finite.
+All is computed in float32.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from jmx.routing.routing import Routing, as_int32, validate
+from jmx.routing.top_k import assign, mask_groups
+from jmx.util.checks import check_bool, check_callable, check_finite, check_instance, check_int, check_one_of, shown
+from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer
+
+SCORINGS = ("softmax", "sigmoid")
+
+Assignment = tuple[Int32[AnyArray, "T k"], Float32[AnyArray, "T k"]]  # ids and weights
+
+# Checks of fields, by name. They return Python's own numbers, so that equal methods compare as equal.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "top_k": partial(check_int, least=1),
+    "num_groups": partial(check_int, least=1),
+    "topk_groups": check_int,
+    "scoring": partial(check_one_of, choices=SCORINGS),
+    "renormalize": check_bool,
+    "routed_scaling_factor": check_finite,
+    "function": check_callable,
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base class of the routing methods, static values.
+
+    Called with float32 logits (T, E) and a correction bias (E,) or None, a method returns ids (T, k) and weights
+    (T, k).
+
+    Args:
+        top_k: slots of a token, k.
+    """
+
+    top_k: int
+    takes_bias: ClassVar[bool] = False  # whether the definition has a correction bias
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name in _CHECKS:
+                object.__setattr__(self, field.name, _CHECKS[field.name](field.name, getattr(self, field.name)))
+
+    def check(self, num_experts: int) -> None:
+        """Raises ValueError if the method cannot choose among `num_experts`."""
+        check_int("num_experts", num_experts, least=1)
+        if self.top_k > num_experts:
+            raise ValueError(f"`top_k` (={self.top_k}) must be at most the number of experts (={num_experts})")
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TopKSoftmax(Method):
+    """The k largest logits, then softmax over those k (gpt-oss's published model code)."""
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        return assign(logits, None, self.top_k, "softmax", renormalize=True)
+
+
+@dataclass(frozen=True)
+class SoftmaxTopK(Method):
+    """Softmax over all experts, then the k largest (Shazeer et al. 2017; Mixtral, Qwen).
+
+    Args:
+        top_k: slots of a token.
+        renormalize: whether the k weights are divided by their sum; then it is `TopKSoftmax`.
+    """
+
+    renormalize: bool
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        return assign(logits, None, self.top_k, "softmax", renormalize=self.renormalize)
+
+
+@dataclass(frozen=True)
+class SigmoidTopK(Method):
+    """The k largest of sigmoid(logit) + correction bias, weighted by sigmoid(logit) alone (DeepSeek-V3 ungrouped).
+
+    Args:
+        top_k: slots of a token.
+        renormalize: whether the k weights are divided by their sum.
+        routed_scaling_factor: multiplies the weights at the end.
+    """
+
+    renormalize: bool
+    routed_scaling_factor: float = 1.0
+    takes_bias: ClassVar[bool] = True
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        ids, weights = assign(logits, correction_bias, self.top_k, "sigmoid", renormalize=self.renormalize)
+        return ids, weights * self.routed_scaling_factor
+
+
+@dataclass(frozen=True)
+class GroupedTopK(Method):
+    """The k best experts among the best groups of neighboring experts (DeepSeek-V2 and V3 reports, routing sections).
+
+    An expert's score plus the correction bias decides the choice, its score alone the weight. A group's score is the
+    sum of its two best biased scores if there is a correction bias (V3), else its best score (V2).
+
+    Args:
+        top_k: slots of a token.
+        num_groups: groups of E / num_groups consecutive experts.
+        topk_groups: groups among whose experts the k are chosen.
+        scoring: "softmax" over all experts, or "sigmoid".
+        renormalize: whether the k weights are divided by their sum.
+        routed_scaling_factor: multiplies the weights at the end.
+    """
+
+    num_groups: int
+    topk_groups: int
+    scoring: str
+    renormalize: bool
+    routed_scaling_factor: float = 1.0
+    takes_bias: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise ValueError(f"`topk_groups` (={self.topk_groups}) must be in 1..`num_groups` (={self.num_groups})")
+
+    def check(self, num_experts: int) -> None:
+        super().check(num_experts)
+        if num_experts % self.num_groups:
+            raise ValueError(f"`num_groups` (={self.num_groups}) must divide the number of experts (={num_experts})")
+        candidates = self.topk_groups * (num_experts // self.num_groups)
+        if candidates < self.top_k:
+            raise ValueError(
+                f"`top_k` (={self.top_k}) must be at most the experts (={candidates}) of `topk_groups` "
+                f"(={self.topk_groups}) groups"
+            )
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        best_of_group = 1 if correction_bias is None else 2
+        mask = partial(mask_groups, self.num_groups, self.topk_groups, best_of_group)
+        ids, weights = assign(
+            logits, correction_bias, self.top_k, self.scoring, renormalize=self.renormalize, mask=mask
+        )
+        return ids, weights * self.routed_scaling_factor
+
+
+@dataclass(frozen=True)
+class Custom(Method):
+    """A user's function: float32 logits (T, E), unchanged, to integer ids and floating weights (T, k).
+
+    The function then decides about ties, NaN and whether weights are finite.
+    """
+
+    function: Callable[[Float32[Array, "T E"]], tuple[Integer[Any, "T k"], Float[Any, "T k"]]]
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        result = self.function(logits)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"`function` (={self.function!r}) must return ids and weights, not {shown(result)}")
+        ids, weights = result
+        validate(Routing(ids, weights), logits.shape[0])
+        if ids.shape[1] != self.top_k:
+            raise ValueError(f"`expert_ids` (shape {ids.shape}) must have `top_k` (={self.top_k}) slots a token")
+        return as_int32(ids), weights.astype(jnp.float32)
+
+
+# By name, for arguments: the constructor of each method from `top_k`. `GroupedTopK` and `Custom` have more arguments.
+ROUTING_METHODS: dict[str, Callable[[int], Method]] = {
+    "top_k_softmax": TopKSoftmax,
+    "softmax_top_k": partial(SoftmaxTopK, renormalize=False),
+    "sigmoid_top_k": partial(SigmoidTopK, renormalize=False),
+    "sigmoid_top_k_renormalized": partial(SigmoidTopK, renormalize=True),
+}
+
+
+def get(routing: Method | str, top_k: int) -> Method:
+    """A method, or the one of that name in `ROUTING_METHODS`. ValueError, naming those, for other names."""
+    if isinstance(routing, str):
+        return ROUTING_METHODS[check_one_of("routing", routing, ROUTING_METHODS)](top_k)
+    return check_instance("routing", routing, Method, f"a routing method, or one of {[*ROUTING_METHODS]}")
