@@ -1,1 +1,1 @@
-"""Engines in C++, called by XLA through its FFI."""
+"""Backends in C++ and CUDA, which XLA calls through its FFI."""

@@ -1,19 +1,19 @@
-"""The layouts of two engines for Blackwell: `cutlass_sm100` and `trtllm_sm100`.
+"""The weight layouts of two sets of kernels for Blackwell: `cutlass_sm100` and `trtllm_sm100`.
 
-Both hold values as packed bytes, in rows that are whole for the kernel, and scales in the order in which the tensor
-cores read them (PTX ISA, "tcgen05.mma scale factor layout"; CUTLASS, `Sm1xxBlockScaledConfig`): tiles of 128 rows by
-4 blocks, 512 bytes each, tiles of a row of tiles next to each other, and in a tile, for r < 32, q < 4, s < 4,
+Both have values as packed bytes, in rows that are contiguous for the kernel, and scales in the order in which the
+tensor cores read them (PTX ISA, "tcgen05.mma scale factor layout"; CUTLASS, `Sm1xxBlockScaledConfig`): tiles of 128
+rows by 4 blocks, 512 bytes each, in row-major order. Within a tile, for r < 32, q < 4, s < 4,
 
     byte 16 r + 4 q + s     the scale of row 32 q + r, block s
 
-They differ in the order of rows. Gate and up come apart from the experts' own order first, and each is padded.
+They differ in the order of rows. Gate and up are first separated, and each is padded.
 
 * `cutlass_sm100`: all of up, then all of gate. (FlashInfer's CUTLASS fused MoE, MXFP4 x MXFP8.)
 * `trtllm_sm100`: up and gate alternate, up first. Then the rows of both weights are shuffled in blocks of 32, for an
-  epilogue tile of 128: row 4 a + b of a block, for a < 8, b < 4, goes to row 8 b + a. (TensorRT-LLM's MXFP4 kernels.)
+  epilogue tile of 128: row 4 a + b of a block, for a < 8, b < 4, moves to row 8 b + a. (TensorRT-LLM's MXFP4 kernels.)
 
-The source of all of it is flashinfer-python 0.7.2.post1, of the paddings of H for `trtllm_sm100` TensorRT-LLM itself:
-see docs/blackwell.md. Padding is zeros in values, 1.0 in scales.
+The source is flashinfer-python 0.7.2.post1, and TensorRT-LLM for the padding of H in `trtllm_sm100`: see
+docs/blackwell.md. Padding is zeros in values, 1.0 in scales.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,17 @@ from jax import lax
 from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import Index, Layout, WeightSpec
+from jmx.util.typing import Array, Shaped
 
 SCALE_ROWS = 128  # of a scale tile
-SCALE_BLOCKS = 4  # along the contracted axis
+SCALE_BLOCKS = 4  # of a scale tile, along the contracted axis
 SHUFFLED_ROWS = 32
-_GROUP = 8  # rows that lie together after the shuffle
-_ONE = 127
+_GROUP = 8  # consecutive rows after the shuffle
+_ONE = 127  # the code of scale 1.0
 
 
-def tile_scales(scales: jax.Array) -> jax.Array:
-    """Scales in the tensor cores' order; of weights, or of activations with tokens as rows.
+def tile_scales(scales: Shaped[Array, "*lead N C"]) -> Shaped[Array, "*lead R B 32 4 4"]:
+    """Scales in the tensor cores' order, of weights, or of activations with tokens as rows.
 
     Args:
         scales: (..., N, C) of one byte, N a multiple of 128, C of 4.
@@ -48,26 +49,27 @@ def tile_scales(scales: jax.Array) -> jax.Array:
     return _permuted(tiles, (0, 3, 2, 1, 4))
 
 
-def untile_scales(tiles: jax.Array) -> jax.Array:
+def untile_scales(tiles: Shaped[Array, "*lead R B 32 4 4"]) -> Shaped[Array, "*lead N C"]:
     """The inverse of `tile_scales`."""
     *lead, row_tiles, block_tiles, _, _, _ = tiles.shape
     return _permuted(tiles, (0, 3, 2, 1, 4)).reshape(*lead, row_tiles * SCALE_ROWS, block_tiles * SCALE_BLOCKS)
 
 
-def _permuted(array: jax.Array, last_axes: tuple[int, ...]) -> jax.Array:
+def _permuted(array: Shaped[Array, "..."], last_axes: tuple[int, ...]) -> Shaped[Array, "..."]:
+    """The last axes in another order."""
     lead = array.ndim - len(last_axes)
     return array.transpose(*range(lead), *(lead + axis for axis in last_axes))
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One engine's order of rows, and its padding.
+    """The order of rows of a layout, and its padding.
 
     Args:
-        name: that of the layout.
-        alternate: whether rows of up and gate alternate; else all of up stand before all of gate.
+        name: of the layout.
+        alternate: whether rows of up and gate alternate; otherwise all of up come before all of gate.
         shuffle: whether rows are shuffled in blocks of 32.
-        hidden_multiple: to which gate_up's columns are padded; all else is padded to 128.
+        hidden_multiple: gate_up's columns are padded to a multiple of it; all other sizes to one of 128.
     """
 
     name: str
@@ -76,11 +78,13 @@ class Arrangement:
     hidden_multiple: int = SCALE_ROWS
 
     def shape(self, spec: WeightSpec) -> tuple[int, int]:
-        """(N, K) of one expert's weight as the kernel sees it, padded."""
+        """The padded (N, K) of one expert's weight."""
         halves, columns = _halves(spec), self.hidden_multiple if spec.role == "gate_up" else SCALE_ROWS
         return halves * _round_up(spec.shape[0] // halves, SCALE_ROWS), _round_up(spec.shape[1], columns)
 
-    def rows(self, array: jax.Array, spec: WeightSpec, fill: int = 0) -> jax.Array:
+    def rows(
+        self, array: Shaped[Array, "*lead N C"], spec: WeightSpec, fill: int = 0
+    ) -> Shaped[Array, "*lead padded C"]:
         """(..., N, C) in the experts' order -> (..., padded N, C) in the kernel's."""
         *lead, _, columns = array.shape
         rows, halves = self.shape(spec)[0], _halves(spec)
@@ -95,7 +99,7 @@ class Arrangement:
         array = (array if self.alternate else array.swapaxes(-3, -2)).reshape(*lead, rows, columns)
         return _swapped_blocks(array, SHUFFLED_ROWS // _GROUP) if self.shuffle else array
 
-    def original_rows(self, array: jax.Array, spec: WeightSpec) -> jax.Array:
+    def original_rows(self, array: Shaped[Array, "*lead padded C"], spec: WeightSpec) -> Shaped[Array, "*lead N C"]:
         """The inverse of `rows`."""
         *lead, _, columns = array.shape
         halves = _halves(spec)
@@ -106,7 +110,7 @@ class Arrangement:
             array = array.swapaxes(-3, -2)
         return array.reshape(*lead, spec.shape[0], columns)
 
-    def bias(self, bias: jax.Array, spec: WeightSpec) -> jax.Array:
+    def bias(self, bias: Shaped[Array, "*lead N"], spec: WeightSpec) -> Shaped[Array, "*lead padded"]:
         """(..., N) in the experts' order -> (..., padded N) in that of the weight's rows, padded with zeros."""
         return self.rows(bias[..., None], spec)[..., 0]
 
@@ -135,8 +139,8 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _swapped_blocks(array: jax.Array, inner: int) -> jax.Array:
-    """Row inner * a + b of each block of 32 goes to row (32 / inner) * b + a."""
+def _swapped_blocks(array: Shaped[Array, "*lead R C"], inner: int) -> Shaped[Array, "*lead R C"]:
+    """Row inner * a + b of each block of 32 moves to row (32 / inner) * b + a."""
     blocks = array.reshape(*array.shape[:-2], -1, SHUFFLED_ROWS // inner, inner, array.shape[-1])
     return blocks.swapaxes(-3, -2).reshape(array.shape)
 

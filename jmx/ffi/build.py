@@ -1,13 +1,14 @@
-"""Building a shared library on the user's machine: steps side by side with progress, once, and all of it or nothing.
+"""Builds a shared library on the user's machine: steps in parallel, with progress, atomically, and only once.
 
-A file is built in a folder beside where it goes, and renamed when it is done. A lock lets one process at a time build
-there; the next one finds it built.
+A file is built in a folder beside its target, and renamed when it is complete. A lock allows one process at a time to
+build there; the next one finds the result.
 """
 
 import contextlib
 import hashlib
 import os
 import pathlib
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jmx.util.atomic_files import Kind, check_new, new_path
 
-_TOLD_LINES = 30  # of what a compiler says when it fails
+_SHOWN_LINES = 30  # of a failed compiler's output
 
 
 class BuildError(RuntimeError):
-    """A build that cannot begin, or that failed; the text says what is missing, or what the compiler said."""
+    """A build cannot start, or failed; the message has what is missing, or the compiler's output."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Something that a build needs: what it is, and the command that gets it."""
+    """A missing dependency of a build, and the command that installs it."""
 
     what: str
     command: str
@@ -39,14 +40,14 @@ class Missing:
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a build, by a name to show while it runs."""
+    """One command of a build, and the name to show while it runs."""
 
     name: str
     command: tuple[str, ...]
 
 
 def fingerprint(*parts: object) -> str:
-    """16 hexadecimal digits that differ where any of `parts` does, by its repr."""
+    """16 hexadecimal digits of a hash of the reprs of `parts`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -58,16 +59,16 @@ def install(
     *,
     again: bool = False,
 ) -> bool:
-    """Lets `make` build `target` in an empty folder beside it, unless it is there; returns whether it was built now.
+    """Builds `target` in an empty folder beside it, unless it exists; returns whether it was built now.
 
     Args:
         make: builds in the folder that it is given, and returns the file, which is moved to `target`.
-        console: is told when another process builds there, before it is waited for.
-        kind: of what is built; nothing else is taken for it, or replaced.
-        again: whether to build although it is there.
+        console: where waiting for another process that builds the same target is reported.
+        kind: the kind of `target`; an existing file of another kind is neither used nor replaced.
+        again: whether to build even if `target` exists.
 
     Raises:
-        FileExistsError: something else is there.
+        FileExistsError: `target` exists and is of another kind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     check_new(target, kind, overwrite=True)
@@ -81,7 +82,7 @@ def install(
 
 @contextlib.contextmanager
 def locked(file: pathlib.Path, console: Console) -> Iterator[None]:
-    """Alone among the processes that hold `file`, where the platform has such locks."""
+    """Holds an exclusive lock of `file` among processes, if the platform has such locks."""
     with contextlib.ExitStack() as stack:
         handle = os.open(file, os.O_RDWR | os.O_CREAT)
         stack.callback(os.close, handle)
@@ -91,22 +92,22 @@ def locked(file: pathlib.Path, console: Console) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                console.print("another process builds it: waiting for that", markup=False)
+                console.print("another process builds it: waiting for it to finish", markup=False)
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def run_steps(title: str, steps: Sequence[Step], jobs: int, console: Console) -> None:
-    """Runs `steps`, `jobs` at a time in their order, with a progress bar. All are ended when one fails, or on Ctrl-C.
+    """Runs `steps` in order, `jobs` in parallel, with a progress bar. If one fails, or on Ctrl-C, all are terminated.
 
     Raises:
-        BuildError: a step failed; the text has its command and the last lines of what it said.
+        BuildError: a step failed; the message has its command and the last lines of its output.
     """
     running: set[subprocess.Popen[str]] = set()
-    guard, stopped = threading.Lock(), threading.Event()
+    lock, stopped = threading.Lock(), threading.Event()
 
     def run(step: Step) -> None:
-        with guard:
+        with lock:
             if stopped.is_set():
                 return
             process = subprocess.Popen(
@@ -116,17 +117,17 @@ def run_steps(title: str, steps: Sequence[Step], jobs: int, console: Console) ->
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C comes to this process alone, which ends the step and all it started
+                start_new_session=True,  # only this process receives Ctrl-C; it terminates the step and its children
             )
             running.add(process)
-        told, _ = process.communicate()
-        with guard:
+        output, _ = process.communicate()
+        with lock:
             running.discard(process)
-            failed = process.returncode != 0 and not stopped.is_set()  # and was not ended because another one failed
+            failed = process.returncode != 0 and not stopped.is_set()  # not terminated because another step failed
             if failed:
                 stopped.set()
         if failed:
-            last = "\n".join(told.splitlines()[-_TOLD_LINES:])
+            last = "\n".join(output.splitlines()[-_SHOWN_LINES:])
             raise BuildError(f"{step.name} failed ({process.returncode}): {' '.join(step.command)}\n{last}")
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -138,14 +139,14 @@ def run_steps(title: str, steps: Sequence[Step], jobs: int, console: Console) ->
                 done.result()
                 progress.update(task, advance=1, description=f"{title}: {futures[done].name}")
         except BaseException:
-            with guard:
+            with lock:
                 stopped.set()
                 for process in running:
-                    _end(process)
+                    _terminate(process)
             raise
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a step and what it started, which is one session."""
+def _terminate(process: subprocess.Popen[str]) -> None:
+    """Terminates a step and its children, which are one session."""
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, 15)
+        os.killpg(process.pid, signal.SIGTERM)

@@ -53,12 +53,7 @@ class Xla:
         return LIMITS.rejection(problem, environment)
 
     def apply(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         del environment
         return forward(problem, x, routing, experts)

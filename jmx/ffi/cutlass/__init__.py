@@ -1,1 +1,1 @@
-"""Backend `cutlass`: FlashInfer's kernels for Hopper, compiled on the user's machine out of `src` and its package."""
+"""Backend `cutlass`: FlashInfer's kernels for Hopper, compiled on the user's machine from `src` and its package."""

@@ -1,8 +1,8 @@
 """Backend `cutlass`: the whole layer over 4-bit weights on Hopper, by FlashInfer's CUTLASS kernels in one call.
 
-FlashInfer sorts the assignments and multiplies; what stands around its products is `src/rows.cuh`. Products
-take bfloat16 and add up in float32, and the activation between them is rounded to bfloat16; float16 activations are
-rounded to bfloat16 too, whose range float16 does not exceed.
+FlashInfer sorts the assignments and runs the grouped GEMMs; `src/rows.cuh` has the kernels around them. Products take
+bfloat16 and accumulate in float32, and the activation between them is rounded to bfloat16; float16 activations are
+rounded to bfloat16 too, whose range includes float16's.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from math import inf
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jmx.activations import GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.experts import Experts
@@ -26,6 +25,7 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
+from jmx.util.typing import Array, Float, Int32
 
 LIMITS = Limits(
     platform="gpu",
@@ -37,12 +37,12 @@ LIMITS = Limits(
 )
 
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_MOST_PAIRS = 2**31 - 1  # of a token and an expert: FlashInfer counts them in an int
+_MAX_PAIRS = 2**31 - 1  # of a token and an expert, which FlashInfer counts in an int
 
 
 @dataclass(frozen=True)
 class Cutlass:
-    """The engine for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
+    """The backend for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
 
     name: str = "cutlass"
     summary: str = "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantized in registers"
@@ -52,7 +52,7 @@ class Cutlass:
         return Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        # Built or not is asked late: it may take an hour to build, and would not help where something else is lacking.
+        # Checked after the limits: building takes long, and does not help if a call is unsupported anyway.
         return LIMITS.rejection(problem, environment, _built, _activation, _pairs)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
@@ -67,12 +67,14 @@ class Cutlass:
         del environment
         check(config, problem)
 
-    def apply(self, problem: Problem, x: Array, routing: Routing, experts: Experts, environment: Environment) -> Array:
+    def apply(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> Float[Array, "T H"]:
         config = tuning.config(self, problem, environment).config
         weights = routing.weights.astype(jnp.float32)
         if not problem.on_input:
             return _layer(x, Routing(routing.expert_ids, weights), experts, problem.activation, config, x.dtype)
-        # Each slot is a token of its own: an expert's rows are multiplied once, whatever weight they were given.
+        # Each slot becomes a token, because the handler computes an expert once per token, whatever the weight.
         num_slots = routing.expert_ids.size
         rows = (x[:, None, :] * weights[..., None]).astype(x.dtype).reshape(num_slots, -1)
         slots = Routing(routing.expert_ids.reshape(-1, 1), jnp.ones((num_slots, 1), jnp.float32))
@@ -89,20 +91,20 @@ def _built(problem: Problem) -> Rejection | None:
 def _activation(problem: Problem) -> Rejection | None:
     if _function(problem.activation) is not None:
         return None
-    return Rejection(Reason.ACTIVATION, f"{problem.activation} is none that its kernels know", "use another one")
+    return Rejection(Reason.ACTIVATION, f"its kernels do not have {problem.activation}", "use another one")
 
 
 def _pairs(problem: Problem) -> Rejection | None:
     assert problem.num_tokens is not None
     rows = problem.num_tokens * (problem.top_k if problem.on_input else 1)
-    if rows * problem.num_experts <= _MOST_PAIRS:
+    if rows * problem.num_experts <= _MAX_PAIRS:
         return None
-    detail = f"{rows} rows times {problem.num_experts} experts are more than {_MOST_PAIRS}"
+    detail = f"{rows} rows times {problem.num_experts} experts are more than {_MAX_PAIRS}"
     return Rejection(Reason.SHAPE, detail, "call the layer on fewer tokens at a time")
 
 
 def _function(activation: Activation) -> str | None:
-    """The name by which the handler knows it, or None."""
+    """The handler's name of an activation, or None."""
     match activation:
         case SwiGLU():
             return "swiglu"
@@ -118,31 +120,19 @@ def _function(activation: Activation) -> str | None:
 
 
 def _layer(
-    x: jax.Array,
+    x: Float[Array, "T H"],
     routing: Routing,
     experts: Experts,
     activation: Activation,
     config: Config,
     dtype: jax.typing.DTypeLike,
-) -> jax.Array:
-    """The call itself: y (T, H) of `dtype`, which may be float32 whatever x is. `routing.weights` are float32."""
-    num_tokens, top_k = routing.expert_ids.shape
-    bytes_ = workspace_bytes(
-        num_tokens,
-        top_k,
-        experts.num_experts,
-        padded(experts.hidden_size),
-        padded(experts.intermediate_size),
-        experts.gated,
-    )
+) -> Float[Array, "T H"]:
+    """The FFI call: y (T, H) of `dtype`, which may be float32 for any x. `routing.weights` are float32."""
     swiglu = activation if isinstance(activation, SwiGLU) else SwiGLU()
-    no_layer = jnp.zeros((0,), jnp.int32)
-    call = jax.ffi.ffi_call(
-        TARGET,
-        (jax.ShapeDtypeStruct(x.shape, dtype), jax.ShapeDtypeStruct((bytes_,), jnp.uint8)),
-    )
+    results = (jax.ShapeDtypeStruct(x.shape, dtype), _workspace(routing.expert_ids, experts))
     gate_up_bias, down_bias = _biases(experts)
-    y, _ = call(
+    no_layer = jnp.zeros((0,), jnp.int32)
+    y, _ = jax.ffi.ffi_call(TARGET, results)(
         *(x, routing.expert_ids, routing.weights),
         *(experts.gate_up.values, experts.gate_up.scales, gate_up_bias),
         *(experts.down.values, experts.down.scales, down_bias),
@@ -161,8 +151,16 @@ def _layer(
     return y
 
 
-def _biases(experts: Experts) -> tuple[jax.Array, jax.Array]:
-    """Both biases, of one dtype that the handler takes; of no elements where there is none."""
+def _workspace(expert_ids: Int32[Array, "T k"], experts: Experts) -> jax.ShapeDtypeStruct:
+    """The workspace of a call, whose size the library computes."""
+    num_tokens, top_k = expert_ids.shape
+    hidden, intermediate = padded(experts.hidden_size), padded(experts.intermediate_size)
+    num_bytes = workspace_bytes(num_tokens, top_k, experts.num_experts, hidden, intermediate, experts.gated)
+    return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8)
+
+
+def _biases(experts: Experts) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Both biases, of one dtype that the handler supports; an empty array if there is none."""
     biases = (experts.gate_up_bias, experts.down_bias)
     dtypes = {jnp.dtype(bias.dtype) for bias in biases if bias is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= {*map(jnp.dtype, _BIAS_DTYPES)} else jnp.dtype(jnp.float32)

@@ -1,7 +1,7 @@
-"""Compiles the library of the backend `cutlass` out of FlashInfer's sources: what `jmx build cutlass` does.
+"""Compiles the library of the backend `cutlass` from FlashInfer's sources, for `jmx build cutlass`.
 
-FlashInfer is looked for, and not imported: its Python needs torch, its C++ does not. Headers that nvcc's own folder
-lacks are taken, by themselves, from the packages that have them: those packages' others may be of another CUDA version.
+FlashInfer is located, not imported: its Python needs torch, its C++ does not. Headers that are missing beside nvcc are
+linked one by one from the packages that have them, whose other headers may be of another CUDA version.
 """
 
 import importlib.metadata
@@ -24,8 +24,8 @@ from jmx.ffi.cutlass.config import TILES
 from jmx.ffi.cutlass.source import ARCHITECTURE, FLASHINFER, FOLDER, LIBRARY, OWN, SHARED, THEIRS
 from jmx.util.atomic_files import Kind
 
-OLDEST_NVCC = (12, 8)  # which knows float4
-# Headers beside the compiler's own that FlashInfer's sources include, by a pattern of all that they include in turn.
+OLDEST_NVCC = (12, 8)  # the first with 4-bit floats
+# Headers that FlashInfer's sources include and nvcc may lack, each with a pattern of the headers it includes.
 HEADERS = {"curand_kernel.h": "curand*.h", "cublas_v2.h": "cublas*.h", "nvrtc.h": "nvrtc*.h"}
 _PACKAGES = {"curand_kernel.h": "nvidia-curand", "cublas_v2.h": "nvidia-cublas", "nvrtc.h": "nvidia-cuda-nvrtc"}
 _NEWER_HEADERS = (
@@ -33,20 +33,21 @@ _NEWER_HEADERS = (
     f"with jax {jax.__version__} and newer"
 )
 _EXTRA = "pip install 'jmx[flashinfer]'"
-_BYTES_A_JOB = 3 << 30  # of host memory, which the compiler takes for the largest of its files
+_JOB_BYTES = 3 << 30  # host memory of the compiler for the largest source
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a build is made with.
+    """The compilers and sources of a build.
 
     Args:
-        nvcc: the compiler.
-        nvcc_version: the line by which it calls itself.
-        host: the C++ compiler that it calls, and `host_version` its first line.
-        flashinfer: FlashInfer's folder of sources and the headers they come with.
-        flashinfer_files: names what is in it: the digest of its list of files.
-        headers: a folder of each of `HEADERS`; None where nvcc finds it by itself.
+        nvcc: path of the CUDA compiler.
+        nvcc_version: its version, as it prints it.
+        host: path of the C++ compiler that nvcc calls.
+        host_version: the first line of its version.
+        flashinfer: FlashInfer's folder of sources and headers.
+        flashinfer_files: a digest of the list of files there.
+        headers: the folder of each of `HEADERS`; None if nvcc has it.
         jax_headers: XLA's FFI headers. A library loads with the jax that they come from and with newer ones.
     """
 
@@ -61,7 +62,7 @@ class Toolchain:
 
 
 def find() -> Toolchain | list[Missing]:
-    """What this machine builds with; or else all that it lacks."""
+    """The toolchain of this machine, or everything that is missing."""
     missing: list[Missing] = []
     nvcc = _find_nvcc()
     version, release = ("", None) if nvcc is None else _version(nvcc)
@@ -87,7 +88,7 @@ def find() -> Toolchain | list[Missing]:
         if folder is None:
             missing.append(Missing(f"the header {name}", f"pip install {_PACKAGES[name]}, or {_EXTRA}"))
     if not FOLDER.is_dir():
-        missing.append(Missing(f"jmx's own sources at {FOLDER}", "install jmx anew: pip install --force-reinstall jmx"))
+        missing.append(Missing(f"jmx's own sources at {FOLDER}", "reinstall jmx: pip install --force-reinstall jmx"))
     if missing or nvcc is None or host is None or isinstance(flashinfer, Missing):
         return missing
     folder, files = flashinfer
@@ -96,32 +97,32 @@ def find() -> Toolchain | list[Missing]:
 
 
 def library_path(toolchain: Toolchain) -> pathlib.Path:
-    """Where a library goes that `toolchain` makes: another compiler, FlashInfer or FFI header makes another file.
+    """The path of the library that `toolchain` builds, which differs between compilers, FlashInfer and FFI headers.
 
     Raises:
         RuntimeError: the user has no home directory.
     """
-    made_with = build.fingerprint(
+    built_with = build.fingerprint(
         *(toolchain.nvcc_version, toolchain.host_version, toolchain.flashinfer_files),
         *(header.read_bytes() for header in sorted(toolchain.jax_headers.rglob("*.h"))),
     )
-    return source.cache_directory() / f"{LIBRARY}-{ARCHITECTURE}-{source.key()}-{made_with}.so"
+    return source.cache_directory() / f"{LIBRARY}-{ARCHITECTURE}-{source.key()}-{built_with}.so"
 
 
 def run(
     console: Console, *, output: pathlib.Path | None = None, jobs: int | None = None, again: bool = False
 ) -> tuple[pathlib.Path, bool]:
-    """Compiles the library unless it is there; returns its path, and whether it was compiled now.
+    """Compiles the library unless it exists; returns its path, and whether it was compiled now.
 
     Args:
         console: for progress.
-        output: the file to write; None: this user's cache, where backends look for it.
-        jobs: compilers that run at the same time; None: as many as processors and memory allow.
-        again: whether to compile although it is there.
+        output: the file to write; None: in this user's cache, where the backend looks for it.
+        jobs: compilers that run in parallel; None: as many as processors and memory allow.
+        again: whether to compile even if it exists.
 
     Raises:
-        BuildError: something is missing, each with the command that gets it; or a compiler failed.
-        FileExistsError: `output` is something else than such a library.
+        BuildError: a dependency is missing (the message has the command that installs it), or a compiler failed.
+        FileExistsError: `output` exists and is not such a library.
     """
     found = find()
     if isinstance(found, list):
@@ -155,7 +156,7 @@ def _make(toolchain: Toolchain, folder: pathlib.Path, jobs: int, console: Consol
 
 
 def compile_steps(toolchain: Toolchain, folder: pathlib.Path) -> tuple[list[Step], list[pathlib.Path]]:
-    """The commands that compile into `folder`, longest first, and the objects that they leave there."""
+    """The commands that compile into `folder`, longest first, and the objects that they write."""
     csrc = toolchain.flashinfer / "csrc"
     internal = csrc / "nv_internal"
     extensions = internal / "tensorrt_llm"
@@ -190,7 +191,7 @@ def compile_steps(toolchain: Toolchain, folder: pathlib.Path) -> tuple[list[Step
 
 
 def link_step(toolchain: Toolchain, objects: list[pathlib.Path], library: pathlib.Path) -> Step:
-    """Links without a shared libcudart, so that it goes with any that jax brings, and hides all names but its own."""
+    """Links libcudart statically, to be independent of jax's, and hides all symbols but the exported ones."""
     options = ("--no-undefined", f"--version-script={FOLDER / 'exports.map'}", "--strip-all")
     return Step(
         library.name,
@@ -206,7 +207,7 @@ def link_step(toolchain: Toolchain, objects: list[pathlib.Path], library: pathli
 def _jobs() -> int:
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(processors, memory // _BYTES_A_JOB))
+    return max(1, min(processors, memory // _JOB_BYTES))
 
 
 def _find_nvcc() -> str | None:
@@ -217,17 +218,17 @@ def _find_nvcc() -> str | None:
 
 
 def _real(nvcc: str) -> str:
-    """The compiler itself, where `nvcc` is a script or a link elsewhere that calls it: its headers lie beside it."""
-    told = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
-    top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
+    """The compiler that `nvcc` calls, if that is a script or a link: headers are relative to it."""
+    output = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", output, re.MULTILINE)
     real = pathlib.Path(os.path.normpath(top[1])) / "bin" / "nvcc" if top else pathlib.Path(nvcc)
     return str(real if real.exists() else nvcc)
 
 
 def _version(nvcc: str) -> tuple[str, tuple[int, int] | None]:
-    """The line with the version of a compiler, and its (major, minor)."""
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+)\.(\d+).*", told)
+    """The version of a compiler as it prints it, and as (major, minor)."""
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+).*", output)
     return ("", None) if found is None else (found[0], (int(found[1]), int(found[2])))
 
 
@@ -236,8 +237,8 @@ def _first_line(*command: str) -> str:
 
 
 def _find_flashinfer() -> tuple[pathlib.Path, str] | Missing:
-    """FlashInfer's folder of sources and a digest of its files, by what pip installed."""
-    command = f"{_EXTRA}, or without what its Python needs: pip install --no-deps flashinfer-python=={FLASHINFER}"
+    """FlashInfer's folder of sources and a digest of its files, from the metadata of its package."""
+    command = f"{_EXTRA}, or without its dependencies: pip install --no-deps flashinfer-python=={FLASHINFER}"
     try:
         installed = importlib.metadata.distribution("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -257,7 +258,7 @@ def _find_jax_headers() -> pathlib.Path:
 
 
 def _package_includes() -> Iterator[pathlib.Path]:
-    """Folders of headers that NVIDIA's packages bring: of CUDA 13 all in one, before that one a package."""
+    """Folders of headers in NVIDIA's packages: one for all since CUDA 13, before that one per package."""
     spec = importlib.util.find_spec("nvidia")
     for location in () if spec is None else spec.submodule_search_locations or ():
         yield from sorted(pathlib.Path(location).glob("*/include"))

@@ -1,15 +1,15 @@
-"""Layout of the backend `cutlass`: weights as FlashInfer's mixed-input products on sm_90 read them.
+"""Layout of the backend `cutlass`: weights as FlashInfer's mixed-input GEMMs on sm_90 read them.
 
-gate_up has the rows of up and then those of gate (experts without a gate: just theirs), each half padded; rows and
-columns are padded to multiples of 128, with zero values and scales of 1.0.
+gate_up has the rows of up and then those of gate (experts without a gate: one half), each half padded; rows and columns
+are padded to multiples of 128, with zero values and scales of 1.0.
 
-Values keep their place in tiles of 16 rows by 64 columns, where one thread's share is eight codes that lie together:
-of two rows, 8 apart, and of two pairs of columns, 8 columns apart. They are spread over the two halves of a word such
-that a shift and a mask leave a code's magnitude in the lowest exponent and highest mantissa bits of a bfloat16, and its
-sign in the sign bit, for three of four codes of a half; the fourth has what bits are left.
+Values are in tiles of 16 rows by 64 columns, in which the eight codes of one thread are adjacent: from two rows, 8
+apart, and two pairs of columns, 8 columns apart. They are spread over the two halves of a word such that for three of
+the four codes of a half a shift and a mask move the code's magnitude to the lowest exponent bits and highest mantissa
+bits of a bfloat16, and its sign to the sign bit; the fourth code has the remaining bits.
 
-Scales keep their codes, and lie by blocks of 64 rows by 128 columns: (N / 64, K / 128, 16, 16), where [i, j] is row
-i + 16 * (j // 4) and the scale j % 4 of the block.
+Scales are codes in blocks of 64 rows by 128 columns: (N / 64, K / 128, 16, 16), where [i, j] is row i + 16 * (j // 4)
+and the scale j % 4 of the block.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,10 +24,11 @@ from jmx.ffi.cutlass.config import padded
 from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import Index, Layout, WeightSpec
+from jmx.util.typing import Array, Shaped, UInt8, UInt32
 
-# Where the bits of each of four codes go in a half word: (bits of the code, places to the left).
-_PLACES = (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 13), (6, 9), (8, 11)))
-_ONE = 127
+# Of each of the four codes in a half word: (bits of the code, their shift to the left).
+_SHIFTS = (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((1, 13), (6, 9), (8, 11)))
+_ONE = 127  # the code of scale 1.0
 
 
 def _gated(spec: WeightSpec) -> bool:
@@ -40,8 +40,10 @@ def _padded_shape(spec: WeightSpec) -> tuple[int, int]:
     return halves * padded(spec.shape[0] // halves), padded(spec.shape[1])
 
 
-def _forward_rows(array: jax.Array, spec: WeightSpec, columns: int, fill: int) -> jax.Array:
-    """(N, C) -> the padded rows, in their order, and `columns` columns."""
+def _forward_rows(
+    array: Shaped[Array, "N C"], spec: WeightSpec, columns: int, fill: int
+) -> Shaped[Array, "padded columns"]:
+    """(N, C) -> the padded rows in the layout's order, padded to `columns` columns."""
     rows, _ = _padded_shape(spec)
     halves = array[None]
     if _gated(spec):
@@ -54,7 +56,7 @@ def _forward_rows(array: jax.Array, spec: WeightSpec, columns: int, fill: int) -
     return jnp.pad(halves, widths, constant_values=fill).reshape(rows, columns)
 
 
-def _inverse_rows(array: jax.Array, spec: WeightSpec, columns: int) -> jax.Array:
+def _inverse_rows(array: Shaped[Array, "padded C"], spec: WeightSpec, columns: int) -> Shaped[Array, "N columns"]:
     """The inverse of `_forward_rows`."""
     array = array[:, :columns]
     if not _gated(spec):
@@ -64,29 +66,32 @@ def _inverse_rows(array: jax.Array, spec: WeightSpec, columns: int) -> jax.Array
     return halves.reshape(-1, columns)
 
 
-def _spread(pairs: jax.Array) -> jax.Array:
-    """Bytes of two codes (..., 4) -> uint32 words (...): see the module."""
+def _spread(pairs: UInt8[Array, "*shape 4"]) -> UInt32[Array, "*shape"]:
+    """Bytes of two codes (..., 4) -> words (...): see the module."""
     codes = pairs.astype(jnp.uint32)
     codes = codes & 0xF | (codes >> 4) << 16
     word = jnp.zeros(pairs.shape[:-1], jnp.uint32)
-    for i, places in enumerate(_PLACES):
-        for bits, left in places:
+    for i, shifts in enumerate(_SHIFTS):
+        for bits, left in shifts:
             word |= (codes[..., i] & (bits | bits << 16)) << left
     return word
 
 
-def _gather(word: jax.Array) -> jax.Array:
+def _gather(word: UInt32[Array, "*shape"]) -> UInt8[Array, "*shape 4"]:
     """The inverse of `_spread`."""
     codes = [
-        sum((word >> left & (bits | bits << 16) for bits, left in places), start=jnp.uint32(0)) for places in _PLACES
+        sum((word >> left & (bits | bits << 16) for bits, left in shifts), start=jnp.uint32(0)) for shifts in _SHIFTS
     ]
     return jnp.stack([(code | code >> 12).astype(jnp.uint8) for code in codes], axis=-1)
 
 
-def _forward_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array]:
+def _forward_one(
+    values: UInt8[Array, "N n"], scales: UInt8[Array, "N b"], spec: WeightSpec
+) -> tuple[UInt8[Array, "padded_N padded_n"], UInt8[Array, "R B 16 16"]]:
+    """Values and scales of one expert in the layout."""
     rows, columns = _padded_shape(spec)
     values = _forward_rows(values, spec, columns // 2, 0)
-    # row / 16, row / 8 % 2, row % 8, column / 64, / 32, / 16, / 8, and bytes of two columns
+    # Axes: row / 16, / 8 % 2, % 8; column / 64, / 32 % 2, / 16 % 2, / 8 % 2; and bytes of two columns.
     values = values.reshape(rows // 16, 2, 8, columns // 64, 2, 2, 2, 4)
     words = _spread(values.transpose(0, 5, 2, 3, 4, 7, 6, 1).reshape(rows, columns // 8, 4))
     values = lax.bitcast_convert_type(words, jnp.uint8).reshape(rows, columns // 2)
@@ -96,7 +101,10 @@ def _forward_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tupl
     )
 
 
-def _inverse_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array]:
+def _inverse_one(
+    values: UInt8[Array, "padded_N padded_n"], scales: UInt8[Array, "R B 16 16"], spec: WeightSpec
+) -> tuple[UInt8[Array, "N n"], UInt8[Array, "N b"]]:
+    """The inverse of `_forward_one`."""
     rows, columns = _padded_shape(spec)
     words = lax.bitcast_convert_type(values.reshape(rows, columns // 8, 4), jnp.uint32)
     values = _gather(words).reshape(rows // 16, 2, 8, columns // 64, 2, 4, 2, 2)
@@ -107,7 +115,7 @@ def _inverse_one(values: jax.Array, scales: jax.Array, spec: WeightSpec) -> tupl
 
 
 def _each(function: Callable[..., Any], q: BlockScaled, lead: tuple[int, ...]) -> BlockScaled:
-    """`function` of each expert, one at a time, so that no more than one is held in between."""
+    """`function` of each expert, one at a time, so that temporaries are those of one expert."""
     flat = [array.reshape(prod(lead), *array.shape[len(lead) :]) for array in (q.values, q.scales)]
     out = lax.map(lambda one: function(*one), tuple(flat))
     return BlockScaled(*(array.reshape(*lead, *array.shape[1:]) for array in out))

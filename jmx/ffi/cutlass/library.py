@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jmx.ffi.cutlass import source
 from jmx.ffi.library import load, load_fault, register, warn_of_fault
 
-TARGET = "jmx_cutlass_moe"  # the custom call's name, as an exported program has it
-INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, which tests compare with
+TARGET = "jmx_cutlass_moe"  # the name of the custom call, also in exported programs
+INTERLEAVE = "jmx_cutlass_interleave"  # FlashInfer's own interleaving of weights, for tests
 BUILD = "jmx build cutlass"
 
 
@@ -40,10 +40,10 @@ def workspace_bytes(
     if loaded is None:
         raise RuntimeError(found.fault)
     sizes = (num_tokens, top_k, num_experts, hidden_size, intermediate_size)
-    answer = loaded.jmx_cutlass_workspace_bytes(*(ctypes.c_int64(size) for size in sizes), ctypes.c_int(gated))
-    if answer < 0:
-        raise RuntimeError(f"{TARGET}: no workspace holds a call of sizes {sizes}")
-    return answer
+    num_bytes = loaded.jmx_cutlass_workspace_bytes(*(ctypes.c_int64(size) for size in sizes), ctypes.c_int(gated))
+    if num_bytes < 0:
+        raise RuntimeError(f"{TARGET}: calls of sizes {sizes} are not supported")
+    return num_bytes
 
 
 _RESULTS = {
@@ -61,7 +61,7 @@ def _load() -> tuple[Library, Any]:
         try:
             loaded = load(path, _RESULTS)
             if loaded.jmx_cutlass_key().decode() != source.key():
-                fault = f"{path} was compiled from other sources than these"
+                fault = f"{path} was compiled from other sources than this version's"
                 continue
             register(loaded, (TARGET, INTERLEAVE), "gpu")
         except Exception as e:  # such as a library for another machine or a newer jax: other backends run

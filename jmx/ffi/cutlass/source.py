@@ -1,7 +1,7 @@
-"""What the library of the backend `cutlass` is compiled from, and where it lies once it is: all that a trace needs.
+"""The sources of the library of the backend `cutlass`, and where it is once built: all that tracing needs.
 
-A library and the Python that calls it belong together. So a key is made of jmx's own sources and flags; it is compiled
-into the library, and is part of a built library's name.
+A library must match the Python that calls it. So a key is computed from jmx's own sources and flags; it is compiled
+into the library, and is part of the name of a built library.
 """
 
 import functools
@@ -11,16 +11,16 @@ import pathlib
 from jmx.ffi.cutlass.config import TILES
 from jmx.selection import tuning
 
-FLASHINFER = "0.7.2.post1"  # the version whose functions are specialised here: another one may have others
+FLASHINFER = "0.7.2.post1"  # the version whose functions are specialized here; in another version they may differ
 FOLDER = pathlib.Path(__file__).parent / "src"
-SHARED = pathlib.Path(__file__).parents[1] / "include"  # headers of every library of jmx
+SHARED = pathlib.Path(__file__).parents[1] / "include"  # headers shared by the libraries of jmx
 JAX_HEADERS = pathlib.Path(__file__).parents[1] / "jax_include"  # of the oldest jax, copied by cmake/CMakeLists.txt
 LIBRARY = "libjmx_cutlass"
-KEY_FUNCTION = "jmx_cutlass_key"  # of the library: the key of its sources
+KEY_FUNCTION = "jmx_cutlass_key"  # the library's function that returns the key of its sources
 ARCHITECTURE = "sm_90a"
 
-# What FlashInfer compiles its SM90 module with. Without ENABLE_FP8 its headers lack a type; without NDEBUG its host
-# code logs every call, and stops at an assertion that does not hold while workspace is counted.
+# FlashInfer's flags for its SM90 module. Without ENABLE_FP8 its headers lack a type; without NDEBUG its host code logs
+# every call, and an assertion fails while the workspace size is computed.
 FLAGS = (
     *("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-static-global-template-stub=false", "-w"),
     *("--compiler-options=-fPIC", "-DCOMPILE_HOPPER_TMA_GEMMS", "-DCOMPILE_HOPPER_TMA_GROUPED_GEMMS"),
@@ -29,7 +29,7 @@ FLAGS = (
     *("-DFLASHINFER_ENABLE_FP8_E8M0", "-DFLASHINFER_ENABLE_FP4_E2M1"),
 )
 
-# Sources of jmx, of which tile.cu is compiled once for each tile, and those of FlashInfer, below its csrc/nv_internal.
+# Sources of jmx, besides tile.cu, which is compiled once per tile; and FlashInfer's, in its csrc/nv_internal.
 OWN = ("runner.cu", "products.cu", "handler.cu", "interleave.cu")
 THEIRS = (
     "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.cu",
@@ -42,7 +42,7 @@ THEIRS = (
 
 
 def tiles_header() -> str:
-    """A header that names every tile, each by a macro: nvcc takes no commas in those on its command line."""
+    """A header with a macro for each tile: those on nvcc's command line cannot have commas."""
     lines = [f"#define JMX_TILE_{i} {tile.macro}" for i, tile in enumerate(TILES)]
     names = " ".join(f"JMX_TILE_{i}" for i in range(len(TILES)))
     return "\n".join(["#pragma once", *lines, f"#define JMX_TILES {names}", ""])
@@ -50,7 +50,7 @@ def tiles_header() -> str:
 
 @functools.cache
 def key() -> str:
-    """Names these sources and flags, in 16 hexadecimal digits. OSError where the installation lacks the sources."""
+    """16 hexadecimal digits that identify these sources and flags. Raises OSError if sources are not installed."""
     digest = hashlib.sha256(repr((FLASHINFER, ARCHITECTURE, FLAGS, OWN, THEIRS, tiles_header())).encode())
     for path in (*sorted(SHARED.iterdir()), *sorted(FOLDER.iterdir())):
         if path.is_file():
@@ -59,22 +59,22 @@ def key() -> str:
 
 
 def cache_directory() -> pathlib.Path:
-    """Where `jmx build` leaves libraries; RuntimeError if the user has no home directory."""
+    """Where `jmx build` puts libraries. Raises RuntimeError if the user has no home directory."""
     return tuning.cache_directory() / "build"
 
 
 def built() -> list[pathlib.Path]:
-    """Libraries that these sources may have become, best first: beside the package, then this user's, newest first."""
+    """Libraries that may be built from these sources: beside the package first, then this user's, newest first."""
     found = [pathlib.Path(__file__).parents[1] / f"{LIBRARY}.so"]
     try:
         users = list(cache_directory().glob(f"{LIBRARY}-{ARCHITECTURE}-{key()}-*.so"))
     except (RuntimeError, OSError):
         users = []
-    return [path for path in (*found, *sorted(users, key=_age, reverse=True)) if path.exists()]
+    return [path for path in (*found, *sorted(users, key=_modified, reverse=True)) if path.exists()]
 
 
-def _age(path: pathlib.Path) -> float:
+def _modified(path: pathlib.Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # gone meanwhile
+    except OSError:  # removed meanwhile
         return 0

@@ -42,7 +42,7 @@ INTERPRETED_LIMITS = dataclasses.replace(LIMITS, platform="cpu", capabilities=No
 
 @dataclass(frozen=True)
 class Triton:
-    """The engine for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
+    """The backend for compute capability 8.0 to 9.0 (A100, A10, L4, L40S, RTX 30 and 40; H100, H200).
 
     Args:
         interpret: whether Pallas interprets the kernel on a CPU, slowly; for tests. It has another name.
@@ -77,12 +77,7 @@ class Triton:
         check(config, environment.compute_capability or _INTERPRETED)
 
     def apply(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         # Pallas takes a second to import.
         from jmx.pallas.triton.decode import permute_columns, permuted_index

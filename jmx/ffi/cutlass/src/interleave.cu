@@ -1,4 +1,4 @@
-// FlashInfer's own interleaving of weights, for the test that holds jmx/ffi/cutlass/layout.py to it.
+// FlashInfer's own interleaving of weights, with which a test compares jmx/ffi/cutlass/layout.py.
 #include <cuda_runtime.h>
 
 #include "arguments.h"

@@ -1,18 +1,18 @@
-// FlashInfer's grouped products, cut down to the tiles that are compiled, on any layer of a stack of weights.
+// FlashInfer's grouped GEMMs with the compiled tiles, on any layer of a stack of weights.
 #include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_template_dispatch.h"
 
-#include "engine.h"
+#include "common.h"
 
 namespace jmx {
 namespace {
 
-// Weights of all layers lie one after the other, and which layer is meant is known on the device alone.
-__global__ void MoveToLayer(void const** weights, Tensors::INT4GroupwiseParams::SFA const** scales,
+// Weights of layers are consecutive, and the index of the layer is in device memory.
+__global__ void MoveToLayer(void const** weights, TmaInput::INT4GroupwiseParams::SFA const** scales,
                             int32_t const* layer, int64_t weight_bytes, int64_t scale_bytes, int num_experts) {
   const int expert = blockIdx.x * blockDim.x + threadIdx.x;
   if (expert >= num_experts) return;
   weights[expert] = static_cast<char const*>(weights[expert]) + *layer * weight_bytes;
-  scales[expert] = reinterpret_cast<Tensors::INT4GroupwiseParams::SFA const*>(
+  scales[expert] = reinterpret_cast<TmaInput::INT4GroupwiseParams::SFA const*>(
       reinterpret_cast<char const*>(scales[expert]) + *layer * scale_bytes);
 }
 
@@ -23,19 +23,18 @@ namespace tensorrt_llm::kernels {
 
 namespace cutlass_kernels_oss {
 
-// In the place of FlashInfer's own list of tiles, of which each would have to be compiled.
+// Replaces FlashInfer's dispatch, whose tiles would all have to be compiled.
 template <>
-void sm90_dispatch_moe_mixed_dtype_gemm_to_cutlass<jmx::Activation, jmx::Weight, jmx::Sum, jmx::gemm::EpilogueOpDefault,
-                                                   1, Sm90Wfp4Afp8ScaleMode::kDisabled>(jmx::Input input,
-                                                                                        jmx::Tensors tensors,
-                                                                                        int num_sms,
-                                                                                        size_t* workspace_size) {
-  if (jmx::call != nullptr && jmx::call->layer != nullptr) {
-    const int64_t elements = jmx::call->num_experts * input.n * input.k;
+void sm90_dispatch_moe_mixed_dtype_gemm_to_cutlass<jmx::Activation, jmx::Weight, jmx::Accum,
+                                                   jmx::extensions::EpilogueOpDefault, 1,
+                                                   Sm90Wfp4Afp8ScaleMode::kDisabled>(
+    jmx::GemmInput input, jmx::TmaInput tensors, int num_sms, size_t* workspace_size) {
+  if (jmx::current_call != nullptr && jmx::current_call->layer != nullptr) {
+    const int64_t elements = jmx::current_call->num_experts * input.n * input.k;
     const int threads = 128, blocks = (input.num_experts + threads - 1) / threads;
     jmx::MoveToLayer<<<blocks, threads, 0, input.stream>>>(
-        tensors.ptr_weight, tensors.int4_groupwise_params.ptr_s_a, jmx::call->layer, elements / 2,
-        elements / jmx::Tensors::INT4GroupwiseParams::wfp4a16_group_size, input.num_experts);
+        tensors.ptr_weight, tensors.int4_groupwise_params.ptr_s_a, jmx::current_call->layer, elements / 2,
+        elements / jmx::TmaInput::INT4GroupwiseParams::wfp4a16_group_size, input.num_experts);
     common::check_cuda_error(cudaPeekAtLastError());
   }
   const auto& config = input.gemm_config;
@@ -48,19 +47,19 @@ void sm90_dispatch_moe_mixed_dtype_gemm_to_cutlass<jmx::Activation, jmx::Weight,
     return JMX_LAUNCHER(M, N, K, SCHEDULE, CLUSTER_M, CLUSTER_N)(input, tensors, num_sms, workspace_size);
   JMX_TILES
 #undef TILE
-  TLLM_THROW("no such tile is compiled");
+  TLLM_THROW("this tile is not compiled");
 }
 
-// The most that any of the tiles needs.
+// The maximum over the tiles.
 template <>
-size_t calcMaxWorkspaceSizeTmaWarpSpecializedMixedInput<jmx::Activation, jmx::Weight, jmx::Sum,
+size_t calcMaxWorkspaceSizeTmaWarpSpecializedMixedInput<jmx::Activation, jmx::Weight, jmx::Accum,
                                                         Sm90Wfp4Afp8ScaleMode::kDisabled>(int num_experts,
                                                                                           int num_sms) {
-  jmx::Input input{};
+  jmx::GemmInput input{};
   input.num_experts = num_experts;
   size_t most = 0, size = 0;
-#define TILE(...)                                                                \
-  JMX_LAUNCHER(__VA_ARGS__)(input, jmx::Tensors{}, num_sms, &size);       \
+#define TILE(...)                                                    \
+  JMX_LAUNCHER(__VA_ARGS__)(input, jmx::TmaInput{}, num_sms, &size); \
   most = std::max(most, size);
   JMX_TILES
 #undef TILE
@@ -71,11 +70,11 @@ size_t calcMaxWorkspaceSizeTmaWarpSpecializedMixedInput<jmx::Activation, jmx::We
 
 namespace cutlass_kernels {
 
-// Asks no device: sizes of memory are wanted while tracing, on machines that may have none.
+// FlashInfer's constructor queries the device; workspace sizes are needed while tracing, possibly without one.
 template <>
-jmx::Products::MoeGemmRunner() : sm_(90), multi_processor_count_(jmx::call->num_sms) {}
+jmx::GemmRunner::MoeGemmRunner() : sm_(90), multi_processor_count_(jmx::current_call->num_sms) {}
 
-template class MoeGemmRunner<jmx::Activation, jmx::Weight, jmx::Sum>;
+template class MoeGemmRunner<jmx::Activation, jmx::Weight, jmx::Accum>;
 
 }  // namespace cutlass_kernels
 }  // namespace tensorrt_llm::kernels

@@ -1,19 +1,19 @@
 // Kernels around the two grouped GEMMs: dispatch (gather rows by expert), activation, and combine (sum per token).
 //
-// These take arrays as the caller has them (x without padding; biases of any float type, gate and up in either order;
-// the same expert in several slots of a token) and add in float32: nothing has to be copied or rounded for them.
+// They take the caller's arrays (x without padding; biases of any float type, gate and up in either order; one expert
+// in several slots of a token) and accumulate in float32, so nothing has to be copied or rounded first.
 #pragma once
 
-#include "engine.h"
+#include "common.h"
 
 namespace jmx {
 
 constexpr int kThreads = 128;
-constexpr int kVectorSize = 8;                   // elements that a thread takes at a time: 16 bytes of two each
-constexpr int kCtasPerSm = 16;  // the most that run at once, for each range of columns
+constexpr int kVectorSize = 8;  // elements that a thread processes at a time: 16 bytes if they have two each
+constexpr int kCtasPerSm = 16;  // at most, for each range of columns
 
-// Launches `kernel` on `stream`. With `overlap` (programmatic dependent launch) it starts before the kernel ahead of it has
-// ended, and waits for that by cudaGridDependencySynchronize.
+// Launches `kernel` on `stream`. With `overlap` (programmatic dependent launch) it may start before the previous kernel
+// has ended, and waits for it in cudaGridDependencySynchronize.
 template <class... Parameters, class... Arguments>
 void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool overlap, cudaStream_t stream,
             Arguments... arguments) {
@@ -30,14 +30,16 @@ void Launch(void (*kernel)(Parameters...), dim3 grid, size_t shared_bytes, bool 
   tensorrt_llm::common::check_cuda_error(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
-// A grid of pieces of columns by parts of `count` rows or tokens: one each, or as many parts as keep the GPU busy.
-inline dim3 Grid(int64_t count, int64_t columns, int64_t least_parts = 1) {
-  const int64_t pieces = (columns + kThreads * kVectorSize - 1) / (kThreads * kVectorSize);
-  const int64_t busy = kCtasPerSm * call->num_sms;
-  return dim3(std::max<int64_t>(1, std::min(count, std::max(busy, least_parts))), pieces);
+// A grid of CTAs for `count` rows or tokens (x) by `columns` (y). In x there is one CTA for each row, or as many as are
+// resident, but at least `min_ctas`.
+inline dim3 Grid(int64_t count, int64_t columns, int64_t min_ctas = 1) {
+  constexpr int64_t kCtaColumns = kThreads * kVectorSize;
+  const int64_t resident = kCtasPerSm * current_call->num_sms;
+  const int64_t row_ctas = std::max<int64_t>(1, std::min(count, std::max(resident, min_ctas)));
+  return dim3(row_ctas, (columns + kCtaColumns - 1) / kCtaColumns);
 }
 
-// The columns of this thread.
+// The first column of this thread.
 __device__ inline int64_t Column() { return (int64_t(blockIdx.y) * kThreads + threadIdx.x) * kVectorSize; }
 
 template <class X>
@@ -45,7 +47,7 @@ struct alignas(16) Vector {
   X at[kVectorSize];
 };
 
-// By 16 bytes, to which arrays are aligned.
+// Loads 16 bytes at a time, to which arrays are aligned.
 template <class X>
 __device__ Vector<X> Load(X const* from) {
   Vector<X> vector;
@@ -73,7 +75,7 @@ __device__ void Store(X* to, Vector<X> const& vector) {
 struct Bias {
   void const* data;  // null: none
   FloatType type;
-  int64_t size;  // of one expert
+  int64_t size;      // of one expert
   int64_t num_experts;
   int32_t const* layer;
 
@@ -81,7 +83,7 @@ struct Bias {
     if (data == nullptr) return 0;
     return ((layer == nullptr ? 0 : *layer) * num_experts + expert) * size;
   }
-  // Elements from `index` on, a multiple of kVectorSize.
+  // kVectorSize elements from `index` on, a multiple of kVectorSize.
   __device__ Vector<float> At(int64_t index) const {
     if (data == nullptr) return {};
     switch (type) {
@@ -95,12 +97,12 @@ struct Bias {
   }
 };
 
-inline Bias GateUpBias(int64_t rows) {
-  return {call->gate_up_bias, call->bias, rows, call->num_experts, call->layer};
+// Of the current call, with `size` elements per expert.
+inline Bias BiasOf(void const* data, int64_t size) {
+  return {data, current_call->bias, size, current_call->num_experts, current_call->layer};
 }
-inline Bias DownBias() { return {call->down_bias, call->bias, call->hidden_size, call->num_experts, call->layer}; }
 
-// Sorted row r is token `source[r] % num_tokens`, with zeros behind it up to the columns that weights are padded to.
+// Sorted row r is token `source[r] % num_tokens`, padded with zeros to the columns of weights.
 template <class X>
 __global__ void __launch_bounds__(kThreads)
     GatherRows(X const* x, Activation* rows, int const* source, int64_t const* num_rows, int64_t num_tokens,
@@ -112,12 +114,12 @@ __global__ void __launch_bounds__(kThreads)
     Vector<X> in{};
     if (column < hidden_size) in = Load(x + source[row] % num_tokens * hidden_size + column);
     const auto out = Convert<Activation>(in);
-    // The first to leave the cache: x, of which each row is read for several experts, stays.
+    // Streaming stores keep x in the cache, each row of which is read for several experts.
     __stcs(reinterpret_cast<int4*>(rows + row * padded_size + column), *reinterpret_cast<int4 const*>(&out));
   }
 }
 
-// To some units in the last place of a float: what it makes is rounded to Activation.
+// Accurate to a few units in the last place of a float; its result is rounded to Activation.
 __device__ inline float Sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
 __device__ inline float Min(float a, float b) {  // NaN stays NaN
   float least;
@@ -155,52 +157,52 @@ struct ActivationFunction {
   }
 };
 
-// Row r of `h` is up and then gate of an expert, or its one half where there is no gate; both are padded. A CTA takes
-// rows one after another, most of one expert, so that its bias is loaded once for them.
+// Row r of `h` is up and then gate of an expert, each padded, or one padded half without a gate. A CTA processes
+// consecutive rows, mostly of one expert, so it loads a bias once for several rows.
 template <bool kGated, Function kFunction>
 __global__ void __launch_bounds__(kThreads)
-    Activate(Sum const* h, Activation* rows, int64_t const* first_row, int num_experts, int64_t intermediate_size,
+    Activate(Accum const* h, Activation* rows, int64_t const* first_row, int num_experts, int64_t intermediate_size,
              int64_t padded_size, ActivationFunction<kFunction> activation, Bias bias, bool interleaved) {
   cudaGridDependencySynchronize();
   const int64_t num_rows = first_row[num_experts];
   const int64_t begin = num_rows * blockIdx.x / gridDim.x, end = num_rows * (blockIdx.x + 1) / gridDim.x;
   if (begin == end) return;
-  int64_t expert = 0;  // how many experts' rows have ended
+  int64_t expert = 0;  // of row `begin`: the number of experts whose rows end before it
   for (int from = 0; from < num_experts; from += kThreads) {
     const int i = from + threadIdx.x;
     expert += __syncthreads_count(i < num_experts && first_row[i + 1] <= begin);
   }
   const int64_t column = Column();
   if (column >= padded_size) return;
-  Vector<float> added[2];  // to gate and to up
-  for (int64_t row = begin, last = begin; row < end; ++row) {
+  Vector<float> biases[2];  // of gate and up
+  for (int64_t row = begin, expert_end = begin; row < end; ++row) {
     if (column >= intermediate_size) {
       Store(rows + row * padded_size + column, Vector<Activation>{});
       continue;
     }
-    Sum const* const here = h + row * (kGated ? 2 : 1) * padded_size + column;
+    Accum const* const here = h + row * (kGated ? 2 : 1) * padded_size + column;
     const auto first = Load(here);
-    Vector<Sum> second;
+    Vector<Accum> second;
     if constexpr (kGated) second = Load(here + padded_size);
-    if (row == last) {  // of what has been of one expert
-      while ((last = first_row[expert + 1]) <= row) ++expert;
+    if (row == expert_end) {
+      while ((expert_end = first_row[expert + 1]) <= row) ++expert;
       const int64_t start = bias.Start(expert);
       if (!kGated) {
-        added[0] = bias.At(start + column);
+        biases[0] = bias.At(start + column);
       } else if (interleaved) {
         const Vector<float> both[2] = {bias.At(start + 2 * column), bias.At(start + 2 * column + kVectorSize)};
-        for (int i = 0; i < 2 * kVectorSize; ++i) added[i % 2].at[i / 2] = both[i / kVectorSize].at[i % kVectorSize];
+        for (int i = 0; i < 2 * kVectorSize; ++i) biases[i % 2].at[i / 2] = both[i / kVectorSize].at[i % kVectorSize];
       } else {
-        added[0] = bias.At(start + column);
-        added[1] = bias.At(start + intermediate_size + column);
+        biases[0] = bias.At(start + column);
+        biases[1] = bias.At(start + intermediate_size + column);
       }
     }
     Vector<Activation> out;
     for (int i = 0; i < kVectorSize; ++i) {
       if constexpr (kGated) {
-        out.at[i] = Activation(activation(second.at[i] + added[0].at[i], first.at[i] + added[1].at[i]));
+        out.at[i] = Activation(activation(second.at[i] + biases[0].at[i], first.at[i] + biases[1].at[i]));
       } else {
-        out.at[i] = Activation(activation(first.at[i] + added[0].at[i]));
+        out.at[i] = Activation(activation(first.at[i] + biases[0].at[i]));
       }
     }
     Store(rows + row * padded_size + column, out);
@@ -208,17 +210,17 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 struct Slot {
-  int64_t row, bias;  // where they begin; the row of one that contributes nothing is negative
+  int64_t row, bias;  // offsets; the row is negative if the slot contributes nothing
   float weight;
 };
-constexpr int kMaxSlotsPerCta = 512;  // that a block holds, where one token has no more: 12 KB
+constexpr int kMaxSlotsPerCta = 512;  // in shared memory, 12 KB; or those of one token, if it has more
 
-// y of some tokens: the sum over each one's slots, in their order. An expert in several slots was sorted, and multiplied,
+// y of consecutive tokens: the sum over the slots of each, in order. An expert in several slots of a token was computed
 // once, for the first of them.
 template <class Y>
 __global__ void __launch_bounds__(kThreads)
-    Combine(Sum const* rows, Y* y, int const* row_of, int const* expert_ids, float const* weights, int64_t num_tokens,
-            int top_k, int num_experts, int64_t hidden_size, int64_t padded_size, Bias bias) {
+    Combine(Accum const* rows, Y* y, int const* row_of, int const* expert_ids, float const* weights,
+            int64_t num_tokens, int top_k, int num_experts, int64_t hidden_size, int64_t padded_size, Bias bias) {
   extern __shared__ __align__(16) char shared[];
   Slot* slots = reinterpret_cast<Slot*>(shared);
   cudaGridDependencySynchronize();
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= hidden_size) return;
   for (int64_t token = begin; token < end; ++token, slots += top_k) {
     Vector<float> sum{};
-#pragma unroll 4  // so that several slots are on their way at a time
+#pragma unroll 4  // for several loads in flight
     for (int slot = 0; slot < top_k; ++slot) {
       const Slot one = slots[slot];
       if (one.row < 0) continue;
@@ -259,33 +261,33 @@ template <>
 void expandInputRowsKernelLauncher<jmx::Activation, jmx::Activation>(
     jmx::Activation const* x, jmx::Activation* rows, float const*, float*, int const* source, int const*,
     int64_t num_tokens, int64_t padded_size, int top_k, int num_experts, QuantParams const&, bool, int64_t* first_row,
-    jmx::Tensors::ElementSF*, jmx::Tensors::ElementSF const*, bool, void const*, float*, float const*, float const**,
+    jmx::TmaInput::ElementSF*, jmx::TmaInput::ElementSF const*, bool, void const*, float*, float const*, float const**,
     bool overlap, cudaStream_t stream) {
   const auto run = [&](auto* kernel, auto const* from) {
     jmx::Launch(kernel, jmx::Grid(num_tokens * top_k, padded_size), 0, overlap, stream, from, rows, source,
-                first_row + num_experts, num_tokens, jmx::call->hidden_size, padded_size);
+                first_row + num_experts, num_tokens, jmx::current_call->hidden_size, padded_size);
   };
-  if (jmx::call->x == jmx::FloatType::kBfloat16) return run(jmx::GatherRows<__nv_bfloat16>, x);
+  if (jmx::current_call->x == jmx::FloatType::kBfloat16) return run(jmx::GatherRows<__nv_bfloat16>, x);
   run(jmx::GatherRows<half>, reinterpret_cast<half const*>(x));
 }
 
 template <>
-void doActivation<jmx::Activation, jmx::Sum, jmx::Sum>(jmx::Activation* rows, jmx::Sum const* h, float const*,
-                                                       jmx::Sum const*, bool, int64_t const* first_row, int const*,
-                                                       int num_experts, int64_t padded_size, int64_t num_rows,
-                                                       ActivationParams params, QuantParams const&, bool,
-                                                       jmx::Tensors::ElementSF*, float*, float const*, bool overlap,
-                                                       cudaStream_t stream) {
+void doActivation<jmx::Activation, jmx::Accum, jmx::Accum>(
+    jmx::Activation* rows, jmx::Accum const* h, float const*, jmx::Accum const*, bool, int64_t const* first_row,
+    int const*, int num_experts, int64_t padded_size, int64_t num_rows, ActivationParams params, QuantParams const&,
+    bool, jmx::TmaInput::ElementSF*, float*, float const*, bool overlap, cudaStream_t stream) {
+  const jmx::Call& call = *jmx::current_call;
   const bool gated = isGatedActivation(params);
-  const int64_t size = jmx::call->intermediate_size;
+  const int64_t size = call.intermediate_size;
+  const jmx::Bias bias = jmx::BiasOf(call.gate_up_bias, gated ? 2 * size : size);
   const auto run = [&](auto function) {
     constexpr jmx::Function kFunction = decltype(function)::value;
-    const jmx::ActivationFunction<kFunction> activation{jmx::call->alpha, jmx::call->beta, jmx::call->limit};
-    jmx::Launch(gated ? jmx::Activate<true, kFunction> : jmx::Activate<false, kFunction>, jmx::Grid(num_rows, padded_size),
-                0, overlap, stream, h, rows, first_row, num_experts, size, padded_size, activation,
-                jmx::GateUpBias(gated ? 2 * size : size), jmx::call->interleaved);
+    const jmx::ActivationFunction<kFunction> activation{call.alpha, call.beta, call.limit};
+    jmx::Launch(gated ? jmx::Activate<true, kFunction> : jmx::Activate<false, kFunction>,
+                jmx::Grid(num_rows, padded_size), 0, overlap, stream, h, rows, first_row, num_experts, size,
+                padded_size, activation, bias, call.interleaved);
   };
-  switch (jmx::call->function) {
+  switch (call.function) {
 #define FUNCTION(NAME)       \
   case jmx::Function::NAME:  \
     return run(std::integral_constant<jmx::Function, jmx::Function::NAME>());
@@ -300,18 +302,19 @@ void doActivation<jmx::Activation, jmx::Sum, jmx::Sum>(jmx::Activation* rows, jm
 }
 
 template <>
-void finalizeMoeRoutingKernelLauncher<jmx::Sum, jmx::Sum, jmx::Sum>(
-    jmx::Sum const* rows, jmx::Sum* y, jmx::Sum const*, float const* weights, int const* row_of, int const*,
+void finalizeMoeRoutingKernelLauncher<jmx::Accum, jmx::Accum, jmx::Accum>(
+    jmx::Accum const* rows, jmx::Accum* y, jmx::Accum const*, float const* weights, int const* row_of, int const*,
     int const* expert_ids, int64_t const*, int64_t num_tokens, int64_t padded_size, int64_t hidden_size, int64_t top_k,
     int64_t num_experts, MOEParallelismConfig, bool, bool overlap, cudaStream_t stream) {
-  const int64_t tokens = std::max<int64_t>(1, jmx::kMaxSlotsPerCta / top_k);  // of a block, at most
-  const dim3 grid = jmx::Grid(num_tokens, hidden_size, (num_tokens + tokens - 1) / tokens);
+  const jmx::Call& call = *jmx::current_call;
+  const int64_t cta_tokens = std::max<int64_t>(1, jmx::kMaxSlotsPerCta / top_k);  // at most
+  const dim3 grid = jmx::Grid(num_tokens, hidden_size, (num_tokens + cta_tokens - 1) / cta_tokens);
   const size_t bytes = (num_tokens + grid.x - 1) / grid.x * top_k * sizeof(jmx::Slot);
   const auto run = [&](auto* kernel, auto* to) {
     jmx::Launch(kernel, grid, bytes, overlap, stream, rows, to, row_of, expert_ids, weights, num_tokens, top_k,
-                num_experts, hidden_size, padded_size, jmx::DownBias());
+                num_experts, hidden_size, padded_size, jmx::BiasOf(call.down_bias, call.hidden_size));
   };
-  switch (jmx::call->y) {
+  switch (call.y) {
     case jmx::FloatType::kBfloat16:
       return run(jmx::Combine<__nv_bfloat16>, reinterpret_cast<__nv_bfloat16*>(y));
     case jmx::FloatType::kFloat16:

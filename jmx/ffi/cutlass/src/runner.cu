@@ -1,4 +1,4 @@
-// FlashInfer's runner of a whole layer, with the functions of rows.cuh in the place of its own.
+// FlashInfer's runner of the layer, with the functions of rows.cuh in place of its own.
 #include "fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 
 #include "rows.cuh"
@@ -6,15 +6,15 @@
 
 namespace jmx {
 
-thread_local Call const* call = nullptr;
+thread_local Call const* current_call = nullptr;
 
 }  // namespace jmx
 
-// What the runner names and is never asked for here: adapters, AWQ, products for Ampere, and FlashInfer's own
-// list of tiles. Defined so, the sources that have it need not be compiled.
+// What the runner refers to, but never calls here: adapters, AWQ, GEMMs for Ampere, and FlashInfer's own list of
+// tiles. These definitions save compiling the sources that have them.
 namespace tensorrt_llm {
 
-[[noreturn]] static void NotCompiled(char const* what) { TLLM_THROW("%s is no part of this library", what); }
+[[noreturn]] static void NotCompiled(char const* what) { TLLM_THROW("%s: not part of this library", what); }
 
 namespace common {
 
@@ -32,35 +32,34 @@ int Lora_run(LoraImpl*, int64_t, int64_t, void const*, int32_t const*, void cons
 }
 
 template <>
-void apply_per_channel_scale_kernel_launcher<jmx::Sum, jmx::Activation>(jmx::Activation*, jmx::Sum const*,
-                                                                        jmx::Sum const*, int, int, int64_t const*,
-                                                                        cudaStream_t) {
+void apply_per_channel_scale_kernel_launcher<jmx::Accum, jmx::Activation>(
+    jmx::Activation*, jmx::Accum const*, jmx::Accum const*, int, int, int64_t const*, cudaStream_t) {
   NotCompiled("AWQ");
 }
 
 namespace cutlass_kernels {
 
-std::vector<jmx::gemm::CutlassGemmConfig> get_candidate_configs(
-    int, int, jmx::gemm::CutlassGemmConfig::CandidateConfigTypeParam) {
+std::vector<jmx::extensions::CutlassGemmConfig> get_candidate_configs(
+    int, int, jmx::extensions::CutlassGemmConfig::CandidateConfigTypeParam) {
   NotCompiled("FlashInfer's list of tiles");
 }
 
 template <>
-void doActivation<jmx::Sum, jmx::Sum, jmx::Sum>(jmx::Sum*, jmx::Sum const*, float const*, jmx::Sum const*, bool,
-                                                int64_t const*, int const*, int, int64_t, int64_t, ActivationParams,
-                                                QuantParams const&, bool, jmx::Tensors::ElementSF*, float*,
-                                                float const*, bool, cudaStream_t) {
+void doActivation<jmx::Accum, jmx::Accum, jmx::Accum>(
+    jmx::Accum*, jmx::Accum const*, float const*, jmx::Accum const*, bool, int64_t const*, int const*, int, int64_t,
+    int64_t, ActivationParams, QuantParams const&, bool, jmx::TmaInput::ElementSF*, float*, float const*, bool,
+    cudaStream_t) {
   NotCompiled("an adapter");
 }
 
 template <>
-void finalizeMoeRoutingKernelLauncher<jmx::Sum, jmx::Activation, jmx::Sum>(
-    jmx::Activation const*, jmx::Sum*, jmx::Sum const*, float const*, int const*, int const*, int const*,
+void finalizeMoeRoutingKernelLauncher<jmx::Accum, jmx::Activation, jmx::Accum>(
+    jmx::Activation const*, jmx::Accum*, jmx::Accum const*, float const*, int const*, int const*, int const*,
     int64_t const*, int64_t, int64_t, int64_t, int64_t, int64_t, MOEParallelismConfig, bool, bool, cudaStream_t) {
-  NotCompiled("a product for Ampere");
+  NotCompiled("a GEMM for Ampere");
 }
 
-template class CutlassMoeFCRunner<jmx::Activation, jmx::Weight, jmx::Sum, jmx::Activation>;
+template class CutlassMoeFCRunner<jmx::Activation, jmx::Weight, jmx::Accum, jmx::Activation>;
 
 }  // namespace cutlass_kernels
 }  // namespace kernels
