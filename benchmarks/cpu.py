@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Times one MoE layer on a CPU: ours as `jmx bench` does, with llama.cpp beside it in the same process.
+"""Times one MoE layer on a CPU: jmx as `jmx bench` does, and llama.cpp in the same process.
 
     python benchmarks/peers/llama_cpp.py DIR     # once: llama.cpp's library, built for this machine
     python benchmarks/cpu.py --peer DIR --model gpt-oss-20b --tokens 1,4,16,64,512 --json out.json --png out.png
     python benchmarks/cpu.py --format mxfp4,nvfp4,int4_g64 --input-format int8_token --tokens 1,512 --json out.json
 
-All compute the same layers on the same tokens; formats have weights of their own, and ours alone is timed in them. On a
-shared machine the rate of memory differs by a third from one minute to the next, so all are timed once in each round,
-in an order that the next one turns around; the limits, too.
+All compute the same layers on the same tokens. Each format has other weights; only jmx is timed in other formats than
+MXFP4. On a shared machine memory bandwidth varies by a third from one minute to the next, so everything, limits
+included, is timed once in each round, in an order that alternates.
 """
 
 import argparse
@@ -47,12 +47,12 @@ _DRAWN = 16  # experts
 class Timed(NamedTuple):
     """One system at one token count, ready to run."""
 
-    row: Row  # what is known before it is timed
+    row: Row  # without times
     call: Callable[[], Any]  # all layers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs what `argv` asks for. Returns 1 if any row has an error, else 0."""
+    """Runs the benchmark of `argv`. Returns 1 if any row has an error, else 0."""
     arguments = _parse(argv)
     check_outputs(arguments.json, arguments.png)
     seed = secrets.randbits(32)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure_peer(arguments: argparse.Namespace, seed: int, limits: list[Limits]) -> list[Row]:
-    """Ours, the reference and the peer, on MXFP4."""
+    """jmx, the reference and the peer, with MXFP4."""
     shape, count = shapes.MODELS[arguments.model], arguments.layers
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     experts = [_draw_experts(shape, key) for key in jax.random.split(weights_key, count)]
@@ -107,7 +107,7 @@ def _measure_peer(arguments: argparse.Namespace, seed: int, limits: list[Limits]
 
 
 def _measure_formats(arguments: argparse.Namespace, seed: int, limits: list[Limits]) -> list[Row]:
-    """Ours in each format, and in each that takes them with rounded inputs beside it."""
+    """jmx in each format, also with quantized inputs where the format supports them."""
     model, count = shapes.MODELS[arguments.model], arguments.layers
     weights_key, data_key = jax.random.split(jax.random.key(seed))
     layer_keys = jax.random.split(weights_key, count)
@@ -174,7 +174,7 @@ def _formats(text: str) -> list[str]:
 
 
 def _draw_experts(shape: shapes.Shape, key: Any) -> Experts:
-    """As `shape.experts`, packed, some experts at a time: drawing takes several times the memory of what is drawn."""
+    """`shape.experts`, packed, drawn a few experts at a time: drawing takes several times the memory of the result."""
     parts = range(0, shape.num_experts, _DRAWN)
     some = [dataclasses.replace(shape, num_experts=min(_DRAWN, shape.num_experts - first)) for first in parts]
     keys = jax.random.split(key, len(some))
@@ -183,7 +183,7 @@ def _draw_experts(shape: shapes.Shape, key: Any) -> Experts:
 
 
 def _ours(name: str, shape: shapes.Shape, case: bench.Case, experts: Sequence[Experts]) -> Timed:
-    """A backend of jmx, timed as `jmx bench` does: routing is part of it."""
+    """A backend of jmx, timed as by `jmx bench`, routing included."""
     layer = bench.System.of(name, shape, case.num_tokens, Environment.probe()).layer
     compiled = jax.jit(partial(bench.run_layers, layer)).lower(case.x, case.logits, experts).compile()
     temporary = machine.check_memory(compiled)
@@ -193,7 +193,7 @@ def _ours(name: str, shape: shapes.Shape, case: bench.Case, experts: Sequence[Ex
 
 
 def _peer(shape: shapes.Shape, case: bench.Case, layers: Sequence[llama_cpp.Layer]) -> Timed:
-    """llama.cpp's layers on the same tokens and experts. Routing is given, and no residual is added."""
+    """llama.cpp's layers on the same tokens and experts, with given routing and without the residual."""
     assert isinstance(shape.activation, SwiGLU)
     assert shape.activation.limit is not None
     calls = []
@@ -212,7 +212,7 @@ def _row(system: str, weights: str, case: bench.Case, y: Any) -> Row:
 
 
 def _time(systems: Sequence[Timed], rounds: int, limits: list[Limits]) -> list[Row]:
-    """Their rows, with microseconds of a layer; a round adds what the machine reaches at its time to `limits`."""
+    """The rows with microseconds per layer. Each round adds a measurement of the machine's limits to `limits`."""
     samples: list[list[float]] = [[] for _ in systems]
     for nth in range(rounds):
         limits.append(machine.measure_limits(1))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The relative error of a product by input format: rounded inputs against unquantized ones in bfloat16.
+"""The relative error of a product by input format: quantized inputs against bfloat16 ones.
 
     python benchmarks/input_error.py --tokens 256 --columns 4096 --rows 512 --draws 9
 
 Activations are drawn normal or from Student's t with 3 degrees of freedom, whose tails are heavy, and cast to bfloat16;
-weights are normal. The error is ||x' W^T - x W^T|| / ||x W^T|| in float64, x' being what the format makes of x. Each
-number is the median over draws. Static scales are calibrated as tools do it: the largest magnitude of as many other
-tokens becomes the largest number of the format. `bfloat16` is the error of that cast itself, against float32.
+weights are normal. The error is ||x' W^T - x W^T|| / ||x W^T|| in float64, where x' is x quantized and dequantized.
+Each number is the median over draws. Static scales are calibrated as tools do: the largest magnitude among as many
+other tokens becomes the largest number of the format. `bfloat16` is the error of the cast itself, against float32.
 """
 
 import argparse
@@ -30,7 +30,7 @@ UNROUNDED = "bfloat16"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table that `argv` asks for, as Markdown."""
+    """Prints the table of `argv`, as Markdown."""
     arguments = _parse(argv)
     print("| inputs |", " | ".join(DISTRIBUTIONS), "|")
     print("|---" * (1 + len(DISTRIBUTIONS)) + "|")

@@ -4,8 +4,8 @@
     python benchmarks/layer.py --model gpt-oss-120b --tokens 1,64,1024,8192 --json out.json --png out.png
     python benchmarks/layer.py --peers DIR --tokens 1,64,1024,8192 --json out.json --png out.png
 
-With --peers it times other systems beside ours, on an NVIDIA GPU: README.md beside this file says how to fetch them,
-docs/benchmark_method.md how all are timed. All other options are those of `jmx bench`.
+With --peers it also times other systems, on an NVIDIA GPU: README.md in this folder explains how to fetch them, and
+docs/benchmark_method.md how everything is timed. All other options are those of `jmx bench`.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from jmx.perf import roofline
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PEERS = ("triton_kernels", "marlin", "humming")  # modules of benchmarks/peers
-_PATIENCE = 600  # seconds that one peer may take for all its token counts
+_TIMEOUT = 600  # seconds for one peer, all token counts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs what `argv` asks for, and returns the exit code of `jmx bench`."""
+    """Runs the benchmark of `argv`, and returns the exit code of `jmx bench`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--peers", metavar="DIR")
     parser.add_argument("--which", metavar="NAME,...", default=",".join(PEERS))
@@ -53,7 +53,7 @@ def _refuse(why: str) -> int:
 
 
 def _beside(packages: pathlib.Path, which: Sequence[str], rest: Sequence[str]) -> int:
-    """Ours first, in a process that gives the card's memory back when it ends; then each peer; then one report."""
+    """Times jmx first, in another process, so that the card's memory is freed; then each peer; writes one report."""
     output = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     output.add_argument("--json", nargs="?", const="-")
     output.add_argument("--png")
@@ -86,7 +86,7 @@ def with_peers(file: str, packages: pathlib.Path, which: Sequence[str]) -> None:
     settings, machine = report.settings, dict(report.machine)
     shape = shapes.routed_shape(settings["model"], settings["routing"])
     rows = list(report.rows)
-    # As many as ours: fewer than asked for where memory held fewer.
+    # As many layers as jmx had: fewer than requested if memory was short.
     layers = [max(row.layers or 1 for row in rows if row.tokens == tokens) for tokens in settings["tokens"]]
     for system in which:
         versions, measured, failure = measure(system, packages, peer_shape(shape), {**settings, "layers": layers})
@@ -115,7 +115,7 @@ def peer_shape(shape: Any) -> dict[str, Any]:
 def measure(
     system: str, packages: pathlib.Path, shape: dict[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[int, dict[str, Any]], str]:
-    """Versions, a dict of a row's fields by number of tokens, and why one that is not there is missing.
+    """Versions, the fields of each row by number of tokens, and the reason for missing rows.
 
     Args:
         settings: a report's, of which `layers` is a list: those in one call, at each of `tokens`.
@@ -132,10 +132,10 @@ def measure(
         flags = [f"--{name}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", "benchmarks.peers.run", system, *flags]
         try:
-            done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, timeout=_PATIENCE, check=False)
+            done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, timeout=_TIMEOUT, check=False)
             failure = f"{system}'s process ended with exit code {done.returncode}"
         except subprocess.TimeoutExpired:
-            failure = f"{system}'s process took more than {_PATIENCE} s"
+            failure = f"{system}'s process took more than {_TIMEOUT} s"
         lines = file.read_text().splitlines() if file.exists() else []
     versions, *rows = [json.loads(line) for line in lines] or [{}]
     return versions, {row.pop("tokens"): row for row in rows}, failure

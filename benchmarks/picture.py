@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the README's picture out of a saved benchmark: time over floor against tokens, jmx beside its peers.
+"""Draws the README's picture from a saved benchmark: time over floor against tokens, of jmx and its peers.
 
 python benchmarks/picture.py benchmarks/results/h200-gpt-oss-120b.json docs/images/h200-gpt-oss-120b.svg
 """

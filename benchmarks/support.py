@@ -58,7 +58,7 @@ class Target(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What was measured where: the device by its own name, the layer's shape, the fewest and the most tokens."""
+    """A measurement: the device's name, the layer's shape, the fewest and the most tokens."""
 
     device: str
     shape: str
@@ -66,7 +66,7 @@ class Source(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A backend's answer: why not, or None for yes, and then microseconds at the fewest and the most tokens."""
+    """A backend's answer: the reason against it, or None, and then microseconds at the fewest and the most tokens."""
 
     no: str | None
     source: Source | None = None
@@ -83,37 +83,37 @@ def main() -> int:
     return 0
 
 
-# Asking
+# Answers of the backends
 
 
 def ask(backend: Backend, target: Target, format: str, input_format: str | None) -> Rejection | None:
-    """The backend's answer there, as if it had been built."""
+    """The backend's answer on that target, as if it had been built."""
     problem = SHAPE.problem(TOKENS, target.layout)
     problem = dataclasses.replace(problem, format=format, input_format=input_format)
     no = backend.supports(problem, Environment.named(target.device))
-    if no is None and not layouts.get(target.layout).holds(FORMATS[format]):  # which a backend need not refuse
+    if no is None and not layouts.get(target.layout).holds(FORMATS[format]):  # a backend need not reject it
         return Rejection(Reason.FORMAT, f"{target.layout!r} holds no {format!r}", "use another format")
     return None if no is not None and no.reason is Reason.NOT_BUILT else no
 
 
 def targets(backend: Backend) -> list[Target]:
-    """Where it runs at least one pair of weight and input formats."""
+    """The targets on which the backend runs at least one pair of weight and input formats."""
     places = [Target(device, layout) for device in known_devices() for layout in layouts.LAYOUTS]
     pairs = [*itertools.product(FORMATS, (None, *INPUT_FORMATS))]
     return [target for target in places if any(ask(backend, target, *pair) is None for pair in pairs)]
 
 
 def cell(backend: Backend, places: Sequence[Target], format: str, input_format: str | None, found: Measured) -> Cell:
-    """Its answer on its own devices: yes if it is yes on one of them, else the answer on the first."""
+    """The backend's answer on its own devices: yes if any of them gives yes, else the answer of the first."""
     if any(ask(backend, target, format, input_format) is None for target in places):
         return found.get((backend.name, format, input_format), Cell(None))
     answer = str(ask(backend, places[0], format, input_format))
     for name in (format, input_format):
-        answer = answer.replace(repr(name), "X")  # so that formats which have the same reason share it
+        answer = answer.replace(repr(name), "X")  # so that formats with the same reason share it
     return Cell(answer)
 
 
-# What was measured
+# Measurements
 
 
 def measured(directory: pathlib.Path) -> Measured:
@@ -152,7 +152,7 @@ class _Notes:
         self.sources: dict[Source, str] = {}
 
     def text(self, cells: Mapping[str, Cell]) -> str:
-        """The answer that a backend gives to all of these formats, with the time of one that was measured."""
+        """The backend's answer to all of these formats, with the time of one that was measured."""
         no = next(iter(cells.values())).no
         if no is not None:
             return f"no ({self.reasons.setdefault(no, len(self.reasons) + 1)})"
@@ -171,7 +171,7 @@ def page(found: Measured) -> str:
     titles = [f"`{backend.name}`" for backend in places]
 
     def rows(input_format: str | None) -> list[tuple[str, ...]]:
-        """One a set of formats of one family that have the same answers."""
+        """A row for each set of formats of one family with the same answers."""
         alike: dict[tuple[str, tuple[str | None, ...]], dict[str, tuple[Cell, ...]]] = {}
         for format in FORMATS:
             cells = tuple(cell(backend, its, format, input_format, found) for backend, its in places.items())
@@ -217,13 +217,13 @@ def _item(number: int, text: str) -> str:
 
 
 def _family(format: str) -> str:
-    """Formats that differ in the size of their blocks and in zero points; an order of columns is more work."""
+    """Families: formats that differ only in block size and zero points. Formats with a column order are another one."""
     family, *kind = format.split("_")
     return family + ("_*" if kind else "") + ("_order" if "order" in kind else "")
 
 
 def _names(formats: Sequence[str]) -> str:
-    """Names of formats of one family; of one that is there whole, or nearly, that of the family."""
+    """The names of formats of one family; the family's name if all or nearly all of it are there."""
     family = _family(formats[0])
     others = [f"`{name}`" for name in FORMATS if _family(name) == family and name not in formats]
     if len(others) < len(formats) - 1:

@@ -11,13 +11,13 @@ from jmx.perf.roofline import Report, Row
 
 
 def main(paths: Sequence[str]) -> None:
-    """Prints one table a file, each below the line that says where and when it was measured."""
+    """Prints one table per file, each below a line that states where and when it was measured."""
     for path in paths:
         print(markdown(Report.load(path)))
 
 
 def markdown(report: Report) -> str:
-    """A report as Markdown: a row a token count, a column a system, the fastest in bold."""
+    """A report as Markdown: a row for each token count, a column for each system, the fastest in bold."""
     settings, machine, limits = report.settings, report.machine, report.limits
     rows = {(row.system, row.tokens): row for row in report.rows}
     systems = [*dict.fromkeys(row.system for row in report.rows)]

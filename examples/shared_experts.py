@@ -1,4 +1,4 @@
-"""A DeepSeek-style layer: routed 4-bit experts plus a shared dense one, whose sum is the caller's."""
+"""A DeepSeek-style layer: routed 4-bit experts plus a shared dense one, which the caller adds."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ if __name__ == "__main__":
     x = jax.random.normal(jax.random.key(1), (2, 8, 128))
     print(jmx.explain(layer.routed, x))
     print("tokens by expert:", jmx.token_counts(layer.routed.route(x), 16))
-    bias = layer.routed.correction_bias  # load balancing pushes an expert back by its bias, not by a gradient
+    bias = layer.routed.correction_bias  # load balancing lowers an expert's bias, without a gradient
     bias.set_value(jnp.zeros(16).at[0].set(-10.0))
-    print("expert 0 pushed back:", jmx.token_counts(layer.routed.route(x), 16))
+    print("with a lower bias of expert 0:", jmx.token_counts(layer.routed.route(x), 16))
     print("output:", jax.jit(lambda layer, x: layer(x))(layer, x).shape)

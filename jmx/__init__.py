@@ -1,4 +1,4 @@
-"""jmx: a mixture-of-experts layer for Flax whose expert weights stay in 4 bits."""
+"""jmx: a mixture-of-experts layer for Flax whose expert weights stay quantized."""
 
 import importlib
 from types import ModuleType
@@ -101,7 +101,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`jmx.checkpoint`, imported when it is first used: it brings Orbax, whose import takes as long as that of Flax."""
+    """`jmx.checkpoint`, imported when first used: it imports Orbax, which takes as long as importing Flax."""
     if name == "checkpoint":
         return importlib.import_module("jmx.checkpoint")
     raise AttributeError(f"module 'jmx' has no attribute '{name}'")

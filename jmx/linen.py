@@ -11,7 +11,7 @@ from flax import linen as nn
 from jmx.activations import Activation, SwiGLU
 from jmx.experts import Axes, Experts, partition_names
 from jmx.module_arguments import SIZES, Arguments, check_auto_axes
-from jmx.module_call import call, check_router_split, router_logits, router_product
+from jmx.module_call import call, check_router_split, router_logits, router_options
 from jmx.numerics.formats import MXFP4, Format
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
@@ -115,11 +115,7 @@ class MoE(nn.Module):
         if given.router:
             self.router_dense = nn.Dense(
                 given.num_experts,
-                use_bias=given.router_bias,
-                dtype=jnp.float32,
-                param_dtype=given.param_dtype,
-                precision=jax.lax.Precision.HIGHEST,
-                dot_general=router_product,
+                **router_options(given),
                 kernel_init=boxed(nn.initializers.lecun_normal(), (axes.get("hidden"), axes.get("expert"))),
                 bias_init=boxed(nn.initializers.zeros_init(), (axes.get("expert"),)),
             )

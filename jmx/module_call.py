@@ -2,44 +2,29 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jmx import meshes
-from jmx.activations import Activation
 from jmx.experts import Experts
 from jmx.layer import moe
+from jmx.module_arguments import Arguments
 from jmx.routing import Logits, Method, Routing
 from jmx.selection.problem import check_x
 from jmx.util.checks import is_array, shown
 from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
 
 
-class Settings(Protocol):
-    """Static arguments of `jmx.moe`, see there: a module, or its resolved `Arguments`."""
-
-    @property
-    def activation(self) -> Activation: ...
-
-    @property
-    def weights_on(self) -> str: ...
-
-    @property
-    def input_format(self) -> str | None: ...
-
-    @property
-    def backend(self) -> str | None: ...
-
-
 def call(
-    settings: Settings,
+    settings: Any,
     x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
     experts: Experts,
     mask: Bool[AnyArray, "*tokens"] | None,
 ) -> Float[Array, "*tokens H"]:
-    """`jmx.moe` with a module's settings."""
+    """`jmx.moe` with the activation, `weights_on`, `input_format` and backend of a module or its `Arguments`."""
     return moe(
         x,
         routing,
@@ -84,8 +69,19 @@ def router_logits(
     return Logits(values, method, correction_bias)
 
 
+def router_options(given: Arguments) -> dict[str, Any]:
+    """Options of a router, a `Linear` or `Dense`, which computes in float32."""
+    return {
+        "use_bias": given.router_bias,
+        "dtype": jnp.float32,
+        "param_dtype": given.param_dtype,
+        "precision": jax.lax.Precision.HIGHEST,
+        "dot_general": _router_product,
+    }
+
+
 @partial(jax.jit, static_argnames=("dimension_numbers", "precision", "preferred_element_type"))
-def router_product(
+def _router_product(
     x: Float[Array, "*tokens H"], kernel: Float[Array, "H E"], dimension_numbers: Any, **options: Any
 ) -> Float[Array, "*tokens E"]:
     """`jax.lax.dot_general` of tokens, which Explicit mesh axes may split, and a router's kernel."""

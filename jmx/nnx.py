@@ -10,7 +10,7 @@ from jmx.activations import Activation, SwiGLU
 from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes, partition_names
 from jmx.experts.arrays import check_arrays
 from jmx.module_arguments import Arguments
-from jmx.module_call import call, check_router_split, router_logits, router_product
+from jmx.module_call import call, check_router_split, router_logits, router_options
 from jmx.numerics.formats import MXFP4, Format
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem
@@ -139,11 +139,7 @@ class MoE(nnx.Module):
             self.router = nnx.Linear(
                 given.hidden_size,
                 given.num_experts,
-                use_bias=given.router_bias,
-                dtype=jnp.float32,
-                param_dtype=given.param_dtype,
-                precision=jax.lax.Precision.HIGHEST,
-                dot_general=router_product,
+                **router_options(given),
                 kernel_metadata=_metadata(axes.get("hidden"), axes.get("expert")),
                 bias_metadata=_metadata(axes.get("expert")),
                 rngs=rngs,

@@ -22,7 +22,7 @@ if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= mak
 # Set before pytest-xdist starts its workers, who inherit it.
 SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))
 
-if os.environ.get("JMX_TEST_SHAPES") == "1":  # before jmx is imported
+if os.environ.get("JMX_TEST_SHAPES", "1") == "1":  # before jmx is imported
     import shapes
 
     shapes.install()
@@ -85,6 +85,18 @@ def _param(item: pytest.Item, name: str) -> str:
     return str(item.callspec.params.get(name, "")) if hasattr(item, "callspec") else ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """For `--dist loadgroup`: cases of one file that share a backend and a format run in one process.
+
+    They share kernels, too, which a process compiles once. Cases of no backend are grouped by their test.
+    """
+    if item.config.pluginmanager.hasplugin("xdist"):
+        file, _, test = item.nodeid.partition("[")[0].partition("::")
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None  # pyright: ignore[reportAttributeAccessIssue]
+        format = _param(item, "format") or getattr(case, "format", "")
+        item.add_marker(pytest.mark.xdist_group(f"{file} {_param(item, 'backend') or test} {format}".rstrip()))
+
+
 def _skip_reason(item: pytest.Item) -> str | None:
     """Why `item` cannot run on this machine, if it cannot."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
@@ -129,4 +141,6 @@ def on_cpu() -> Iterator[None]:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """This test's random numbers: new in every run, reproduced by setting the JMX_TEST_SEED that a failure prints."""
     print(f"JMX_TEST_SEED={SEED}")
-    return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])
+    group = request.node.get_closest_marker("xdist_group")  # which pytest-xdist may append to the name
+    name = request.node.nodeid.removesuffix(f"@{group.args[0]}" if group else "")
+    return np.random.default_rng([SEED, zlib.crc32(name.encode())])

@@ -1,7 +1,7 @@
 """Checks the shapes and dtypes in signatures of jmx while tests run: every call, traced or computed.
 
 jmx's own errors come first: a call that breaks its signature is an error here only if the function accepts it. Then the
-signature is wrong, or the caller passes arrays that it should not.
+signature is wrong, or the caller passes arrays that it should not. `JMX_TEST_SHAPES=0` turns the check off.
 """
 
 import ast

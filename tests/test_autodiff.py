@@ -210,15 +210,16 @@ def test_unused_experts_that_hold_nan_leave_gradients_alone(backend, tokens, rng
     routing.expert_ids[0] = -1
     unused = np.setdiff1d(np.arange(case.num_experts), routing.expert_ids)
 
+    def loss(x, w, biases, experts):
+        given = experts.with_arrays({**experts.arrays(), **biases})
+        return moe(case, x, Routing(routing.expert_ids, w), given).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
     def gradients():
         experts = weights.experts(case)
-
-        def loss(x, w, biases):
-            given = experts.with_arrays({**experts.arrays(), **biases})
-            return moe(case, x, Routing(routing.expert_ids, w), given).sum()
-
         biases = {"gate_up_bias": experts.gate_up_bias, "down_bias": experts.down_bias}
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, routing.weights, biases)
+        return compiled(x, routing.weights, biases, experts)
 
     clean = gradients()
     for array in (weights.gate_up[1], weights.down[1]):
@@ -325,7 +326,8 @@ def test_grad_and_vmap_commute(backend, rng):
 
     bias = experts.down_bias
     one = jax.grad(loss, argnums=(0, 1, 2))
-    each = [one(xs[i], routings.weights[i], bias, routings.expert_ids[i], cotangents[i]) for i in range(BATCH)]
+    alone = jax.jit(one)
+    each = [alone(xs[i], routings.weights[i], bias, routings.expert_ids[i], cotangents[i]) for i in range(BATCH)]
     expected = [np.stack(arrays) for arrays in zip(*each, strict=True)]
     vmapped = jax.jit(jax.vmap(one, in_axes=(0, 0, None, 0, 0)))(
         xs, routings.weights, bias, routings.expert_ids, cotangents

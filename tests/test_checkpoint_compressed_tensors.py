@@ -599,15 +599,15 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
         add(f"{LAYER}.down_proj_bias", np.ones((3, 96), np.float16)),
         f"tensors of '{LAYER}.down_proj' (=",
     ),
-    ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is of experts that are quantized, but of no"),
+    ("modelopt_gpt_oss", add(f"{LAYER}.down_proj_scales", ONES), "is a tensor of quantized experts, but of no"),
     ("modelopt_gpt_oss", add(f"{LAYER}.down_proj.bias", ONES), "must be of modules or of parameters, but are both"),
     ("mxfp4", put("weight_scale", (5, 2), 255), "must have no scale of 255 (NaN), but has one at (5, 2)"),
     ("mxfp4", swap("weight_scale", lambda a: a[:, :2]), "is U8 (64, 2), but must be U8 (64, 3) for mxfp4 of (64, 96)"),
     ("fp8_channel_dynamic", put("weight", (1, 1), np.nan), "must hold no NaN"),
     ("fp8_channel_dynamic", swap("weight_scale", lambda a: a[0]), "is BF16 (1,), but must be BF16 or F16 or F32"),
     ("fp8_tensor_static", put("input_scale", 0, np.nan), "must hold finite scales above 0, but has nan"),
-    ("fp8_tensor_static", put("input_scale", 0, 1e38), "as a factor) must lie between"),
-    ("fp8_tensor_static", put("input_scale", 0, 1e-40), "as a factor) must lie between"),
+    ("fp8_tensor_static", put("input_scale", 0, 1e38), "as a factor) must be between"),
+    ("fp8_tensor_static", put("input_scale", 0, 1e-40), "as a factor) must be between"),
     ("fp8_tensor_static", drop(at("input_scale")), f"tensor '{at('input_scale')}' is missing"),
     ("fp8_tensor_dynamic", add(at("input_scale"), ONES), "is not one of fp8_tensor as 'float-quantized' stores it"),
     ("fp8_channel_static", swap("weight_scale", lambda a: a[1:, 0]), "is F32 (63,), but must be BF16 or F16 or F32"),
@@ -632,14 +632,14 @@ REFUSALS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("w4a16_g32_order", drop(at("weight_g_idx")), f"tensor '{at('weight_g_idx')}' is missing"),
     ("w4a16_g32_order", put("weight_g_idx", 0, 3), "must put 32 columns into each of the groups 0 to 2"),
     ("w4a16_g32_order", put("weight_g_idx", slice(None), -1), "must put 32 columns into each of the groups 0 to 2"),
-    ("w4a16_g32_order", other_groups, "must group columns as that of 'model.layers.0.mlp.experts.1.gate_proj'"),
+    ("w4a16_g32_order", other_groups, "must group columns as 'model.layers.0.mlp.experts.1.gate_proj' does"),
     ("w4a8_g32", put("weight", (2, 3), 8), "must hold integers of 4 bits, -8 to 7"),
     ("w4a8_g32", put("weight", (2, 3), -9), "must hold integers of 4 bits, -8 to 7"),
     ("w8a8_channel", drop_expert, f"expert 1 of '{LAYER}' is missing, where there are 2"),
     ("w8a8_channel", add(f"{LAYER}.1.w1.weight", ONES), "must be of ['gate_proj', 'up_proj', 'down_proj'] or"),
-    ("w8a8_channel", add(f"{LAYER}.gate_proj.weight", ONES), "must be apart or in one tensor, but are both"),
-    ("w8a8_channel", add(at("weight.more"), ONES), "is of experts that are quantized, but of no projection"),
-    ("w8a8_channel", add(f"{LAYER}.more", ONES), "is of experts that are quantized, but of no projection"),
+    ("w8a8_channel", add(f"{LAYER}.gate_proj.weight", ONES), "must be in separate tensors or in one, but are both"),
+    ("w8a8_channel", add(at("weight.more"), ONES), "is a tensor of quantized experts, but of no projection"),
+    ("w8a8_channel", add(f"{LAYER}.more", ONES), "is a tensor of quantized experts, but of no projection"),
     ("w8a8_channel", add(at("bias"), np.ones(64, np.float32)), f"tensors of '{LAYER}.1.gate_proj' (="),
     ("w8a8_channel", swap("weight_scale", lambda a: a.astype(np.float32)), "as other experts of"),
 ]
@@ -701,8 +701,8 @@ def test_a_checkpoint_must_have_experts_that_are_known(tmp_path, name):
 @pytest.mark.parametrize(
     ("ignore", "message"),
     [
-        ([r"re:.*experts.*"], "is of a quantized module, but no target of the config means"),
-        ([r"re:.*experts\.1\..*"], "but no target of the config means 'model.layers.0.mlp.experts.1.down_proj'"),
+        ([r"re:.*experts.*"], "is of a quantized module, but no target of the config selects"),
+        ([r"re:.*experts\.1\..*"], "but no target of the config selects 'model.layers.0.mlp.experts.1.down_proj'"),
     ],
 )
 def test_quantized_tensors_that_no_target_means_are_refused(tmp_path, ignore, message):
@@ -727,7 +727,7 @@ def test_integers_that_no_target_means_are_refused_without_their_scales_too(tmp_
     arrays, config = golden("w8a8_channel")
     config["quantization_config"]["ignore"] += [r"re:.*experts.*"]
     bare = {name: array for name, array in arrays.items() if not name.endswith("weight_scale")}
-    with pytest.raises(CheckpointError, match=re.escape("(I8) is of a module that no target of the config means")):
+    with pytest.raises(CheckpointError, match=re.escape("(I8) is of a module that no target of the config selects")):
         compressed_tensors.Reader(write(tmp_path / "wrong", bare, config))
 
 
@@ -739,10 +739,10 @@ def test_other_modules_may_be_quantized_too(tmp_path):
     assert module.shape == (96, 64)
     assert same(module.weight().values, wholes(ours.layers[LAYER])["down_values"][0])
     for name in ("model.layers.0.mlp.gate", "model.layers.0.self_attn.k_proj"):
-        with pytest.raises(ValueError, match=re.escape(f"`name` (={name!r}) must be that of a quantized module")):
+        with pytest.raises(ValueError, match=re.escape(f"`name` (={name!r}) must be the name of a quantized module")):
             ours.module(name)
     config["quantization_config"]["ignore"] += ["model.layers.0.self_attn.q_proj"]
-    message = "is of a quantized module, but no target of the config means 'model.layers.0.self_attn.q_proj'"
+    message = "is of a quantized module, but no target of the config selects 'model.layers.0.self_attn.q_proj'"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays | moved, config))
 

@@ -337,10 +337,10 @@ def test_the_config_of_the_text_model_may_say_it(place):
 def test_two_places_that_differ_are_refused_by_name(change, difference):
     said = config()["quantization_config"]
     other = change if isinstance(change, int) else {k: v for k, v in (said | change).items() if v is not ...}
-    message = rf"`text_config.quantization_config` must say the same as `quantization_config`, but {difference}$"
+    message = rf"`text_config.quantization_config` must equal `quantization_config`, but {difference}$"
     with pytest.raises(CheckpointError, match=message):
         scheme({"quantization_config": said} | nested({"quantization_config": other}))
-    message = rf"`compression_config` must say the same as `quantization_config`, but {difference}$"
+    message = rf"`compression_config` must equal `quantization_config`, but {difference}$"
     with pytest.raises(CheckpointError, match=message):
         scheme({"quantization_config": said, "compression_config": other})
 

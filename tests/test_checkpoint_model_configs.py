@@ -181,8 +181,8 @@ def test_rope_entries_that_leave_truncate_out_mean_what_transformers_takes_them_
         (HF | {"rms_norm_eps": -1.0}, "`rms_norm_eps` (=-1.0) must be a positive number"),
         (HF | {"rms_norm_eps": float("nan")}, "`rms_norm_eps` (=nan) must be a positive number"),
         (HF | {"attention_bias": 1}, "`attention_bias` (=1) must be true or false"),
-        (HF | {"experts_per_token": 8}, "`experts_per_token` (=8) must be 4, as `num_experts_per_tok` has it"),
-        (HF | {"experts_per_token": 33, "num_experts_per_tok": 33}, "experts of a token (=33) must be at most 32"),
+        (HF | {"experts_per_token": 8}, "`experts_per_token` (=8) must be 4, as in `num_experts_per_tok`"),
+        (HF | {"experts_per_token": 33, "num_experts_per_tok": 33}, "experts per token (=33) must be at most 32"),
         (
             HF | {"num_key_value_heads": 7},
             "`num_attention_heads` (=64) must be a multiple of `num_key_value_heads` (=7)",

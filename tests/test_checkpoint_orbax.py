@@ -209,7 +209,7 @@ def of_one_name():
         (lambda: Holder(None), TypeError, r"variable 'value' of `module` \(a NoneType\) must be an array"),
         (lambda: Holder({"a": jnp.ones(2)}), TypeError, r"variable 'value' of `module` \(a dict\) must be an array"),
         (of_one_name, ValueError, "`module` must not have two variables that are called 'value.a.b'"),
-        (tied, ValueError, r"`module` must have 'value\.down_values' in no other place, but shares it"),
+        (tied, ValueError, r"`module` must have 'value\.down_values' in one place only, but shares it"),
     ],
 )
 def test_modules_that_cannot_be_restored_are_not_saved(tmp_path, make, error, message):
@@ -275,7 +275,11 @@ def test_names_and_note_can_be_read_with_plain_orbax(tmp_path):
         ({}, {"extra": True}, r": array 'extra' is missing; it must be float32 \(3,\)"),
         ({"extra": True}, {}, ": array 'extra' is not one that is called for"),
         ({}, {"width": 96}, r"/_CHECKPOINT_METADATA: `jmx_experts\.layers\.inner\.0\.hidden_size` \(=64\) must be 96"),
-        ({}, {"order": "concatenated"}, r".*\.gate_up_order` \(='interleaved'\) must be 'concatenated', as `module`"),
+        (
+            {},
+            {"order": "concatenated"},
+            r".*\.gate_up_order` \(='interleaved'\) must be 'concatenated', as in `module`",
+        ),
     ],
 )
 def test_other_modules_are_refused_by_name(tmp_path, saved, module, message):

@@ -205,9 +205,12 @@ def only_layouts_differ(note):
         (lambda note: moe_of(note).pop("layout"), r"moe\.layout` is missing"),
         (lambda note: moe_of(note).update(layout="sm90"), r"moe\.layout` \(='sm90'\) must be one of \['canonical', "),
         (lambda note: moe_of(note).update(layout=None), r"moe\.layout` \(=None\) must be one of"),
-        (lambda note: moe_of(note).update(format="mxfp5"), r"moe\.format` \(='mxfp5'\) must be 'mxfp4', as `module`"),
+        (
+            lambda note: moe_of(note).update(format="mxfp5"),
+            r"moe\.format` \(='mxfp5'\) must be 'mxfp4', as in",
+        ),
         (lambda note: moe_of(note).update(input_format="fp9"), r"moe\.input_format` \(='fp9'\) must be None"),
-        (lambda note: moe_of(note).update(hidden_size=-64), r"moe\.hidden_size` \(=-64\) must be 64, as `module`"),
+        (lambda note: moe_of(note).update(hidden_size=-64), r"moe\.hidden_size` \(=-64\) must be 64, as in `module`"),
         (lambda note: moe_of(note).update(hidden_size="64"), r"moe\.hidden_size` \(='64'\) must be 64"),
         (
             lambda note: moe_of(note).update(num_experts=10**30),

@@ -165,7 +165,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(tmp_path, rng
     tensor = shards.read_headers(tmp_path)["last"]
     with tensor.file.open("r+b") as stream:
         stream.truncate(tensor.offset + 10)
-    with pytest.raises(CheckpointError, match="tensor 'last' cannot be read any more"):
+    with pytest.raises(CheckpointError, match="tensor 'last' can no longer be read"):
         tensor.view()
 
 

@@ -93,7 +93,7 @@ def test_version_and_help(jmx):
         (["convert", CHECKPOINT, "/tmp", "--to", "hf", "--quantize", "nvfp4"], ["not allowed with"]),
         (
             ["convert", CHECKPOINT, "/tmp/a", "--to", "hf", "--overwrite"],
-            ["`--overwrite` goes with `--quantize` alone"],
+            ["`--overwrite` requires `--quantize`"],
         ),
         (
             ["convert", CHECKPOINT, "/tmp/a", "--quantize", "nvpf4"],

@@ -76,7 +76,7 @@ def test_float_experts_are_explained_as_rounded(family, format, tmp_path, rng, e
     code, out, err = explain(path, *flags)
     assert (code, err) == (0, "")
     first = out.splitlines()[0]
-    assert first.startswith(f"the checkpoint's experts are {dtype}: explained as rounded to {weights}")
+    assert first.startswith(f"the checkpoint's experts are {dtype}: explained as quantized to {weights}")
     assert (f"jmx convert --quantize {weights}" in first) == (weights in quantizing.WRITABLE)
     assert "top-3 of 5 experts, H=64, I=96" in out
 

@@ -12,6 +12,7 @@ import pytest
 from ffi_calls import Call, assert_every_element_type, assert_every_size, assert_right, run
 
 from jmx import Experts
+from jmx.ffi.cutlass import build as cutlass_build
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass import source
 from jmx.ffi.cutlass.layout import LAYOUT
@@ -28,14 +29,9 @@ def checks(tmp_path_factory):
     library = tmp_path_factory.mktemp("checks") / "check_cutlass.so"
     folders = [f"-I{folder}" for folder in (source.FOLDER, source.SHARED)]
     command = ["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *folders]
-    command += [
-        "-isystem",
-        jax.ffi.include_dir(),
-        "-o",
-        library,
-        f"{__file__[: __file__.rindex('/')]}/check_cutlass.cc",
-    ]
-    subprocess.run(command, check=True)
+    checked = f"{__file__[: __file__.rindex('/')]}/check_cutlass.cc"
+    # The headers of `jmx build cutlass`: with the oldest jax, `make test-oldest` shows that it takes their API version.
+    subprocess.run([*command, "-isystem", cutlass_build._find_jax_headers(), "-o", library, checked], check=True)
     handler = ctypes.CDLL(str(library)).check_cutlass
     jax.ffi.register_ffi_target(cutlass_library.TARGET, jax.ffi.pycapsule(handler), platform="cpu")
 

@@ -235,7 +235,7 @@ def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Ge
 
 def test_floats_without_a_format_are_refused(one_layer: tuple[Path, GptOss]) -> None:
     folder, _ = one_layer
-    with pytest.raises(CheckpointError, match="are floats with biases: name a format to round them to"):
+    with pytest.raises(CheckpointError, match="are floats with biases: give a format to quantize them to"):
         load(folder)
     with pytest.raises(CheckpointError, match="experts are quantized already, and not to nvfp4"):
         load(TINY, format=jmx.NVFP4)

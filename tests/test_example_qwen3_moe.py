@@ -350,7 +350,7 @@ def edited(folder: Path, name: str, change: Callable[[dict[str, np.ndarray]], An
         (lambda t: t.pop("model.norm.weight"), "tensor 'model.norm.weight' is missing"),
         (
             lambda t: t.update({"model.layers.9.mlp.gate.weight": t["model.norm.weight"]}),
-            "tensor 'model.layers.9.mlp.gate.weight' is not one that this model's config calls for",
+            "tensor 'model.layers.9.mlp.gate.weight' is not one of a model with this config",
         ),
         (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].view(np.int16)}),
@@ -389,7 +389,7 @@ def test_a_cache_that_is_to_be_quantized_is_told_of(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="keys and values are to be quantized as they are cached"):
+    with pytest.warns(UserWarning, match="declares quantized keys and values in the cache"):
         Checkpoint(folder).check(shapes, experts)
 
 

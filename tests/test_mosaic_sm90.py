@@ -44,7 +44,7 @@ HOPPER = Environment.named("h200")
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "told"),
+    ("change", "reason", "message"),
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
@@ -52,26 +52,26 @@ HOPPER = Environment.named("h200")
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
-def test_what_it_refuses_of_a_problem(change, reason, told):
+def test_rejected_problems(change, reason, message):
     rejection = MosaicSm90().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert message in rejection.detail
 
 
 @pytest.mark.parametrize(
-    ("device", "reason", "told"),
+    ("device", "reason", "message"),
     [
         ("cpu", Reason.PLATFORM, "'cpu'"),
         ("a100", Reason.COMPUTE_CAPABILITY, "(8, 0)"),
         ("b200", Reason.COMPUTE_CAPABILITY, "(10, 0)"),
     ],
 )
-def test_what_it_refuses_of_a_machine(device, reason, told):
+def test_rejected_machines(device, reason, message):
     rejection = MosaicSm90().supports(PROBLEM, Environment.named(device))
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert message in rejection.detail
 
 
 @pytest.mark.parametrize("device", ["h100", "h200"])
@@ -330,7 +330,7 @@ CONFIGS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, dataclasses.astuple(config))))
-def test_every_way_to_cut_gives_the_result(config, rng):
+def test_every_split_gives_the_result(config, rng):
     for tokens, top_k in ((5, 2), (100, 3)):
         case = suited("mosaic", Case(tokens=tokens, top_k=top_k, hidden=224, intermediate=160, num_experts=3))
         weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)

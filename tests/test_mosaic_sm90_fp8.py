@@ -61,7 +61,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "told"),
+    ("change", "reason", "message"),
     [
         ({"input_format": None}, Reason.INPUT_FORMAT, "of 16 or 32 bits"),
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
@@ -77,11 +77,11 @@ PAIRS = [
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
-def test_what_it_refuses_of_a_problem(change, reason, told):
+def test_rejected_problems(change, reason, message):
     rejection = MosaicSm90Fp8().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert message in rejection.detail
 
 
 @pytest.mark.parametrize("sizes", [(160, 256), (256, 136), (100, 1)])
@@ -91,9 +91,9 @@ def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
     problem = dataclasses.replace(problem, hidden_size=sizes[0], intermediate_size=sizes[1])
     selection = jmx.select(problem, HOPPER, None, registered_backends())
     assert selection.backend.name == "xla"
-    told = next(str(no) for name, no in selection.trail if name == "mosaic_fp8")
-    assert "must be a multiple of 128, the columns of a scale of fp8_block inputs" in told
-    assert "backend='xla', or leave inputs as they are" in told
+    message = next(str(no) for name, no in selection.trail if name == "mosaic_fp8")
+    assert "must be a multiple of 128, the columns of a scale of fp8_block inputs" in message
+    assert "backend='xla', or leave inputs as they are" in message
     case = Case(hidden=sizes[0], intermediate=sizes[1], num_experts=2, format="fp8_block", input_format="fp8_block")
     experts = draw_weights(rng, case).experts(case)
     x, routing = draw_x(rng, case), draw_routing(rng, case)
@@ -105,7 +105,7 @@ def test_short_blocks_of_inputs_are_left_to_the_reference(sizes, rng):
 
 
 @pytest.mark.parametrize(("device", "reason"), [("cpu", Reason.PLATFORM), ("b200", Reason.COMPUTE_CAPABILITY)])
-def test_what_it_refuses_of_a_machine(device, reason):
+def test_rejected_machines(device, reason):
     rejection = MosaicSm90Fp8().supports(PROBLEM, Environment.named(device))
     assert rejection is not None
     assert rejection.reason is reason
@@ -218,26 +218,26 @@ def test_each_four_lanes_find_their_rows_scales_where_the_docstring_says(rng):
         ("down", (160, 256), None),
     ],
 )
-def test_behind_a_tiles_scales_stands_whether_its_rows_share_them(role, shape, order, dtype, rng):
+def test_the_chunk_after_a_tiles_scales_is_whether_its_rows_share_them(role, shape, order, dtype, rng):
     """First rows theirs and second rows theirs, in every unit; a tile that the weight's end cuts does not."""
     q, spec = weight(rng, "fp8_block", shape, 1), WeightSpec(role, shape, order, FORMATS["fp8_block"])
     q = q._replace(scales=shared(rng, q.scales).astype(dtype))
     whole = np.ones((shape[0] + 63) // 64, bool)
     whole[-1] = shape[0] % 64 == 0
 
-    def told(scales):
+    def flags(scales):
         held = LAYOUT.forward(q._replace(scales=scales), spec).scales[0]
         assert held.dtype == dtype
         assert held.shape == (len(whole), -(-shape[1] // 128) + 1, 64)
         assert (held[:, -1:] == held[:, -1:, :1]).all()
         return np.asarray(held[:, -1, 0], np.float32)
 
-    np.testing.assert_array_equal(told(q.scales), whole)
+    np.testing.assert_array_equal(flags(q.scales), whole)
     row, unit = int(rng.integers(shape[0])), int(rng.integers(shape[1] // 128))
     rows = np.arange(shape[0]).reshape({"interleaved": (-1, 2), "concatenated": (2, -1), None: (1, -1)}[order])
     output = np.argwhere(rows == row)[0][0 if order == "interleaved" else 1]
     whole[output // (64 if order is None else 32)] = False
-    np.testing.assert_array_equal(told(q.scales.at[0, row, unit].mul(1.5)), whole)
+    np.testing.assert_array_equal(flags(q.scales.at[0, row, unit].mul(1.5)), whole)
 
 
 def shared(rng, scales):
@@ -268,10 +268,10 @@ def test_prepare_warns_of_blocks_that_kernels_round(far, rng):
     q = BlockScaled(jnp.asarray(values), jnp.asarray(scales))
     down = weight(rng, "mxfp4", (128, 64))._replace(scales=jnp.full((2, 128, 2), 127, jnp.uint8))
     experts = Experts.of(q, down, gate_up_order=None)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         experts.prepare(LAYOUT.name)
-    assert [str(w.message).split(",")[0] for w in told] == (
+    assert [str(w.message).split(",")[0] for w in caught] == (
         ["kernels that read 'mosaic_sm90_fp8' round 1 blocks of gate_up"] if far >= EXACT_BELOW else []
     )
 
@@ -288,7 +288,7 @@ def test_configurations_fit(name):
             assert config.shared_memory(shape.unit_bytes, max(shape.units)) <= SHARED_MEMORY
 
 
-def test_rows_are_kept_where_a_warpgroup_has_one():
+def test_rows_are_resident_where_a_warpgroup_has_one():
     """All units of it, beside at least half the stages that there would be."""
     kept = [tokens for tokens in (1, 2, 3, 4, 5, 6, 8, 16) if heuristic(shape_of(tokens)).resident_rows]
     assert kept == [1, 2, 3, 4]
@@ -342,7 +342,7 @@ def test_the_heuristic_takes_what_was_measured_to_be_fastest(tokens, block_n, wa
     assert (config.block_n, config.warpgroups_m, config.split_k) == (block_n, warpgroups_m, split_k)
 
 
-def test_a_launch_that_rounds_rows_has_no_more_weights_on_their_way_than_pay():
+def test_the_pipeline_of_a_launch_that_quantizes_is_limited():
     """136 KiB, or 112 where rows are kept, or 120 where columns are shared; but three steps of every warpgroup in any
     case."""
     found = {(tokens, name): heuristic(shape_of(tokens, name)) for tokens in (1, 4, 16, 64) for name in TAKEN}
@@ -366,12 +366,12 @@ def test_warpgroups_share_columns_of_few_rows_where_there_are_many():
     assert all(config.fuse_quantize for config in found)
 
 
-def test_few_rows_are_rounded_where_they_are_multiplied():
+def test_few_rows_are_quantized_in_the_launch_that_multiplies_them():
     found = {tokens: heuristic(shape_of(tokens)).fuse_quantize for tokens in (1, 8, 64, 256, 1024, 8192)}
     assert found == {1: True, 8: True, 64: True, 256: True, 1024: False, 8192: False}
 
 
-def test_the_heuristic_fills_as_many_multiprocessors_as_there_are():
+def test_the_heuristic_fills_all_sms():
     assert heuristic(shape_of(1, num_cores=132)).warpgroups_m == 3  # 4 experts of 30 items
     assert heuristic(shape_of(1, num_cores=78)).warpgroups_m == 5  # of 18
 
@@ -389,7 +389,7 @@ def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ((12, 2, 1, 4), "`block_n` (=12)"),
         ((264, 2, 1, 4), "`block_n` (=264)"),
@@ -406,14 +406,14 @@ def test_every_block_has_a_width_that_holds_it_and_that_tensor_cores_offer(block
         ((8, 2, 2, 1), "`num_stages` (=1)"),
     ],
 )
-def test_impossible_configurations_are_refused(fields, told):
+def test_impossible_configurations_are_refused(fields, message):
     with pytest.raises(ValueError, match="must be") as error:
         Config(*fields)
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("fields", "name", "columns", "told"),
+    ("fields", "name", "columns", "message"),
     [
         ((128, 2, 1, 8), "fp8_block", 2880, "`num_stages` (=8) must be such that"),
         ((128, 2, 1, 4, 1, 1, True), "fp8_block", 2880, "`own_sums` (=True) must be False where scales"),
@@ -423,11 +423,11 @@ def test_impossible_configurations_are_refused(fields, told):
         ((8, 1, 2, 4, 1, 2), "mxfp4", 2880, "`warpgroups_k` (=2) must be 1 where a row has one unit"),
     ],
 )
-def test_a_configuration_that_a_shape_does_not_allow_is_refused(fields, name, columns, told):
+def test_a_configuration_that_a_shape_does_not_allow_is_refused(fields, name, columns, message):
     shape = shape_of(8192, name)._replace(units=(-(-columns // 128), 1))
     with pytest.raises(ValueError, match="must be") as error:
         Config(*fields).check(shape)
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
 
 
 def test_many_columns_are_added_up_in_float32():
@@ -493,7 +493,7 @@ def test_computations(change, rng):
     ids=str,
 )
 @pytest.mark.parametrize(("format", "input_format", "sizes"), [PAIRS[0], PAIRS[4], PAIRS[5]])
-def test_every_way_to_cut(format, input_format, sizes, config, rng):
+def test_every_split(format, input_format, sizes, config, rng):
     if config.own_sums and "fp8_block" in (format, input_format):
         config = dataclasses.replace(config, own_sums=False)
     case = suited("mosaic_fp8", Case(tokens=200, format=format, input_format=input_format, dtype="bfloat16", **sizes))
@@ -577,7 +577,7 @@ def test_fused_quantization_gives_the_bits_of_four(tokens, format, input_format,
     ("format", "input_format"),
     [*itertools.product(["mxfp4"], INPUTS), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_block")],
 )
-def test_few_tokens_of_which_multiprocessors_have_several_items(format, input_format, tokens, config, rng):
+def test_few_tokens_with_several_items_for_an_sm(format, input_format, tokens, config, rng):
     case = Case(tokens=tokens, num_experts=40, top_k=30, hidden=1280, intermediate=640, dtype="bfloat16")
     case = suited("mosaic_fp8", dataclasses.replace(case, format=format, input_format=input_format))
     weights, x, routing = draw_weights(rng, case), draw_x(rng, case), draw_routing(rng, case)
@@ -697,7 +697,7 @@ def test_tokens_have_the_same_bits_whichever_operand_they_are(format, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("count", "other"), [(96, False), (97, True)])
-def test_what_a_layout_says_of_shared_scales_is_believed(count, other, rng):
+def test_the_layouts_flag_of_shared_scales_decides(count, other, rng):
     """A wrong flag gives other results, so both paths are taken where they should be."""
     case = Case(tokens=count, format="fp8_block", input_format="fp8_block", dtype="bfloat16", num_experts=1, top_k=1)
     case = suited("mosaic_fp8", dataclasses.replace(case, **BLOCKS))

@@ -231,10 +231,9 @@ def test_the_package_is_listed_file_by_file():
 
 
 def test_names_in_the_walks_are_in_the_files():
-    page = file_map.PAGE
-    found = re.findall(r"`(\w+)`\s+in\s+\[[^]]+\]\(([^)]+)\)", page.read_text())
+    found = re.findall(r"`(\w+)`\s+in\s+\[[^]]+\]\(([^)]+)\)", file_map.PAGE.read_text())
     assert len(found) > 30
     for name, link in found:
-        assert re.search(rf"\b(?:def|class) {name}\b|^{name}\b.* = ", (page.parent / link).read_text(), re.MULTILINE), (
-            name
-        )
+        assert re.search(
+            rf"\b(?:def|class) {name}\b|^{name}\b.* = ", (file_map.PAGE.parent / link).read_text(), re.MULTILINE
+        ), name

@@ -64,6 +64,7 @@ def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(tmp_
     monkeypatch.setenv("JMX_TEST_SEED", seed)
     monkeypatch.delenv("JMX_TEST_ALL", raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JMX_TEST_SHAPES", "0")
     options = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "--collect-only", "-q"]
 
     def collected(*more):

@@ -1,4 +1,4 @@
-"""Other systems' MXFP4 layers, timed on the same card as ours, one process a system.
+"""Other systems' MXFP4 layers, timed on the same card as jmx, in one process per system.
 
     problem.py          one layer's shape, weights, tokens and reference, in PyTorch
     timing.py           CUDA graphs, timed as `jmx.perf.bench` times

@@ -1,4 +1,4 @@
-"""The work between and after two grouped products that a system leaves to its caller: one kernel each."""
+"""Kernels for the work between and after two grouped products, which some systems leave to their caller."""
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import torch

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Brings the systems that `benchmarks/layer.py --peers DIR` times: python benchmarks/peers/fetch.py DIR
+"""Downloads the systems that `benchmarks/layer.py --peers DIR` times: python benchmarks/peers/fetch.py DIR
 
 Downloads two wheels from the package index and keeps 50 MB of them in DIR: vLLM's triton_kernels and its library of
 MoE operators (which holds Marlin), and Humming. Nothing is installed.
@@ -23,7 +23,7 @@ _WHEELS = ["--only-binary=:all:", "--python-version=3.12", "--platform=manylinux
 
 
 def main(directory: str) -> None:
-    """Makes `directory`, which appears when all is there. FileExistsError where there is something already."""
+    """Creates `directory`, which appears when it is complete. FileExistsError if it exists."""
     with atomic_files.new_path(directory) as target, tempfile.TemporaryDirectory() as downloads:
         target.mkdir()
         wanted = [f"{name}=={version}" for name, version in VERSIONS.items()]
@@ -37,7 +37,7 @@ def main(directory: str) -> None:
 
 
 def extract(wheel: pathlib.Path, target: pathlib.Path) -> None:
-    """Writes what the benchmarks use of a wheel into `target`."""
+    """Extracts the parts of a wheel that the benchmarks use into `target`."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if name == LIBRARY:
@@ -46,7 +46,7 @@ def extract(wheel: pathlib.Path, target: pathlib.Path) -> None:
                 file = target / name.removeprefix("vllm/third_party/")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(archive.read(name))
-                file.chmod(0o755 if "/_native/" in name else 0o644)  # Humming starts a program of its own
+                file.chmod(0o755 if "/_native/" in name else 0o644)  # Humming starts an executable
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def _layer(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 
 
 def _activation(shape: Shape) -> str:
-    """The activation of gate `a` and up `b` in CUDA C++, as Humming takes it."""
+    """The activation of gate `a` and up `b` in CUDA C++, in the form that Humming expects."""
     gate, up = "a", "b"
     if shape.limit is not None:
         gate, up = f"fminf(a, {shape.limit}f)", f"fmaxf(fminf(b, {shape.limit}f), -{shape.limit}f)"

@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 
 def main(directory: str) -> None:
-    """Makes `directory`, which appears when all is there. FileExistsError where there is something already."""
+    """Creates `directory`, which appears when it is complete. FileExistsError if it exists."""
     with atomic_files.new_path(directory) as target, tempfile.TemporaryDirectory() as downloads:
         wanted = ["--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}"]
         subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--dest", downloads, *wanted], check=True)
@@ -60,7 +60,7 @@ def main(directory: str) -> None:
 
 
 class Weights(NamedTuple):
-    """A layer as gpt-oss's checkpoints have it: gate and up rows alternate, the even element in the low nibble."""
+    """A layer as in gpt-oss's checkpoints: gate and up rows interleaved, the even element in the low nibble."""
 
     gate_up: Array  # (E, 2I, H/2) uint8
     gate_up_scales: Array  # (E, 2I, H/32) uint8
@@ -71,7 +71,7 @@ class Weights(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a layer is given: its routing is not part of the call."""
+    """Inputs of a layer. Routing is not part of the call."""
 
     x: Array  # (T, H) float32
     expert_ids: Array  # (T, k) int32
@@ -104,14 +104,14 @@ class Ggml:
         self.plain = self("backend_cpu_buffer_type")
 
     def __call__(self, name: str, *arguments: Any, result: Any = ctypes.c_void_p) -> Any:
-        """Calls ggml_<name>. Integers are int64, floats are float32, and results pointers, unless said otherwise."""
+        """Calls ggml_<name>. Integers are int64, floats are float32, and results pointers, unless stated otherwise."""
         function = next(f for f in (getattr(lib, f"ggml_{name}", None) for lib in self._functions) if f is not None)
         function.restype = result
         kinds = {int: ctypes.c_int64, float: ctypes.c_float}
         return function(*(kinds.get(type(a), lambda a: a)(a) for a in arguments))
 
     def repacking(self) -> Any:
-        """The type of buffer that brings weights into the layout of this machine's fastest products, or None."""
+        """The buffer type that converts weights to the layout of this machine's fastest products, or None."""
         find = ctypes.c_char_p(b"ggml_backend_dev_get_extra_bufts")
         device = ctypes.c_void_p(self("backend_get_device", ctypes.c_void_p(self.backend)))
         address = self("backend_reg_get_proc_address", ctypes.c_void_p(self("backend_cpu_reg")), find)
@@ -131,7 +131,7 @@ class Ggml:
         return ctypes.c_void_p(self("new_tensor", context, ctypes.c_int(kind), ctypes.c_int(len(sizes)), shape))
 
     def fill(self, tensor: ctypes.c_void_p, array: Array) -> None:
-        """Copies an array into a tensor, all of it."""
+        """Copies an array into a whole tensor."""
         array = np.ascontiguousarray(array)
         size = self("nbytes", tensor, result=ctypes.c_size_t)
         assert size == array.nbytes, (size, array.nbytes)
@@ -140,7 +140,7 @@ class Ggml:
 
 
 def iter_pointers(pointers: Any) -> Any:
-    """Those of a list in C that ends with null."""
+    """The items of a null-terminated list in C."""
     index = 0
     while pointers[index]:
         yield pointers[index]
@@ -191,7 +191,7 @@ class Layer:
 
     @staticmethod
     def sizes(tensor: ctypes.c_void_p) -> tuple[int, int, int]:
-        """The first three sizes of a tensor: in its description they stand behind its type and its buffer."""
+        """The first three sizes of a tensor, which follow its type and its buffer in its description."""
         assert tensor.value is not None
         a, b, c = (ctypes.c_int64 * 3).from_address(tensor.value + 16)
         return a, b, c
@@ -228,7 +228,7 @@ class Program:
         assert status == 0, status
 
     def result(self) -> Array:
-        """What the last `run` left."""
+        """The result of the last `run`."""
         out = np.full(self.shape, np.nan, np.float32)
         whole = ctypes.c_size_t(0), ctypes.c_size_t(out.nbytes)
         self.ggml("backend_tensor_get", self.first, ctypes.c_void_p(out.ctypes.data), *whole)

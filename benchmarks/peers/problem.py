@@ -1,4 +1,4 @@
-"""One MXFP4 layer in PyTorch: its shape, random weights and tokens, and what it computes, in float32."""
+"""One MXFP4 layer in PyTorch: its shape, random weights and tokens, and its float32 reference."""
 # pyright: reportMissingImports=false
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
     down_bias: torch.Tensor | None  # (E, H) bfloat16
 
     def padded(self, hidden_size: int, intermediate_size: int) -> "Weights":
-        """The same layer with zeros up to these sizes, as a kernel that wants whole tiles is given it."""
+        """The same layer padded with zeros to these sizes, for kernels that require whole tiles."""
         h = hidden_size - self.down.shape[1]
         i = intermediate_size - self.down.shape[2] * 2
 
@@ -57,7 +57,7 @@ class Weights(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a layer is given: tokens, router logits, and the routing that follows from them."""
+    """Inputs of a layer: tokens, router logits, and the routing that follows from them."""
 
     x: torch.Tensor  # (T, H) bfloat16
     logits: torch.Tensor  # (T, E) bfloat16
@@ -89,7 +89,7 @@ def draw_weights(shape: Shape, device: str = "cuda") -> Weights:
 
 
 def draw_case(shape: Shape, num_tokens: int, routing: str, device: str = "cuda") -> Case:
-    """Random tokens, routed in one of the ways of `jmx.perf.shapes.ROUTINGS` to the k largest logits."""
+    """Random tokens, with a routing of `jmx.perf.shapes.ROUTINGS`, to the k largest logits."""
     x = torch.randn(num_tokens, shape.hidden_size, device=device).bfloat16()
     logits = draw_logits(num_tokens, shape.num_experts, shape.top_k, routing, device)
     top = logits.float().topk(shape.top_k, dim=-1)
@@ -97,7 +97,7 @@ def draw_case(shape: Shape, num_tokens: int, routing: str, device: str = "cuda")
 
 
 def draw_logits(num_tokens: int, num_experts: int, top_k: int, routing: str, device: str = "cuda") -> torch.Tensor:
-    """Router logits (T, E), bfloat16. No token's k-th largest equals its next: both would be right answers."""
+    """Router logits (T, E), bfloat16. No token's k-th largest equals its next, which would make two answers correct."""
     rank = torch.randperm(num_experts, device=device)
     taken = torch.randperm(num_tokens, device=device) < (num_tokens + 1) // 2
     logits = torch.empty(num_tokens, num_experts, dtype=torch.bfloat16, device=device)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times one system at every token count, in a process of its own; benchmarks/layer.py calls it.
+"""Times one system at every token count; benchmarks/layer.py runs it in a separate process.
 
     python -m benchmarks.peers.run marlin --packages DIR --tokens 1,64 --layers 16,4 --output rows.jsonl \\
         --shape '{"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880,
@@ -26,7 +26,7 @@ from benchmarks.peers import problem, timing
 
 
 def main() -> None:
-    """Writes a line as soon as it is measured, so that a crash leaves those before it."""
+    """Writes each line as soon as it is measured, so that a crash keeps the earlier ones."""
     arguments = _parse()
     shape = problem.Shape(**json.loads(arguments.shape))
     versions = json.loads(pathlib.Path(arguments.packages, "versions.json").read_text())
@@ -44,7 +44,7 @@ def main() -> None:
                 while len(layers) < count:
                     layers.append(peer.prepare(shape, problem.draw_weights(shape) if layers else first))
                 row = _measure(shape, first, layers, num_tokens, arguments.routing, arguments.repeats)
-            except Exception as e:  # whatever a system dies of is that row's finding, and others still have to run
+            except Exception as e:  # any failure of a system is the row's result, and the other rows still run
                 traceback.print_exc()
                 row = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
             print(json.dumps({"tokens": num_tokens, "layers": count} | row), file=output, flush=True)

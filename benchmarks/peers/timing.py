@@ -19,7 +19,7 @@ def replay(calls: Sequence[Callable[[], torch.Tensor]], repeats: int) -> tuple[f
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is compiled or allocated at a first call must not be captured
+    with torch.cuda.stream(stream):  # compilation and allocation of a first call must not be captured
         for call in calls:
             call()
     torch.cuda.synchronize()
@@ -39,7 +39,7 @@ def replay(calls: Sequence[Callable[[], torch.Tensor]], repeats: int) -> tuple[f
         replays = max(1, min(1000, math.ceil(_LEAST_SECONDS / samples[-1])))
     samples = samples[2:]
 
-    results[0].fill_(math.nan)  # so that what is checked comes out of the graph
+    results[0].fill_(math.nan)  # so that the checked result comes from the graph
     graph.replay()
     torch.cuda.synchronize()
     median = statistics.median(samples)

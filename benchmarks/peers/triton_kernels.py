@@ -60,7 +60,7 @@ def prepare(shape: Shape, weights: Weights) -> Callable[[Case], Callable[[], tor
 
 
 def _swizzled(values: torch.Tensor, scales: torch.Tensor) -> tuple[object, PrecisionConfig]:
-    scales = pad(scales, (0, -scales.shape[-1] % 4))  # the scales' layout wants whole groups of four
+    scales = pad(scales, (0, -scales.shape[-1] % 4))  # the scales' layout requires whole groups of four
     value_layout, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     scale_layout, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
     laid = convert_layout(wrap_torch_tensor(values.mT, dtype=FP4), value_layout, **value_options)

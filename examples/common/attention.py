@@ -1,4 +1,4 @@
-"""Attention as functions: rotary positions, and grouped-query attention over a cache, with sinks or without."""
+"""Attention as functions: rotary positions, and grouped-query attention over a cache, with or without sinks."""
 
 from functools import partial
 
@@ -10,20 +10,20 @@ from jax import lax
 import jmx
 from examples.common import flash_decode, flash_prefill
 
-# Queries that are scored at once: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
+# Queries per block: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
 
-# Stands for a sink where there is none: a logit that takes no part of a softmax, and finite, as kernels subtract it.
+# A sink of heads without one: a logit whose share of a softmax is 0. It is finite, since kernels subtract it.
 NO_SINK = -1e30
 
 
 def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
-    """Precision of products of `dtype`: GPUs would round float32 factors to TF32."""
+    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T): RoFormer's (Su et al., 2021)."""
+    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T), as in RoFormer (Su et al., 2021)."""
     frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
@@ -48,16 +48,16 @@ def attend(
     Args:
         query: (B, T, heads, D), rotated. T is at most `QUERIES`, or a multiple of it.
         keys, values: (B, kv_heads, C, D), position p at index p, the T tokens' own included.
-        sinks: float32 (heads,): one more logit a head, which takes its part of the softmax and has no value; `NO_SINK`
-            of heads that have none.
+        sinks: float32 (heads,): one more logit per head, which has a share of the softmax and no value; `NO_SINK` for
+            heads without one.
         starts: int32 (B,), position of each row's first query.
-        window: how many positions a query sees, its own included; None for all.
+        window: how many positions a query attends to, including its own; None for all.
 
     Returns:
         (B, T, heads, D) of query's dtype.
 
     Raises:
-        ValueError: T that does not divide into blocks.
+        ValueError: T is more than one block, and not a whole number of blocks.
     """
     batch, length, heads, dim = query.shape
     block = min(length, QUERIES)
@@ -77,7 +77,7 @@ def attend(
 def attend_cache(
     query: jax.Array, cache: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
 ) -> jax.Array:
-    """`attend` to a layer's cache (2, B, kv_heads, C, D), by the decoding kernel where that runs."""
+    """`attend` over a layer's cache (2, B, kv_heads, C, D), with the decoding kernel if it can run."""
     group = query.shape[2] // cache.shape[2]
     fits = group in range(8, flash_decode.ROWS + 1, 8) and cache.shape[3] % flash_decode.KEYS == 0
     if query.shape[1] == 1 and fits and _have_kernels(query):
@@ -88,7 +88,7 @@ def attend_cache(
 def attend_prompt(
     query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, window: int | None
 ) -> jax.Array:
-    """`attend` of rows that start at position 0 to themselves: keys and values are (B, T, kv_heads, D), as query is."""
+    """`attend` of rows that start at position 0 over their own keys and values, (B, T, kv_heads, D) like query."""
     if query.shape[1] % flash_prefill.BLOCK == 0 and _have_kernels(query):
         return flash_prefill.flash_prefill(query, keys, values, sinks, window)
     starts = jnp.zeros(query.shape[0], jnp.int32)
@@ -107,7 +107,7 @@ def _attend_block(
     kv_heads, capacity = keys.shape[1:3]
     positions = starts[:, None] + jnp.arange(length)
     first = jnp.zeros_like(starts)
-    if window is not None and window + length - 1 < capacity:  # read only the keys that some query sees
+    if window is not None and window + length - 1 < capacity:  # read only keys that some query attends to
         span = window + length - 1
         first = jnp.clip(starts - window + 1, 0, capacity - span)
         cut = jax.vmap(lambda array, first: lax.dynamic_slice_in_dim(array, first, span, axis=1))

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens so far, in buckets of powers of two."""
+"""The cache of keys and values, whose capacity is a power of two."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +13,17 @@ SMALLEST_BUCKET = 16
 
 
 def bucket(length: int) -> int:
-    """The power of two, at least `SMALLEST_BUCKET`, that holds `length`: programs are compiled for buckets alone."""
+    """The power of two, at least `SMALLEST_BUCKET`, that holds `length`: programs are compiled per bucket."""
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
 def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """Puts keys and values (B, T, kv_heads, head_dim) into a layer's cache, from positions `starts` (B,), None for 0.
+    """Writes keys and values (B, T, kv_heads, head_dim) to a layer's cache, from positions `starts` (B,), None for 0.
 
     The cache must have capacity for them (`Cache.reserve`).
     """
     new = jnp.stack([keys, values]).swapaxes(2, 3)
-    if starts is None or new.shape[1] == 1:  # the plain spelling, which XLA compiles to a plain write
+    if starts is None or new.shape[1] == 1:  # XLA compiles this form to a plain write
         return lax.dynamic_update_slice(layer, new, (0, 0, 0, 0 if starts is None else starts[0], 0))
     put = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (0, 0, start, 0)), (1, 1, 0), 1)
     return put(layer, new, starts)
@@ -31,7 +31,7 @@ def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Arra
 
 @dataclass(frozen=True)
 class Cache:
-    """What `Runner.prefill` and `Runner.decode` hand on; both give up the one they are given.
+    """The state that `Runner.prefill` and `Runner.decode` return; both donate the one that they are given.
 
     Args:
         layers: keys (rotated) and values of each layer, (2, B, kv_heads, C, head_dim), position p at index p of C. They
@@ -65,9 +65,9 @@ class Cache:
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, length: int) -> "Cache":
-        """This cache with capacity for `length` tokens a row, in a bucket; this one is given up if it has to grow.
+        """This cache with capacity for `length` tokens a row, rounded up to a bucket. If it grows, this one is donated.
 
-        One array after the other, so that the peak is the new cache and one array.
+        Arrays grow one by one, so that peak memory is the new cache and one array.
         """
         if length <= self.capacity:
             return self
@@ -81,5 +81,5 @@ def _pad(layer: jax.Array, capacity: int) -> jax.Array:
 
 def _grow(layer: jax.Array, capacity: int) -> jax.Array:
     grown = _pad(layer, capacity)
-    layer.delete()  # on the device it lives until the copy is done; a donation could not be used, as sizes differ
+    layer.delete()  # freed when the copy is done; donation needs equal sizes
     return grown

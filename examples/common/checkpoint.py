@@ -1,4 +1,4 @@
-"""A checkpoint in the Hugging Face form, quantized by any tool that jmx reads or in floats, tensor by tensor."""
+"""A checkpoint in the Hugging Face form, in floats or quantized by any tool that jmx supports, tensor by tensor."""
 
 import contextlib
 import os
@@ -19,16 +19,16 @@ _CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
 
 
 class Checkpoint:
-    """Tensors by the names that files give them.
+    """Tensors by their names in the files.
 
-    Experts stay as they are: quantized, or floats, which `format` has rounded to it as they are read. Other modules
-    that are quantized are dequantized, with a UserWarning.
+    Quantized experts stay quantized; float experts stay floats, or are quantized to `format` on reading. Other
+    quantized modules are dequantized, with a UserWarning.
 
     Args:
         path: a directory of safetensors files.
-        format: of experts that files hold as floats; None: they stay floats.
-        gate_up_order: how rows of gate and up lie where files hold them in one tensor, which files do not say.
-        declared_inputs: whether experts round their inputs to the format that the checkpoint declares.
+        format: what float experts are quantized to; None: they stay floats.
+        gate_up_order: the order of gate and up rows in one tensor, which files do not record.
+        declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
 
     Raises:
         CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
@@ -68,14 +68,14 @@ class Checkpoint:
             module, _, last = name.rpartition(".")
             known = name in shapes or module in parts or (cache and last in _CACHE_SCALES)
             if not known and not name.startswith(tuple(f"{its}." for its in experts)):
-                raise CheckpointError(tensor.file, f"tensor {name!r} is not one that this model's config calls for")
+                raise CheckpointError(tensor.file, f"tensor {name!r} is not one of a model with this config")
         if expanded:
             _warn(
                 f"{self.path}: {len(expanded)} modules outside experts are quantized, such as {expanded[0]!r}: they "
-                "are expanded, and their inputs stay as they are"
+                "are dequantized, and their inputs are not quantized"
             )
         if cache:
-            _warn(f"{self.path}: keys and values are to be quantized as they are cached; here they stay as they are")
+            _warn(f"{self.path}: the checkpoint declares quantized keys and values in the cache; here they are not")
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         module = self._module_of(name)
@@ -89,11 +89,11 @@ class Checkpoint:
             raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name, or a quantized module whose weight it is."""
+        """Whether there is a tensor of that name, or a quantized module whose weight has that name."""
         return name in self.tensors or self._module_of(name) is not None
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same bits. A quantized one is equal to none."""
+        """Whether two tensors have the same bits. A quantized one equals no other."""
         if not all(its in self.tensors and self._module_of(its) is None for its in (name, other)):
             return False
         one, two = self.tensors[name], self.tensors[other]
@@ -115,16 +115,18 @@ class Checkpoint:
         if self.reader.format is not None:
             return self.reader.experts(name)
         if self.reader.layers[name].has_bias:
-            raise CheckpointError(self.path, f"experts {name!r} are floats with biases: name a format to round them to")
+            raise CheckpointError(
+                self.path, f"experts {name!r} are floats with biases: give a format to quantize them to"
+            )
         floats = self.reader.floats(name)
         return FloatExperts(floats.gate_up, floats.down)
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read."""
+        """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
         return self.reader.progress(enabled)
 
     def _module_of(self, name: str) -> compressed_tensors.Module | None:
-        """The quantized module whose weight a tensor is, if it is one."""
+        """The quantized module whose weight has that name, or None."""
         return self.reader.module_of(name) if isinstance(self.reader, compressed_tensors.Reader) else None
 
     def _expert_sizes(self, name: str) -> tuple[int, int, int]:

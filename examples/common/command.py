@@ -30,20 +30,20 @@ RANDOM_PROMPT_LENGTH = 1024
 
 
 class UsageError(Exception):
-    """Options that cannot be met; the message is one line."""
+    """Invalid options; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What the command line needs to know of a family of models.
+    """What the command line needs of a family of models.
 
     Args:
         description: the first line of --help.
         configs: of published models, for --random.
         read_config: of a checkpoint's directory.
-        load: a checkpoint's directory, and `format`, `declared_inputs`, `dtype`, `backend` and `progress`, to a model.
-        random: a config and a seed, and `format`, `dtype` and `backend`, to a model.
-        default: the checkpoint where none is named; None: one must be.
+        load: makes a model of a checkpoint's directory, `format`, `declared_inputs`, `dtype`, `backend` and `progress`.
+        random: makes a model of a config, a seed, `format`, `dtype` and `backend`.
+        default: the checkpoint if none is named; None: one must be named.
         prompt: for `default`.
     """
 
@@ -66,7 +66,7 @@ class Family:
 def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="generate.py",
-        description=f"{family.description} Times are of a second run, after one that compiles.",
+        description=f"{family.description} Times are those of a second run, after one that compiles.",
     )
     source = parser.add_mutually_exclusive_group()
     beside = "" if family.default is None else "; default: the tiny one beside"
@@ -93,22 +93,25 @@ def parse_arguments(family: Family, arguments: Sequence[str] | None = None) -> a
         "--format",
         choices=jmx.FORMATS,
         metavar="NAME",
-        help="weight format of random experts (default: mxfp4), or to which those of a checkpoint in floats go",
+        help="weight format of random experts (default: mxfp4), or what float experts of a checkpoint are quantized to",
     )
     parser.add_argument(
         "--inputs",
         choices=("declared", "float"),
         default="declared",
-        help="whether experts round their inputs as the checkpoint declares (the default), or take them as they are",
+        help="whether experts quantize their inputs as the checkpoint declares (the default), or not at all",
     )
     parser.add_argument(
-        "--backend", choices=[b.name for b in registered_backends()], metavar="NAME", help="the one that must run"
+        "--backend", choices=[b.name for b in registered_backends()], metavar="NAME", help="the backend that must run"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence id")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence id")
     parser.add_argument(
-        "--logits", type=Path, metavar="FILE.npy", help="write the prompt's to a new file, float32 (length, vocab)"
+        "--logits",
+        type=Path,
+        metavar="FILE.npy",
+        help="write the prompt's logits to a new file, float32 (length, vocab)",
     )
-    parser.add_argument("--json", action="store_true", help="results on stdout's last line, all else on stderr")
+    parser.add_argument("--json", action="store_true", help="results on the last line of stdout, all else on stderr")
     return parser.parse_args(arguments)
 
 
@@ -120,7 +123,7 @@ def _ids(text: str) -> list[int]:
 
 
 def make_sampler(options: argparse.Namespace) -> Sampler:
-    """The sampler that the options ask for, all options checked that need no file."""
+    """The sampler of the options. Checks all options that need no file."""
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens (={options.max_new_tokens}) must be at least 1")
     if options.random and options.prompt is not None:
@@ -137,7 +140,7 @@ def make_sampler(options: argparse.Namespace) -> Sampler:
 
 
 def read_prompt(family: Family, options: argparse.Namespace, config: Config) -> tuple[list[int], TextStream | IdStream]:
-    """The prompt's ids, checked, and what shows the new ones."""
+    """The prompt's ids, checked, and the stream that shows new ones."""
     stream: TextStream | IdStream = IdStream()
     if options.prompt_ids is not None:
         ids = options.prompt_ids
@@ -168,7 +171,7 @@ def make_model(family: Family, options: argparse.Namespace) -> Model:
 
 
 def explain(model: Model, tokens: int) -> jmx.Explanation | None:
-    """Which backend runs the experts of a step of so many tokens, and why; None where they are not quantized."""
+    """Which backend runs the experts for that number of tokens, and why; None if they are not quantized."""
     moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), jmx.nnx.MoE)), None)
     if moe is None:
         return None
@@ -177,7 +180,7 @@ def explain(model: Model, tokens: int) -> jmx.Explanation | None:
 
 
 def weights_read(model: Model) -> float:
-    """Bytes of weights that a step of one token reads: not the embedding table, nor experts that it does not use."""
+    """Bytes of weights that a step of one token reads, without the embedding table and experts that are not used."""
     experts = _nbytes([nnx.state(layer.moe) for layer in model.layers if hasattr(layer, "moe")])
     unused = 1 - model.config.top_k / model.config.num_experts
     table = 0 if model.unembedding is None else _nbytes(model.embedding[...])
@@ -190,12 +193,12 @@ def _nbytes(arrays: Any) -> int:
 
 def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
     logits, _ = runner.prefill([ids], all_logits=True)
-    with atomic_files.new_path(file) as new, new.open("wb") as opened:  # by its name alone, np.save may add a suffix
+    with atomic_files.new_path(file) as new, new.open("wb") as opened:  # given a name, np.save may add a suffix
         np.save(opened, np.asarray(logits[0, : len(ids)]))
 
 
 def run(family: Family, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Does what the options ask and prints it on the console. Returns what --json prints."""
+    """Runs the command and prints to the console. Returns what --json prints."""
     sampler = make_sampler(options)
     config = family.configs[options.random] if options.random else family.read_config(family.checkpoint(options))
     ids, stream = read_prompt(family, options, config)

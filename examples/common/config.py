@@ -1,4 +1,4 @@
-"""The part of a configuration that every model has."""
+"""The protocol of configurations: the fields that every model has."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Experts in floats, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
+"""Float experts, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,14 @@ from examples.common.attention import precision
 
 
 class FloatExperts(NamedTuple):
-    """Weights (out, in) as files have them: gate_up (E, 2I, H), gate above up, and down (E, H, I)."""
+    """Weights (out, in), as in files: gate_up (E, 2I, H), gate rows above up rows, and down (E, H, I)."""
 
     gate_up: jax.Array
     down: jax.Array
 
 
 class FloatMoE(nnx.Module):
-    """What `jmx.nnx.MoE` is to quantized experts, called alike; without biases."""
+    """The counterpart of `jmx.nnx.MoE` for float experts, with the same call; without biases."""
 
     def __init__(self, experts: FloatExperts, activation: jmx.Activation, routing: jmx.SoftmaxTopK):
         self.gate_up = nnx.Param(experts.gate_up)
@@ -43,6 +43,6 @@ class FloatMoE(nnx.Module):
         gate, up = jnp.split(hidden, 2, axis=-1)
         out = product(self.activation(gate, up), self.down[...])
         out = out[groups.inverse].reshape(*ids.shape, -1)
-        out = jnp.where(weights[..., None] == 0, 0, out)  # rows that belong to no expert hold anything
+        out = jnp.where(weights[..., None] == 0, 0, out)  # rows of no expert are undefined
         summed = jnp.einsum("tkh,tk->th", out.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
         return summed.astype(x.dtype).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""Filling a model with weights: a source's arrays, by neutral names, one layer at a time."""
+"""Filling a model with weights: arrays of a source, by neutral names, one layer at a time."""
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -21,11 +21,11 @@ Shape = tuple[int, ...]
 
 
 class Source[C: Config](Protocol):
-    """Where weights come from: a `jmx.checkpoint.Reader`, or what has these of its members.
+    """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
 
     Tensors have the neutral names of `jmx.checkpoint.gpt_oss.Reader`, such as "embedding" and "layers.0.q_weight". A
-    family without biases or sinks leaves them out, and one that normalizes heads adds q_norm and k_norm (D,). There is
-    no "unembedding" where it is the embedding.
+    family without biases or sinks omits them, and one that normalizes heads adds q_norm and k_norm (D,). Tied models
+    have no "unembedding".
     """
 
     @property
@@ -53,7 +53,7 @@ def whole_model(top: Mapping[str, Shape], layers: Iterable[Mapping[str, Shape]])
 
 
 def fill[M: Model](model: M, source: Source) -> M:
-    """Gives a model that has only shapes (`nnx.eval_shape`) its weights: the peak is the model and one layer."""
+    """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
     _put(model.variables(), source, "")
     for number, block in enumerate(model.layers):
         _put(block.variables(), source, in_layer(number, ""))
@@ -62,7 +62,7 @@ def fill[M: Model](model: M, source: Source) -> M:
         experts = source.experts(number)
         if isinstance(experts, jmx.Experts):
             experts = _with_biases_in(model.dtype, experts)
-        block.moe = model.make_moe(experts, nnx.Rngs(0))  # of which nothing is drawn
+        block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
     return model
 
 
@@ -72,13 +72,13 @@ def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Ex
 
 
 def _put(variables: Variables, source: Source, prefix: str) -> None:
-    """Gives variables that have only shapes their arrays, in the dtypes that the model computes in."""
+    """Fills variables of shapes with arrays, in the dtypes of the model."""
     for names, variable in variables.items():
         parts = [source.dense(prefix + name) for name in names]
         array = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
         expected = variable.get_value()
         if array.shape != expected.shape:
-            raise ValueError(f"{'|'.join(names)} (shape {array.shape}) must be {expected.shape}, as the model has it")
+            raise ValueError(f"{'|'.join(names)} (shape {array.shape}) must be {expected.shape}, as in the model")
         variable.set_value(array.astype(expected.dtype))
 
 
@@ -89,13 +89,13 @@ class FileSource[C: Config]:
         checkpoint: the files.
         config: of the model.
         shapes: of the tensors outside the experts, by neutral name.
-        names: neutral names -> the files'; the same keys.
-        experts: numbers of the layers that have experts -> names of the modules that hold them.
+        names: neutral names -> names in the files, with the same keys.
+        experts: numbers of the layers with experts -> names of the modules that hold them.
         sizes: E, H, I of each of those.
-        more: shapes of tensors that files may hold besides, by the files' names.
+        more: shapes of further tensors that files may hold, by their names in the files.
 
     Raises:
-        CheckpointError: files that do not hold all this, or hold anything else.
+        CheckpointError: files that do not hold all of these, or hold others.
     """
 
     def __init__(
@@ -123,20 +123,21 @@ class FileSource[C: Config]:
 class RandomWeights[C: Config]:
     """Random weights, made on the device: codes and scales of experts are drawn directly.
 
-    Norms are near 1, biases small, and products keep a variance. Each tensor depends on the seed and its name alone.
+    Norms are near 1, biases are small, and products preserve the variance. A tensor depends only on the seed and its
+    name.
 
     Args:
         config: of the model.
         seed: in 0..2^32 - 1.
         shapes: of the tensors outside the experts, by neutral name.
-        layers: numbers of the layers that have experts.
+        layers: numbers of the layers with experts.
         sizes: E, H, I of each of those.
         format: of experts' weights.
-        gate_up_order: "interleaved" or "concatenated", as `jmx.Experts` has it.
+        gate_up_order: "interleaved" or "concatenated", as in `jmx.Experts`.
         bias: whether experts have biases.
 
     Raises:
-        ValueError: a `seed` that is out of range.
+        ValueError: `seed` is out of range.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class RandomWeights[C: Config]:
         return _normal(self._named(name), shape, float(last.endswith("_norm")), deviation)
 
     def experts(self, layer: int) -> jmx.Experts:
-        """In the layout of this machine."""
+        """A layer's experts, in the layout of this machine."""
         layout = resolve_layout("auto", jmx.Environment.probe(), self._made[1])
         return _random_experts(self._named(in_layer(layer, "experts")), *self._sizes, *self._made, layout)
 

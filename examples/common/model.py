@@ -1,4 +1,4 @@
-"""The parts of a decoder in Flax NNX on `jmx.nnx.MoE`, and what holds them together."""
+"""A decoder in Flax NNX on `jmx.nnx.MoE`: its parts, and the model of them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,12 +12,12 @@ from examples.common.attention import NO_SINK, attend_cache, attend_prompt, prec
 from examples.common.cache import write
 from examples.common.config import Config
 
-# Variables of a model by the neutral names of the tensors that are concatenated in each.
+# Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
 
 
 class MoERecord(NamedTuple):
-    """What went into one layer's experts and came out: (B, T, H) both."""
+    """The input and the output of one layer's experts, both (B, T, H)."""
 
     input: jax.Array
     output: jax.Array
@@ -39,18 +39,18 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x W^T + b in float32, of weights (out, in) as checkpoints hold them, and a bias unless `bias` is False."""
+    """x W^T + b in float32. Weights are (out, in), as in checkpoints; there is a bias unless `bias` is False."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         self.weights = nnx.Param(nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype))
         self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype)) if bias else None)
 
     def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
-        """(..., in), or a norm's input -> float32 (..., out)."""
+        """x (..., in), or the input of `norm` -> float32 (..., out)."""
         return project(x, self.weights[...], None if self.bias is None else self.bias[...], norm)
 
     def variables(self, *names: str) -> Variables:
-        """Of outputs that sources name one by one."""
+        """The variables, for outputs that sources name separately."""
         found: Variables = {tuple(f"{name}_weight" for name in names): self.weights}
         return found if self.bias is None else found | {tuple(f"{name}_bias" for name in names): self.bias}
 
@@ -58,9 +58,9 @@ class Linear(nnx.Module):
 def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSNorm | None) -> jax.Array:
     """x W^T + b, or norm(x) W^T + b; see `Linear`."""
     if x.size == x.shape[-1]:
-        # One row as a plain sum reads the weights once, at the memory's rate, and fuses with its neighbors.
-        # XLA's GPU compiler would try products out on buffers three times as large as the weights.
-        # A norm's rate multiplies the result: so its sum and the scaled row, computed once, are one kernel.
+        # For one row, a plain sum reads the weights once, at memory bandwidth, and fuses with neighboring operations.
+        # A product would be autotuned by XLA's GPU compiler, in buffers three times as large as the weights.
+        # The norm's rate multiplies the result, so that its sum and the scaled row are computed in one kernel.
         row = x.astype(jnp.float32) * (1 if norm is None else norm.scale[...])
         row = jax.lax.optimization_barrier(row.reshape(-1))
         out = jnp.sum(weights.astype(jnp.float32) * row, axis=-1).reshape(*x.shape[:-1], -1)
@@ -73,12 +73,12 @@ def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSN
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention, with biases as the config says.
+    """Grouped-query attention, with biases if the config has them.
 
     Args:
-        window: how many positions a token sees, its own included; None for all.
-        sinks: whether each head has one.
-        head_norms: whether each head's queries and keys are normed before they are rotated.
+        window: how many positions a token attends to, including its own; None for all.
+        sinks: whether each head has a sink.
+        head_norms: whether each head's queries and keys are normalized before they are rotated.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Attention(nnx.Module):
         angles: tuple[jax.Array, jax.Array],
         cache: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """x (B, T, H) of T consecutive tokens a row, to be normed, the first at `starts` (B,) -> (B, T, H), cache."""
+        """x (B, T, H), T consecutive tokens a row before `norm`, the first at `starts` (B,) -> (B, T, H), cache."""
         heads = self.query_key_value(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
         query, key, value = jnp.split(heads, self.cuts, axis=2)
         if self.query_norm is not None and self.key_norm is not None:
@@ -133,10 +133,10 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then experts, each behind a norm and added to the residual stream.
+    """Attention, then experts, each after a norm and added to the residual stream.
 
     Args:
-        router: gives logits (..., E).
+        router: returns logits (..., E).
         moe: `jmx.nnx.MoE` with `router=False`, or a module with the same signature.
     """
 
@@ -160,30 +160,30 @@ class Block(nnx.Module):
         x = x + attended
         normed = self.moe_norm(x)
         logits = self.router(x, self.moe_norm)
-        if expert_ids is not None:  # leave routing no other choice
+        if expert_ids is not None:  # restrict the choice to these
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)
         out = self.moe(normed, logits, mask=mask)
         return x + out, cache, MoERecord(normed, out)
 
     def variables(self) -> Variables:
-        """All but those of `moe`."""
+        """All variables except those of `moe`."""
         norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.moe_norm.scale}
         return norms | self.attention.variables() | self.router.variables("router")
 
 
 class Model(nnx.Module):
-    """A decoder of blocks; a family adds their parts, `angles`, and `make_moe`.
+    """A decoder of blocks; a family adds the blocks, `angles` and `make_moe`.
 
     Activations, cache and dense weights are of `dtype`; norms, angles, softmax, routing and logits are float32;
-    expert weights stay as they are quantized.
+    expert weights stay quantized.
 
     Args:
         config: sizes and constants.
-        blocks: one a layer, called as `Block` is; those without experts record None.
-        tied: whether the embedding is the unembedding, too.
+        blocks: one per layer, with the call of `Block`; those without experts record None.
+        tied: whether the embedding is also the unembedding.
         dtype: bfloat16 or float32.
-        rngs: `nnx.Rngs`, of which `params` is drawn.
+        rngs: `nnx.Rngs` with the stream `params`.
     """
 
     def __init__(self, config: Any, blocks: Sequence[Any], *, tied: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
@@ -200,12 +200,12 @@ class Model(nnx.Module):
         self.unembedding = nnx.data(unembedding)
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines by which heads are rotated, float32 (B, T, head_dim / 2), of int32 positions (B, T)."""
+        """Cosines and sines of the rotations of heads, float32 (B, T, head_dim / 2), of int32 positions (B, T)."""
         raise NotImplementedError
 
     def make_moe(self, experts: Any, rngs: nnx.Rngs) -> nnx.Module:
-        """A block's `moe`: of experts that were loaded, whose format and inputs it keeps, or (None) of some that are
-        there for their shapes."""
+        """A block's `moe`: with loaded experts, whose format and inputs it keeps, or (None) with experts of the right
+        shapes."""
         raise NotImplementedError
 
     def __call__(
@@ -218,15 +218,15 @@ class Model(nnx.Module):
         expert_ids: Sequence[jax.Array] | None = None,
         records: list[MoERecord] | None = None,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Runs T consecutive tokens of each row, after those that the caches hold.
+        """Runs T consecutive tokens of each row, after those in the caches.
 
         Args:
             tokens: int32 (B, T).
-            starts: int32 (B,), position of each row's first token, that is how many the caches hold of it; None for 0,
-                which is quicker: nothing is read from the caches.
-            caches: one a layer, with capacity for position starts + T - 1.
-            mask: bool (B, T) or None; False is padding, which goes to no expert and must come after a row's tokens.
-            expert_ids: int32 (B, T, top_k) a layer, in place of the router's choice of experts (not of their weights).
+            starts: int32 (B,), position of each row's first token, the number of its tokens in the caches; None for 0,
+                which is faster: nothing is read from the caches.
+            caches: one per layer, with capacity for position starts + T - 1.
+            mask: bool (B, T) or None; False is padding, which goes to no expert and must follow a row's tokens.
+            expert_ids: int32 (B, T, top_k) per layer, instead of the router's choice of experts (not of their weights).
             records: a list to which each layer's `MoERecord` is appended, for comparisons.
 
         Returns:
@@ -250,6 +250,6 @@ class Model(nnx.Module):
         return project(x, weights[...], None, self.final_norm)
 
     def variables(self) -> Variables:
-        """Those outside layers."""
+        """The variables outside layers."""
         found: Variables = {("embedding",): self.embedding, ("final_norm",): self.final_norm.scale}
         return found if self.unembedding is None else found | {("unembedding",): self.unembedding.weights}

@@ -1,4 +1,4 @@
-"""Prefill and decode: a model as two jitted functions over a donated cache, and the loop that generates with them."""
+"""Prefill and decode: a model as jitted functions over a donated cache, and the loop that generates with them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ from examples.common.config import Config
 from examples.common.model import Model
 from examples.common.sampling import Sampler
 
-# Decoding steps of one program when generating: what a caller may wait for, and what may be computed after an EOS.
+# Decoding steps per program when generating. A caller may wait for so many, and so many may follow an EOS.
 CHUNK = 16
 
 
 class Runner:
-    """Serves a model. `prefill` is traced once a bucket of prompt lengths, `decode` once a bucket of cache lengths.
+    """Runs a model. `prefill` is traced once per bucket of prompt lengths, `decode` once per bucket of cache lengths.
 
-    (And again for another number of rows. Buckets are powers of two.)
+    Both are traced again for another number of rows. Buckets are powers of two.
     """
 
     def __init__(self, model: Model):
         self.model = model
-        # Split once, and into a plain list: flattening a module at every step would cost more than launching the step.
+        # Split once, into a plain list: flattening a module at every step would cost more than launching the step.
         graphdef, state = nnx.split(model)
         self._weights, treedef = jax.tree.flatten(state)
 
@@ -74,16 +74,16 @@ class Runner:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, cache: Cache | None = None, all_logits: bool = False
     ) -> tuple[jax.Array, Cache]:
-        """Reads prompts, which may differ in length.
+        """Runs the model on prompts, which may differ in length.
 
         Args:
             prompts: B lists of token ids, none of them empty.
-            cache: one to overwrite from its start, with B rows and capacity for the bucket of the longest prompt; it is
-                donated. None makes one of just that bucket (capacities of given ones are traced one by one).
+            cache: overwritten from its start and donated; with B rows, and capacity for the bucket of the longest
+                prompt. Each capacity is traced separately. None makes one of exactly that bucket.
             all_logits: whether to return the logits of all positions instead of each row's last.
 
         Returns:
-            Logits, float32 (B, vocab_size) or (B, bucket, vocab_size), garbage beyond a row's length; and the cache.
+            Logits, float32 (B, vocab_size) or (B, bucket, vocab_size), undefined beyond a row's length; and the cache.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, or a cache that does not fit.
@@ -105,12 +105,12 @@ class Runner:
         return logits, Cache(layers, on_device, int(lengths.max()))
 
     def decode(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; gives up the old one.
+        """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; donates the old one.
 
-        A full cache grows into the next bucket. Nothing waits for the device.
+        A full cache grows into the next bucket. The call does not wait for the device.
 
         Raises:
-            ValueError: tokens that are not one a row of the cache.
+            ValueError: `tokens` is not one token for each row of the cache.
         """
         if tokens.shape != (cache.batch,):
             raise ValueError(
@@ -121,9 +121,9 @@ class Runner:
         return logits, Cache(layers, lengths, cache.longest + 1)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> Iterator[np.ndarray]:
-        """Yields the new tokens of all rows, int32 (B,), `max_new_tokens` times; a caller who sees an EOS stops it.
+        """Yields the new tokens of all rows, int32 (B,), `max_new_tokens` times; a caller stops it at an EOS.
 
-        `CHUNK` steps run as one program, and the next one is launched before their tokens are read back, so that the
+        `CHUNK` steps run as one program, and the next program is launched before their tokens are read, so that the
         device never waits for the host.
         """
         tokens, cache = self._start(prompts, sampler, max_new_tokens)
@@ -133,10 +133,10 @@ class Runner:
             new, tokens, cache = self._steps(tokens, cache, step, sampler)
             yield from np.asarray(ready)
             ready = new
-        yield from np.asarray(ready)[: (max_new_tokens - 2) % CHUNK + 1]  # the last chunk may be longer than asked
+        yield from np.asarray(ready)[: (max_new_tokens - 2) % CHUNK + 1]  # the last chunk may be longer than needed
 
     def warm_up(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> int:
-        """Compiles all that `generate` will need for these arguments. Returns the bytes of its cache."""
+        """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache."""
         tokens, cache = self._start(prompts, sampler, max_new_tokens)
         if max_new_tokens > 1:
             _, tokens, cache = self._steps(tokens, cache, 1, sampler)
@@ -146,8 +146,8 @@ class Runner:
     def _steps(
         self, tokens: jax.Array, cache: Cache, step: int, sampler: Sampler
     ) -> tuple[jax.Array, jax.Array, Cache]:
-        """`CHUNK` steps from `tokens` (B,), drawn before the `step`-th. Returns all new tokens (CHUNK, B), the last of
-        them, and the cache."""
+        """`CHUNK` steps from the `step`-th on, after `tokens` (B,). Returns all new tokens (CHUNK, B), the last
+        of them, and the cache."""
         new, layers, lengths, tokens = self._chunk(self._weights, cache.layers, cache.lengths, tokens, step, sampler)
         return new, tokens, Cache(layers, lengths, cache.longest + CHUNK)
 
@@ -162,7 +162,7 @@ class Runner:
 
 
 def check_prompts(config: Config, prompts: Sequence[Sequence[int]]) -> None:
-    """ValueError unless there are prompts, each of one token or more of the vocabulary."""
+    """ValueError unless there is a prompt, and each has at least one token, all of the vocabulary."""
     if not prompts:
         raise ValueError("`prompts` must be at least one")
     for row, prompt in enumerate(prompts):

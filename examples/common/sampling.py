@@ -1,4 +1,4 @@
-"""Choosing the next token out of logits."""
+"""Choosing the next token from logits."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sampler:
-    """Greedy, or drawn from the softmax at a temperature, of which only the most probable part may stay.
+    """Greedy, or random from the softmax at a temperature, optionally only from its most probable part.
 
     Args:
-        temperature: divides the logits; 0 takes the largest logit, the lowest id among equals.
+        temperature: divides the logits; 0 takes the largest logit, and the lowest id among equals.
         top_p: in (0, 1]; keeps the most probable tokens up to the first at which their sum reaches it (nucleus
             sampling, Holtzman et al., 2019).
         seed: in 0..2^32 - 1; the same seed, step and logits give the same token.
@@ -41,7 +41,7 @@ class Sampler:
 
 
 def check_seed(seed: int) -> None:
-    """ValueError for a seed that `jax.random.key` would cut to its low 32 bits, and so give another one's numbers."""
+    """ValueError for a seed of more than 32 bits, of which `jax.random.key` would use only the low ones."""
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << 32) - 1}")
 
@@ -51,13 +51,13 @@ def _largest(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnames="cut")
+@partial(jax.jit, static_argnames="nucleus")
 def _draw(
-    logits: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array, step: int | jax.Array, cut: bool
+    logits: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array, step: int | jax.Array, nucleus: bool
 ) -> jax.Array:
     logits -= jnp.max(logits, axis=-1, keepdims=True)
-    logits = jnp.where(logits == 0, 0, logits / temperature)  # a temperature too small for float32 is 0 here
-    if cut:
+    logits = jnp.where(logits == 0, 0, logits / temperature)  # a temperature that float32 rounds to 0
+    if nucleus:
         descending = -jnp.sort(-logits, axis=-1)
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities

@@ -1,4 +1,4 @@
-"""Text in and out of token ids, by a checkpoint's tokenizer.json."""
+"""Text from and to token ids, with a checkpoint's tokenizer.json."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ def read_tokenizer(directory: Path) -> Any:
 
 @dataclass
 class TextStream:
-    """Turns ids into text as they come, holding back those that end within a character."""
+    """Decodes ids to text one by one, and holds back ids that end within a character."""
 
     tokenizer: Any
     ids: list[int] = field(default_factory=list)
@@ -43,12 +43,12 @@ class TextStream:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def step(self, token: int) -> str:
-        """The text that `token` completes, maybe none."""
+        """The text that `token` completes, which may be empty."""
         self.ids.append(token)
         return "" if self._pending().endswith("\ufffd") else self.flush()
 
     def flush(self) -> str:
-        """The text of what was held back."""
+        """The text of the ids that were held back."""
         text = self._pending()
         self.context, self.held = self.held, len(self.ids)
         return text
@@ -59,7 +59,7 @@ class TextStream:
 
 
 class IdStream:
-    """Ids as they are, with the same interface."""
+    """Shows ids themselves, with the interface of `TextStream`."""
 
     def prompt(self, ids: list[int]) -> str:
         return f"{len(ids)} ids given, new ones: "

@@ -6,7 +6,7 @@
     logits, cache = runner.prefill([[1, 2, 3]])
     logits, cache = runner.decode(Sampler()(logits, 0), cache)
 
-What it shares with other models is in `examples.common`. Its own, from the bottom up: `rope.py`, `model.py`,
+What models share is in `examples.common`. The files of this one, from the bottom up: `rope.py`, `model.py`,
 `load.py`, `generate.py`.
 """
 

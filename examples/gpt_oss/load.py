@@ -1,4 +1,4 @@
-"""Making a gpt-oss model: out of a checkpoint in either form, or of random weights in the shape of a published one."""
+"""Making a gpt-oss model from a checkpoint, or of random weights in the shape of a published model."""
 
 import os
 from functools import partial
@@ -29,7 +29,7 @@ class RandomSource(RandomWeights[Config]):
 def file_source(checkpoint: Checkpoint) -> FileSource[Config]:
     """The weights of a checkpoint that another tool quantized, or of one in floats.
 
-    CheckpointError unless it holds all that its config calls for, and nothing else.
+    CheckpointError unless it holds exactly the tensors of a model with its config.
     """
     config = read_config(checkpoint.path, quant_methods=None)
     shapes = tensor_shapes(config)
@@ -52,15 +52,15 @@ def load(
     backend: str | None = None,
     progress: bool = False,
 ) -> GptOss:
-    """The model of a gpt-oss checkpoint; experts are never decoded from disk to device.
+    """The model of a gpt-oss checkpoint; experts stay quantized from disk to device.
 
     Args:
-        path: a directory in the Hugging Face form or the original form, or quantized by another tool that jmx reads.
-        format: what experts in floats are rounded to as they are read, which then is needed.
-        declared_inputs: whether experts round their inputs to the format that the checkpoint declares.
+        path: a directory in any form that jmx reads, or quantized by another tool that jmx supports.
+        format: what float experts are quantized to on reading; required for those.
+        declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
         dtype: of activations and dense weights, bfloat16 or float32.
         backend: name of the jmx backend that must run, or None.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
@@ -78,7 +78,7 @@ def load(
 def from_source(
     source: Source[Config], *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None
 ) -> GptOss:
-    """The model of a source's weights, a layer at a time: the peak is the model and one layer."""
-    format = jmx.FORMATS["fp8_channel"]  # which holds any sizes; `fill` puts others in their place
+    """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer."""
+    format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
     make = partial(GptOss, source.config, format=format, dtype=dtype, backend=backend)
     return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source)

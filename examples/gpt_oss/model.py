@@ -12,16 +12,16 @@ from jmx.checkpoint.gpt_oss import Config
 
 
 class GptOss(Model):
-    """The whole model; see `examples.gpt_oss.load` for making one out of a checkpoint.
+    """The whole model; see `examples.gpt_oss.load` for making one from a checkpoint.
 
     Attention has biases and sinks, and uses a sliding window or the full context in each layer, by the config.
 
     Args:
         config: sizes and constants (`jmx.checkpoint.gpt_oss.Config`).
-        format: of the experts, until others are put in their place.
+        format: of the experts, until they are replaced.
         dtype: bfloat16 or float32.
         backend: name of the jmx backend that must run, or None.
-        rngs: `nnx.Rngs`, of which `params` is drawn.
+        rngs: `nnx.Rngs` with the stream `params`.
     """
 
     def __init__(

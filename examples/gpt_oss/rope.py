@@ -13,7 +13,7 @@ def yarn_frequencies(config: Config) -> np.ndarray:
     """Angle per position of each pair of a head's channels: float32 (head_dim / 2,).
 
     YaRN (Peng et al., 2023): channels that turn more than `rope_beta_fast` times within the original length keep their
-    frequency, those that turn less than `rope_beta_slow` times have it divided by `rope_factor`, with a ramp between.
+    frequency; those that turn less than `rope_beta_slow` times have it divided by `rope_factor`; between is a ramp.
     """
     dim = config.head_dim
 
@@ -33,7 +33,7 @@ def yarn_frequencies(config: Config) -> np.ndarray:
 def yarn_angles(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T).
 
-    Both carry YaRN's concentration 0.1 ln(factor) + 1, which so enters the scores squared.
+    Both are multiplied by YaRN's concentration 0.1 ln(factor) + 1, so scores are multiplied by its square.
     """
     angles = positions[..., None].astype(jnp.float32) * yarn_frequencies(config)
     concentration = 0.1 * math.log(config.rope_factor) + 1

@@ -21,7 +21,7 @@ def random_model(config: Config, seed: int, format: jmx.Format | None = None, **
 
 
 FAMILY = Family(
-    description="Generate with a Qwen3-MoE model whose experts stay as their checkpoint has them.",
+    description="Generate with a Qwen3-MoE model whose experts stay in their checkpoint's format.",
     configs=PUBLISHED,
     read_config=read_config,
     load=load,

@@ -1,4 +1,4 @@
-"""Making a Qwen3-MoE model: out of a checkpoint, or of random weights in the shape of a published one."""
+"""Making a Qwen3-MoE model from a checkpoint, or of random weights in the shape of a published model."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from jmx.checkpoint.model_configs.qwen3_moe import Config, read_config
 Shape = tuple[int, ...]
 
 
-# Neutral names, those of `jmx.checkpoint.gpt_oss.Reader`, and the files'; in a layer after "layers.N." and
+# Neutral names, as in `jmx.checkpoint.gpt_oss.Reader`, -> names in the files; in a layer after "layers.N." and
 # "model.layers.N.".
 TOP_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -44,7 +44,7 @@ def top_shapes(config: Config) -> dict[str, Shape]:
 
 
 def layer_shapes(config: Config, layer: int) -> dict[str, Shape]:
-    """Shapes of a layer's arrays but for its experts, by neutral name."""
+    """Shapes of a layer's arrays except its experts, by neutral name."""
     hidden, dim = config.hidden_size, config.head_dim
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
     rows = {name: count * dim for name, count in heads.items()}
@@ -70,7 +70,7 @@ def tensor_shapes(config: Config) -> dict[str, Shape]:
 
 
 def file_source(checkpoint: Checkpoint) -> FileSource[Config]:
-    """The weights of a checkpoint. CheckpointError unless it holds all that its config calls for, and nothing else."""
+    """The weights of a checkpoint. CheckpointError unless it holds exactly the tensors of a model with its config."""
     config = read_config(checkpoint.path)
     untied, top = _untied(checkpoint, config)
     unread = {}
@@ -89,10 +89,10 @@ def _sparse_layers(config: Config) -> list[int]:
 
 
 def _untied(checkpoint: Checkpoint, config: Config) -> tuple[Config, dict[str, str]]:
-    """The config, and files' names outside layers, of a model whose tables are tied as far as its files allow.
+    """The config, and names in the files outside layers, of a model whose tables are tied if its files allow it.
 
-    As transformers has it (5.23, `PreTrainedModel.tie_weights`): files may hold either table, or both. Two that differ
-    stay two, with a UserWarning.
+    As in transformers 5.23 (`PreTrainedModel.tie_weights`), files may hold either table, or both. Two that differ are
+    not tied, with a UserWarning.
     """
     embedding, unembedding = TOP_NAMES["embedding"], TOP_NAMES["unembedding"]
     if not config.tie_word_embeddings or not checkpoint.holds(unembedding):
@@ -129,15 +129,15 @@ def load(
     backend: str | None = None,
     progress: bool = False,
 ) -> Qwen3MoE:
-    """The model of a Qwen3-MoE checkpoint; experts are never decoded from disk to device.
+    """The model of a Qwen3-MoE checkpoint; experts stay quantized from disk to device.
 
     Args:
-        path: a directory of safetensors files, in floats or quantized by a tool that jmx reads.
-        format: what experts in floats are rounded to as they are read; None: nothing.
-        declared_inputs: whether experts round their inputs to the format that the checkpoint declares.
-        dtype: of activations, dense weights and experts in floats, bfloat16 or float32.
+        path: a directory of safetensors files, in floats or quantized by a tool that jmx supports.
+        format: what float experts are quantized to on reading; None: they stay floats.
+        declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
+        dtype: of activations, dense weights and float experts, bfloat16 or float32.
         backend: name of the jmx backend that must run, or None.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
@@ -151,6 +151,6 @@ def load(
 def from_source(
     source: Source[Config], *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None
 ) -> Qwen3MoE:
-    """The model of a source's weights, a layer at a time: the peak is the model and one layer."""
+    """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer."""
     make = partial(Qwen3MoE, source.config, dtype=dtype, backend=backend)
     return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source)

@@ -13,7 +13,7 @@ from jmx.checkpoint.model_configs.qwen3_moe import Config
 
 
 class DenseBlock(nnx.Module):
-    """Attention, then one MLP for all tokens, each behind a norm and added to the residual stream."""
+    """Attention, then one MLP for all tokens, each after a norm and added to the residual stream."""
 
     def __init__(self, config: Config, attention: Attention, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         sizes = config.hidden_size, config.intermediate_size
@@ -44,15 +44,15 @@ class DenseBlock(nnx.Module):
 
 
 class Qwen3MoE(Model):
-    """The whole model; see `examples.qwen3_moe.load` for making one out of a checkpoint.
+    """The whole model; see `examples.qwen3_moe.load` for making one from a checkpoint.
 
-    Queries and keys are normed a head. A token's experts are the `top_k` of a softmax over all.
+    Queries and keys are normalized per head. Routing is a softmax over all experts, then the `top_k` largest.
 
     Args:
         config: sizes and constants.
         dtype: bfloat16 or float32.
         backend: name of the jmx backend that must run, or None.
-        rngs: `nnx.Rngs`, of which `params` is drawn.
+        rngs: `nnx.Rngs` with the stream `params`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Qwen3MoE(Model):
 
 
 def _zeros(experts: int, hidden: int, intermediate: int, dtype: jax.typing.DTypeLike) -> FloatExperts:
-    """Of a model whose experts come later."""
+    """Placeholders for a model whose experts are loaded later."""
     return FloatExperts(
         jnp.zeros((experts, 2 * intermediate, hidden), dtype), jnp.zeros((experts, hidden, intermediate), dtype)
     )

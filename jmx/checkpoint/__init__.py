@@ -1,4 +1,4 @@
-"""Checkpoints: a module for each family of files, which reads quantized experts without decoding them.
+"""Checkpoints: a package for each family of files, whose reader gives experts without decoding them.
 
 Modules are imported when they are first used, so that `import jmx` loads neither Orbax nor any reader.
 """

@@ -1,4 +1,4 @@
-"""JSON objects of configs, read key by key, so that a key that nothing reads is an error."""
+"""JSON objects of configs, read key by key: a key that nothing reads is an error."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from jmx.checkpoint.shards import CheckpointError
 
 
 class ConfigObject:
-    """A JSON object whose entries are taken one by one; what is left at the end is unknown."""
+    """A JSON object whose entries are read one by one. `close` raises for entries that were not."""
 
     def __init__(self, file: Path, place: str, value: Any):
         self.file, self.place = file, place
@@ -21,7 +21,7 @@ class ConfigObject:
         return CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) {rule}")
 
     def check(self, key: str, fits: Callable[[Any], bool], rule: str, *default: Any) -> Any:
-        """The entry, or the default if it is missing; without one it must be there."""
+        """The entry, or the default if it is missing. CheckpointError if both are missing, or `fits` is false."""
         self._left.discard(key)
         if key not in self.entries:
             if default:
@@ -32,7 +32,7 @@ class ConfigObject:
         return self.entries[key]
 
     def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
-        """An entry that equals one of `values` in type, too: in JSON 1 is not true, in Python it is."""
+        """An entry that equals one of `values`, also in type: 1 is not true in JSON, as it is in Python."""
 
         def fits(value: Any) -> bool:
             return any(_same(value, wanted) for wanted in values)
@@ -40,7 +40,7 @@ class ConfigObject:
         return self.check(key, fits, f"must be one of {list(values)}", *default)
 
     def equal(self, wanted: Mapping[str, Any], why: str) -> None:
-        """ConfigObject that must equal those of `wanted`, in type, too; objects have these entries and no others."""
+        """Checks that entries equal those of `wanted`, also in type, and that inner objects have no others."""
         for key, value in wanted.items():
             if isinstance(value, Mapping):
                 inner = self.object(key)
@@ -50,7 +50,7 @@ class ConfigObject:
                 self.check(key, lambda found, value=value: _same(found, value), f"must be {value!r}, {why}")
 
     def object_or_none(self, key: str) -> Mapping[str, Any] | None:
-        """An entry of which only the kind is checked; None if it is missing."""
+        """An entry that must be an object or null; its contents are not checked. None if it is missing."""
         return self.check(key, lambda value: value is None or isinstance(value, dict), "must be an object", None)
 
     def strings(self, key: str, *default: Any) -> list[str]:

@@ -20,15 +20,14 @@ from jmx.util.checks import check_instance, check_path
 
 
 def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
-    """Saves all variables of `module` as an Orbax checkpoint, experts in the layout in which they lie.
+    """Saves all variables of `module` as an Orbax checkpoint, experts in their present layout.
 
-    Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values"; what else must be known of each
-    MoE layer is in the checkpoint's custom metadata, see `jmx.checkpoint.orbax_metadata`. `path` appears when it is
-    complete.
+    Arrays are named by their path in the module, such as "layers.0.moe.gate_up_values". The custom metadata of the
+    checkpoint describe each MoE layer, see `jmx.checkpoint.orbax_metadata`. `path` appears when it is complete.
 
     Raises:
         FileExistsError, FileNotFoundError: `path` exists, or the directory that should hold it does not.
-        TypeError, ValueError: a module that is none, variables without values, two of one name, and a MoE layer that
+        TypeError, ValueError: `module` is not a module, a variable has no value, two have one name, or a MoE layer
             shares weights with another.
     """
     path = check_path("path", path)
@@ -39,8 +38,8 @@ def save(path: str | os.PathLike[str], module: nnx.Module) -> None:
         if isinstance(array, jax.ShapeDtypeStruct):
             raise TypeError(f"variable {name!r} of `module` (a ShapeDtypeStruct) must have a value")
     note = note_of(layers)
-    # Orbax too writes beside and renames, but leaves its directory there on errors. Where several processes write one
-    # checkpoint together, only Orbax can see to it.
+    # Orbax also writes to a temporary directory and renames it, but leaves that behind on errors. If several processes
+    # write one checkpoint together, only Orbax can coordinate them.
     alone = jax.process_count() == 1
     with new_path(path) if alone else contextlib.nullcontext(Path(path)) as place:
         orbax_arrays.write(place, arrays, note)
@@ -51,20 +50,20 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
 
     Args:
         path: the checkpoint.
-        module: of the same structure; its layouts may differ. Its values are not looked at, so
-            `nnx.eval_shape(lambda: Model(...))` does, and then only the restored weights are held: under
-            `jax.set_mesh`, whose mesh they are then split over, if the model is. Variables without a sharding go to the
-            whole mesh on which others lie, else to the default device. Experts that were saved in another layout are
-            read split as these, where their shapes can be, else along the axis of experts alone (whole, if that is not
-            split), and moved once they have their layout.
+        module: of the same structure; its layouts may differ. Its values are not read, so
+            `nnx.eval_shape(lambda: Model(...))` suffices, and only the restored weights are in memory. A model that is
+            split over a mesh is made under `jax.set_mesh`. Variables without a sharding are replicated over the mesh
+            of the others, else put on the default device. Experts that were saved in another layout are read with the
+            sharding of `module` if their shapes allow it, else split along the axis of experts alone, and resharded
+            after the conversion.
 
     Returns:
         A new module; expert weights have the bits that were saved, in the layouts of `module`.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, or one whose arrays or experts are not those of `module` but for
-            the layout, naming the file and the first array or key.
-        TypeError, ValueError: those of `save`, and a module that is split over a mesh without devices.
+        CheckpointError: no checkpoint, a damaged one, or one whose arrays or experts differ from those of `module` in
+            more than the layout. It names the file and the first array or key.
+        TypeError, ValueError: as `save`, and for a module that is split over a mesh without devices.
     """
     path = check_path("path", path)
     check_instance("module", module, nnx.Module, "a flax.nnx.Module")
@@ -97,7 +96,7 @@ def _name(key: tuple[Any, ...]) -> str:
 
 
 def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[Layer]]:
-    """All arrays (or their shapes) by name, and the MoE layers. TypeError, ValueError for what has no place there."""
+    """All arrays (or their shapes) by name, and the MoE layers. TypeError, ValueError as in `save`."""
     arrays: dict[str, Any] = {}
     for key, variable in nnx.to_flat_state(nnx.state(module)):
         name, array = _name(key), variable.get_value()
@@ -110,12 +109,12 @@ def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[Layer]]:
 
 
 def _layer(path: str, moe: MoE, arrays: Mapping[str, Any]) -> Layer:
-    """The layer at `path`, with shapes for arrays: of these alone, how they are split over devices is no part."""
+    """The layer at `path`, with shapes in place of arrays and without shardings."""
     prefix = Layer(path, moe.skeleton).prefix
     shapes = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
     for name in (f"{role}_{name}" for role in ROLES for name in moe.skeleton.format.arrays):
         if name not in shapes:
-            raise ValueError(f"`module` must have {prefix + name!r} in no other place, but shares it with one")
+            raise ValueError(f"`module` must have {prefix + name!r} in one place only, but shares it with another")
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in shapes.items()}
     return Layer(path, moe.skeleton.with_arrays(shapes))
 
@@ -126,7 +125,7 @@ def _prepared(layer: Layer, layout: str) -> Layer:
 
 
 def _places(arrays: Mapping[str, Any]) -> dict[str, Sharding]:
-    """Where each array (or shape) belongs: where it was put, else beside those that were put on a mesh."""
+    """The sharding of each array (or shape): its own if it was placed, else replicated over the mesh of the others."""
     put = {
         name: _of_devices(name, a.sharding)
         for name, a in arrays.items()
@@ -151,10 +150,10 @@ def _of_devices(name: str, sharding: Sharding) -> Sharding:
 
 
 def _reading_place(place: Sharding, shape: tuple[int, ...], kept: int) -> Sharding:
-    """Where an array of `shape` is read that will move to `place` once it is in another layout.
+    """The sharding with which an array of `shape` is read, before it is converted and moved to `place`.
 
-    It is split likewise if it can be, else along its first `kept` axes alone, which every layout has. Axes of the mesh
-    are no explicit ones, under which jax refuses most of what a layout does.
+    It is that of `place` if the shape allows it, else split along the first `kept` axes alone, which every layout has.
+    Mesh axes are not Explicit, since jax rejects most operations of a layout under those.
     """
     if not isinstance(place, NamedSharding):
         return place
@@ -171,7 +170,7 @@ def _reading_place(place: Sharding, shape: tuple[int, ...], kept: int) -> Shardi
 
 
 def _moved(experts: Experts, layout: str) -> Experts:
-    """`experts` in another layout, on the mesh where they are, whichever is in scope. Gives up the old ones."""
+    """`experts` in another layout, on their own mesh, whichever is in scope. Frees the old arrays."""
     mesh = getattr(experts.gate_up.values.sharding, "mesh", None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         return experts.prepare(layout, donate=True)

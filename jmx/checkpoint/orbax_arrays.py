@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError, read_object
+from jmx.util.typing import AnyArray, Array, Shaped
 
 # Orbax's own files in a checkpoint, both JSON objects.
 CUSTOM_METADATA = "_CHECKPOINT_METADATA"
@@ -25,11 +26,11 @@ class Stored(NamedTuple):
     custom_metadata: Any
 
 
-def write(path: Path, arrays: Mapping[str, Any], custom_metadata: dict[str, Any]) -> None:
-    """Writes arrays (jax or numpy) and a JSON object to a new checkpoint, which Orbax makes appear whole.
+def write(path: Path, arrays: Mapping[str, Shaped[AnyArray, "..."]], custom_metadata: dict[str, Any]) -> None:
+    """Writes arrays (jax or numpy) and a JSON object to a new checkpoint, which Orbax renames into place when complete.
 
-    What interrupts this, such as Ctrl-C, is raised when Orbax is done: its threads write on, and make directories anew
-    that somebody removed meanwhile.
+    An interrupt such as Ctrl-C is raised when Orbax is done: its threads keep writing, and would recreate directories
+    that were removed meanwhile.
     """
 
     def save() -> None:
@@ -51,18 +52,18 @@ def write(path: Path, arrays: Mapping[str, Any], custom_metadata: dict[str, Any]
 
 
 def describe(path: Path) -> Stored:
-    """What the checkpoint at `path` holds, its arrays not read. CheckpointError if it is none of flat arrays."""
+    """What the checkpoint at `path` holds, without its arrays. CheckpointError if it is not a flat dict of arrays."""
     if not (path / _TREE).exists():
         raise CheckpointError(path, f"must be an Orbax checkpoint, a directory that holds {_TREE}")
-    for name in (_TREE, CUSTOM_METADATA):  # Orbax passes over files that are no JSON, or names none of them
+    for name in (_TREE, CUSTOM_METADATA):  # Orbax ignores files that are not JSON, or does not name them
         if (path / name).exists():
             read_object(path / name)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(path.absolute())
-    except Exception as error:  # Orbax raises errors of many kinds, of which some are plain Exceptions
+    except Exception as error:  # Orbax raises many types of errors, some of them plain Exceptions
         raise CheckpointError(path, f"must be an Orbax checkpoint: {_text(error)}") from error
-    if metadata.item_metadata is None:  # where there is no telling what failed
+    if metadata.item_metadata is None:  # Orbax does not report what failed
         raise CheckpointError(path, "the arrays' shapes cannot be read: manifest.ocdbt or a file of `d` is damaged")
     try:
         tree = metadata.item_metadata.tree
@@ -83,7 +84,7 @@ def note(path: Path, stored: Stored, key: str) -> ConfigObject:
 def check(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """CheckpointError, naming the array, unless `stored` has those of `wanted`, and no others, in shape and dtype."""
     for name, array in wanted.items():
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # stored as the integers that it is made of
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # stored as its integers
             array = jax.eval_shape(jax.random.key_data, array)
         if name not in stored:
             raise CheckpointError(path, f"array {name!r} is missing; it must be {array.dtype} {array.shape}")
@@ -97,8 +98,8 @@ def check(path: Path, stored: Mapping[str, jax.ShapeDtypeStruct], wanted: Mappin
             raise CheckpointError(path, f"array {name!r} is not one that is called for")
 
 
-def read(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays of a checkpoint, each placed as its entry in `wanted` says, all of which must fit."""
+def read(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Shaped[Array, "..."]]:
+    """The arrays of a checkpoint, each placed as its entry in `wanted` specifies. All must fit."""
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             return checkpointer.restore(path.absolute(), dict(wanted))
@@ -106,7 +107,7 @@ def read(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
         raise CheckpointError(path, f"the arrays cannot be read: {_text(error)}") from error
 
 
-def read_one(path: Path, name: str) -> np.ndarray:
+def read_one(path: Path, name: str) -> Shaped[np.ndarray, "..."]:
     """One array of a checkpoint, into the host's memory."""
     restore = ocp.args.PyTreeRestore(
         item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True

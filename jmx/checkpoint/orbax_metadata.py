@@ -1,4 +1,4 @@
-"""The custom metadata of a checkpoint that describe its MoE layers: written, and compared with a module's layers.
+"""The custom metadata of an Orbax checkpoint that describe its MoE layers.
 
 It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
 
@@ -19,8 +19,8 @@ It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
       }
     }
 
-where `arrays` are those of the canonical layout, whichever layout the checkpoint is in. Layouts pad: without these
-sizes, arrays of different experts may have the same shape.
+where `arrays` are those of the canonical layout, whatever the layout of the checkpoint. These sizes are needed since
+layouts pad: arrays of different experts may have the same shape. On restoring they are compared with the module's.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ VERSION = 1
 
 
 class Layer(NamedTuple):
-    """A MoE layer of a module: its path there, with dots (that of the module itself is empty), and its experts."""
+    """A MoE layer of a module: its path there, with dots (empty for the module itself), and its experts."""
 
     path: str
     experts: Experts
@@ -56,7 +56,7 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
     """The custom metadata of a checkpoint of these layers.
 
     Raises:
-        ValueError: a layer in an unknown layout, or in one that does not hold its format.
+        ValueError: a layer in an unknown layout, or in one that does not support its format.
     """
     for layer in layers:
         layout, format = layouts.get(layer.experts.layout), layer.experts.format
@@ -67,11 +67,11 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def layouts_of(note: ConfigObject, layers: Sequence[Layer]) -> list[str]:
-    """The layouts of these layers in a checkpoint that has this note.
+    """The layouts of these layers in the checkpoint of a note.
 
     Raises:
-        CheckpointError: a note of another version, or one that differs from the layers in anything but the layout,
-            naming the file and the first key.
+        CheckpointError: the note has another version, or differs from the layers in anything but the layout. It names
+            the file and the first key.
     """
     note.equal({"version": VERSION}, "which is what this jmx reads and writes")
     stored = note.object("layers")
@@ -82,7 +82,7 @@ def layouts_of(note: ConfigObject, layers: Sequence[Layer]) -> list[str]:
 
 
 def _facts(experts: Experts) -> dict[str, Any]:
-    """What describes experts in any layout, as JSON: experts that agree in it have the same arrays."""
+    """A description of experts that does not depend on their layout, as JSON. Equal ones have the same arrays."""
     canonical = jax.eval_shape(Experts.canonical, experts)
     *leading_axes, num_experts, _, _ = canonical.gate_up.values.shape
     return {
@@ -98,7 +98,7 @@ def _facts(experts: Experts) -> dict[str, Any]:
 
 
 def _layout_of(entries: ConfigObject, experts: Experts) -> str:
-    entries.equal(_facts(experts), "as `module` has it")
+    entries.equal(_facts(experts), "as in `module`")
     layout = entries.one_of(
         "layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(experts.format))
     )

@@ -1,4 +1,4 @@
-"""From a file's bytes to devices: whole tensors, or only the slices that each device needs."""
+"""From files to devices: whole tensors, or only the slices that each device needs."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jmx.util.typing import Array, Shaped
+
 _ALIGNMENT = 64  # bytes; XLA's, on a CPU
 
 Index = tuple[slice, ...]
@@ -14,20 +16,24 @@ ShardingLike = Sharding | Mapping[str, Sharding | None] | Callable[[str], Shardi
 
 
 class View(Protocol):
-    """What can be placed: an array, or something that makes parts of one when it is sliced."""
+    """An array, or an object that reads parts of one when it is sliced."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def ndim(self) -> int: ...
-    def __getitem__(self, index: Index, /) -> np.ndarray: ...
+    def __getitem__(self, index: Index, /) -> Shaped[np.ndarray, "..."]: ...
 
 
 def sharding_of(name: str, sharding: ShardingLike) -> Sharding | None:
-    """The sharding of the array called `name`: one for all, by name, by a function of the name, or None for none.
+    """The sharding of the array called `name`; None for the default device.
+
+    Args:
+        name: of the array.
+        sharding: one sharding for all arrays, a mapping or a function from names to shardings, or None.
 
     Raises:
-        TypeError: `sharding` is, holds or gives something else.
+        TypeError: `sharding` is, holds or returns anything else.
     """
     found = sharding
     if isinstance(sharding, Mapping):
@@ -40,18 +46,22 @@ def sharding_of(name: str, sharding: ShardingLike) -> Sharding | None:
 
 
 def place(
-    name: str, view: View, sharding: ShardingLike, check: Callable[[np.ndarray, Index], None] | None = None
-) -> jax.Array:
+    name: str,
+    view: View,
+    sharding: ShardingLike,
+    check: Callable[[Shaped[np.ndarray, "..."], Index], None] | None = None,
+) -> Shaped[Array, "..."]:
     """Puts an array on its devices and waits for it, so that the host holds one at a time.
 
     Args:
-        name: what `sharding` and errors call it.
-        view: a map of a file, or what reads files when sliced. Only what the devices of this process need is read.
-        sharding: see `sharding_of`; None puts it on the default device, uncommitted.
-        check: is shown each slice that is read, and where it lies, before it goes to a device.
+        name: of the array, for `sharding` and errors.
+        view: a memory map of a file, or an object that reads files when sliced. Only what the devices of this process
+            need is read.
+        sharding: see `sharding_of`; None puts the array on the default device, uncommitted.
+        check: called with each slice that is read, and its index, before it is moved to a device.
 
     Raises:
-        ValueError: a shape that the sharding cannot split.
+        ValueError: the sharding cannot split the array's shape.
     """
     its_sharding = sharding_of(name, sharding)
     if its_sharding is not None:
@@ -64,12 +74,12 @@ def place(
 
     everything = (slice(None),) * view.ndim
 
-    def read(index: Index | None) -> np.ndarray:
+    def read(index: Index | None) -> Shaped[np.ndarray, "..."]:
         index = everything if index is None else index
         part = view[index]
         if check is not None:
             check(part, index)
-        # A CPU's arrays would stay maps of the file, and change or vanish with it.
+        # Without a copy, arrays on a CPU would stay maps of the file, and change with it.
         return _aligned_copy(part) if on_cpu else part
 
     if its_sharding is None:
@@ -77,8 +87,8 @@ def place(
     return jax.block_until_ready(jax.make_array_from_callback(view.shape, its_sharding, read))
 
 
-def _aligned_copy(array: np.ndarray) -> np.ndarray:
-    """A copy that JAX takes as a CPU array's own memory, where it would copy again what begins elsewhere."""
+def _aligned_copy(array: Shaped[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
+    """A copy in aligned memory, which JAX uses as a CPU array without copying it again."""
     memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -9,9 +9,9 @@ from jmx.util.checks import check_bool, check_int
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int, enabled: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr that counts to `total` bytes. It gives the function to call with the bytes done.
+    """A bar on stderr that counts to `total` bytes. Yields the function to call with the number of bytes done.
 
-    There is none where `enabled` is false or stderr is no terminal.
+    Nothing is shown if `enabled` is false or stderr is not a terminal.
     """
     if not (enabled and sys.stderr.isatty()):
         yield lambda _: None
@@ -36,11 +36,11 @@ class CountsBytes:
 
     @contextlib.contextmanager
     def progress(self, enabled: bool = True, total: int | None = None) -> Iterator[None]:
-        """Within it, a bar on stderr (where that is a terminal) counts the bytes that are read.
+        """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read.
 
         Args:
-            enabled: whether there is one.
-            total: bytes at which the bar is full; None: those of all tensors.
+            enabled: whether to show the bar.
+            total: bytes at which the bar is full; None: the bytes of all tensors.
         """
         check_bool("enabled", enabled)
         if total is not None:

@@ -1,14 +1,13 @@
-"""What every family's reader of checkpoints offers: `config`, `layers`, `dense(name)` and `experts(layer)`."""
+"""The protocol of every family's reader: `config`, `layers`, `dense(name)` and `experts(layer)`."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
-
 from jmx.checkpoint.placement import ShardingLike
 from jmx.experts import Experts
 from jmx.numerics.formats import Format
+from jmx.util.typing import Array, Shaped
 
 
 class ExpertLayer(Protocol):
@@ -40,8 +39,8 @@ class ExpertLayer(Protocol):
 class Reader[Key: (int, str)](Protocol):
     """A checkpoint, checked when it is opened and read tensor by tensor.
 
-    A family whose model is known calls layers by their number and tensors by neutral names (`jmx.checkpoint.gpt_oss`);
-    one of files of any model calls both by the names in the files, as in "model.layers.0.mlp.experts"
+    A family of one model has numbered layers and neutral tensor names (`jmx.checkpoint.gpt_oss`). A family of files of
+    any model uses the names in the files for both, such as "model.layers.0.mlp.experts"
     (`jmx.checkpoint.compressed_tensors`, `jmx.checkpoint.quantizing`).
 
     Attributes:
@@ -50,8 +49,8 @@ class Reader[Key: (int, str)](Protocol):
         layers: the layers that have experts, in order; the keys are what `experts` takes.
 
     Raises:
-        CheckpointError: when it is made, for files that are wrong or broken; when tensors are read, for numbers that
-            they must not hold. It names the file, the tensor or key, and the expectation.
+        CheckpointError: from the constructor, for files that are wrong or broken; on reading, for numbers that a tensor
+            must not hold. The message names the file, the tensor or key, and the expectation.
     """
 
     @property
@@ -61,7 +60,7 @@ class Reader[Key: (int, str)](Protocol):
     @property
     def layers(self) -> Mapping[Key, ExpertLayer]: ...
 
-    def dense(self, name: str, sharding: ShardingLike = None) -> jax.Array:
+    def dense(self, name: str, sharding: ShardingLike = None) -> Shaped[Array, "..."]:
         """A tensor outside the experts.
 
         Args:
@@ -70,17 +69,17 @@ class Reader[Key: (int, str)](Protocol):
                 slices that this process's devices need are read. None is the default device.
 
         Returns:
-            The array in the shape and dtype that the file has; weights are (out, in). What files hold quantized is
-            dequantized to float32.
+            The array in the shape and dtype of the file; weights are (out, in). A quantized weight is dequantized to
+            float32.
 
         Raises:
             CheckpointError: see the class.
-            ValueError: a `name` that is not there, a `sharding` that cannot split the array.
+            ValueError: an unknown `name`, a `sharding` that cannot split the array.
         """
         ...
 
     def experts(self, layer: Key, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
-        """One layer's experts, never decoded on the way.
+        """One layer's experts, which stay quantized throughout.
 
         Args:
             layer: a key of `layers`.
@@ -89,7 +88,7 @@ class Reader[Key: (int, str)](Protocol):
 
         Raises:
             CheckpointError: see the class.
-            ValueError: a `layer` that is not there, an unknown `layout` or one that does not hold the format, a
+            ValueError: an unknown `layer`, an unknown `layout` or one that does not support the format, a
                 `sharding` that cannot split an array.
         """
         ...

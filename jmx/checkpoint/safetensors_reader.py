@@ -1,18 +1,18 @@
-"""What readers of safetensors files share whose tensors have the files' own names, whatever the model."""
+"""What readers share that name tensors as the files do, whatever the model."""
 
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.progress import CountsBytes
 from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.util.checks import check_str
+from jmx.util.typing import Array, Shaped
 
 
 class SafetensorsReader(CountsBytes):
-    """Tensors by the names that files give them. A family's reader sets `path` and `tensors`."""
+    """Tensors by their names in the files. A family's reader sets `path` and `tensors`."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -21,15 +21,15 @@ class SafetensorsReader(CountsBytes):
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def view(self, name: str) -> np.ndarray:
-        """A tensor as it lies in its file, which is mapped. CheckpointError if there is none of that name."""
+    def view(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """A tensor as a memory map of its file. CheckpointError if no tensor has that name."""
         return self._tensor(name).view()
 
-    def dense(self, name: str, sharding: ShardingLike = None) -> jax.Array:
+    def dense(self, name: str, sharding: ShardingLike = None) -> Shaped[Array, "..."]:
         """A tensor outside the experts, by its name in the files; see `jmx.checkpoint.Reader.dense`.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: no tensor has that name.
             ValueError: a `sharding` that cannot split the array.
         """
         tensor = self._tensor(name)

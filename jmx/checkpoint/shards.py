@@ -1,9 +1,9 @@
-"""Safetensors files, read tensor by tensor with every error named, and written.
+"""Safetensors files: headers, memory-mapped tensors, writing, and errors that name the file and the tensor.
 
 A file is an 8 byte little-endian length, a JSON header of that length, and the tensors' bytes; see the safetensors
-format, https://github.com/huggingface/safetensors#format. The headers are read here, and not by the safetensors
-package, for three reasons: its errors name neither file nor tensor, its arrays for numpy lack the 8-bit floats, and its
-writer wants every tensor in memory at once.
+format, https://github.com/huggingface/safetensors#format. This module reads headers itself, instead of the safetensors
+package, for three reasons: the errors of the package name neither file nor tensor, its numpy arrays lack the 8-bit
+floats, and its writer needs all tensors in memory at once.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ import numpy as np
 
 from jmx.util.atomic_files import named_errors, write_json
 from jmx.util.checks import check_int
+from jmx.util.typing import Shaped
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -49,10 +50,10 @@ DTYPES: dict[str, np.dtype] = {
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # what a converted checkpoint has anew, or not at all
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # not copied by a conversion, which writes its own
 _NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
-MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it, and of a checkpoint's other JSON
-MAX_NESTING = 100  # of JSON: deeper than any config, and what Python's own reader and writer both take
+MAX_JSON_BYTES = 100_000_000  # of a header, the limit of the safetensors package, and of other JSON files
+MAX_NESTING = 100  # of JSON: deeper than any config, and within the limits of Python's reader and writer
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -67,7 +68,7 @@ class CheckpointError(ValueError):
     """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation.
 
     Attributes:
-        file, problem: what the message is made of.
+        file, problem: the two parts of the message.
     """
 
     def __init__(self, file: str | os.PathLike[str], problem: str):
@@ -77,12 +78,12 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies.
+    """Where a tensor is stored.
 
     Args:
         file: the safetensors file.
         name: its name there.
-        dtype: as safetensors spells it, a key of `DTYPES`.
+        dtype: in safetensors' spelling, a key of `DTYPES`.
         shape: row-major.
         offset: of its first byte from the start of the file.
     """
@@ -97,15 +98,15 @@ class Tensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def view(self) -> np.ndarray:
-        """The tensor as a read-only map of the file: bytes are read when they are looked at, and none is copied."""
+    def view(self) -> Shaped[np.ndarray, "..."]:
+        """The tensor as a read-only memory map of the file: bytes are read on access, and none is copied."""
         dtype = DTYPES[self.dtype]
         if not self.nbytes:
             return np.empty(self.shape, dtype)
         try:
             raw = np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
         except (OSError, ValueError) as error:
-            raise CheckpointError(self.file, f"tensor {self.name!r} cannot be read any more: {error}") from error
+            raise CheckpointError(self.file, f"tensor {self.name!r} can no longer be read: {error}") from error
         return raw.view(dtype).view(np.ndarray).reshape(self.shape)
 
 
@@ -119,7 +120,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """As `read_json`, of a file that must hold an object."""
+    """The contents of a JSON file that must hold an object; see `read_json`."""
     contents = read_json(file)
     if not isinstance(contents, dict):
         raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
@@ -127,10 +128,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def parse_json(file: Path, raw: bytes, what: str) -> Any:
-    """JSON out of bytes of `file`.
+    """Parses bytes of `file` as JSON.
 
     Raises:
-        CheckpointError: they are not JSON, name a key twice, or nest deeper than `MAX_NESTING`. It names `what`.
+        CheckpointError: the bytes are not JSON, name a key twice, or nest deeper than `MAX_NESTING`. It names `what`.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def _nests_deeper(contents: Any, limit: int) -> bool:
 
 
 def _size(file: Path) -> int:
-    """Of a regular file. CheckpointError for all else: a pipe waits for its writer, and a device may have no end."""
+    """The size of a regular file. CheckpointError for any other kind: a pipe may block, and a device may be endless."""
     with _errors_named(file):
         status = os.stat(file)
     if not stat.S_ISREG(status.st_mode):
@@ -188,7 +189,7 @@ def _read_bytes(file: Path, start: int, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _errors_named(file: Path) -> Iterator[None]:
-    """Makes errors of the system into CheckpointErrors of `file`."""
+    """Turns errors of the operating system into CheckpointErrors of `file`."""
     try:
         yield
     except FileNotFoundError as error:
@@ -197,17 +198,16 @@ def _errors_named(file: Path) -> Iterator[None]:
         raise CheckpointError(file, "the file is missing") from error
     except OSError as error:
         raise CheckpointError(file, f"the file cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # a name that holds a null, or a surrogate
+    except ValueError as error:  # a name with a null character or a surrogate
         raise CheckpointError(file, f"the file cannot be read: {error}") from error
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, by name, in the order in which they lie.
+    """The tensors of one safetensors file, by name, in the order of their bytes.
 
     Raises:
-        CheckpointError: no regular file; a header that is not sane (its length, which is at most `MAX_JSON_BYTES`, its
-            JSON, an entry), tensors that overlap or leave gaps, or a file that is shorter or longer than its header
-            says.
+        CheckpointError: not a regular file; an invalid header (its length, which is at most `MAX_JSON_BYTES`, its JSON,
+            or an entry); tensors that overlap or leave gaps; a file shorter or longer than its header states.
     """
     size = _size(file)
     if size < 8:
@@ -228,7 +228,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
     ):
         if start + begin != end:
             raise CheckpointError(
-                file, f"tensor {name!r} begins at byte {start + begin}, but must at {end}, where the last one ends"
+                file,
+                f"tensor {name!r} begins at byte {start + begin}, but must begin at {end}, after the last one",
             )
         end = start + stop
         if end > size:
@@ -242,7 +243,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
-    """A header entry, checked: first and last byte within the data, dtype and shape."""
+    """Checks a header entry, and returns its first and last byte within the data, dtype and shape."""
 
     def sizes(value: Any) -> bool:
         return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
@@ -263,13 +264,13 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int,
 
 
 def read_headers(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name: of its index's shards, or of every safetensors file in `directory` itself.
+    """The tensors of a checkpoint, by name: of the shards in its index, or of every safetensors file in `directory`.
 
     Only headers are read.
 
     Raises:
         CheckpointError: no directory, no file, a missing shard, an index that disagrees with the shards, a tensor in
-            two files, or what `read_header` raises.
+            two files, or an error of `read_header`.
     """
     if not os.path.isdir(directory):
         raise CheckpointError(directory, "must be a directory that holds a checkpoint")
@@ -316,7 +317,7 @@ def _read_index(directory: Path) -> dict[str, Tensor]:
 
 
 def _check_shard(index: Path, tensor: str, place: str) -> None:
-    """CheckpointError if there is no file of the name that the index gives, or none can have it."""
+    """CheckpointError if the file that the index names does not exist, or its name is invalid."""
     try:
         os.lstat(index.parent / place)
     except FileNotFoundError as error:
@@ -328,7 +329,7 @@ def _check_shard(index: Path, tensor: str, place: str) -> None:
 
 
 def _check_numbers(directory: Path, files: Sequence[Path]) -> None:
-    """Without an index, only the names of numbered shards show whether one is missing."""
+    """CheckpointError if a numbered shard is missing, which without an index only the file names show."""
     matches = (_NUMBERED.fullmatch(file.name) for file in files)
     names = {file.name for file in files}
     for stem, width, count in dict.fromkeys((m["stem"], len(m["number"]), m["count"]) for m in matches if m):
@@ -344,12 +345,12 @@ def _check_numbers(directory: Path, files: Sequence[Path]) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to be written: its name, its dtype (a key of `DTYPES`), its shape, and its bytes, part by part."""
+    """A tensor to be written: name, dtype (a key of `DTYPES`), shape, and the arrays that its bytes consist of."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: Callable[[], Iterable[np.ndarray]]
+    parts: Callable[[], Iterable[Shaped[np.ndarray, "..."]]]
 
     @property
     def nbytes(self) -> int:
@@ -357,7 +358,7 @@ class Output:
 
 
 def check_shard_size(max_shard_bytes: int) -> None:
-    """Raises ValueError for what `write` could not keep to: before anything is read for it."""
+    """ValueError for a size that `write` does not accept, to be raised before anything is read."""
     check_int("max_shard_bytes", max_shard_bytes, least=1)
 
 
@@ -366,8 +367,8 @@ def write(
 ) -> None:
     """Writes tensors into `directory`: one `model.safetensors`, or numbered shards and their index.
 
-    Tensors stay in order; a shard holds at most `max_shard_bytes` of them, unless a single one is larger. `advance` is
-    called with the bytes of each piece that was written.
+    Tensors keep their order. A shard holds at most `max_shard_bytes` of tensors, unless a single one is larger.
+    `advance` is called with the number of bytes after each write.
     """
     shards: list[list[Output]] = [[]]
     filled = 0
@@ -389,13 +390,13 @@ def write(
 
 
 def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], object]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers of the Hugging Face form ask for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by readers of the Hugging Face form
     end = 0
     for output in outputs:
         offsets = [end, end := end + output.nbytes]
         header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format wants the tensors' bytes aligned to 8
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns the tensors' bytes to 8
     with named_errors(file), file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for output in outputs:

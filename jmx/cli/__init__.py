@@ -1,7 +1,8 @@
 """The command line: `jmx explain | doctor | convert | bench | tune | build`.
 
-A command is a module here: `add` gives its parser what it takes; `run` does it, and returns the exit code. Imports of
-jax stand inside the functions, so that `--help` and usage errors are quick. Results go to stdout, all else to stderr.
+Each command has two functions in a module of this package: `add` adds its arguments to a parser, and `run` runs it and
+returns the exit code. They import jax when called, so that `--help` and usage errors are fast. Results go to stdout,
+everything else to stderr.
 """
 
 import argparse
@@ -10,11 +11,10 @@ import io
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
 from jmx._version import __version__
-from jmx.cli import bench, build, convert, doctor, explain, signals, tune
+from jmx.cli import bench, convert, explain, machine, signals, tune
 from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser, fail, to_stderr
 from jmx.cli.completion import PrintCompletion
 
@@ -24,7 +24,7 @@ _EPILOG = """exit codes:
   0    done
   1    the answer is no: no backend runs, a check failed, or this machine cannot do it
   2    usage, or bad input
-  130  interrupted; nothing is left half written
+  130  interrupted; no partial output is left behind
   143  ended by SIGTERM (129: by SIGHUP), likewise
 """
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(e, EXIT_NO)
 
 
-# Errors that no other argument avoids: a full or broken disk, a process out of memory or of open files.
+# Errors of the machine, not of an argument: a full or broken disk, no memory left, too many open files.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
@@ -70,9 +70,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Makes stdout and stderr accept every character, and no other file take their place.
+    """Makes stdout and stderr accept every character, and reopens them if they were closed.
 
-    Files that are opened take the numbers of streams that were closed: warnings of libraries would go into them.
+    Otherwise files that are opened later would get their numbers, and warnings of libraries would go into those files.
     """
     if sys.stdout is None or sys.stderr is None:
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -99,7 +99,7 @@ def parser() -> Parser:
     shared.add_argument(
         "--compilation-cache",
         metavar="DIR",
-        default=argparse.SUPPRESS,  # so that the one before the command is not overwritten by a default
+        default=argparse.SUPPRESS,  # so that a default does not overwrite the one before the command
         help="keep compiled programs in DIR, for later runs",
     )
     whole = Parser(
@@ -116,7 +116,12 @@ def parser() -> Parser:
     )
     commands = whole.add_subparsers(metavar="COMMAND")
 
-    def add(name: str, module: ModuleType, summary: str) -> None:
+    def add(
+        name: str,
+        add_arguments: Callable[[Parser], None],
+        run: Callable[[argparse.Namespace], int],
+        summary: str,
+    ) -> None:
         command = commands.add_parser(
             name,
             help=summary,
@@ -126,15 +131,30 @@ def parser() -> Parser:
             allow_abbrev=False,
             parents=[shared],
         )
-        command.set_defaults(command=module.run)
-        module.add(command)
+        command.set_defaults(command=run)
+        add_arguments(command)
 
-    add("explain", explain, "show which backend runs a layer, and why each of the others does not")
-    add("doctor", doctor, "show versions and devices, what each backend lacks here, and how to get it")
-    add("convert", convert, "write a checkpoint in another form, or with quantized experts")
-    add("bench", bench, "time one layer on this machine, against the machine's own limits")
-    add("tune", tune, "find the fastest configurations of a backend's kernels here, and keep them for later calls")
-    add("build", build, "compile a backend's kernels for this machine, and keep them for later calls")
+    add("explain", explain.add, explain.run, "show which backend runs a layer, and why each of the others does not")
+    add(
+        "doctor",
+        machine.add_doctor,
+        machine.run_doctor,
+        "show versions and devices, what each backend lacks here, and how to get it",
+    )
+    add("convert", convert.add, convert.run, "write a checkpoint in another form, or with quantized experts")
+    add("bench", bench.add, bench.run, "time one layer on this machine, against the machine's own limits")
+    add(
+        "tune",
+        tune.add,
+        tune.run,
+        "find the fastest configurations of a backend's kernels here, and keep them for later calls",
+    )
+    add(
+        "build",
+        machine.add_build,
+        machine.run_build,
+        "compile a backend's kernels for this machine, and keep them for later calls",
+    )
     return whole
 
 

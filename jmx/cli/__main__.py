@@ -1,4 +1,4 @@
-"""`python -m jmx.cli`: the command `jmx`."""
+"""`python -m jmx.cli`: runs the command `jmx`."""
 
 import sys
 

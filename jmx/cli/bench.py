@@ -37,19 +37,19 @@ def add(command: Parser) -> None:
     )
     command.add_argument("--repeats", type=number, default=5, metavar="N", help="samples of each median (default 5)")
     command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
-    command.add_argument("--from", dest="saved", metavar="FILE", help="measure nothing: show a saved JSON file")
+    command.add_argument("--from", dest="saved", metavar="FILE", help="show a saved JSON file instead of measuring")
     command.add_argument(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
         help="save JSON to FILE, or print it on stdout without FILE; rows measured so far are in FILE.part. "
-        "An earlier report is replaced; any other file is refused",
+        "Replaces an earlier report, and no other file",
     )
     command.add_argument(
         "--png",
         metavar="FILE",
-        help="draw time over floor against tokens. An earlier picture of this command is replaced, nothing else",
+        help="draw time over floor against tokens. Replaces an earlier picture of this command, and no other file",
     )
 
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
-    """`part`: the file with the rows measured so far."""
+    """Measures the layers that the flags describe. `part`: the file for the rows measured so far."""
     import jax
 
     from jmx.perf import bench, shapes

@@ -13,15 +13,15 @@ _GPT_OSS = "gpt_oss"
 
 
 def read_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
-    """Fields of `jmx.Problem`, and the dtype (as safetensors spells it) of experts that are floats, or None.
+    """Fields of `jmx.Problem`, and the dtype (in safetensors' spelling) of experts that are floats, or None.
 
     Args:
-        arguments: of `jmx explain`: --checkpoint, --gate-up-order, which some files leave open, --format, in which
-            experts that are floats are rounded, and --activation, which goes before the checkpoint's.
+        arguments: of `jmx explain`: --checkpoint, --gate-up-order (which some files do not record), --format (which
+            experts that are floats are rounded to), and --activation (which overrides the checkpoint's).
 
     Raises:
         CheckpointError: files that are wrong or broken, or that hold no experts.
-        ValueError: an activation that is not known.
+        ValueError: an unknown activation.
     """
     directory, order = arguments.checkpoint, arguments.gate_up_order
     if not directory:
@@ -45,7 +45,7 @@ def read_fields(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | No
 
 
 def _config_entries(directory: str) -> dict[str, Any]:
-    """What config.json holds; {} if it cannot be read: the loader that reads it next raises the error."""
+    """The contents of config.json; {} if it cannot be read: the loader that reads it next raises the error."""
     from jmx.checkpoint import CheckpointError, shards
 
     try:
@@ -55,7 +55,7 @@ def _config_entries(directory: str) -> dict[str, Any]:
 
 
 def _quantized_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
-    """Whether experts are as a tool's own config says, and not gpt-oss's as they were published."""
+    """Whether experts were quantized by a tool with its own config, unlike gpt-oss as published."""
     from jmx.checkpoint.compressed_tensors.modelopt_config import FILE
     from jmx.checkpoint.compressed_tensors.quantization_config import find_quantization
 
@@ -67,7 +67,7 @@ def _quantized_by_a_tool(directory: str, config: dict[str, Any]) -> bool:
 
 
 def _quantized_fields(directory: str, gate_up_order: str | None) -> dict[str, Any]:
-    """Of a checkpoint's first layer of quantized experts."""
+    """Fields of a checkpoint's first layer of quantized experts."""
     from jmx.checkpoint import compressed_tensors
 
     reader = compressed_tensors.Reader(directory, None if gate_up_order == "none" else gate_up_order)
@@ -91,7 +91,7 @@ def _gpt_oss_fields(directory: str, any_method: bool) -> dict[str, Any]:
 
 
 def _gpt_oss_in_floats(directory: str, config: dict[str, Any]) -> bool:
-    """Whether tensors are here, in the Hugging Face form, and none of them holds MXFP4's blocks."""
+    """Whether gpt-oss's tensors are present in the Hugging Face form, and none of them holds MXFP4 blocks."""
     from jmx.checkpoint import shards
 
     if config.get("model_type") != _GPT_OSS or not any(Path(directory).glob("*.safetensors")):
@@ -100,7 +100,7 @@ def _gpt_oss_in_floats(directory: str, config: dict[str, Any]) -> bool:
 
 
 def _float_fields(directory: str, config: dict[str, Any], format: str | None) -> tuple[dict[str, Any], str]:
-    """Of a checkpoint's first layer of experts that are floats, as `jmx convert --quantize` would write it."""
+    """Fields of a checkpoint's first layer of float experts, as `jmx convert --quantize` would write it."""
     from jmx.checkpoint import quantizing
     from jmx.numerics import formats
     from jmx.perf.shapes import split_formats
@@ -115,7 +115,7 @@ def _float_fields(directory: str, config: dict[str, Any], format: str | None) ->
 
 
 def _model_fields(config: dict[str, Any], activation_given: bool) -> dict[str, Any]:
-    """What names that are common say of a model; its activation only where none is given."""
+    """Fields from the usual keys of a model's config; the activation only if none is given."""
     from jmx.checkpoint.model_configs import common_keys
 
     top_k, hidden_act = common_keys.top_k(config), common_keys.hidden_act(config)
@@ -129,7 +129,7 @@ def _model_fields(config: dict[str, Any], activation_given: bool) -> dict[str, A
 
 
 def _activations() -> dict[str, "Activation"]:
-    """Of gated experts, by the name that transformers gives the function of the gate."""
+    """Activations of gated experts, by transformers' names of the gate's function."""
     from jmx.activations import GELUAndMul, SiLUAndMul
 
     tanh = GELUAndMul(approximate=True)

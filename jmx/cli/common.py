@@ -1,4 +1,4 @@
-"""Shared by all commands: the parser, checks of arguments, and printing of results."""
+"""What all commands share: the parser, checks of arguments, and printing of results."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse does, except that a help or version text that cannot be written is an error."""
+        """As in argparse, except that failing to write a help or version text is an error."""
         if file is None or file is sys.stderr:
             super()._print_message(message, file)
         else:
@@ -48,7 +48,7 @@ def add_json(command: Parser) -> None:
 
 
 def number(text: str) -> int:
-    """A whole number, for a parser. Its callers check whether it may be 0 or less."""
+    """A whole number, for a parser. Callers check its sign."""
     (value,) = _numbers([text], text, "must be a whole number")
     return value
 
@@ -85,7 +85,7 @@ def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool =
 def check_directories(*paths: str | None) -> None:
     """Raises ValueError for a file that cannot be written, before the work starts.
 
-    What is there may be replaced if it is a regular file; a device such as /dev/null is not one.
+    An existing file may be replaced if it is a regular file, unlike a device such as /dev/null.
     """
     for path in (path for path in paths if path is not None):
         if (fault := _writing_fault(path)) is not None:
@@ -95,7 +95,7 @@ def check_directories(*paths: str | None) -> None:
 def _writing_fault(path: str) -> str | None:
     directory = pathlib.Path(path).absolute().parent
     if not path:
-        return "it is no file's name"
+        return "it is not the name of a file"
     if not os.path.isdir(directory):
         return "its directory does not exist"
     if not os.access(directory, os.W_OK | os.X_OK):
@@ -104,17 +104,17 @@ def _writing_fault(path: str) -> str | None:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a null
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null character
         return getattr(error, "strerror", None) or str(error)
     if stat.S_ISREG(mode):
         return None
-    return "it is a directory" if stat.S_ISDIR(mode) else "it is no regular file"
+    return "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file"
 
 
 def check_pair(pair: str) -> tuple[str, str | None]:
-    """The names in --format, WEIGHTS or WEIGHTS:INPUTS; inputs None: of 16 bits. ValueError for one not known.
+    """The names in --format, WEIGHTS or WEIGHTS:INPUTS; inputs are None for 16 bits. ValueError for unknown names.
 
-    A family of inputs is its first variant, as it is where a layer is called.
+    A family of input formats becomes its first variant, as in a call of a layer.
     """
     from jmx.numerics.formats import FORMATS
     from jmx.numerics.input_formats import FAMILIES, INPUT_FORMATS, resolve
@@ -129,7 +129,7 @@ def check_pair(pair: str) -> tuple[str, str | None]:
 
 
 def resolved_pair(pair: str) -> str:
-    """The same, with a family of input formats resolved to one format. ValueError as `check_pair`."""
+    """--format with a family of input formats resolved to one format. ValueError as in `check_pair`."""
     return ":".join(filter(None, check_pair(pair)))
 
 

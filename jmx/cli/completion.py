@@ -1,4 +1,4 @@
-"""`jmx --print-completion SHELL`: a script that completes the command line, made by shtab from the parser."""
+"""`jmx --print-completion SHELL`: a completion script for a shell, which shtab makes from the parser."""
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 from jmx.cli.common import EXIT_NO, EXIT_OK
 
 SHELLS = ("bash", "zsh", "tcsh")
-_DIRECTORIES = ("DIR", "IN", "OUT")  # as metavars name them
+_DIRECTORIES = ("DIR", "IN", "OUT")  # metavars
 _FILES = ("FILE",)
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the script and exits. Names to complete come from jmx, imported only here: that imports jax."""
+    """Prints the script and exits. The names to complete come from jmx, which is imported here since it imports jax."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
         super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, choices=SHELLS, **options)

@@ -9,13 +9,13 @@ def add(command: Parser) -> None:
     command.add_argument(
         "source",
         metavar="IN",
-        help="directory of a gpt-oss checkpoint, of either form; with --quantize, of any whose experts are floats, "
-        "apart as Mixtral, Qwen-MoE and DeepSeek have them, or as gpt-oss",
+        help="directory of a gpt-oss checkpoint, in any form; with --quantize, of one whose experts are floats: "
+        "gpt-oss, or any model with experts in separate tensors, such as Mixtral, Qwen-MoE and DeepSeek",
     )
     command.add_argument(
         "target",
         metavar="OUT",
-        help="directory to make, which appears when it is complete; one that exists is refused, and so is one in IN",
+        help="directory to create, which appears when it is complete; it must not exist, or be inside IN",
     )
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -26,20 +26,20 @@ def add(command: Parser) -> None:
     what.add_argument(
         "--quantize",
         metavar="FORMAT",
-        help="round experts to a weight format, such as nvfp4, int4_g128 or fp8_block, and write compressed-tensors "
-        "(of gpt-oss in mxfp4: its Hugging Face form); all else keeps its bits. Prints each layer's errors: relative, "
-        "||rounded - w|| / ||w||, and the share of weights beyond what a block's elements can represent",
+        help="quantize experts to a weight format, such as nvfp4, int4_g128 or fp8_block, and write compressed-tensors "
+        "(of gpt-oss in mxfp4: its Hugging Face form); all else keeps its bits. Prints each layer's relative error, "
+        "||quantized - w|| / ||w||, and the share of weights outside the range of their block's elements",
     )
     command.add_argument(
         "--report",
         metavar="FILE",
-        help="with --quantize: write the errors as JSON; a file that exists is refused, and so is one in IN or OUT",
+        help="with --quantize: write the errors as JSON to a file, which must not exist, or be inside IN or OUT",
     )
     command.add_argument(
         "--overwrite",
         action="store_true",
-        help="with --quantize: replace what an earlier run wrote at OUT and FILE, when all is written. A directory in "
-        "which a file was added or changed, and any other file, is refused all the same",
+        help="with --quantize: replace the results of an earlier run at OUT and FILE, once the new ones are complete. "
+        "A directory in which a file was added or changed, and any other file, is still an error",
     )
     command.add_argument("--json", action="store_true", help="print JSON on stdout, and no progress")
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _convert_quantized(arguments)
     for flag in ("report", "overwrite"):
         if getattr(arguments, flag):
-            raise ValueError(f"`--{flag}` goes with `--quantize` alone")
+            raise ValueError(f"`--{flag}` requires `--quantize`")
     from jmx.checkpoint import gpt_oss
 
     gpt_oss.convert(arguments.source, arguments.target, form=arguments.to, progress=not arguments.json)

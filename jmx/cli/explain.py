@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 def add(command: Parser) -> None:
     sizes = command.add_argument_group(
-        "sizes", "from a checkpoint or a named model; what is given one by one goes before those"
+        "sizes", "from a checkpoint or a named model; sizes that are given override those"
     )
     source = sizes.add_mutually_exclusive_group()
     source.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="of gpt-oss, or of any model whose experts are quantized, or floats that `jmx convert --quantize` takes: "
-        "these are explained as rounded to --format",
+        help="of gpt-oss, or of any model whose experts are quantized, or are floats that `jmx convert --quantize` can "
+        "quantize: these are explained as quantized to --format",
     )
     source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
     for name in ("hidden", "intermediate", "experts", "top-k"):
@@ -52,14 +52,14 @@ def add(command: Parser) -> None:
     call.add_argument(
         "--format",
         metavar="NAME",
-        help="of the weights, with an input format behind a colon or without (default mxfp4)",
+        help="of the weights, optionally with an input format after a colon (default mxfp4)",
     )
     call.add_argument(
         "--layout", default="auto", metavar="NAME", help="of the weights (default: the device's own for the formats)"
     )
     call.add_argument("--weights-on", choices=("output", "input"), default="output")
-    call.add_argument("--backend", metavar="NAME", help="ask for this one")
-    call.add_argument("--device", metavar="NAME", help="a device that need not be here, such as h200")
+    call.add_argument("--backend", metavar="NAME", help="request this backend")
+    call.add_argument("--device", metavar="NAME", help="a device that need not be present, such as h200")
     command.add_argument("--all", action="store_true", help="list the backends of other platforms, too")
     add_json(command)
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         environment = Environment.named(check_known("--device", arguments.device, known_devices(), any_case=True))
     problems, floats = _problems(arguments, environment)
-    declared = arguments.format is None  # then inputs are rounded only if a checkpoint states it
+    declared = arguments.format is None  # then inputs are quantized only if a checkpoint declares it
     explanations = [
         explain_problem(
             problem,
@@ -100,13 +100,13 @@ def _rounded(floats: str, format: str) -> str:
     from jmx.checkpoint.quantizing import WRITABLE
 
     how = f", as `jmx convert --quantize {format}` does" if format in WRITABLE else ""
-    return f"the checkpoint's experts are {floats}: explained as rounded to {format}{how} (another: --format)"
+    return f"the checkpoint's experts are {floats}: explained as quantized to {format}{how} (another: --format)"
 
 
 def _problems(arguments: argparse.Namespace, environment: "Environment") -> tuple[list["Problem"], str | None]:
-    """The problem that the flags of `jmx explain` name, at each token count, and the dtype of a checkpoint's floats.
+    """The problem that the flags describe, at each token count, and the dtype of a checkpoint's floats.
 
-    ValueError for one that cannot be.
+    ValueError for flags that do not fit together.
     """
     from jmx.activations import SwiGLU
     from jmx.backends import registered_backends, resolve_layout
@@ -137,7 +137,7 @@ def _problems(arguments: argparse.Namespace, environment: "Environment") -> tupl
     if missing:
         raise ValueError(f"give {', '.join(missing)}, or a --checkpoint or --model that has them")
 
-    registered_backends()  # and so their layouts
+    registered_backends()  # registers their layouts too
     check_known("--layout", arguments.layout, ["auto", *layouts.LAYOUTS])
     check_known("--dtype", fields["dtype"], ("bfloat16", "float16", "float32", "float64"))
     gated = fields["activation"].gated
@@ -202,7 +202,7 @@ def _activation(text: str) -> "Activation":
     except TypeError:
         takes = ", ".join(field.name for field in dataclasses.fields(kinds[name])) or "no parameters"
         raise ValueError(
-            f"`--activation` (={text!r}) lacks a parameter or has one too many: it takes {takes}"
+            f"`--activation` (={text!r}) has a missing or an unknown parameter: it takes {takes}"
         ) from None
 
 

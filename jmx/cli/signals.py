@@ -10,7 +10,7 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(s
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal was received. Like KeyboardInterrupt it is not an Exception, so handlers of those let it pass."""
+    """A signal was received. Like KeyboardInterrupt it is not an Exception, so `except Exception` does not catch it."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -22,9 +22,9 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def as_exceptions() -> Iterator[None]:
-    """While it is open, SIGTERM and SIGHUP raise `Terminated` in the main thread.
+    """A context in which SIGTERM and SIGHUP raise `Terminated` in the main thread.
 
-    Not one that somebody handles or ignores already, as nohup does SIGHUP.
+    A signal that is handled or ignored already, as SIGHUP under nohup, is left alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

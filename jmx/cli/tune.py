@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shape(text: str, pair: str) -> Any:
-    """The `jmx.perf.shapes.Shape` that --shape names: by its own name, or by sizes with all else as in gpt-oss.
+    """The `jmx.perf.shapes.Shape` of --shape: a name, or sizes with all else as in gpt-oss.
 
-    `pair`: what --format names.
+    `pair`: the value of --format.
     """
     from jmx.perf import shapes
     from jmx.routing import TopKSoftmax

@@ -1,7 +1,7 @@
 """Checks of arguments: each returns the value as jmx uses it, or raises an error that names argument, value and rule.
 
-A wrong type is a TypeError, a wrong value of a right one a ValueError. What numpy and jax have of integers, numbers and
-booleans is taken as Python's own are; a boolean is no integer.
+A wrong type is a TypeError, a wrong value of the right type a ValueError. Integers, numbers and booleans of numpy and
+jax are accepted like Python's; a boolean is not an integer.
 """
 
 import difflib
@@ -20,7 +20,7 @@ _LONGEST = 100  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it, in parentheses: an array by its dtype and shape, what is long by its type."""
+    """A value as shown in messages, in parentheses: an array by dtype and shape, a long value by its type."""
     article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
     named = f"{article} {type(value).__name__}"
     if is_array(value) and len(value.shape) > 0:
@@ -30,12 +30,12 @@ def shown(value: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is an array of numpy or jax, a tracer, or describes one, as `jax.ShapeDtypeStruct` does."""
+    """Whether `value` is an array of numpy or jax, a tracer, or a description such as `jax.ShapeDtypeStruct`."""
     return isinstance(getattr(value, "dtype", None), np.dtype) and isinstance(getattr(value, "shape", None), tuple)
 
 
 def nearest(value: str, names: Collection[str]) -> str:
-    """ "; did you mean 'x'?" for the name that `value` may be a misspelling of, or nothing."""
+    """ "; did you mean 'x'?" for the name that `value` may misspell, else ""."""
     near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -80,7 +80,7 @@ def check_str(name: str, value: Any) -> str:
 
 
 def check_instance(name: str, value: Any, kind: Any, what: str | None = None) -> Any:
-    """`kind`: a type or a union of types; `what`: how the message calls them, if not by their names."""
+    """`kind`: a type or a union of types; `what`: their description in the message; None: their names."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}` ({shown(value)}) must be {what or f'a {_type_name(kind)}'}")
     return value
@@ -104,7 +104,7 @@ def check_one_of(name: str, value: Any, choices: Collection[str | None]) -> Any:
 
 
 def check_named[T](name: str, value: T | str, kind: type[T], table: Mapping[str, T]) -> T:
-    """A `kind`, or what `table` has under the name that is given instead."""
+    """A `kind`, or the entry of `table` under a name given instead."""
     if isinstance(value, str):
         return table[check_one_of(name, value, table)]
     if not isinstance(value, kind):
@@ -113,7 +113,7 @@ def check_named[T](name: str, value: T | str, kind: type[T], table: Mapping[str,
 
 
 def check_array(name: str, value: Any, kind: Any = None, shape: tuple[int | None, ...] | None = None) -> Any:
-    """An array, of a `kind` of dtypes, such as `jnp.floating`, and of a shape, in which None is any size."""
+    """An array, of a `kind` of dtypes such as `jnp.floating`, and of a shape, in which None is any size."""
     if not is_array(value):
         raise TypeError(f"`{name}` ({shown(value)}) must be an array")
     if kind is not None and not jnp.issubdtype(value.dtype, kind):
@@ -129,7 +129,7 @@ def _fits(shape: tuple[Any, ...], wanted: tuple[int | None, ...]) -> bool:
 
 
 def check_dtype(name: str, value: Any, *allowed: Any) -> np.dtype:
-    """A dtype, or what numpy takes for one, among those `allowed`, which may be kinds such as `jnp.floating`."""
+    """A dtype, or what numpy converts to one, among those `allowed`, which may be kinds such as `jnp.floating`."""
     try:
         dtype = None if value is None else jnp.dtype(value)  # numpy takes None for float64
     except TypeError:

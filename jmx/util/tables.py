@@ -1,4 +1,4 @@
-"""Tables and numbers for people: whatever the width of the terminal, no column is dropped and no number is cut."""
+"""Tables and numbers for terminals of any width: no column is dropped and no number is truncated."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _NARROW = 10  # characters to which a column of words may be folded
-_BORDERS = 3  # characters that a column takes beside its own, and the table one more
+_BORDERS = 3  # characters of borders for each column; the table has one more
 
 
 class Column(NamedTuple):
@@ -32,14 +32,14 @@ def numbers(*headings: str) -> list[Column]:
 
 @dataclass
 class FoldingTable:
-    """A table that becomes several where it is too wide, one below the other, each with the first columns.
+    """A table that is split into several, one below the other, if it is too wide; each has the first columns.
 
-    Words fold into more lines before that. Where not even a second column fits, a row is a list of headings and cells.
+    Before that, words fold into more lines. If not even a second column fits, rows are lists of headings and cells.
 
     Args:
         columns: see `words` and `numbers`.
         title, caption: lines above and below, or "".
-        keys: how many of the first columns say what a row is, and come again in each table.
+        keys: how many of the first columns identify a row, and are repeated in each table.
     """
 
     columns: Sequence[Column]
@@ -50,7 +50,7 @@ class FoldingTable:
     _sections: set[int] = field(default_factory=set)
 
     def add_row(self, *cells: str | Text, style: str | None = None) -> None:
-        """A cell a column, in their order."""
+        """One cell for each column, in order."""
         assert len(cells) == len(self.columns)
         self._rows.append((tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style))
 
@@ -71,18 +71,18 @@ class FoldingTable:
             yield Text(self.caption, "table.caption")
 
     def _lengths(self, column: int) -> tuple[int, int]:
-        """The fewest characters that a column can have, and what it needs to fold nothing."""
+        """The minimum width of a column, and the width without folding."""
         cells = [Text(self.columns[column].heading), *(cells[column] for cells, _ in self._rows)]
         longest = max((Text(word).cell_len for cell in cells for word in cell.plain.split()), default=1)
         lines = max((Text(line).cell_len for cell in cells for line in cell.plain.splitlines()), default=1)
         return longest if self.columns[column].numbers else min(longest, _NARROW), max(lines, 1)
 
     def _least(self, columns: Sequence[int]) -> int:
-        """The fewest characters that a table of these columns can have."""
+        """The minimum width of a table of these columns."""
         return sum(self._lengths(column)[0] + _BORDERS for column in columns) + 1
 
     def _tables(self, width: int) -> Iterator[list[int]]:
-        """The columns of each table, in as few as go."""
+        """The columns of each table, as few tables as possible."""
         keys = [*range(self.keys)]
         columns = list(keys)
         for column in range(self.keys, len(self.columns)):
@@ -93,7 +93,7 @@ class FoldingTable:
         yield columns
 
     def _widths(self, columns: Sequence[int], width: int) -> list[int]:
-        """The characters of each column: what is left over the least goes to those that need little first."""
+        """The width of each column: space beyond the minimum goes first to columns that need little."""
         lengths = [self._lengths(column) for column in columns]
         widths = [least for least, _ in lengths]
         left = width - 1 - sum(least + _BORDERS for least in widths)
@@ -121,7 +121,7 @@ class FoldingTable:
 
 
 def decimal(value: float) -> str:
-    """With one decimal, and more where three digits need them: 1648.9, 11.0, 0.0123; 0 is "0"."""
+    """With one decimal, or more for three significant digits: 1648.9, 11.0, 0.0123; 0 is "0"."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(1, 2 - math.floor(math.log10(abs(value))))}f}"

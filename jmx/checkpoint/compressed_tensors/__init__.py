@@ -1,6 +1,4 @@
-"""compressed-tensors checkpoints: experts of any scheme that the package of that name writes.
-
-And ModelOpt's NVFP4, Quark's MXFP4 and the FP8 of DeepSeek and Qwen, which are the same bits under other names."""
+"""compressed-tensors checkpoints, and those of ModelOpt, Quark, DeepSeek and Qwen: the same bits under other names."""
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.layers import Layer

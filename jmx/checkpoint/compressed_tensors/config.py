@@ -1,8 +1,8 @@
 """`quantization_config` of a compressed-tensors checkpoint: the scheme of each module.
 
-Its meaning is that of the package that writes it (https://github.com/vllm-project/compressed-tensors; its
-QuantizationConfig, QuantizationScheme and QuantizationArgs). Files hold more than a loader needs (such as how scales
-were observed), and some of it would change the model: every key is checked, and an unknown one is an error.
+Its meaning is defined by the package that writes it (https://github.com/vllm-project/compressed-tensors, in
+QuantizationConfig, QuantizationScheme and QuantizationArgs). Some keys do not concern a loader (such as how scales were
+observed), and some would change the model: every key is checked, and an unknown one is an error.
 """
 
 import re
@@ -18,7 +18,7 @@ from jmx.numerics.input_formats import INPUT_FORMATS
 FILE = "config.json"
 METHOD = "compressed-tensors"
 FLOAT_QUANTIZED = "float-quantized"
-MIXED = "mixed-precision"  # in place of the one storage of all groups: each names its own
+MIXED = "mixed-precision"  # instead of one storage for all groups: each group names its own
 
 GROUP_SIZES = (32, 64, 128)  # of integers
 BLOCK = [128, 128]  # of FP8
@@ -39,11 +39,11 @@ STORAGES: dict[str, tuple[str, ...]] = {
 # How files of other tools than compressed-tensors store weights.
 MODELOPT, QUARK, FP8, FP8_UE8M0 = "modelopt", "quark", "fp8", "fp8_ue8m0"
 
-# Input formats of which files hold a scale, and the tensor that does, as compressed-tensors names it.
-GLOBAL = "input_global_scale"  # which divides there, unlike the other
+# Input formats with a static scale, and the tensor that holds it, by compressed-tensors' name.
+GLOBAL = "input_global_scale"  # divides in compressed-tensors' files, unlike `input_scale`
 STATIC_SCALES = {"fp8_static": "input_scale", "nvfp4": GLOBAL}
 
-# (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs. A group's size is None where there is none.
+# (type, num_bits, strategy, group_size, dynamic, scale_dtype) of inputs -> input format.
 INPUTS: dict[tuple[Any, ...], str] = {
     ("float", 8, "tensor", None, False, None): "fp8_static",
     ("float", 8, "token", None, True, None): "fp8_token",
@@ -61,9 +61,9 @@ class Scheme:
 
     Args:
         weights: name of the weights' format, a key of `jmx.numerics.formats.FORMATS`.
-        inputs: name of the inputs' format, or None: activations stay in the 16 or 32 bits that they have. Where no
-            format of `jmx.numerics.input_formats.INPUT_FORMATS` is meant: a description of the config's entry.
-        storage: how files hold the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
+        inputs: name of the inputs' format in `jmx.numerics.input_formats.INPUT_FORMATS`; None if activations are not
+            quantized. For any other format of inputs, a description of the config's entry.
+        storage: how files store the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
     """
 
     weights: str
@@ -76,18 +76,18 @@ class Scheme:
 
     @property
     def reads_inputs(self) -> bool:
-        """Whether it is known which tensors inputs have."""
+        """Whether the tensors of the inputs are known."""
         return self.inputs is None or self.inputs in INPUT_FORMATS
 
     @property
     def static_scale(self) -> str | None:
-        """The tensor that holds the inputs' scale; None where nothing of them is static."""
+        """The tensor that holds the inputs' static scale; None if they have none."""
         return STATIC_SCALES.get(self.inputs) if self.inputs is not None else None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Modules with one scheme: the name of the group, the targets that select them, and the scheme."""
+    """A group of modules with one scheme: its name, the targets that select modules, and the scheme."""
 
     name: str
     targets: tuple[Target, ...]
@@ -99,11 +99,11 @@ class Quantization:
     """The schemes of a checkpoint.
 
     Args:
-        file: the config's.
-        groups: in the file's order.
-        ignore: modules that are not quantized, whichever group selects them.
-        kv_cache: whether attention's cached keys and values are to be quantized. It does not concern experts, but
-            those who run the whole model.
+        file: of the config.
+        groups: in the order of the file.
+        ignore: modules that are not quantized, even if a group selects them.
+        kv_cache: whether attention's cached keys and values are quantized, which matters to code that runs the whole
+            model.
     """
 
     file: Path
@@ -114,11 +114,11 @@ class Quantization:
     def scheme(self, module: str, module_class: str = "Linear") -> Scheme | None:
         """The scheme of a module, by its name and its class; None if it is not quantized.
 
-        A target that is the module's name goes before regular expressions, and these before its class.
+        A target that equals the module's name precedes regular expressions, and these precede its class.
 
         Raises:
-            CheckpointError: targets of the same rank give it different schemes. (One library takes the first
-                in alphabetical order, another the first in the file.)
+            CheckpointError: targets of the same rank give it different schemes. (One library takes the first in
+                alphabetical order, another the first in the file.)
         """
         if any(target.rank(module, module_class) is not None for target in self.ignore):
             return None
@@ -140,16 +140,16 @@ def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
     """The quantization of the object at `place` of config.json.
 
     Raises:
-        CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here, naming
-            the key and its value.
+        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
+            The message names the key and its value.
     """
     top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
-    top.one_of("quantization_status", ("compressed", "frozen", None), None)  # the latter in files of older versions
+    top.one_of("quantization_status", ("compressed", "frozen", None), None)  # "frozen" in files of older versions
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
     for key in ("transform_config", "moe_sparsity_config"):
         top.check(key, lambda value: value in (None, {}), "must be empty: it would change the model", None)
-    for key in ("version", "global_compression_ratio"):  # which do not concern the tensors
+    for key in ("version", "global_compression_ratio"):  # do not concern the tensors
         top.check(key, lambda value: not isinstance(value, dict | list), "must be a number or a string", None)
     kv_cache = top.object_or_none("kv_cache_scheme")
     storage = top.one_of("format", (*STORAGES, MIXED))
@@ -176,7 +176,7 @@ def _group(groups: ConfigObject, name: str, storage: str, place: str) -> Group:
     if its_storage == MIXED:
         raise CheckpointError(groups.file, f"`{group.place}.format` is missing, which {MIXED!r} leaves to each group")
     if storage not in (MIXED, its_storage):
-        raise group.error("format", f"must be {storage!r}, as `{place}.format` has it")
+        raise group.error("format", f"must be {storage!r}, as in `{place}.format`")
     weights = group.object("weights")
     its_weights, kind = _weights(weights)
     group.object_or_none("input_activations")
@@ -192,7 +192,7 @@ def _group(groups: ConfigObject, name: str, storage: str, place: str) -> Group:
 
 @dataclass(frozen=True)
 class _Args:
-    """ConfigObject that weights and inputs share."""
+    """The arguments that weights and inputs share."""
 
     type: str
     num_bits: int
@@ -211,7 +211,7 @@ class _Args:
 
 
 def _args(entries: ConfigObject) -> _Args:
-    """Checked as the package does, its defaults filled in."""
+    """The arguments of an entry, with the checks and the defaults of the package."""
     type_ = entries.one_of("type", ("int", "float"), "int")
     num_bits = entries.check("num_bits", lambda v: type(v) is int and v > 0, "must be a positive whole number", 8)
     group_size = entries.check(
@@ -237,10 +237,10 @@ def _args(entries: ConfigObject) -> _Args:
 
 
 def _dynamic(entries: ConfigObject, strategy: str) -> bool | str:
-    """When scales are computed: False, before the model runs; True, as it runs; "local", as True except a global one.
+    """When scales are computed: False, in calibration; True, as the model runs; "local", as True but for a global one.
 
-    CheckpointError for a value that the strategy does not allow. It also catches a strategy that is missing, and that
-    the package would infer from the group size alone.
+    CheckpointError for a value that the strategy does not allow. So a missing strategy of NVFP4 inputs, which would be
+    inferred from the group size alone, is an error too.
     """
     dynamic = entries.one_of("dynamic", (False, True, "local"), False)
     allowed = {
@@ -262,9 +262,9 @@ def _dtype(entries: ConfigObject, key: str) -> str | None:
 
 
 def _weights(entries: ConfigObject) -> tuple[str, str]:
-    """The weights' format, and its kind as `STORAGES` has it."""
+    """The weights' format, and its kind, as in `STORAGES`."""
     args = _args(entries)
-    # "group" (once "dynamic", or true) leaves each column's group in a tensor; "weight" ("static") leaves no trace.
+    # "group" ("dynamic" or true in older files) stores each column's group; "weight" ("static") stores nothing.
     order = entries.one_of("actorder", (None, False, True, "group", "dynamic", "weight", "static"), None)
     ordered = order in (True, "group", "dynamic")
     entries.close()
@@ -290,7 +290,7 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
     if args.symmetric:
         four_bits = {
             ("tensor_group", 16, "torch.float8_e4m3fn"): "nvfp4",
-            ("tensor_group", 16, None): "nvfp4",  # as older versions leave it
+            ("tensor_group", 16, None): "nvfp4",  # from older versions
             ("group", 32, "torch.uint8"): "mxfp4",
             ("group", 32, None): "mxfp4",
         }
@@ -303,7 +303,7 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
 
 
 def _inputs(entries: ConfigObject) -> str:
-    """The inputs' format, or a description of the config's entry, if no known format has it."""
+    """The inputs' format, or a description of the config's entry, if it is no known format."""
     args = _args(entries)
     if args.strategy in ("channel", "block"):
         raise CheckpointError(
@@ -312,7 +312,7 @@ def _inputs(entries: ConfigObject) -> str:
     entries.one_of("actorder", (None, False), None)
     entries.close()
     dtype = args.scale_dtype
-    if dtype is None and args.num_bits == 4:  # as older versions leave it
+    if dtype is None and args.num_bits == 4:  # from older versions
         dtype = {"group": "torch.uint8", "tensor_group": "torch.float8_e4m3fn"}.get(args.strategy)
     key = (args.type, args.num_bits, args.strategy, args.group_size, args.dynamic, dtype)
     return INPUTS.get(key, str(args)) if args.symmetric else str(args)

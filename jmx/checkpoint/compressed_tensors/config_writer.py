@@ -1,4 +1,4 @@
-"""Writes the `quantization_config` of given schemes: the inverse of `parse_quantization`."""
+"""Writing a `quantization_config` for given schemes: the inverse of `parse_quantization`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ def entries(groups: Mapping[str, tuple[Sequence[str], Scheme]], ignore: Sequence
 
     Args:
         groups: by name, the targets of each (names of modules, their classes, or "re:" and a pattern), and its scheme.
-        ignore: targets that are not quantized.
+        ignore: targets of modules that are not quantized.
 
     Raises:
-        ValueError: no group, or a storage or inputs that are not ones of compressed-tensors'.
+        ValueError: there is no group, or compressed-tensors has no such storage or inputs.
     """
     if not groups:
         raise ValueError("`groups` must hold a group")

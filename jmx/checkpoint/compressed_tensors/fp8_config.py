@@ -1,8 +1,8 @@
-"""Configs of FP8 in blocks, `quant_method` "fp8", as DeepSeek, MiniMax and Qwen publish such checkpoints.
+"""Configs of FP8 in blocks, `quant_method` "fp8", as in the checkpoints of DeepSeek, MiniMax and Qwen.
 
-Weights are e4m3 with one scale for 128 x 128 of them, `weight_scale_inv`, which multiplies despite its name.
-Inputs are rounded at each token in groups of 128, under scales that `scale_fmt` "ue8m0" makes powers of two. See
-transformers' FineGrainedFP8Config, and `act_quant` in the inference code of DeepSeek-V3.2.
+Weights are e4m3 with one scale per 128 x 128 block, `weight_scale_inv`, which multiplies despite its name. Inputs are
+quantized per token in groups of 128; with `scale_fmt` "ue8m0" their scales are powers of two. See transformers'
+FineGrainedFP8Config, and `act_quant` in the inference code of DeepSeek-V3.2.
 """
 
 import re
@@ -15,7 +15,7 @@ from jmx.checkpoint.config_object import ConfigObject
 
 METHOD = "fp8"
 
-# The inputs' format and how files hold weights, by `scale_fmt`.
+# `scale_fmt` -> the inputs' format and the weights' storage.
 _BY_SCALES = {
     "ue8m0": ("fp8_block_ue8m0", FP8_UE8M0),
     "float": ("fp8_block", FP8),
@@ -28,12 +28,12 @@ def parse_fp8(file: Path, place: str, value: Any) -> Quantization:
     """The quantization of the object at `place` of config.json.
 
     Raises:
-        CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here.
+        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
     """
     top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
     dynamic = top.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
-    top.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)  # one type by two names
+    top.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)  # two names of one type
     inputs, storage = _BY_SCALES[top.one_of("scale_fmt", (*_BY_SCALES,), None)]
     top.one_of("expert_dtype", ("fp8", None), None)
     top.one_of("modules_to_convert", ([], None), None)
@@ -46,7 +46,7 @@ def parse_fp8(file: Path, place: str, value: Any) -> Quantization:
 
 
 def _parse_module(text: str) -> Target:
-    """A module and all inside it, its name whole or cut off in front at a dot."""
+    """The target of a module and all modules inside it, by its full name or the end of it after a dot."""
     if not 0 < len(text) <= LONGEST:
         raise ValueError(f"a target must have 1 to {LONGEST} characters, not {len(text)}")
     return Target(text, re.compile(rf"(?:.*\.)?{re.escape(text)}(?:\..*)?$", re.DOTALL))

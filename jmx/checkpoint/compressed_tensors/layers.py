@@ -1,9 +1,9 @@
-"""The experts of a layer, stacked from the modules of each expert when they are read, gate rows above up rows.
+"""The experts of a layer: found by tensor names, and stacked on reading, gate rows above up rows.
 
-Files name projections in one of the ways of `PROJECTIONS`, and hold each expert's apart, as in
-"experts.3.down_proj.weight", or all in tensors whose first axis is the expert, as in "experts.down_proj.weight". Where
-these are parameters rather than modules, "experts.down_proj" and "experts.down_proj_weight_scale", rows are their last
-axis, and what is a single number is that of all experts: so ModelOpt has gpt-oss.
+`PROJECTIONS` lists the names of projections. Files hold each expert separately ("experts.3.down_proj.weight"), or all
+experts in tensors whose first axis is the expert ("experts.down_proj.weight"). ModelOpt stores gpt-oss as parameters
+rather than modules ("experts.down_proj", "experts.down_proj_weight_scale"): then rows are the last axis, and a scalar
+belongs to all experts.
 """
 
 import math
@@ -20,6 +20,7 @@ from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
 from jmx.numerics.formats import Format
+from jmx.util.typing import Float32, Shaped
 
 # Names of the projections of each role, gate before up.
 PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
@@ -28,7 +29,7 @@ PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"gate_up": ("gate_up_proj",), "down": ("down_proj",)},
 )
 
-WHOLE = "weight_shape"  # of a tensor, also where that holds all experts
+WHOLE = "weight_shape"  # describes a whole tensor, also one that holds all experts
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)\.([^.]+)", re.DOTALL)
@@ -41,7 +42,7 @@ class Layer:
 
     Args:
         name: of the module that holds them, such as "model.layers.0.mlp.experts".
-        modules: by role, for each expert the modules whose rows follow each other.
+        modules: by role, for each expert the modules whose rows are concatenated.
         gate_up_order: "concatenated" or "interleaved", as `jmx.Experts` has it.
     """
 
@@ -87,11 +88,11 @@ class Layer:
         modules = (module for role in ROLES for parts in self.modules[role] for module in parts)
         return {piece.tensor for module in modules for piece in module.pieces.values()}
 
-    def static_scales(self, role: str) -> np.ndarray | None:
-        """float32 (E, parts): the static scales of a role's inputs, of gate and up each, which multiply; or None.
+    def static_scales(self, role: str) -> Float32[np.ndarray, "E parts"] | None:
+        """The static scales of a role's inputs, as factors, gate and up separately; None if there are none.
 
         Raises:
-            CheckpointError: one that is not finite and positive.
+            CheckpointError: a scale is not finite and positive.
         """
         if self.scheme.static_scale is None:
             return None
@@ -99,9 +100,9 @@ class Layer:
 
 
 class Stacked:
-    """An array of all experts, (E, ...), whose parts are read from files when they are asked for.
+    """An array of all experts, (E, ...), that is read from files when it is sliced.
 
-    Indexed by slices, as `jmx.checkpoint.placement.place` does: experts, then rows, then the rest.
+    Indices are slices, as `jmx.checkpoint.placement.place` makes them: experts, rows, and the other axes.
     """
 
     def __init__(self, modules: Sequence[tuple[Module, ...]], name: str):
@@ -114,7 +115,7 @@ class Stacked:
         self.ndim = len(self.shape)
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    def __getitem__(self, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         experts = range(len(self._modules))[index[0]]
         found: np.ndarray | None = None
         for i, expert in enumerate(experts):
@@ -124,10 +125,10 @@ class Stacked:
             found[i] = part
         return self._expert(0)[None, *index[1:]][:0] if found is None else found
 
-    def whole(self) -> np.ndarray:
+    def whole(self) -> Shaped[np.ndarray, "E ..."]:
         return self[(slice(None),) * self.ndim]
 
-    def _expert(self, expert: int) -> np.ndarray:
+    def _expert(self, expert: int) -> Shaped[np.ndarray, "..."]:
         modules = self._modules[expert]
         parts = [module.array(self._name) for module in modules]
         if len(parts) == 1:
@@ -136,13 +137,13 @@ class Stacked:
             for module, part in zip(modules[1:], parts[1:], strict=True):
                 if not np.array_equal(part, parts[0]):
                     raise module.pieces["weight_g_idx"].error(
-                        f"must group columns as that of {modules[0].name!r}, which has the same inputs"
+                        f"must group columns as {modules[0].name!r} does, which has the same inputs"
                     )
             return parts[0]
         return np.concatenate(parts)
 
 
-# Tensors of a layer's experts: by expert (None: of all), by projection, by their name after the module's.
+# Tensors of a layer's experts: by expert (None: all experts), by projection, by their name after the module's.
 _Found = dict[int | None, dict[str, dict[str, Tensor]]]
 
 
@@ -152,11 +153,11 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
     Args:
         found: the tensors.
         quantization: their schemes.
-        gate_up_order: how rows lie in a tensor that holds gate and up, which files do not record.
+        gate_up_order: the order of rows in a tensor that holds gate and up, which files do not record.
 
     Raises:
-        CheckpointError: no experts at all; some that are missing or differ in more than their numbers, tensors that no
-            scheme calls for, and what `Module` raises.
+        CheckpointError: there are no experts; one is missing, or differs from the others in more than its numbers; a
+            tensor belongs to no scheme; and the errors of `Module`.
         ValueError: `gate_up_order` is None, but files hold gate and up in one tensor.
     """
     layers: dict[str, _Found] = {}
@@ -180,7 +181,7 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
     quantized = {name: layer for name, layer in built.items() if layer is not None}
     for tensor in others:
         if any(tensor.name.startswith(f"{name}.") for name in quantized):
-            raise Piece(tensor).error("is of experts that are quantized, but of no projection")
+            raise Piece(tensor).error("is a tensor of quantized experts, but of no projection")
     return quantized
 
 
@@ -218,7 +219,7 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
 
 
 def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[str, dict[str, Piece]]]]:
-    """The name of each expert, in turn, and its tensors by projection."""
+    """The name of each expert in order, and its tensors by projection."""
     if None not in found:
         for expert in range(len(found)):
             if expert not in found:
@@ -227,7 +228,7 @@ def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[s
             yield f"{name}.{expert}", pieces
         return
     if len(found) > 1:
-        raise CheckpointError(file, f"experts of {name!r} must be apart or in one tensor, but are both")
+        raise CheckpointError(file, f"experts of {name!r} must be in separate tensors or in one, but are both")
     tensors = {(p, last): tensor for p, its in found[None].items() for last, tensor in its.items()}
     are_parameters, *others = {_PARAMETER.fullmatch(tensor.name) is not None for tensor in tensors.values()}
     if others:
@@ -245,7 +246,7 @@ def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[s
 
 
 def _check_unquantized(file: Path, name: str, found: _Found, schemes: Mapping[str, Scheme | None]) -> None:
-    """CheckpointError if some of the experts are quantized, or have tensors as if they were."""
+    """CheckpointError if some of the experts are quantized, or have tensors that only quantized ones have."""
     quantized = [its_name for its_name, scheme in schemes.items() if scheme is not None]
     if quantized:
         raise CheckpointError(file, f"experts of {name!r} must all be quantized or none, but {quantized[0]!r} is")
@@ -253,11 +254,11 @@ def _check_unquantized(file: Path, name: str, found: _Found, schemes: Mapping[st
         for tensors in its.values():
             for last, tensor in tensors.items():
                 if last not in ("weight", "bias") or DTYPES[tensor.dtype].itemsize < 2:
-                    raise Piece(tensor).error(f"({tensor.dtype}) is of a module that no target of the config means")
+                    raise Piece(tensor).error(f"({tensor.dtype}) is of a module that no target of the config selects")
 
 
 def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]]) -> None:
-    """CheckpointError unless the experts' modules fit into one array, and gate, up and down fit each other."""
+    """CheckpointError unless the experts' modules can be stacked, and gate, up and down agree in size."""
     first, down = modules["gate_up"][0][0], modules["down"][0][0]
     dtypes = {last: piece.dtype for last, piece in first.pieces.items()}
     for role, model in (("gate_up", first), ("down", down)):

@@ -1,7 +1,7 @@
 """Configs of NVIDIA's ModelOpt: NVFP4, and FP8 by tensor or by channel.
 
-The config is in config.json, or in older checkpoints in hf_quant_config.json alone. It names the modules that are not
-quantized; all other linear ones are. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
+The config is in config.json, or in older checkpoints only in hf_quant_config.json. It names the modules that are not
+quantized; all other linear modules are. See https://github.com/NVIDIA/Model-Optimizer (its `export_hf_checkpoint`).
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from jmx.checkpoint.shards import CheckpointError
 FILE = "hf_quant_config.json"
 METHODS = ("modelopt", "modelopt_fp4")
 
-IGNORE = ("ignore", "exclude_modules")  # as config.json and hf_quant_config.json have it
+IGNORE = ("ignore", "exclude_modules")  # in config.json and hf_quant_config.json
 
 _KV_CACHES = ("FP8", "FP8_AFFINE", "INT8", "NVFP4", "NVFP4_AFFINE", None)
-_SCHEMES = {  # by algorithm; FP8 lies in files as compressed-tensors has it
+_SCHEMES = {  # by algorithm; FP8 is stored as in compressed-tensors
     "NVFP4": Scheme("nvfp4", "nvfp4", MODELOPT),
     "W4A16_NVFP4": Scheme("nvfp4", None, MODELOPT),
     "FP8": Scheme("fp8_tensor", "fp8_static", FLOAT_QUANTIZED),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8_channel", "fp8_token", FLOAT_QUANTIZED),
 }
-_ARGUMENTS: dict[str, dict[str, Any]] = {  # of groups, by how files hold weights
+_ARGUMENTS: dict[str, dict[str, Any]] = {  # of groups, by the weights' storage
     MODELOPT: {"num_bits": 4, "group_size": 16},
     FLOAT_QUANTIZED: {"num_bits": 8, "group_size": None},
 }
@@ -34,7 +34,7 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     """The quantization of the object at `place` of config.json or hf_quant_config.json.
 
     Raises:
-        CheckpointError: a key that is unknown, missing, of another kind, or of another algorithm.
+        CheckpointError: a key is unknown or missing, or has a value of another type; another algorithm.
     """
     top = ConfigObject(file, place, value)
     top.one_of("quant_method", METHODS, None)
@@ -42,7 +42,7 @@ def parse_modelopt(file: Path, place: str, value: Any) -> Quantization:
     algorithm = top.one_of("quant_algo", tuple(_SCHEMES))
     scheme = _SCHEMES[algorithm]
     top.one_of("group_size", (_ARGUMENTS[scheme.storage]["group_size"], None), None)
-    # The cache's, as config.json has it, and hf_quant_config.json.
+    # Of the cache, in config.json and in hf_quant_config.json.
     kv_cache = top.object_or_none("kv_cache_scheme"), top.one_of("kv_cache_quant_algo", _KV_CACHES, None)
     ignore = [t for key in IGNORE for t in targets_of(top, key, top.strings(key, []), parse_glob)]
     if "config_groups" in top.entries:

@@ -1,4 +1,4 @@
-"""One quantized module, read: its tensors, checked by shape and dtype, and the packed arrays that they hold."""
+"""Reading one quantized module: its tensors, checked by shape and dtype, and the packed arrays that they hold."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,13 @@ from jmx.checkpoint.compressed_tensors.tensor_names import FLOATS, KEPT, NAMES, 
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS, static_limits
+from jmx.util.typing import Float, Float32, Int8, Int32, Shaped, UInt8
 
 Shape = tuple[int, ...]
 
-# Dtypes of e8m0 scales of FP8 weights, beside floats; bytes count as e8m0 only if the config declares it.
+# Dtypes of FP8 weights' scales that are e8m0, beside floats. Bytes are e8m0 only if the config declares it.
 _EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8")}
-_OF_INPUTS = ("input_", "activation_scale")  # how names of tensors of inputs begin
+_OF_INPUTS = ("input_", "activation_scale")  # prefixes of the tensors of inputs
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 _ONE = ((1,), (), (1, 1))
@@ -28,9 +29,9 @@ _LEAST_NORMAL = np.finfo(np.float32).tiny
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a file, or the part of it that is one expert's, where it holds them all along its first axis.
+    """A tensor of a file, or one expert's slice of a tensor that holds all experts along its first axis.
 
-    `transposed`: rows are its last axis, in files whose weights stand to the right of what they multiply.
+    `transposed`: rows are the last axis, as in files whose weights are the right operand of a product, x @ w.
     """
 
     tensor: Tensor
@@ -46,7 +47,7 @@ class Piece:
         shape = self.tensor.shape if self.expert is None else self.tensor.shape[1:]
         return shape[::-1] if self.transposed else shape
 
-    def view(self) -> np.ndarray:
+    def view(self) -> Shaped[np.ndarray, "..."]:
         whole = self.tensor.view()
         part = whole if self.expert is None else whole[self.expert]
         return part.T if self.transposed else part
@@ -57,7 +58,7 @@ class Piece:
 
 
 class Module:
-    """A quantized module: its tensors, checked by their shapes and dtypes, and its arrays, read when asked for.
+    """A quantized module: its tensors, checked by shape and dtype, and its arrays, read on demand.
 
     Args:
         name: in the checkpoint.
@@ -65,13 +66,13 @@ class Module:
         scheme: how it is quantized.
 
     Attributes:
-        pieces: its tensors, by the names that compressed-tensors gives them, whichever tool wrote them.
+        pieces: its tensors by compressed-tensors' names, whichever tool wrote them.
         shape: (N, K), the contracted axis last.
         format: the weights' `jmx.numerics.formats.Format`.
 
     Raises:
-        CheckpointError: a tensor that is missing, that its scheme does not know, or of another shape or dtype; a number
-            of columns that is not a whole number of groups.
+        CheckpointError: a tensor is missing, is not one of its scheme's, or has another shape or dtype; the number of
+            columns is not a multiple of the group size.
     """
 
     def __init__(self, name: str, pieces: Mapping[str, Piece], scheme: Scheme):
@@ -96,7 +97,7 @@ class Module:
             raise self.pieces[self._values_name].error(f"does not fit its scheme: {error}") from error
         self._check_headers(rows, columns)
 
-    # What must be there
+    # Required tensors
 
     def _piece(self, tensor: str) -> Piece:
         if tensor not in self.pieces:
@@ -125,7 +126,7 @@ class Module:
         return rows, stated[-1]
 
     def _expected(self, rows: int, columns: int) -> Iterator[tuple[str, tuple[str, ...], tuple[Shape, ...]]]:
-        """Name, dtypes and shapes of each tensor that must be there."""
+        """Name, dtypes and shapes of each required tensor."""
         format, storage = self.format, self.scheme.storage
         bits, blocks = format.element_bits, format.num_blocks(columns, "columns")
         if storage == PACKED:
@@ -170,13 +171,12 @@ class Module:
 
     # Arrays
 
-    def array(self, name: str) -> np.ndarray:
+    def array(self, name: str) -> Shaped[np.ndarray, "..."]:
         """One of the module's arrays, by its name in `BlockScaled`, packed; or "bias", (N,).
 
         Raises:
-            CheckpointError: numbers that no such tensor holds: scales that are not finite and positive (NVFP4's of
-                blocks may be 0), values that are NaN, integers of too many bits, groups of other sizes than the
-                scheme's.
+            CheckpointError: a scale is not finite and positive (NVFP4's block scales may be 0), a value is NaN, an
+                integer has too many bits, or a group has another size than the scheme's.
         """
         return getattr(self, f"_{name}")()
 
@@ -194,14 +194,14 @@ class Module:
         return shapes[name] if name != "bias" else ((rows,), DTYPES[self.pieces["bias"].dtype])
 
     def weight(self) -> BlockScaled:
-        """All of them. CheckpointError as `array`."""
+        """All arrays of the weight. CheckpointError as in `array`."""
         return BlockScaled(**{name: self.array(name) for name in self.format.arrays})
 
-    def static_scale(self) -> np.ndarray | None:
-        """The static scale of the inputs, float32 (), which multiplies what they are rounded to; None if there is none.
+    def static_scale(self) -> Float32[np.ndarray, ""] | None:
+        """The static scale of the inputs, a factor of their quantized values; None if there is none.
 
         Raises:
-            CheckpointError: one that is not finite and positive, or under which the inputs' numbers are not.
+            CheckpointError: it is not finite and positive, or so large or small that inputs would not be.
         """
         if self.scheme.static_scale is None:
             return None
@@ -210,14 +210,14 @@ class Module:
         assert self.scheme.inputs is not None
         least, most = static_limits(INPUT_FORMATS[self.scheme.inputs])
         if not least <= scale <= most:
-            raise piece.error(f"(={scale}, as a factor) must lie between {least} and {most} for {self.scheme.inputs}")
+            raise piece.error(f"(={scale}, as a factor) must be between {least} and {most} for {self.scheme.inputs}")
         return scale
 
-    def _number(self, piece: Piece) -> np.ndarray:
+    def _number(self, piece: Piece) -> Float32[np.ndarray, ""]:
         return self._positive(piece).astype(np.float32).reshape(())
 
-    def _factor(self, piece: Piece) -> np.ndarray:
-        """A global scale as a factor, which it is in ModelOpt's files; in compressed-tensors' it divides."""
+    def _factor(self, piece: Piece) -> Float32[np.ndarray, ""]:
+        """A global scale as a factor. In ModelOpt's files it is one; in compressed-tensors' files it divides."""
         number = self._number(piece)
         with np.errstate(over="ignore", under="ignore"):
             factor = number if self.scheme.storage == MODELOPT else np.float32(1) / number
@@ -225,23 +225,23 @@ class Module:
             raise piece.error(f"(={number}) must give a factor that is a normal float32, but gives {factor}")
         return np.asarray(factor, np.float32)
 
-    def kept(self) -> dict[str, np.ndarray]:
-        """Tensors that `tensors` must be given to write the same bytes."""
+    def kept(self) -> dict[str, Shaped[np.ndarray, "..."]]:
+        """The tensors that `module_tensors` needs, beside the arrays, to write the same bytes."""
         is_other_shape = self.format.name == "fp8_tensor" or len(self.pieces["weight_scale"].shape) == 1
         names = (*KEPT, *self._unread, *["weight_scale"] * (is_other_shape or self._scales_are_e8m0))
         return {name: self.pieces[name].view() for name in names if name in self.pieces}
 
     @property
     def _unread(self) -> list[str]:
-        """Tensors of inputs whose format is not known."""
+        """Tensors of inputs whose format is unknown, which are not read."""
         return [] if self.scheme.reads_inputs else [name for name in self.pieces if name.startswith(_OF_INPUTS)]
 
     @property
     def _scales_are_e8m0(self) -> bool:
-        """Whether the scales of FP8 weights lie as exponents, which float32 holds as they are."""
+        """Whether files hold the scales of FP8 weights as e8m0. They become float32, exactly."""
         return self.pieces["weight_scale"].dtype in _EXPONENTS.get(self.scheme.storage, ())
 
-    def _positive(self, piece: Piece, *, or_zero: bool = False) -> np.ndarray:
+    def _positive(self, piece: Piece, *, or_zero: bool = False) -> Shaped[np.ndarray, "..."]:
         scales = piece.view()
         scales = scales.view(_E8M0).astype(np.float32) if scales.dtype in (np.uint8, _E8M0) else scales
         wide = scales.astype(np.float32)
@@ -252,7 +252,7 @@ class Module:
             raise piece.error(f"must hold finite scales {rule}, but has {wide[place]} at {place}")
         return scales
 
-    def _values(self) -> np.ndarray:
+    def _values(self) -> UInt8[np.ndarray, "N bytes"]:
         piece = self.pieces[self._values_name]
         stored = piece.view()
         bits, columns = self.format.element_bits, self.shape[1]
@@ -272,12 +272,12 @@ class Module:
             return packed
         return packing.columns(packed, bits, self._sorted)
 
-    def _check_bits(self, piece: Piece, integers: np.ndarray) -> None:
+    def _check_bits(self, piece: Piece, integers: Int8[np.ndarray, "N K"]) -> None:
         limit = 1 << self.format.element_bits - 1
         if integers.size and not -limit <= int(integers.min()) <= int(integers.max()) < limit:
             raise piece.error(f"must hold integers of {self.format.element_bits} bits, {-limit} to {limit - 1}")
 
-    def _scales(self) -> np.ndarray:
+    def _scales(self) -> Shaped[np.ndarray, "N b"]:
         piece = self.pieces["weight_scale"]
         rows, _ = self.shape
         if self.format.name == "mxfp4":
@@ -286,7 +286,7 @@ class Module:
                 place = tuple(int(i) for i in np.argwhere(codes == 255)[0])
                 raise piece.error(f"must have no scale of 255 (NaN), but has one at {place}")
             return codes
-        if self.format.name == "nvfp4":  # ModelOpt rounds the scales of blocks that are small beside the largest to 0
+        if self.format.name == "nvfp4":  # ModelOpt rounds scales to 0 in blocks much smaller than the largest
             return self._positive(piece, or_zero=True).view(np.uint8)
         scales = self._positive(piece)
         if self.format.name == "fp8_tensor":
@@ -295,10 +295,10 @@ class Module:
             return np.repeat(scales, BLOCK[0], axis=0)[:rows]
         return scales.reshape(rows, -1)
 
-    def _global_scales(self) -> np.ndarray:
+    def _global_scales(self) -> Float32[np.ndarray, " N"]:
         return np.full(self.shape[0], self._factor(self.pieces["weight_global_scale"]), np.float32)
 
-    def _zero_points(self) -> np.ndarray:
+    def _zero_points(self) -> Int8[np.ndarray, "N b"]:
         piece = self.pieces["weight_zero_point"]
         stored = piece.view()
         bits, rows = self.format.element_bits, self.shape[0]
@@ -311,19 +311,19 @@ class Module:
             raise piece.error(str(error)) from error
         return np.ascontiguousarray(packing.elements_of_bytes(packed, bits, rows).T)
 
-    def _bias(self) -> np.ndarray:
+    def _bias(self) -> Float[np.ndarray, " N"]:
         piece = self.pieces["bias"]
         bias = piece.view()
         if not np.isfinite(bias.astype(np.float32)).all():
             raise piece.error("must hold finite numbers")
         return bias
 
-    def _order(self) -> np.ndarray:
+    def _order(self) -> Int32[np.ndarray, " K"]:
         return self._sorted
 
     @cached_property
-    def _sorted(self) -> np.ndarray:
-        """int32 (K,): the columns, sorted by group, as they follow each other inside it."""
+    def _sorted(self) -> Int32[np.ndarray, " K"]:
+        """The columns sorted by group; within a group they keep their order."""
         piece = self.pieces["weight_g_idx"]
         groups = piece.view()
         size = self.format.block_size

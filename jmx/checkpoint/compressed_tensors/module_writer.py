@@ -1,4 +1,4 @@
-"""One quantized module, written: the tensors that hold given packed arrays, bit for bit as `Module` reads them."""
+"""Writing one quantized module: the tensors that hold given packed arrays, the inverse of `Module`."""
 
 from collections.abc import Mapping
 
@@ -9,16 +9,20 @@ from jmx.checkpoint.compressed_tensors import packing
 from jmx.checkpoint.compressed_tensors.config import BLOCK, MODELOPT, Scheme
 from jmx.checkpoint.compressed_tensors.tensor_names import PACKED, is_packed
 from jmx.numerics.formats import FORMATS, BlockScaled
+from jmx.util.typing import Shaped
 
 
-def module_tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def module_tensors(
+    scheme: Scheme, weight: BlockScaled, kept: Mapping[str, Shaped[np.ndarray, "..."]]
+) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of a module, by the names that compressed-tensors gives them: the inverse of `Module`.
 
     Args:
-        scheme: how it is quantized.
-        weight: its packed arrays, (N, K) alone.
-        kept: tensors that go in as they are, of those in `KEPT`, and a weight_scale that is one or (N,). Inputs' static
-            scale must be here. Without `weight_global_scale` it is the reciprocal of the global scale.
+        scheme: how the module is quantized.
+        weight: its packed arrays, without leading axes.
+        kept: tensors that are written unchanged: those in `KEPT`, and a weight_scale that is a scalar or (N,). It must
+            hold the inputs' static scale if there is one. Without `weight_global_scale` that tensor is the reciprocal
+            of the global scale.
 
     Raises:
         ValueError: arrays that the scheme's files cannot hold, or a static scale that is missing.
@@ -61,7 +65,8 @@ def module_tensors(scheme: Scheme, weight: BlockScaled, kept: Mapping[str, np.nd
     return found | dict(kept)
 
 
-def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:
+def _file_scales(format: str, scales: Shaped[np.ndarray, "N b"]) -> Shaped[np.ndarray, "..."]:
+    """Scales in the shape and dtype of files, which hold one that rows share only once."""
     if format == "nvfp4":
         return scales.view(ml_dtypes.float8_e4m3fn)
     if format == "fp8_tensor":
@@ -74,6 +79,6 @@ def _file_scales(format: str, scales: np.ndarray) -> np.ndarray:
     return scales
 
 
-def _check_equal(name: str, expected: np.ndarray, array: np.ndarray) -> None:
+def _check_equal(name: str, expected: Shaped[np.ndarray, "..."], array: Shaped[np.ndarray, "..."]) -> None:
     if (array != expected).any():
         raise ValueError(f"`weight.{name}` must be the same in all rows that share one in the file")

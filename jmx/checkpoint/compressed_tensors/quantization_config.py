@@ -1,4 +1,4 @@
-"""How weights are quantized, by config.json: the key that holds it, and which tool's config it is."""
+"""Where config.json states how weights are quantized, and which tool's config that is."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,23 +10,23 @@ from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.shards import CheckpointError, read_json, read_object
 from jmx.util.checks import check_path
 
-KEYS = ("quantization_config", "compression_config")  # as newer and older files have it
-TEXT_CONFIG = "text_config"  # which may hold them instead, in models that take more than text
+KEYS = ("quantization_config", "compression_config")  # in newer and in older files
+TEXT_CONFIG = "text_config"  # may hold them instead, in models with other inputs than text
 
 
 def read_quantization(path: str | os.PathLike[str]) -> Quantization:
-    """The scheme of each module by the configs in the directory `path`, whichever known tool wrote them.
+    """The scheme of each module, from the configs in the directory `path`, whichever known tool wrote them.
 
     Raises:
-        CheckpointError: there is no config, it has no quantization, it has two that differ, or names another tool; and
-            what that tool's parser raises.
+        CheckpointError: there is no config, it has no quantization, it has two that differ, or it names an unknown
+            tool; and the errors of the tool's parser.
     """
     file = check_path("path", path) / FILE
     return quantization_of(file, read_object(file))
 
 
 def is_quantized(path: str | os.PathLike[str]) -> bool:
-    """Whether the configs in the directory `path` have weights quantized, by whichever tool.
+    """Whether the configs in the directory `path` state that weights are quantized, by any tool.
 
     Raises:
         CheckpointError: there is no config, or has two that differ, or one under an unknown key.
@@ -36,7 +36,7 @@ def is_quantized(path: str | os.PathLike[str]) -> bool:
 
 
 def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
-    """`read_quantization` of what a config.json holds, which is `file`."""
+    """`read_quantization` from the contents of a config.json, which is `file`."""
     beside, found = file.parent / modelopt_config.FILE, find_quantization(file, contents)
     if found is None and os.path.lexists(beside):
         whole = read_json(beside)
@@ -63,12 +63,12 @@ def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
 
 
 def find_quantization(file: Path, contents: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The key of config.json under which it has how weights are quantized, and the value; None if there is none.
+    """The key of config.json that states how weights are quantized, and its value; None if there is none.
 
     Raises:
-        CheckpointError: several that differ, or one under an unknown key.
+        CheckpointError: there are several that differ, or one under an unknown key.
     """
-    found = dict(_said(contents))
+    found = dict(_stated(contents))
     if not found:
         other = next(_elsewhere(contents, ""), None)
         if other is not None:
@@ -76,13 +76,13 @@ def find_quantization(file: Path, contents: Mapping[str, Any]) -> tuple[str, Any
             raise CheckpointError(file, f"`{other}` must be in a place that is known: one of {known}")
         return None
     (first, value), *others = found.items()
-    for other, said in others:
-        if said != value:
-            raise CheckpointError(file, f"`{other}` must say the same as `{first}`, but {_difference(value, said)}")
+    for other, its_value in others:
+        if its_value != value:
+            raise CheckpointError(file, f"`{other}` must equal `{first}`, but {_difference(value, its_value)}")
     return first, value
 
 
-def _said(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _stated(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     inner = contents.get(TEXT_CONFIG)
     for prefix, entries in (("", contents), (f"{TEXT_CONFIG}.", inner if isinstance(inner, dict) else {})):
         yield from ((f"{prefix}{place}", entries[place]) for place in KEYS if entries.get(place) is not None)

@@ -1,6 +1,6 @@
 """Configs of AMD's Quark: weights in MXFP4, and in FP8 by tensor or by channel.
 
-See https://quark.docs.amd.com. One config is for all linear modules but those that are excluded.
+See https://quark.docs.amd.com. One config applies to all linear modules except those that are excluded.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ from jmx.checkpoint.shards import CheckpointError
 
 METHOD = "quark"
 
-# (dtype, qscheme, group_size, scale_format, is_dynamic, ch_axis if by channel) of weights, and how files hold them; of
-# inputs, whose axis 1 is that of tokens. FP8 weights lie as compressed-tensors has them.
+# (dtype, qscheme, group_size, scale_format, is_dynamic, ch_axis if by channel) of weights -> format and storage, which
+# for FP8 is that of compressed-tensors; and of inputs -> format. Axis 1 of inputs is that of tokens.
 _WEIGHTS: dict[tuple[Any, ...], tuple[str, str]] = {
     ("fp4", "per_group", 32, "e8m0", False, None): ("mxfp4", QUARK),
     ("fp8_e4m3", "per_tensor", None, None, False, None): ("fp8_tensor", FLOAT_QUANTIZED),
@@ -27,7 +27,7 @@ _INPUTS: dict[tuple[Any, ...], str] = {
     ("fp4", "per_group", 32, "e8m0", True, None): "mxfp4",
 }
 
-# How scales were calibrated, which does not change their meaning.
+# How scales were calibrated. It does not change their meaning.
 _CALIBRATION = (
     "block_size",
     "enable_buffer_reuse",
@@ -43,18 +43,22 @@ _CALIBRATION = (
 # Keys that do not concern experts; and keys that would change them, which must be empty.
 _ELSEWHERE = ("kv_cache_post_rope", "version")
 _EMPTY = ("layer_quant_config", "layer_type_quant_config", "softmax_quant_spec")
-# Algorithms that only chose the weights, with nothing to do when the model runs.
+# Algorithms that only changed the weights, and do nothing when the model runs.
 _ALGORITHMS = ("awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant")
 _MODES = ("eager_mode", "fx_graph_mode")
 _EXPORT = {"weight_format": ("real_quantized", None), "pack_method": ("reorder", "order", None)}
-_SHARED_SCALES = ("kv_cache_group", "min_kv_scale", "weight_merge_groups")  # which files hold as they came out
+_SHARED_SCALES = (
+    "kv_cache_group",
+    "min_kv_scale",
+    "weight_merge_groups",
+)  # of calibration alone
 
 
 def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     """The quantization of the object at `place` of config.json.
 
     Raises:
-        CheckpointError: a key that is unknown, missing, of another kind, or of a meaning that is not run here.
+        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
     """
     top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
@@ -79,7 +83,7 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     inputs = None
     if whole.object_or_none("input_tensors") is not None:
         spec = _spec(whole.object("input_tensors"))
-        inputs = _INPUTS.get(spec, str(spec))  # the words of the config, where it is none that is known
+        inputs = _INPUTS.get(spec, str(spec))  # the config's own words, if it is no known format
     for key in ("bias", "output_tensors", "target_device"):
         whole.one_of(key, (None,), None)
     whole.close()

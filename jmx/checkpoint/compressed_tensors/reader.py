@@ -1,4 +1,4 @@
-"""Reading a compressed-tensors checkpoint: checked whole before anything is built, then expert by expert."""
+"""Reading a compressed-tensors checkpoint: headers are checked first, then experts are read layer by layer."""
 
 import os
 from functools import partial
@@ -23,31 +23,32 @@ from jmx.experts import ORDERS, ROLES, Experts
 from jmx.numerics.input_formats import INPUT_FORMATS, reduce_static_scales
 from jmx.numerics.quantization import dequantize
 from jmx.util.checks import check_bool, check_one_of, check_path, check_str
+from jmx.util.typing import Array, Float32, Shaped
 
-_WAY_OUT = "; with `inputs=False` experts load without, and inputs stay as they are"
+_REMEDY = "; `inputs=False` loads the experts with inputs that are not quantized"
 
 
 class Reader(SafetensorsReader):
     """A `jmx.checkpoint.Reader` of files that compressed-tensors or another known tool quantized, of any model.
 
-    Making one reads config.json and the headers of the files, and checks that every tensor of experts is there and no
-    other, as many as the config has, and that nothing is quantized which the config does not name. Numbers
-    are checked as they are read.
+    The constructor reads config.json and the headers of the files. It checks that every tensor of experts is present
+    and no other, that their number is the config's, and that nothing is quantized that the config does not name.
+    Numbers are checked as they are read.
 
     Args:
         path: the directory.
         gate_up_order: "concatenated" or "interleaved": the order of rows in a tensor of gate and up, which files do
-            not record. Not used where they are two tensors.
+            not record. Ignored if gate and up are separate tensors.
 
     Attributes:
-        config: what config.json holds.
+        config: the contents of config.json.
         quantization: of config.json; `quantization.scheme(name)` is the scheme of any module.
-        layers: `Layer` by the name of the module that holds the experts, of quantized ones alone.
-        tensors: where each tensor of the checkpoint lies, experts' or not, by name.
+        layers: `Layer` by the name of the module that holds the experts, for layers with quantized experts.
+        tensors: where each tensor of the checkpoint is stored, by name.
 
     Raises:
         CheckpointError: files that are wrong or broken, naming the file, the tensor or key, and the expectation.
-        ValueError: an unknown `gate_up_order`, or None where it is needed.
+        ValueError: `gate_up_order` is unknown, or None where it is needed.
     """
 
     def __init__(self, path: str | os.PathLike[str], gate_up_order: str | None = None):
@@ -61,7 +62,7 @@ class Reader(SafetensorsReader):
             module, _, last = name.rpartition(".")
             self._modules.setdefault(module, {})[last] = Piece(tensor)
             if last in QUANTIZED and self.quantization.scheme(module) is None:
-                raise Piece(tensor).error(f"is of a quantized module, but no target of the config means {module!r}")
+                raise Piece(tensor).error(f"is of a quantized module, but no target of the config selects {module!r}")
         self.layers: dict[str, Layer] = layers.find(self.tensors, self.quantization, gate_up_order)
         for name, layer in self.layers.items():
             sizes = {"num_experts": layer.num_experts, "hidden_size": layer.hidden_size}
@@ -70,18 +71,18 @@ class Reader(SafetensorsReader):
     def experts(
         self, layer: str, layout: str = "auto", sharding: ShardingLike = None, *, inputs: bool = True
     ) -> Experts:
-        """A layer's experts, in their format all the way.
+        """A layer's experts, which stay in their format throughout.
 
         Args:
             layer, sharding: as in `arrays`.
-            layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is that of the machine's engine family.
-            inputs: whether they declare the format of inputs that their scheme names, if it does. Static scales become
-                one a product, the largest; with a UserWarning where experts' differ. False: inputs are not
+            layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is chosen for this machine.
+            inputs: whether the experts declare the input format of their scheme, if it has one. Of static scales each
+                product takes the largest, with a UserWarning if those of experts differ. False: inputs are not
                 quantized.
 
         Raises:
-            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not hold the format; with
-                `inputs`, those of `declared_inputs`, and static scales that no inputs have.
+            CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not support the format; with
+                `inputs`, the errors of `declared_inputs`, and invalid static scales.
         """
         check_bool("inputs", inputs)
         declared = self.declared_inputs(layer) if inputs else None
@@ -93,54 +94,54 @@ class Reader(SafetensorsReader):
         return experts.with_inputs(declared, *reduced)
 
     def declared_inputs(self, layer: str) -> str | None:
-        """The format in which the scheme of a layer has inputs, a key of `INPUT_FORMATS`; None: none.
+        """The input format of a layer's scheme, a key of `INPUT_FORMATS`; None if inputs are not quantized.
 
         Raises:
             CheckpointError: another format, or one whose blocks do not divide the sizes of the layer.
-            ValueError: a `layer` that is not there.
+            ValueError: an unknown `layer`.
         """
         found = self._layer(layer)
         declared = found.scheme.inputs
         if declared is None:
             return None
         if declared not in INPUT_FORMATS:
-            problem = f"inputs of experts {layer!r} are {declared}, which is none of {[*INPUT_FORMATS]}{_WAY_OUT}"
+            problem = f"inputs of experts {layer!r} are {declared}, which is none of {[*INPUT_FORMATS]}{_REMEDY}"
             raise CheckpointError(self.quantization.file, problem)
         try:
             INPUT_FORMATS[declared].check_sizes(found.hidden_size, found.intermediate_size)
         except ValueError as error:
-            raise CheckpointError(self.quantization.file, f"experts {layer!r}: {error}{_WAY_OUT}") from error
+            raise CheckpointError(self.quantization.file, f"experts {layer!r}: {error}{_REMEDY}") from error
         return declared
 
     def module(self, name: str) -> Module:
         """A quantized module outside experts, such as a projection of attention.
 
         Raises:
-            CheckpointError: its tensors are not those that its scheme calls for.
-            ValueError: there is none of that name, or it is not quantized.
+            CheckpointError: its tensors are not those of its scheme.
+            ValueError: no module has that name, or it is not quantized.
         """
         check_str("name", name)
         scheme, pieces = self.quantization.scheme(name), self._modules.get(name)
         if scheme is None or pieces is None:
-            raise ValueError(f"`name` (={name!r}) must be that of a quantized module")
+            raise ValueError(f"`name` (={name!r}) must be the name of a quantized module")
         return Module(name, pieces, scheme)
 
     def module_of(self, name: str) -> Module | None:
         """The quantized module outside experts whose weight is the tensor `name`, such as "...q_proj.weight", or None.
 
-        What files hold decides: a config may name modules that it does not quantize, such as embeddings.
+        The tensors in the files decide: a config may name modules that are not quantized, such as embeddings.
         """
         module, _, last = check_str("name", name).rpartition(".")
         scaled = any(f"{module}.{scale}" in self.tensors for scale in ("weight_scale", "weight_scale_inv"))
         return self.module(module) if last == "weight" and scaled else None
 
-    def dense(self, name: str, sharding: ShardingLike = None) -> jax.Array:
+    def dense(self, name: str, sharding: ShardingLike = None) -> Shaped[Array, "..."]:
         """A tensor outside the experts, by its name in the files; see `jmx.checkpoint.Reader.dense`.
 
         The weight of a quantized module, "...q_proj.weight", is dequantized to float32 (N, K).
 
         Raises:
-            CheckpointError: there is none of that name; numbers that no such tensor holds.
+            CheckpointError: no tensor has that name, or it holds invalid numbers.
             ValueError: a `sharding` that cannot split the array.
         """
         module = self.module_of(name)
@@ -151,17 +152,17 @@ class Reader(SafetensorsReader):
         self._advance(sum(piece.tensor.nbytes for piece in module.pieces.values()))
         return weight if its_sharding is None else jax.device_put(weight, its_sharding)
 
-    def arrays(self, layer: str, sharding: ShardingLike = None) -> dict[str, jax.Array]:
-        """The packed arrays of a layer's experts, by name as `jmx.Experts.arrays` names them.
+    def arrays(self, layer: str, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "E ..."]]:
+        """The packed arrays of a layer's experts, by their names in `jmx.Experts.arrays`.
 
         Args:
             layer: a key of `layers`.
-            sharding: a `jax.sharding.Sharding` for every array, or a mapping or function that gives one (or None) by
+            sharding: a `jax.sharding.Sharding` for all arrays, or a mapping or function that gives one (or None) by
                 the array's name. Only experts that the devices need are read. None is the default device.
 
         Raises:
-            CheckpointError: numbers that no such tensor holds; see `Module.array`.
-            ValueError: a `layer` that is not there, a `sharding` that cannot split an array.
+            CheckpointError: a tensor holds invalid numbers; see `Module.array`.
+            ValueError: an unknown `layer`, a `sharding` that cannot split an array.
         """
         found = self._layer(layer)
         arrays = {key: place(key, array, sharding) for key, array in found.arrays().items()}
@@ -172,8 +173,8 @@ class Reader(SafetensorsReader):
         return self.layers[check_one_of("layer", layer, self.layers)]
 
 
-def _static_scales(layer: Layer) -> list[np.ndarray | None]:
+def _static_scales(layer: Layer) -> list[Float32[np.ndarray, "E parts"] | None]:
     try:
         return [layer.static_scales(role) for role in ROLES]
     except CheckpointError as error:
-        raise CheckpointError(error.file, f"{error.problem}{_WAY_OUT}") from error
+        raise CheckpointError(error.file, f"{error.problem}{_REMEDY}") from error

@@ -1,4 +1,4 @@
-"""Which modules an entry of `targets` or `ignore` selects: one by its name, a class, or those that match a pattern."""
+"""Targets of configs: which modules an entry of `targets` or `ignore` selects, by name, by class or by pattern."""
 
 import fnmatch
 import re
@@ -16,23 +16,23 @@ _MOST_REPEATS = 6
 
 @dataclass(frozen=True)
 class Target:
-    """An entry: its text, and the pattern that it spells, if any, which matches from a name's first character on."""
+    """An entry: its text, and its pattern, if it is one, which matches from the first character of a name on."""
 
     text: str
     pattern: re.Pattern[str] | None
 
     def rank(self, module: str, module_class: str) -> int | None:
-        """How closely it selects the module: 0 by name, 1 by a pattern, 2 by class; None if it does not."""
+        """How the target selects the module: 0 by name, 1 by pattern, 2 by class; None if it does not."""
         if self.pattern is not None:
             return 1 if self.pattern.match(module) else None
         return 0 if self.text == module else 2 if self.text == module_class else None
 
 
 def parse_target(text: str) -> Target:
-    """The target that `text` spells.
+    """Parses a target of compressed-tensors: a name, a class, or "re:" and a regular expression.
 
     Raises:
-        ValueError: an empty text, or a pattern that is no regular expression or may take exponential time to match.
+        ValueError: `text` is empty, or its pattern is not a regular expression or may take exponential time to match.
     """
     if not text.startswith(PATTERN):
         if not text:
@@ -43,7 +43,7 @@ def parse_target(text: str) -> Target:
         raise ValueError(f"pattern {pattern[:50] + '...'!r} must have at most {LONGEST} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of what a later Python reads otherwise
+            warnings.simplefilter("error")  # for patterns that later versions of Python read differently
             compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as error:
         raise ValueError(f"pattern {pattern!r} must be a regular expression: {error}") from error
@@ -55,10 +55,10 @@ def parse_target(text: str) -> Target:
 
 
 def parse_glob(text: str) -> Target:
-    """The target of a name in which "*" stands for anything, as ModelOpt and Quark have them.
+    """Parses a target of ModelOpt or Quark: a name in which "*" matches anything.
 
     Raises:
-        ValueError: an empty text, or one that is too long.
+        ValueError: `text` is empty or too long.
     """
     if not 0 < len(text) <= LONGEST:
         raise ValueError(f"a target must have 1 to {LONGEST} characters, not {len(text)}")
@@ -68,7 +68,7 @@ def parse_glob(text: str) -> Target:
 def targets_of(
     entries: ConfigObject, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
 ) -> tuple[Target, ...]:
-    """The targets in a list of the entry `key`. CheckpointError, naming it, for one that is none."""
+    """The targets in the list at `key`. CheckpointError, naming the key, for one that cannot be parsed."""
     targets = []
     for text in texts:
         try:
@@ -79,15 +79,15 @@ def targets_of(
 
 
 def _may_hang(pattern: str) -> bool:
-    """Whether matching might take time exponential in a name's length, or a power of it that is as bad.
+    """Whether matching might take time exponential, or a high power, in the length of a name.
 
-    Files come from anywhere, and Python's engine tries every way to match. A group that repeats and holds another
-    repeat, or a choice, is where their number explodes.
+    Files may come from anyone, and Python's engine backtracks. The number of attempts explodes where a repeated group
+    holds another repeat or a choice.
     """
     without_escapes = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)
     bare = re.sub(r"\[\^?\]?[^\]]*\]", "x", without_escapes)
-    repeats, groups = 0, [False]  # of each group that is open: whether it holds a repeat or a choice
-    risky = False  # whether the character before closes such a group
+    repeats, groups = 0, [False]  # for each open group: whether it holds a repeat or a choice
+    risky = False  # whether the previous character closed such a group
     for before, character in zip("^" + bare, bare, strict=False):
         if character == ")" and len(groups) > 1:
             risky = groups.pop()

@@ -1,4 +1,4 @@
-"""Writing a compressed-tensors checkpoint back: experts out of their arrays, everything else as it is."""
+"""Writing a compressed-tensors checkpoint: experts from their arrays, everything else unchanged."""
 
 import os
 import shutil
@@ -17,26 +17,27 @@ from jmx.checkpoint.shards import DTYPES, INDEX, WEIGHT_FILES, CheckpointError, 
 from jmx.experts import ROLES
 from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_instance, check_path
+from jmx.util.typing import Shaped
 
 
 def convert(
     reader: Reader, dst: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000, progress: bool = False
 ) -> None:
-    """Writes the checkpoint that `reader` reads as a new directory `dst`: every bit of every tensor stays.
+    """Writes the checkpoint that `reader` reads as a new directory `dst`, with the same bits in every tensor.
 
-    One expert's module at a time goes through its arrays; each tensor is compared with the one that was read.
-    config.json and the files beside it are copied.
+    Each module of an expert is converted to arrays and back, and compared with the tensors that were read. config.json
+    and the files beside it are copied.
 
     Args:
         reader: of the checkpoint.
-        dst: does not exist yet. It appears when it is complete, and nothing is left behind if that fails.
-        max_shard_bytes: tensors' bytes in one file, unless a single tensor has more.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        dst: must not exist. It appears when it is complete; a failure leaves nothing behind.
+        max_shard_bytes: the most bytes of tensors in one file, unless a single tensor has more.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: the checkpoint is wrong or broken.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: a `dst` that is, holds or lies in the directory of `reader`; a `max_shard_bytes` below 1.
+        ValueError: `dst` is, contains or is inside the directory of `reader`; `max_shard_bytes` is below 1.
     """
     check_instance("reader", reader, Reader)
     check_path("dst", dst)
@@ -55,7 +56,7 @@ def convert(
 
 
 def _outputs(reader: Reader) -> Iterator[Output]:
-    """Every tensor: those outside experts, then those of each layer, module by module."""
+    """Every tensor: first those outside experts, then those of each layer, module by module."""
     modules = {
         tensor.name: parts for layer in reader.layers.values() for tensor, parts in _expert_tensors(layer).items()
     }
@@ -69,7 +70,7 @@ def _outputs(reader: Reader) -> Iterator[Output]:
 
 
 def _expert_tensors(layer: Layer) -> dict[Tensor, list[tuple[Module, str]]]:
-    """Where the parts of each of a layer's tensors come from: one module, or those of all experts."""
+    """The modules that the parts of each of a layer's tensors come from: one, or those of all experts."""
     found: dict[Tensor, list[tuple[Module, str]]] = {}
     for role in ROLES:
         for its in layer.modules[role]:
@@ -82,23 +83,23 @@ def _expert_tensors(layer: Layer) -> dict[Tensor, list[tuple[Module, str]]]:
 
 
 class _Latest:
-    """The tensors of the module that was asked for last: files keep a module's side by side."""
+    """Caches the tensors of the last module: files store a module's tensors side by side."""
 
     def __init__(self) -> None:
         self._module: Module | None = None
-        self._tensors: Mapping[str, np.ndarray] = {}
+        self._tensors: Mapping[str, Shaped[np.ndarray, ...]] = {}
 
-    def tensors(self, module: Module) -> Mapping[str, np.ndarray]:
+    def tensors(self, module: Module) -> Mapping[str, Shaped[np.ndarray, "..."]]:
         if module is not self._module:
             self._tensors = module_tensors(module.scheme, module.weight(), module.kept())
             self._module = module
         return self._tensors
 
 
-def _parts(tensor: Tensor, parts: Iterable[tuple[Module, str]], latest: _Latest) -> Iterator[np.ndarray]:
+def _parts(tensor: Tensor, parts: Iterable[tuple[Module, str]], latest: _Latest) -> Iterator[Shaped[np.ndarray, "..."]]:
     for module, last in parts:
         made, piece = latest.tensors(module)[last], module.pieces[last]
         read = piece.view()
         if made.dtype != DTYPES[tensor.dtype] or made.shape != read.shape or made.tobytes() != read.tobytes():
-            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} does not come back as it was read")
+            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} is not the same after a round trip")
         yield np.ascontiguousarray(made.T) if piece.transposed else made

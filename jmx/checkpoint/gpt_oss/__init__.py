@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints, in the Hugging Face form and the original form."""
+"""gpt-oss checkpoints, in the Hugging Face, the original and the Orbax form."""
 
 from jmx.checkpoint.gpt_oss.reader import Layer, Reader, load
 from jmx.checkpoint.gpt_oss.storage import is_checkpoint

@@ -1,4 +1,4 @@
-"""Reading a gpt-oss checkpoint: checked whole before anything is built, then tensor by tensor to the device."""
+"""Reading a gpt-oss checkpoint: headers are checked first, then tensors are read one by one to the device."""
 
 import math
 import os
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import jax
 import numpy as np
 
 from jmx.checkpoint import shards
@@ -22,11 +21,12 @@ from jmx.experts import Experts
 from jmx.numerics import element_codes
 from jmx.numerics.formats import MXFP4, Format
 from jmx.util.checks import check_bool, check_int, check_path, check_str
+from jmx.util.typing import Array, Shaped
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of a layer's experts, which are the same in every layer; see `jmx.checkpoint.ExpertLayer`."""
+    """The sizes of a layer's experts, equal in all layers; see `jmx.checkpoint.ExpertLayer`."""
 
     num_experts: int
     hidden_size: int
@@ -39,13 +39,13 @@ class Layer:
 class Reader(CountsBytes):
     """A `jmx.checkpoint.Reader` of gpt-oss, in the Hugging Face, the original or the Orbax form (see `convert`).
 
-    Making one reads config.json and the headers of the files and checks that every tensor is there. Tensors are then
-    read one by one, each straight to its device; all forms give the same bits. A directory that holds the Hugging Face
-    form and a folder `original` is the former; name the folder to read the latter.
+    The constructor reads config.json and the headers of the files and checks that every tensor is present. Tensors are
+    then read one by one, each directly to its device; all forms give the same bits. A directory with the Hugging Face
+    form and a folder `original` is read as the former; pass the folder to read the latter.
 
     Tensors have neutral names, the same for every form; `tensor_shapes(config)` lists them. With E experts, H hidden,
-    I intermediate, V vocabulary, Q query heads, N key/value heads of D, all bfloat16 but for norms, which may be
-    float32, and weights (out, in), the contracted axis last, as in the files:
+    I intermediate, V vocabulary, Q query heads, N key/value heads of D, all are bfloat16 (norms may be float32),
+    and weights are (out, in), the contracted axis last, as in the files:
         embedding (V, H), final_norm (H,), unembedding (V, H);
         in layer n, after the prefix "layers.n.": input_norm (H,), post_attention_norm (H,), sinks (Q,),
             q_weight (Q D, H), k_weight (N D, H), v_weight (N D, H), o_weight (H, Q D),
@@ -60,10 +60,10 @@ class Reader(CountsBytes):
         config: a `Config`.
         layers: a `Layer` by each layer's number.
         form: "hf", "original" or "orbax".
-        store: gives views of single tensors.
+        store: the tensors, of which it returns views.
 
     Raises:
-        CheckpointError: files that are wrong or broken, naming the file, the tensor and the expectation.
+        CheckpointError: files that are wrong or broken. It names the file, the tensor and the expectation.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -77,53 +77,53 @@ class Reader(CountsBytes):
         self._shapes = tensor_names.shapes(config)
         self._dense = tensor_names.tensor_shapes(config)
 
-    def dense(self, name: str, sharding: ShardingLike = None) -> jax.Array:
+    def dense(self, name: str, sharding: ShardingLike = None) -> Shaped[Array, "..."]:
         """A tensor outside the experts, by its neutral name (see the class). `sharding` as in `experts`."""
         if check_str("name", name) not in self._dense:
             known = "a tensor outside the experts, such as 'embedding' or 'layers.0.router_weight'"
             raise ValueError(f"`name` (={name!r}) must be {known}")
         return self._read(name, name, sharding)
 
-    def top(self, sharding: ShardingLike = None) -> dict[str, jax.Array]:
+    def top(self, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "..."]]:
         """The arrays outside layers, by name (see the class). `sharding` as in `experts`."""
         return {name: self._read(name, name, sharding) for name in tensor_names.top_shapes(self.config)}
 
-    def layer(self, layer: int, sharding: ShardingLike = None) -> dict[str, jax.Array]:
-        """A layer's arrays but for its experts, by their names after "layers.n.". `sharding` as in `experts`."""
+    def layer(self, layer: int, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "..."]]:
+        """A layer's arrays except its experts, by their names after "layers.n.". `sharding` as in `experts`."""
         self._check_layer(layer)
         names = tensor_names.dense_shapes(self.config)
         return {name: self._read(layer_name(layer, name), name, sharding) for name in names}
 
     def experts(self, layer: int, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
-        """A layer's experts, never decoded on the way.
+        """A layer's experts, which stay quantized throughout.
 
         Args:
             layer: its number.
             layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is the one that this machine's backends prefer.
-            sharding: a `jax.sharding.Sharding` for every array, or a mapping or function that gives one (or None) by
-                the array's name, as `Experts.arrays` names them. Only the slices that the devices need are read.
+            sharding: a `jax.sharding.Sharding` for all arrays, or a mapping or function that gives one (or None) by
+                the array's name in `Experts.arrays`. Only the slices that the devices need are read.
                 None is the default device.
 
         Raises:
-            CheckpointError: a scale of 255 (NaN), naming the tensor and the index.
-            ValueError: an unknown `layout`, a `layer` that is not there, a `sharding` that cannot split an array.
+            CheckpointError: a scale is 255 (NaN). It names the tensor and the index.
+            ValueError: an unknown `layout`, an unknown `layer`, a `sharding` that cannot split an array.
         """
         self._check_layer(layer)
 
-        def read() -> dict[str, jax.Array]:
+        def read() -> dict[str, Shaped[Array, "E ..."]]:
             return {name: self._read(layer_name(layer, name), name, sharding) for name in EXPERT_NAMES}
 
         return experts_of(read, MXFP4, "interleaved", layout, sharding)
 
     def nbytes(self, layer: int | None = None) -> int:
-        """Bytes of the whole checkpoint's tensors, or of one layer's experts."""
+        """Bytes of all tensors, or of one layer's experts."""
         if layer is not None:
             self._check_layer(layer)
         names = self._shapes if layer is None else [layer_name(layer, name) for name in EXPERT_NAMES]
         return sum(self._nbytes(name) for name in names)
 
-    def check_scales(self, name: str, part: np.ndarray, index: Index = ()) -> None:
-        """CheckpointError if `part`, which lies at `index` of the tensor with this neutral name, has a scale of 255."""
+    def check_scales(self, name: str, part: Shaped[np.ndarray, "..."], index: Index = ()) -> None:
+        """CheckpointError if `part`, the slice `index` of the tensor with this neutral name, has a scale of 255."""
         if name.endswith("_scales") and part.max() == element_codes.SCALE_NAN:
             starts = [s.start or 0 for s in index] or [0] * part.ndim
             first = np.argwhere(part == element_codes.SCALE_NAN)[0]
@@ -138,7 +138,7 @@ class Reader(CountsBytes):
         if not 0 <= check_int("layer", layer) < self.config.num_hidden_layers:
             raise ValueError(f"`layer` (={layer}) must be 0 to {self.config.num_hidden_layers - 1}")
 
-    def _read(self, name: str, short_name: str, sharding: ShardingLike) -> jax.Array:
+    def _read(self, name: str, short_name: str, sharding: ShardingLike) -> Shaped[Array, "..."]:
         view = self.store.view(name)
         array = place(short_name, view, sharding, partial(self.check_scales, name))
         self._advance(view.nbytes)
@@ -155,12 +155,13 @@ def load(
     """The experts of one layer of a gpt-oss checkpoint, 4-bit from disk to device.
 
     Args:
-        path: a directory in the Hugging Face form or the original form.
+        path: a directory, as in `Reader`.
         layer, layout, sharding: as in `Reader.experts`.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
-        CheckpointError: files that are wrong or broken, of any layer, naming the file, the tensor and the expectation.
+        CheckpointError: files that are wrong or broken, of any layer. It names the file, the tensor and the
+            expectation.
         ValueError: as `Reader.experts`.
     """
     check_bool("progress", progress)

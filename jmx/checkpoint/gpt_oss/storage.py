@@ -1,8 +1,8 @@
 """Tensors by neutral names, from safetensors files of a published form or from Orbax checkpoints.
 
 The Orbax form is a directory of config.json (in the Hugging Face spelling), `top` and `layers/0`, `layers/1` ..., each
-of which plain Orbax reads: a flat dict by neutral names, experts in canonical dtypes. It has one checkpoint a layer, so
-that it can be written with one layer in memory. The custom metadata of each name the part of the model that it is.
+an Orbax checkpoint: a flat dict by neutral names, experts in canonical dtypes. There is one checkpoint per layer, so
+that only one layer is in memory while it is written. Its custom metadata state which part of the model it is.
 """
 
 import os
@@ -20,6 +20,7 @@ from jmx.checkpoint.model_configs.gpt_oss import Config
 from jmx.numerics import formats
 from jmx.numerics.formats import MXFP4, BlockScaled
 from jmx.util.checks import check_path
+from jmx.util.typing import Shaped
 
 ORBAX = "orbax"
 KEY, VERSION = "jmx_gpt_oss", 1  # of the note in the custom metadata of each Orbax checkpoint
@@ -31,12 +32,12 @@ class TensorStore(Protocol):
 
     form: str
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str) -> Shaped[np.ndarray, "..."]:
         """The tensor, in its neutral shape."""
         ...
 
     def dtype(self, name: str) -> str:
-        """Its dtype, as safetensors spells it."""
+        """Its dtype, in safetensors' spelling."""
         ...
 
     def where(self, name: str) -> tuple[Path, str]:
@@ -45,17 +46,17 @@ class TensorStore(Protocol):
 
 
 def open_store(directory: Path, config: Config) -> TensorStore:
-    """The tensors in `directory`. CheckpointError unless it holds all that `config` calls for, and no others."""
+    """The tensors in `directory`. CheckpointError unless they are exactly those of a model with this `config`."""
     return (OrbaxStore if os.path.lexists(directory / TOP) else SafetensorsStore)(directory, config)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether the directory `path` holds experts as OpenAI published them, in any of the forms that `Reader` reads.
+    """Whether the directory `path` holds experts as OpenAI published them, in any form that `Reader` reads.
 
-    Experts of gpt-oss that another tool quantized, or that are floats, are not.
+    False for experts of gpt-oss that another tool quantized, or that are floats.
 
     Raises:
-        CheckpointError: neither an Orbax checkpoint nor safetensors files are there, or these are broken.
+        CheckpointError: there are neither an Orbax checkpoint nor safetensors files, or these are broken.
     """
     directory = check_path("path", path)
     if os.path.lexists(directory / TOP):
@@ -64,7 +65,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 class SafetensorsStore:
-    """A checkpoint in the Hugging Face or the original form: views are maps of the files."""
+    """A checkpoint in the Hugging Face or the original form. Views are memory maps of the files."""
 
     def __init__(self, directory: Path, config: Config):
         found = shards.read_headers(directory)
@@ -75,7 +76,7 @@ class SafetensorsStore:
         self.form = form.name
         self._places = {member.name: (found[t.name], member) for t in expected for member in t.members}
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str) -> Shaped[np.ndarray, "..."]:
         tensor, member = self._places[name]
         return tensor.view()[member.start : member.start + member.shape[0]].reshape(member.shape)
 
@@ -88,7 +89,7 @@ class SafetensorsStore:
 
 
 class OrbaxStore:
-    """A checkpoint in the Orbax form: views are copies in the host's memory, of one tensor."""
+    """A checkpoint in the Orbax form. A view is a copy of the tensor in host memory."""
 
     form = ORBAX
 
@@ -110,7 +111,7 @@ class OrbaxStore:
                 self._places[prefix + name] = place, name
             orbax_arrays.check(place, stored.arrays, wanted)
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str) -> Shaped[np.ndarray, "..."]:
         place, short_name = self._places[name]
         array = orbax_arrays.read_one(place, short_name)
         no_scales = np.empty(0, MXFP4.scale_dtype)
@@ -126,7 +127,7 @@ class OrbaxStore:
 
 
 def orbax_groups(directory: Path, config: Config) -> Iterator[tuple[Path, str, Mapping[str, Shape]]]:
-    """Place of each Orbax checkpoint, the prefix of its tensors' names in the model, and their neutral shapes."""
+    """Path of each Orbax checkpoint, the prefix of its tensors' names in the model, and their neutral shapes."""
     yield directory / TOP, "", tensor_names.top_shapes(config)
     shapes = tensor_names.layer_shapes(config)
     for layer in range(config.num_hidden_layers):
@@ -139,7 +140,7 @@ def _note(directory: Path, place: Path) -> dict[str, Any]:
 
 
 def _canonical(name: str, shape: Shape, dtype: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype in the Orbax form of a tensor of neutral `shape`."""
+    """Shape and dtype in the Orbax form of the tensor with this neutral name and shape."""
     if name.endswith("_values"):
         return jax.ShapeDtypeStruct((*shape[:-1], shape[-1] * 8 // MXFP4.element_bits), MXFP4.element_dtype)
     if name.endswith("_scales"):
@@ -148,9 +149,9 @@ def _canonical(name: str, shape: Shape, dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def write_orbax(
-    directory: Path, config: Config, view: Callable[[str], np.ndarray], advance: Callable[[int], object]
+    directory: Path, config: Config, view: Callable[[str], Shaped[np.ndarray, "..."]], advance: Callable[[int], object]
 ) -> None:
-    """Writes the Orbax form of tensors that `view` gives by neutral name, one layer in memory at a time."""
+    """Writes the Orbax form of the tensors that `view` returns by neutral name, with one layer in memory at a time."""
     for place, prefix, names in orbax_groups(directory, config):
         arrays: dict[str, Any] = {name: view(prefix + name) for name in names}
         done = sum(array.nbytes for array in arrays.values())

@@ -1,8 +1,7 @@
-"""Names and shapes of gpt-oss' tensors: neutral ones, and those of the two published forms that hold them.
+"""Names and shapes of gpt-oss' tensors: neutral ones, and those in the files of the two published forms.
 
-Neutral names are this project's own: those of `Experts.arrays` for the experts, and plain ones for the rest. A
-tensor of a file holds one neutral tensor, or several, one after the other along the first axis (the original form's q,
-k and v).
+Neutral names are jmx's: those of `Experts.arrays` for the experts, and plain ones for the rest. A tensor of a file
+holds one neutral tensor, or several that are concatenated along the first axis (q, k and v in the original form).
 """
 
 import math
@@ -21,13 +20,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """One way to name tensors.
+    """The tensor names of a published form.
 
     Args:
         name: "hf" or "original".
-        layer_prefix: of a layer's tensors, with a place for its number.
+        layer_prefix: of a layer's tensors, with `{}` for its number.
         top: neutral name -> name in the file, of tensors outside layers.
-        layer: neutral name -> name in the file after the prefix. Neutral tensors that share one follow each other.
+        layer: neutral name -> name in the file after the prefix. Neutral tensors with the same name are concatenated.
     """
 
     name: str
@@ -109,7 +108,7 @@ def top_shapes(config: Config) -> dict[str, Shape]:
 
 
 def dense_shapes(config: Config) -> dict[str, Shape]:
-    """Shapes of a layer's neutral tensors but for its experts."""
+    """Shapes of a layer's neutral tensors except its experts."""
     hidden = config.hidden_size
     rows = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
     rows = {name: heads * config.head_dim for name, heads in rows.items()}
@@ -166,7 +165,7 @@ def file_name(name: str, form: str = "hf") -> str:
 
 
 def dtypes(name: str) -> tuple[str, ...]:
-    """Dtypes, as safetensors spells them, that the neutral tensor `name` may have."""
+    """Dtypes that the neutral tensor `name` may have, in safetensors' spelling."""
     if name.endswith(("_values", "_scales")):
         return ("U8",)
     return ("BF16", "F32") if name.endswith("_norm") else ("BF16",)
@@ -194,7 +193,7 @@ class FileTensor:
     Args:
         name: in the file.
         shape: in the file.
-        dtypes: that it may have.
+        dtypes: those that are allowed.
         members: the neutral tensors in it, in order.
     """
 
@@ -229,7 +228,7 @@ def file_tensors(form: Form, config: Config) -> list[FileTensor]:
 
 
 def _file_shape(members: list[Member]) -> Shape:
-    """Files cut packed values into blocks: (..., N, K / 32, 16)."""
+    """The shape in files, which split packed values into blocks: (..., N, K / 32, 16)."""
     rows, *rest = sum(member.shape[0] for member in members), *members[0].shape[1:]
     if members[0].name.endswith("_values"):
         *lead, size = rest
@@ -239,7 +238,7 @@ def _file_shape(members: list[Member]) -> Shape:
 
 
 def detect(directory: Path, found: Mapping[str, Tensor]) -> Form:
-    """The form whose names `found` has. CheckpointError if it is none of them."""
+    """The form whose names `found` has. CheckpointError if there is none."""
     for form in FORMS.values():
         if form.top["embedding"] in found:
             return form
@@ -248,7 +247,7 @@ def detect(directory: Path, found: Mapping[str, Tensor]) -> Form:
 
 
 def check_layers(directory: Path, found: Mapping[str, Tensor], config: Config) -> None:
-    """CheckpointError if `config` has more layers than `found` has tensors, before tables of layers exhaust memory."""
+    """CheckpointError if `config` has more layers than `found` has tensors: tables of layers might exhaust memory."""
     if config.num_hidden_layers > len(found):
         raise CheckpointError(
             directory,
@@ -271,4 +270,4 @@ def check(directory: Path, found: Mapping[str, Tensor], expected: list[FileTenso
     names = {tensor.name for tensor in expected}
     for name, there in found.items():
         if name not in names:
-            raise CheckpointError(there.file, f"tensor {name!r} is not one that this model's config calls for")
+            raise CheckpointError(there.file, f"tensor {name!r} is not one of a model with this config")

@@ -1,4 +1,4 @@
-"""Writing gpt-oss checkpoints: another form of one that is there, tensor by tensor."""
+"""Writing a gpt-oss checkpoint in another form, tensor by tensor."""
 
 import dataclasses
 import os
@@ -18,10 +18,11 @@ from jmx.checkpoint.progress import progress_bar
 from jmx.checkpoint.shards import CheckpointError, Output
 from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_one_of, check_path
+from jmx.util.typing import Shaped
 
 FORMS = (*tensor_names.FORMS, ORBAX)
 
-# What travels with the weights.
+# Files that are copied with the weights.
 COMPANIONS = (
     GENERATION_FILE,
     "tokenizer*",
@@ -34,7 +35,7 @@ COMPANIONS = (
     "USAGE_POLICY*",
 )
 
-DTYPES_FILE = "dtypes.json"  # the original form's own list of what its tensors mean
+DTYPES_FILE = "dtypes.json"  # of the original form: the type of each tensor
 
 
 def convert(
@@ -45,24 +46,24 @@ def convert(
     max_shard_bytes: int = 5_000_000_000,
     progress: bool = False,
 ) -> None:
-    """Writes the checkpoint `src` as a new directory `dst` in another form, or in the same: every bit stays.
+    """Writes the checkpoint `src` as a new directory `dst` in any form, with the same bits.
 
-    Weights go through one tensor at a time (to Orbax one layer), without being decoded. The config is rewritten in the
-    form's spelling where that differs; tokenizer files, generation_config.json and licences are copied.
+    Weights are copied one tensor at a time (one layer for Orbax), and never decoded. The config is rewritten if the
+    form's spelling differs; tokenizer files, generation_config.json and licenses are copied.
 
     Args:
-        src: a checkpoint in any of the tensor_names.
-        dst: does not exist yet. It appears when it is complete, and nothing is left behind if that fails.
-        form: "hf" (Hugging Face), "original", or "orbax": config.json, and a plain Orbax checkpoint `top` and one a
-            layer, `layers/0` and so on, each a flat dict of arrays by the names of `Reader`, and of `Experts.arrays`
-            for the experts, in canonical dtypes (float4_e2m1fn, float8_e8m0fnu).
-        max_shard_bytes: tensors' bytes in one file, unless a single tensor has more. Orbax does as it likes.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        src: a checkpoint in any of the forms.
+        dst: must not exist. It appears when it is complete; a failure leaves nothing behind.
+        form: "hf" (Hugging Face), "original", or "orbax": config.json, an Orbax checkpoint `top`, and one per
+            layer, `layers/0` and so on. Each is a flat dict of arrays by the names of `Reader`, and of
+            `Experts.arrays` for the experts, in canonical dtypes (float4_e2m1fn, float8_e8m0fnu).
+        max_shard_bytes: the most bytes of tensors in one file, unless a single tensor has more. Ignored for "orbax".
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: `src` is wrong or broken, or its config cannot be written in `form`.
         FileExistsError, FileNotFoundError: `dst` exists, or the directory that should hold it does not.
-        ValueError: an unknown `form`; a `dst` that is, holds or lies in `src`; a `max_shard_bytes` below 1.
+        ValueError: an unknown `form`; `dst` is, contains or is inside `src`; `max_shard_bytes` is below 1.
     """
     check_path("src", src)
     check_path("dst", dst)
@@ -102,7 +103,7 @@ def _write_config(reader: Reader, directory: Path, form: str) -> None:
 def _write_weights(
     reader: Reader, directory: Path, form: str, max_shard_bytes: int, advance: Callable[[int], object]
 ) -> None:
-    def view(name: str) -> np.ndarray:
+    def view(name: str) -> Shaped[np.ndarray, "..."]:
         tensor = reader.store.view(name)
         reader.check_scales(name, tensor)
         return tensor

@@ -1,4 +1,4 @@
-"""Keys of config.json that describe experts in any family: their number, sizes and activation, by every usual name."""
+"""Keys of config.json that describe experts in any family: their number, sizes and activation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 _HIDDEN_SIZE = ("hidden_size",)
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 _HIDDEN_ACT = ("hidden_act", "hidden_activation")
-_INNER = "text_config"  # of models that take more than text
+_INNER = "text_config"  # in models with other inputs than text
 
 
 def check_model_sizes(file: Path, config: Mapping[str, Any], layer: str, *, num_experts: int, hidden_size: int) -> None:
     """CheckpointError if `config`, the contents of `file`, disagrees with the tensors of `layer`.
 
-    Otherwise missing experts at the end would go unnoticed. Keys that the config lacks are not checked.
+    Without this check, missing experts at the end would not be noticed. Keys that the config lacks are not checked.
     """
     for entries in _levels(config):
         for keys, found, what in ((_NUM_EXPERTS, num_experts, "experts"), (_HIDDEN_SIZE, hidden_size, "inputs")):
@@ -27,7 +27,7 @@ def check_model_sizes(file: Path, config: Mapping[str, Any], layer: str, *, num_
 
 
 def check_heads(file: Path, heads: int, kv_heads: int, head_dim: int) -> None:
-    """CheckpointError unless key/value heads divide the heads, and rotary pairs the head."""
+    """CheckpointError unless key/value heads divide the heads, and a head has an even size, for rotary pairs."""
     if heads % kv_heads:
         rule = f"must be a multiple of `num_key_value_heads` (={kv_heads})"
         raise CheckpointError(file, f"`num_attention_heads` (={heads}) {rule}")
@@ -36,12 +36,12 @@ def check_heads(file: Path, heads: int, kv_heads: int, head_dim: int) -> None:
 
 
 def top_k(config: Mapping[str, Any]) -> int | None:
-    """Experts of a token, or None where the config has no such key."""
+    """Experts per token, or None if the config has no such key."""
     return _first(config, _TOP_K, int)
 
 
 def hidden_act(config: Mapping[str, Any]) -> str | None:
-    """The name of the activation's function, or None where the config has no such key."""
+    """The name of the activation function, or None if the config has no such key."""
     return _first(config, _HIDDEN_ACT, str)
 
 

@@ -1,4 +1,4 @@
-"""Configuration of gpt-oss: config.json in every spelling, defaults of what it leaves out, published models."""
+"""Configuration of gpt-oss: config.json in every spelling, defaults of missing keys, published models."""
 
 import dataclasses
 import os
@@ -15,32 +15,31 @@ from jmx.util.checks import check_instance, check_path, check_str
 
 FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-MOST_LAYERS = (
-    1 << 20
-)  # far beyond any model: a larger number is corrupt, and a table of its layers would exhaust memory
+# Far beyond any model. A larger number is corrupt, and a table of its layers would exhaust memory.
+MOST_LAYERS = 1 << 20
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
 class Config:
-    """A gpt-oss model, whichever spelling its config.json has.
+    """A gpt-oss model, whatever the spelling of its config.json.
 
     Args:
         num_hidden_layers, hidden_size, intermediate_size, num_experts, vocab_size: sizes.
-        top_k: experts of a token.
+        top_k: experts per token.
         num_attention_heads, num_key_value_heads, head_dim: attention's sizes.
         attention_bias: whether the q, k, v and o projections have biases.
         rms_norm_eps: added to the mean square in RMSNorm.
-        sliding_window: tokens that a sliding layer sees, itself among them.
-        layer_types: "sliding_attention" or "full_attention", one a layer.
+        sliding_window: tokens that a sliding layer attends to, including its own.
+        layer_types: "sliding_attention" or "full_attention" for each layer.
         rope_theta: base of the rotary frequencies.
         rope_factor: YaRN's s (arXiv:2309.00071); cos and sin are also multiplied by 0.1 ln(s) + 1.
-        rope_beta_fast, rope_beta_slow: rotations at `rope_original_length` between which YaRN's ramp lies.
+        rope_beta_fast, rope_beta_slow: rotations at `rope_original_length` that bound YaRN's ramp.
         rope_truncate: whether the ramp's ends are rounded to whole dimensions.
         rope_original_length: tokens of the context before it was extended.
         swiglu_alpha, swiglu_beta, swiglu_limit: of `jmx.SwiGLU`.
-        eos_token_ids: ids that end a generation, of config.json and generation_config.json; may be empty.
-        bos_token_id, pad_token_id: or None.
+        eos_token_ids: ids that end a generation, from config.json and generation_config.json; may be empty.
+        bos_token_id, pad_token_id: special ids, or None.
     """
 
     num_hidden_layers: int
@@ -100,12 +99,12 @@ def _published(num_hidden_layers: int, num_experts: int) -> Config:
     )
 
 
-# The published models, as their config.json and generation_config.json have them.
+# The published models, from their config.json and generation_config.json.
 PUBLISHED = {"20b": _published(24, 32), "120b": _published(36, 128)}
 
 
-# How the files spell each field: the Hugging Face form's keys first, then the original form's. A dot goes into the rope
-# entries, which are `rope_scaling` in older configs and `rope_parameters` in newer ones.
+# Keys of each field: those of the Hugging Face form first, then those of the original form. "rope." is an entry of the
+# rope object, `rope_scaling` in older configs and `rope_parameters` in newer ones.
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "num_hidden_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -152,8 +151,8 @@ ORIGINAL_KEYS = (
     "rope_ntk_beta",
 )
 
-# What gpt-oss configs leave out, from the reference model that OpenAI published with the weights (gpt_oss/torch) and,
-# for keys of the Hugging Face form, from transformers' GptOssConfig.
+# Defaults of keys that configs may lack, from the reference model that OpenAI published with the weights
+# (gpt_oss/torch) and, for keys of the Hugging Face form, from transformers' GptOssConfig.
 DEFAULTS: dict[str, Any] = {
     "attention_bias": True,
     "rms_norm_eps": 1e-5,
@@ -168,10 +167,10 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-# What the Hugging Face form's rope entries leave out: unlike the reference model, transformers rounds by default.
+# Defaults of the Hugging Face form's rope object: unlike the reference model, transformers rounds.
 ROPE_DEFAULTS: dict[str, Any] = {"rope.truncate": True}
 
-# Keys of the Hugging Face form that would change the model, with the values that this one can have.
+# Keys of the Hugging Face form that would change the model, with the values that are supported.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt_oss",),
     "hidden_act": ("silu",),
@@ -198,14 +197,16 @@ QUANTIZATION: dict[str, Any] = {
 def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | None = (MXFP4.name,)) -> Config:
     """The config of the checkpoint in the directory `path`, in the Hugging Face or the original form.
 
-    `quant_methods`: names of the methods of quantization that it may have; None: any.
-
     EOS ids are those of config.json and of generation_config.json, if there is one, which may name the other special
-    ids too. Layers slide in turn, the first one sliding, where `layer_types` is not given.
+    ids too. Without `layer_types` layers alternate, the first one sliding.
+
+    Args:
+        path: the directory.
+        quant_methods: names of the quantization methods that are allowed; None: any.
 
     Raises:
-        CheckpointError: a file that is missing or is not JSON; a key that is missing, has a value of another kind or
-            out of range, or disagrees with another one; another `quant_method`.
+        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
+            range, or disagrees with another one; another `quant_method`.
     """
     directory = check_path("path", path)
     if quant_methods is not None:
@@ -223,7 +224,7 @@ def read_config(path: str | os.PathLike[str], *, quant_methods: Sequence[str] | 
 
 
 def _flat(file: Path, contents: Any) -> dict[str, Any]:
-    """ConfigObject by key, those of the rope and quantization objects after a dot."""
+    """Entries by key; those of the rope and quantization objects as "rope.key" and "quantization_config.key"."""
     if not isinstance(contents, dict):
         raise CheckpointError(file, f"must be a JSON object, not {type(contents).__name__}")
     flat = {}
@@ -255,7 +256,7 @@ def parse_config(
     eos_token_ids: tuple[int, ...] = (),
     quant_methods: Sequence[str] | None = (MXFP4.name,),
 ) -> Config:
-    """The config of a file's entries, as `_flat` gives them; see `read_config`."""
+    """The config of entries that `_flat` returned; see `read_config`."""
     if "quantization_config.quant_method" not in entries and any(k.startswith("quantization_config") for k in entries):
         raise CheckpointError(file, "`quantization_config.quant_method` is missing")
     required = REQUIRED_VALUES
@@ -287,20 +288,20 @@ def _field(file: Path, name: str, entries: Mapping[str, Any]) -> Any:
     (key, value), *others = given.items()
     for other, its_value in others:
         if its_value != value:
-            raise CheckpointError(file, f"`{other}` (={its_value!r}) must be {value!r}, as `{key}` has it")
+            raise CheckpointError(file, f"`{other}` (={its_value!r}) must be {value!r}, as in `{key}`")
     kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     return _check_kind(file, key, kind, value)
 
 
 def _check_kind(file: Path, key: str, kind: str, value: Any) -> Any:
-    """`value` as the dataclass declares it: a whole number where an int is wanted, no bool for a number."""
+    """`value` in the type that the dataclass declares: a whole number for an int, and never a bool for a number."""
     if kind == "bool":
         fits = isinstance(value, bool)
     elif isinstance(value, bool) or not isinstance(value, int | float):
         fits = False
     elif kind == "float":
-        fits = 0 < value <= sys.float_info.max  # float() raises for a whole number above it
+        fits = 0 < value <= sys.float_info.max  # float() raises above it
         value = float(value) if fits else value
     else:
         fits = isinstance(value, int) and value >= 0
@@ -321,10 +322,10 @@ def _layer_types(file: Path, given: Any, num_layers: int) -> tuple[str, ...]:
 def entries(config: Config, spelling: str) -> dict[str, Any]:
     """The contents of config.json for `config`, in the "hf" or the "original" spelling.
 
-    The original spelling has fewer keys: reading it back gives another config where they do not suffice.
+    The original spelling has fewer keys: where they do not suffice, reading it back gives another config.
     """
     values = dataclasses.asdict(config)
-    if spelling == "original":  # exactly the fields of the reference model's ModelConfig, which takes no other
+    if spelling == "original":  # the fields of the reference model's ModelConfig, which accepts no others
         return {key: values[name] for name, keys in SPELLINGS.items() for key in keys[-1:] if key in ORIGINAL_KEYS}
     keys = {name: keys[0] for name, keys in SPELLINGS.items() if keys and values[name] is not None}
     rope = {key.removeprefix("rope."): values[name] for name, key in keys.items() if key.startswith("rope.")}
@@ -345,7 +346,7 @@ def entries(config: Config, spelling: str) -> dict[str, Any]:
 
 
 def token_entries(config: Config) -> dict[str, Any]:
-    """The special ids that `config` has, as config.json and generation_config.json spell them."""
+    """The special ids of `config`, by the keys of config.json and generation_config.json."""
     ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     ids |= {"eos_token_id": list(config.eos_token_ids) or None}
     return {key: value for key, value in ids.items() if value is not None}
@@ -361,5 +362,5 @@ def _check_sizes(file: Path, config: Config) -> None:
         except ValueError as error:
             raise CheckpointError(file, str(error)) from error
     if config.top_k > config.num_experts:
-        raise CheckpointError(file, f"experts of a token (={config.top_k}) must be at most {config.num_experts}, all")
+        raise CheckpointError(file, f"experts per token (={config.top_k}) must be at most {config.num_experts}, all")
     check_heads(file, config.num_attention_heads, config.num_key_value_heads, config.head_dim)

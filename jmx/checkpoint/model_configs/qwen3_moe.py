@@ -1,4 +1,4 @@
-"""Configuration of Qwen3-MoE: config.json, the defaults of what it leaves out, published models."""
+"""Configuration of Qwen3-MoE: config.json, defaults of missing keys, published models."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ GENERATION_FILE = "generation_config.json"
 MODEL_TYPE = "qwen3_moe"
 MOST_LAYERS = 1 << 20  # far beyond any model: a larger number is corrupt
 
-# What configs leave out, from transformers' Qwen3MoeConfig.
+# Defaults of keys that configs may lack, from transformers' Qwen3MoeConfig.
 DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
@@ -34,18 +34,18 @@ class Config:
 
     Args:
         num_hidden_layers, hidden_size, num_experts, vocab_size: sizes.
-        intermediate_size: of layers that have one dense MLP instead of experts.
+        intermediate_size: of layers with a dense MLP instead of experts.
         moe_intermediate_size: of each expert.
-        top_k: experts of a token.
+        top_k: experts per token.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         dense_layers: numbers of the layers without experts.
         num_attention_heads, num_key_value_heads, head_dim: attention's sizes.
         attention_bias: whether the q, k, v and o projections have biases.
         rms_norm_eps: added to the mean square in RMSNorm.
-        sliding_window: tokens that each layer sees, itself among them; None for all.
+        sliding_window: tokens that each layer attends to, including its own; None for all.
         rope_theta: base of the rotary frequencies.
-        tie_word_embeddings: whether the embedding is the unembedding, too.
-        eos_token_ids: ids that end a generation, of config.json and generation_config.json; may be empty.
+        tie_word_embeddings: whether the embedding is also the unembedding.
+        eos_token_ids: ids that end a generation, from config.json and generation_config.json; may be empty.
     """
 
     num_hidden_layers: int
@@ -91,7 +91,7 @@ def _published(num_hidden_layers: int, hidden_size: int, moe_intermediate_size: 
     )
 
 
-# The published models, as their config.json and generation_config.json have them.
+# The published models, from their config.json and generation_config.json.
 PUBLISHED = {"30b-a3b": _published(48, 2048, 768, 32), "235b-a22b": _published(94, 4096, 1536, 64)}
 
 
@@ -99,8 +99,8 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     """The config of the checkpoint in the directory `path`.
 
     Raises:
-        CheckpointError: a file that is missing or is not JSON; a key that is missing, of another kind or out of range,
-            or that would make it another model.
+        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
+            range, or would make it another model.
     """
     file = Path(path) / FILE
     entries = _entries(file)
@@ -137,7 +137,7 @@ def _entries(file: Path) -> ConfigObject:
 
 
 def _default(entries: ConfigObject, key: str) -> list[Any]:
-    """The default of an entry that is missing or null."""
+    """The default of an entry that is missing or null, in a list; empty if there is none."""
     if entries.entries.get(key) is None and key in DEFAULTS:
         return [DEFAULTS[key]]
     return []
@@ -164,7 +164,7 @@ def _number(entries: ConfigObject, key: str) -> float:
 
 
 def _rope_theta(entries: ConfigObject) -> float:
-    """Of the config, or of its rope entries, `rope_scaling` in older files and `rope_parameters` in newer ones."""
+    """From the config, or its rope object, `rope_scaling` in older files and `rope_parameters` in newer ones."""
     found: dict[str, float] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if entries.entries.get(key) is not None:
@@ -181,7 +181,7 @@ def _rope_theta(entries: ConfigObject) -> float:
 
 
 def _dense_layers(entries: ConfigObject, num_layers: int) -> tuple[int, ...]:
-    """Those that `mlp_only_layers` names, and all but every `decoder_sparse_step`-th."""
+    """The layers that `mlp_only_layers` names, and all except every `decoder_sparse_step`-th."""
     step = _size(entries, "decoder_sparse_step")
 
     def fits(value: Any) -> bool:

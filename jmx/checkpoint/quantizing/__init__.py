@@ -1,4 +1,4 @@
-"""Quantizing the experts of a checkpoint that holds them as floats: from files to files, one matrix in memory."""
+"""Quantizing a checkpoint's float experts: from files to files, with one matrix in memory."""
 
 from jmx.checkpoint.quantizing.float_experts import Layer
 from jmx.checkpoint.quantizing.output_forms import WRITABLE

@@ -1,4 +1,4 @@
-"""The list of files that `convert` writes beside them, by which it recognizes its own result."""
+"""The list of files that `convert` adds to its result, by which it later recognizes that result."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ _SCHEMA = "jmx.quantized-checkpoint/1"
 
 
 def write_list(directory: Path) -> None:
-    """Lists the files of a directory in `FILE`: their sizes, and what they hold; of weights, when they were written."""
+    """Lists the files of a directory in `FILE`: sizes, and hashes; for weights the time of writing instead."""
     files = {file.name: _description(file) for file in sorted(directory.iterdir())}
     write_json(directory / FILE, {"schema": _SCHEMA, "files": files})
 
@@ -21,14 +21,14 @@ def write_list(directory: Path) -> None:
 def _description(file: Path) -> dict[str, Any]:
     status = file.stat()
     found: dict[str, Any] = {"bytes": status.st_size}
-    if file.suffix == ".safetensors":  # to read those would take minutes
+    if file.suffix == ".safetensors":  # reading those would take minutes
         return found | {"written_ns": status.st_mtime_ns}
     with file.open("rb") as stream:
         return found | {"sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def _fault(directory: Path) -> str | None:
-    """Why `directory` is not as `convert` left it. Files that are missing are no fault: nothing is lost of them."""
+    """Why `directory` differs from what `convert` wrote; None if it does not. Missing files are not reported."""
     file = directory / FILE
     if file.is_symlink() or not file.is_file():
         return f"it has no list {FILE} of the files that jmx wrote"

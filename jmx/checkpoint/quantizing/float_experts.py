@@ -1,8 +1,8 @@
 """Experts that a checkpoint holds as floats: their tensors, and the matrix of each projection.
 
-Files hold each projection of each expert apart, as in "experts.3.down_proj.weight", weights (out, in); or, as the
-Hugging Face form of gpt-oss does, all experts in one tensor "experts.down_proj", (E, in, out), gate and up columns in
-turn, with biases beside.
+Files hold each projection of each expert separately ("experts.3.down_proj.weight"), weights (out, in); or, as the
+Hugging Face form of gpt-oss does, all experts in one tensor "experts.down_proj", (E, in, out), gate and up columns
+interleaved, with biases in other tensors.
 """
 
 import re
@@ -17,6 +17,7 @@ from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.model_configs.common_keys import check_model_sizes
 from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.numerics.formats import Format
+from jmx.util.typing import Float
 
 PARTS = ("gate", "up", "down")
 FLOATS = ("BF16", "F16", "F32")
@@ -24,7 +25,7 @@ FLOATS = ("BF16", "F16", "F32")
 # Names of the projections, in the order of `PARTS`.
 _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = ("gate_up_proj", "down_proj")
-_FUSED_MODEL = "gpt_oss"  # whose tensors of all experts are transposed, with rows interleaved: files do not record it
+_FUSED_MODEL = "gpt_oss"  # has transposed tensors of all experts, rows interleaved, which files do not record
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)", re.DOTALL)
@@ -35,11 +36,11 @@ class Matrix:
     """One projection of one expert.
 
     Args:
-        module: its name in a file that holds projections apart, such as "model.layers.0.mlp.experts.3.up_proj".
+        module: its name in a file that holds projections separately, such as "model.layers.0.mlp.experts.3.up_proj".
         layer: name of the module that holds the layer's experts.
         part: one of `PARTS`.
         weight, bias: the tensors that hold it; `bias` may be None.
-        expert: its place along the first axis of tensors that hold all experts, else None.
+        expert: its index along the first axis of tensors that hold all experts, else None.
     """
 
     module: str
@@ -57,13 +58,13 @@ class Matrix:
         _, columns, rows = self.weight.shape
         return rows // (1 if self.part == "down" else 2), columns
 
-    def read(self) -> np.ndarray:
-        """The weight (N, K), in its file's dtype."""
+    def read(self) -> Float[np.ndarray, "N K"]:
+        """The weight, in the file's dtype."""
         whole = self.weight.view()
         return whole if self.expert is None else np.ascontiguousarray(whole[self.expert].T[self._rows])
 
-    def read_bias(self) -> np.ndarray | None:
-        """The bias (N,), or None."""
+    def read_bias(self) -> Float[np.ndarray, " N"] | None:
+        """The bias, or None."""
         if self.bias is None:
             return None
         whole = self.bias.view()
@@ -80,9 +81,9 @@ class Layer:
 
     Args:
         name: of the module that holds them.
-        experts: of each, its matrices by part.
+        experts: of each expert its matrices, by part.
         fused: whether tensors hold all experts.
-        format: what they are quantized to when they are read; None: nothing.
+        format: what the experts are quantized to on reading; None: they are not.
     """
 
     name: str
@@ -112,7 +113,7 @@ class Layer:
 
     @property
     def dtype(self) -> str:
-        """Of the weights, as safetensors spells it."""
+        """Of the weights, in safetensors' spelling."""
         return self.experts[0]["up"].weight.dtype
 
     def tensors(self) -> set[str]:
@@ -122,16 +123,16 @@ class Layer:
 
 
 def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Layer]:
-    """The layers of experts among the tensors of a checkpoint, in the order in which they lie.
+    """The layers of experts among the tensors of a checkpoint, in the order of the files.
 
     Args:
         directory: of the checkpoint, for errors.
         found: its tensors.
-        config: what config.json holds.
+        config: the contents of config.json.
 
     Raises:
-        CheckpointError: no experts at all; some that are missing, differ in shape, are not floats, are stored in an
-            order that is not known, or are not as many as the config has.
+        CheckpointError: there are no experts; some are missing, differ in shape, are not floats, or are stored in an
+            unknown order; or their number is not the config's.
     """
     apart: dict[str, dict[int, dict[str, dict[str, Tensor]]]] = {}
     together: dict[str, dict[str, Tensor]] = {}
@@ -142,7 +143,9 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
         elif (match := _TOGETHER.fullmatch(name)) is not None:
             together.setdefault(match[1], {})[match[2]] = tensor
     if both := apart.keys() & together.keys():
-        raise CheckpointError(directory, f"experts of {min(both)!r} must be apart or in one tensor, but are both")
+        raise CheckpointError(
+            directory, f"experts of {min(both)!r} must be in separate tensors or in one, but are both"
+        )
     layers = [
         *(_apart(directory, name, experts) for name, experts in apart.items()),
         *(_fused(name, tensors, config.get("model_type")) for name, tensors in together.items()),
@@ -216,7 +219,7 @@ def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> 
 
 
 def _check(layer: Layer) -> None:
-    """CheckpointError unless all are floats, gate, up and down fit each other, and experts are alike."""
+    """CheckpointError unless all are floats, gate, up and down agree in size, and experts are alike."""
     for matrices in layer.experts:
         for matrix in matrices.values():
             its = matrix.weight

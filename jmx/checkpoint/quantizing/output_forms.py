@@ -1,4 +1,4 @@
-"""How files hold quantized experts: as compressed-tensors, or for MXFP4 in the Hugging Face form of gpt-oss."""
+"""The files of quantized experts: compressed-tensors, or for MXFP4 the Hugging Face form of gpt-oss."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,6 +14,7 @@ from jmx.checkpoint.model_configs.gpt_oss import QUANTIZATION
 from jmx.checkpoint.quantizing.float_experts import Layer, Matrix
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Output, Tensor
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled, Format
+from jmx.util.typing import Shaped
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -22,11 +23,11 @@ Quantize = Callable[[Matrix], BlockScaled]
 
 
 def _kind(format: Format) -> str:
-    """As `STORAGES` has it; a name of the format's own where that does not know it."""
+    """The kind in `STORAGES`; for other formats their name."""
     return next((kind for kind in ("int", "fp8") if format.name.startswith(kind)), format.name)
 
 
-# Format -> how files of compressed-tensors store it. "order" is what only calibration finds.
+# Format -> its storage in compressed-tensors. Formats with "order" need calibration.
 WRITABLE: dict[str, str] = {
     name: next(storage for storage, kinds in STORAGES.items() if _kind(format) in kinds)
     for name, format in FORMATS.items()
@@ -35,12 +36,12 @@ WRITABLE: dict[str, str] = {
 
 
 class Form(Protocol):
-    """How files hold quantized experts."""
+    """A form of files with quantized experts."""
 
     name: str
 
     def outputs(self, layer: Layer, quantize: Quantize) -> Iterator[Output]:
-        """The tensors of a layer's experts. Making their parts in this order calls `quantize` once a matrix."""
+        """The tensors of a layer's experts. Reading their parts in this order calls `quantize` once per matrix."""
         ...
 
     def config(self, linear: list[str]) -> Mapping[str, Any]:
@@ -49,7 +50,7 @@ class Form(Protocol):
 
 
 def check_writable(format: Format) -> None:
-    """ValueError, naming what can be, unless files can hold `format`."""
+    """ValueError, naming the formats that can be written, unless `format` is one of them."""
     if format.name not in WRITABLE:
         why = "only calibration finds its order of columns" if "order" in format.arrays else "no file form holds it"
         raise ValueError(f"`format` (={format.name!r}) cannot be written: {why}; what can: {', '.join(WRITABLE)}")
@@ -63,7 +64,7 @@ def form_of(format: Format, model_type: str | None) -> Form:
 
 
 class CompressedTensors:
-    """Every projection of every expert apart."""
+    """Every projection of every expert in separate tensors."""
 
     name = METHOD
 
@@ -86,33 +87,33 @@ class CompressedTensors:
     def config(self, linear: list[str]) -> Mapping[str, Any]:
         return config_writer.entries({"group_0": (["Linear"], self.scheme)}, linear)
 
-    def _tensors(self, matrix: Matrix, quantize: Quantize) -> dict[str, np.ndarray]:
+    def _tensors(self, matrix: Matrix, quantize: Quantize) -> dict[str, Shaped[np.ndarray, "..."]]:
         return module_tensors(self.scheme, quantize(matrix), {})
 
     def _expected(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the tensors of a matrix: those of one that is all ones."""
+        """Shapes and dtypes of the tensors of a matrix, found by writing one of ones."""
         arrays = (None if a is None else np.ones(a.shape, a.dtype) for a in self.format.abstract(shape, packed=True))
         made = module_tensors(self.scheme, BlockScaled(*arrays), {})
         return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in made.items()}
 
 
 class _Once:
-    """The tensors of one matrix, made when the first is asked for and given up with the last."""
+    """The tensors of one matrix, made when the first is taken and freed with the last."""
 
-    def __init__(self, make: Callable[[], dict[str, np.ndarray]]):
+    def __init__(self, make: Callable[[], dict[str, Shaped[np.ndarray, "..."]]]):
         self._make, self._left = make, {}
 
-    def take(self, name: str) -> np.ndarray:
+    def take(self, name: str) -> Shaped[np.ndarray, "..."]:
         if not self._left:
             self._left = self._make()
         return self._left.pop(name)
 
 
-def _take(made: _Once, name: str) -> Iterator[np.ndarray]:
+def _take(made: _Once, name: str) -> Iterator[Shaped[np.ndarray, "..."]]:
     yield made.take(name)
 
 
-def _bias(matrix: Matrix) -> Iterator[np.ndarray]:
+def _bias(matrix: Matrix) -> Iterator[Shaped[np.ndarray, "..."]]:
     bias = matrix.read_bias()
     assert bias is not None
     yield bias
@@ -133,7 +134,7 @@ class GptOss:
             packed = MXFP4.abstract(shape, packed=True)
             blocks = (*packed.scales.shape, MXFP4.block_size * MXFP4.element_bits // 8)
             name = f"{layer.name}.{role}_proj"
-            scales: list[np.ndarray] = []  # of experts whose blocks are written: a sixteenth of their bytes
+            scales: list[Shaped[np.ndarray, "rows b"]] = []
 
             def values(parts: tuple[str, ...] = parts, scales: list[np.ndarray] = scales) -> Iterator[np.ndarray]:
                 for matrices in layer.experts:
@@ -150,11 +151,11 @@ class GptOss:
         return QUANTIZATION
 
 
-def _interleaved(arrays: list[np.ndarray]) -> np.ndarray:
+def _interleaved(arrays: list[Shaped[np.ndarray, "N b"]]) -> Shaped[np.ndarray, "rows b"]:
     """Rows of one array, or of two interleaved."""
     return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
-def _drain(arrays: list[np.ndarray]) -> Iterator[np.ndarray]:
+def _drain(arrays: list[Shaped[np.ndarray, "rows b"]]) -> Iterator[Shaped[np.ndarray, "..."]]:
     while arrays:
         yield arrays.pop(0)

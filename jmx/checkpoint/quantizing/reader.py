@@ -1,11 +1,10 @@
-"""Reading a checkpoint whose experts are floats: as they are, or quantized as they are read."""
+"""Reading a checkpoint whose experts are floats: unchanged, or quantized on reading."""
 
 import dataclasses
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jmx.backends import resolve_layout
@@ -21,39 +20,40 @@ from jmx.numerics import formats
 from jmx.numerics.formats import Format
 from jmx.selection.environment import Environment
 from jmx.util.checks import check_one_of, check_path
+from jmx.util.typing import Array, Float
 
 
 class FloatExperts(NamedTuple):
     """One layer's experts in their files' dtype, bfloat16, float16 or float32.
 
     Attributes:
-        gate_up: (E, 2 I, H), gate rows above up rows, the contracted axis last.
-        down: (E, H, I).
-        gate_up_bias, down_bias: (E, 2 I), (E, H); None where files have no biases.
+        gate_up: N = 2 I rows, gate rows above up rows, the contracted axis last.
+        down: the contracted axis last.
+        gate_up_bias, down_bias: None if files have no biases.
     """
 
-    gate_up: jax.Array
-    down: jax.Array
-    gate_up_bias: jax.Array | None = None
-    down_bias: jax.Array | None = None
+    gate_up: Float[Array, "E N H"]
+    down: Float[Array, "E H I"]
+    gate_up_bias: Float[Array, "E N"] | None = None
+    down_bias: Float[Array, "E H"] | None = None
 
 
 class Reader(SafetensorsReader):
-    """A `jmx.checkpoint.Reader` of files whose experts are floats, of any model that `convert` takes.
+    """A `jmx.checkpoint.Reader` of files whose experts are floats, of any model that `convert` supports.
 
-    Making one reads config.json and the headers of the files and checks the experts' tensors.
+    The constructor reads config.json and the headers of the files, and checks the experts' tensors.
 
     Args:
         path: a directory of safetensors files.
-        format: what `experts` quantizes to, or its name. None: only `floats` reads experts.
+        format: what `experts` quantizes to, or its name. None: experts can only be read by `floats`.
 
     Attributes:
-        config: what config.json holds.
+        config: the contents of config.json.
         layers: `Layer` by the name of the module that holds the experts, such as "model.layers.0.mlp.experts".
-        tensors: where each tensor of the checkpoint lies, by name.
+        tensors: where each tensor of the checkpoint is stored, by name.
 
     Raises:
-        CheckpointError: files that are wrong or broken, naming the file, the tensor or key, and the expectation.
+        CheckpointError: files that are wrong or broken. It names the file, the tensor or key, and the expectation.
         ValueError: an unknown `format`.
     """
 
@@ -66,7 +66,7 @@ class Reader(SafetensorsReader):
         self.layers = {layer.name: dataclasses.replace(layer, format=self.format) for layer in found}
 
     def floats(self, layer: str) -> FloatExperts:
-        """A layer's experts as they are, on the default device. ValueError unless `layer` is a key of `layers`."""
+        """A layer's experts, unchanged, on the default device. ValueError unless `layer` is a key of `layers`."""
         found = self.layers[check_one_of("layer", layer, self.layers)]
         self._advance(sum(self.tensors[name].nbytes for name in found.tensors()))
         return FloatExperts(
@@ -84,24 +84,24 @@ class Reader(SafetensorsReader):
             layout, sharding: as in `jmx.checkpoint.Reader.experts`; the floats are read onto the default device first.
 
         Raises:
-            ValueError: a reader without a format, a `layer` that is not there, numbers that are not finite, an unknown
-                `layout` or one that does not hold the format, a `sharding` that cannot split an array.
+            ValueError: the reader has no format, an unknown `layer`, numbers that are not finite, an unknown
+                `layout` or one that does not support the format, a `sharding` that cannot split an array.
         """
         check_one_of("layer", layer, self.layers)
         if self.format is None:
             raise ValueError("`format` (=None) of the reader must be a format, to quantize experts that are floats")
-        resolve_layout(layout, Environment.probe(), self.format)  # an unknown one is refused before anything is read
+        resolve_layout(layout, Environment.probe(), self.format)  # rejects an unknown one before anything is read
         experts = Experts.quantize(*self.floats(layer), gate_up_order="concatenated", format=self.format)
         layout = resolve_layout(layout, Environment.probe(experts), self.format)
         return put(experts.prepare(layout, donate=True), sharding)
 
 
-def _weights(layer: Layer, parts: Sequence[str]) -> jax.Array:
+def _weights(layer: Layer, parts: Sequence[str]) -> Float[Array, "E N K"]:
     rows = [np.concatenate([matrices[part].read() for part in parts]) for matrices in layer.experts]
     return place(layer.name, np.stack(rows), None)
 
 
-def _biases(layer: Layer, parts: Sequence[str]) -> jax.Array | None:
+def _biases(layer: Layer, parts: Sequence[str]) -> Float[Array, "E N"] | None:
     if not layer.has_bias:
         return None
     rows = [[matrices[part].read_bias() for part in parts] for matrices in layer.experts]

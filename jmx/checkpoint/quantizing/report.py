@@ -1,4 +1,4 @@
-"""The errors that quantizing made in the weights of each layer, measured in float64."""
+"""The quantization errors of each layer's weights, measured in float64."""
 
 import math
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.util.atomic_files import Kind
 from jmx.util.tables import FoldingTable, numbers, words
+from jmx.util.typing import Float
 
 _SCHEMA = "jmx.quantize-report/1"
 
@@ -23,8 +24,8 @@ class Errors:
     """Sums over the weights that were quantized.
 
     Attributes:
-        squared_error, squared: of quantized minus source, and of the source.
-        clipped, count: how many lie outside what their block's elements can represent, and how many there are.
+        squared_error, squared: sums of squares of quantized minus source, and of the source.
+        clipped, count: the number of weights outside the range of their block's elements, and of all weights.
     """
 
     squared_error: float = 0.0
@@ -39,7 +40,7 @@ class Errors:
 
     @property
     def clipped_share(self) -> float:
-        """The share of weights whose quotient by scale (and zero point) lies outside the elements' range."""
+        """The share of weights whose quotient by scale (and zero point) is outside the range of the elements."""
         return self.clipped / self.count if self.count else 0.0
 
     def __add__(self, other: "Errors") -> "Errors":
@@ -51,12 +52,12 @@ class Errors:
         )
 
 
-def measure(weight: np.ndarray, quantized: BlockScaled, format: Format) -> Errors:
-    """The errors of a canonical `quantized` for the floats (N, K) that it came from."""
+def measure(weight: Float[np.ndarray, "N K"], quantized: BlockScaled, format: Format) -> Errors:
+    """The errors of a canonical `quantized` weight against the floats that it was made from."""
     source = weight.astype(np.float64)
     values, elements = np.asarray(quantized.values).astype(np.float64), format.elements()
 
-    def of_columns(by_block: np.ndarray) -> np.ndarray:  # (N, blocks) to what broadcasts to (N, K)
+    def of_columns(by_block: Float[np.ndarray, "N b"]) -> Float[np.ndarray, "N columns"]:  # broadcasts to (N, K)
         whole_row = format.block_size == WHOLE_ROW
         return by_block if whole_row else np.repeat(by_block, format.block_size, axis=1)[:, : source.shape[1]]
 
@@ -100,7 +101,7 @@ class Report:
         return {part: sum((parts[part] for parts in self.layers.values()), Errors()) for part in PARTS}
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON holds of it."""
+        """The report as JSON objects."""
 
         def shares(parts: dict[str, Errors]) -> dict[str, Any]:
             return {
@@ -117,7 +118,7 @@ class Report:
         }
 
     def table(self) -> FoldingTable:
-        """For people: a row a layer, and one for all."""
+        """The report as a table: a row for each layer, and one for all."""
         title = f"experts in {self.format}: relative error, share of weights that are clipped"
         columns = [*words("layer"), *numbers(*(name for part in PARTS for name in (part, f"{part} clipped")))]
         table = FoldingTable(columns, title)
@@ -135,7 +136,7 @@ def _cells(parts: dict[str, Errors]) -> Iterator[str]:
 
 
 def _fault(file: Path) -> str | None:
-    """Why the JSON in `file` is not that of `Report.as_dict`."""
+    """Why the JSON in `file` was not written from `Report.as_dict`; None if it was."""
     try:
         found = shards.read_json(file)
     except CheckpointError as error:
@@ -144,7 +145,7 @@ def _fault(file: Path) -> str | None:
         case {"schema": schema, "format": str(), "form": str(), "layers": dict() as layers, "total": total}:
             if len(found) == 5 and schema == _SCHEMA and all(map(_is_numbers, [*layers.values(), total])):
                 return None
-    return f"it is no JSON of schema {_SCHEMA!r}"
+    return f"it is not JSON of schema {_SCHEMA!r}"
 
 
 def _is_numbers(parts: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint with its float experts quantized, and everything else as it is."""
+"""Writing a checkpoint with its float experts quantized, and everything else unchanged."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ from jmx.numerics.quantization import quantize
 from jmx.util import atomic_files
 from jmx.util.checks import check_bool, check_path
 
-# transformers' names of a model's first and last matrix.
+# Names of a model's first and last matrix in transformers.
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
@@ -43,30 +43,31 @@ def convert(
 ) -> Report:
     """Writes the checkpoint `src` as a new directory `dst` whose experts are quantized by `jmx.quantize`.
 
-    Experts are read, rounded and written one matrix at a time; a layer of them is never held. All other tensors keep
-    their bits, and files beside them are copied (not folders). config.json says how to read the result: as
-    compressed-tensors, or as the Hugging Face form of gpt-oss where that is the model and `format` MXFP4.
+    Experts are read, quantized and written one matrix at a time; a whole layer is never in memory. All other tensors
+    keep their bits, and other files (not folders) are copied. The result is a compressed-tensors checkpoint, or the
+    Hugging Face form of gpt-oss if that is the model and `format` is MXFP4; config.json states which.
 
     Args:
-        src: a directory of safetensors files: experts apart (Mixtral, Qwen-MoE, DeepSeek ...), or gpt-oss in floats.
-        dst: does not exist yet, unless `overwrite`. It appears when it is complete, and a failure leaves nothing.
+        src: a directory of safetensors files: experts in separate tensors (Mixtral, Qwen-MoE, DeepSeek ...), or gpt-oss
+            in floats.
+        dst: must not exist, unless `overwrite`. It appears when it is complete; a failure leaves nothing behind.
         format: a format in `WRITABLE`, or its name.
-        report: a file for the errors, as JSON; as `dst`, it does not exist yet, unless `overwrite`.
-        overwrite: whether what an earlier call wrote at `dst` and `report` may be replaced, which happens when the new
-            ones are complete. All else is refused: a directory in which a file was added or changed, another file.
-        max_shard_bytes: tensors' bytes in one file, unless a single tensor has more.
-        progress: whether to show a progress bar on stderr, where that is a terminal.
+        report: a file for the errors, as JSON. Like `dst`, it must not exist, unless `overwrite`.
+        overwrite: whether the results of an earlier call at `dst` and `report` may be replaced, once the new ones are
+            complete. Anything else there is an error: a directory in which a file was added or changed, another file.
+        max_shard_bytes: the most bytes of tensors in one file, unless a single tensor has more.
+        progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Returns:
         The errors of each layer.
 
     Raises:
-        CheckpointError: `src` is wrong or broken, quantized already, or holds no experts that fit the format; NaN or
-            infinity among their weights.
-        FileExistsError, FileNotFoundError: `dst` or `report` exists, and is not to be replaced; or the directory that
-            should hold it does not.
-        ValueError: a `format` that no file holds; a `dst` or `report` that is, holds or lies in `src` or the other; a
-            `max_shard_bytes` below 1.
+        CheckpointError: `src` is wrong or broken, quantized already, or has no experts that fit the format; weights are
+            NaN or infinite.
+        FileExistsError, FileNotFoundError: `dst` or `report` exists and may not be replaced, or its parent directory
+            does not exist.
+        ValueError: `format` cannot be written; `dst` or `report` is, contains or is inside `src` or the other;
+            `max_shard_bytes` is below 1.
     """
     check_path("src", src)
     check_path("dst", dst)
@@ -91,7 +92,7 @@ def convert(
     errors = Report(format.name, form.name)
     outputs = [*_outputs(found, layers, form, partial(_quantize, format, errors))]
     config["quantization_config"] = form.config(_linear(found, layers))
-    with contextlib.ExitStack() as stack:  # left in turn: `dst` appears first
+    with contextlib.ExitStack() as stack:  # exits in reverse order: `dst` appears first
         places = {
             path: stack.enter_context(atomic_files.new_path(path, kind, overwrite=overwrite))
             for path, kind in wanted.items()
@@ -133,7 +134,7 @@ def _check_sizes(layer: Layer, format: Format) -> None:
 def _outputs(
     found: dict[str, Tensor], layers: list[Layer], form: Form, quantize: Callable[[Matrix], BlockScaled]
 ) -> Iterator[Output]:
-    """Every tensor: those of a layer's experts where the first of them was."""
+    """Every tensor in order; a layer's experts follow where the first of them was."""
     owners = {name: layer for layer in layers for name in layer.tensors()}
     written: set[str] = set()
     for name, tensor in found.items():
@@ -148,8 +149,8 @@ def _outputs(
 def _linear(found: dict[str, Tensor], layers: list[Layer]) -> list[str]:
     """Modules outside experts that have a matrix, such as projections of attention and routers.
 
-    The head is one of them, although files have no tensor of it where it is tied to the embedding: without its name
-    readers take it for quantized.
+    The head is always among them: files have no tensor of it if it is tied to the embedding, and unless it is named,
+    readers would take it for quantized.
     """
     held = {name for layer in layers for name in layer.tensors()}
     names = (name for name, t in found.items() if name.endswith(".weight") and len(t.shape) == 2)

@@ -88,12 +88,7 @@ class Cpu:
         return Rejection(Reason.LIBRARY, detail, f"use {BEST!r}")
 
     def apply(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         del environment
         ffi.library()  # registers the kernels, which XLA calls by name

@@ -73,12 +73,7 @@ class MosaicSm90:
         config.check(_tile_bytes(problem), -(-problem.intermediate_size // TILE))
 
     def apply(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows

@@ -16,7 +16,7 @@ from jax import lax
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.sm90.tiles import TILE
 
-Scalar = Any  # an int, or an int32 array
+Scalar = Any  # an int, or an int32 scalar of jax or, in tests, of numpy
 
 
 class WorkItem(NamedTuple):

@@ -71,12 +71,7 @@ class MosaicSm90Fp8:
         config.check(_shape(problem, environment))
 
     def apply(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         # Importing these takes a second.
         from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product

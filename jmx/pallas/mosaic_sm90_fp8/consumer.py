@@ -130,14 +130,14 @@ def _add_units(gemm: Gemm, turn: Scalar, zeros: Totals, add: Add, at_once: int) 
         totals, slot = carry
         slots = [slot]
         for _ in range(count - 1):
-            slots.append(pipeline.after(slots[-1]))
+            slots.append(pipeline.next_slot(slots[-1]))
         for slot in slots:  # all of them first: no branch may occur while products are in flight
             pipeline.wait(slot)
         if config.resident_rows:
             row_slots = [nth * at_once + i for i in range(count)]
         else:
             row_slots = [slot * config.warpgroups_k + gemm.wk for slot in slots]
-        return add(totals, [*zip(slots, row_slots, strict=True)]), pipeline.after(slots[-1])
+        return add(totals, [*zip(slots, row_slots, strict=True)]), pipeline.next_slot(slots[-1])
 
     whole, rest = divmod(gemm.share.item_stages, at_once)
     carry = zeros, pipeline.first_slot(gemm.share, turn)

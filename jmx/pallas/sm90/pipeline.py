@@ -68,7 +68,7 @@ class Pipeline:
         """The slot of the first stage of a CTA's `turn`th work item."""
         return lax.rem(share.stages_before + turn * share.item_stages, self.num_stages)
 
-    def after(self, slot: Scalar) -> Scalar:
+    def next_slot(self, slot: Scalar) -> Scalar:
         """The slot of the next stage."""
         return jnp.where(slot + 1 == self.num_stages, 0, slot + 1)
 
@@ -108,7 +108,7 @@ class Pipeline:
 
             def stage(step: Scalar, slot: Scalar) -> Scalar:
                 fill(step, slot)
-                return self.after(slot)
+                return self.next_slot(slot)
 
             lax.fori_loop(0, share.item_stages, stage, self.first_slot(share, turn))
 
@@ -120,6 +120,6 @@ class Pipeline:
             self.wait(slot)
             carry = multiply(carry, slot)
             self.release(slot)
-            return carry, self.after(slot)
+            return carry, self.next_slot(slot)
 
         return lax.fori_loop(0, share.item_stages, stage, (carry, self.first_slot(share, turn)))[0]

@@ -1,13 +1,13 @@
-"""The directories in which something lies until it is complete, and what is left of them when a process is killed.
+"""Temporary directories for results that are being written, and removal of those that killed processes left.
 
-`.NAME.xxxxxxxx.part`, beside what is to become NAME, holds
+The directory `.NAME.xxxxxxxx.part`, beside the future NAME, contains
 
-    lock        what the directory is for. Its writer holds a lock on it (flock) for as long as it lives.
-    new/NAME    what is being written.
-    old/NAME    what is being replaced, where the file system cannot exchange two names in one step.
+    lock        the name and the machine of the writer, which holds a lock on this file (flock) while it runs.
+    new/NAME    the result that is being written.
+    old/NAME    the result that is being replaced, if the file system cannot exchange two names in one step.
 
-It goes when its writer is done, or fails. One whose lock can be taken, or that has none yet and holds nothing else, is
-what a process left that was killed: the next one that writes to the same place removes it, with a warning.
+The writer removes it when it is done or fails. A directory whose lock is free, or that is empty and has no lock, was
+left by a killed process: the next process that writes to the same path removes it, with a warning.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jmx.util.atomic_files.paths import named_errors
 
 try:
     import fcntl
-except ImportError:  # no such locks on this platform: then nothing is known to be left over
+except ImportError:  # no such locks on this platform: leftovers cannot be recognized
     fcntl = None
 
 _SCHEMA = "jmx.part/1"
@@ -38,7 +38,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @contextlib.contextmanager
 def part(path: Path) -> Iterator[Path]:
-    """A new directory beside `path`, which is this process's alone, and goes when it is left."""
+    """A new directory beside `path`, for this process only, removed when the context ends."""
     made, lock = _make(path)
     try:
         yield made
@@ -50,19 +50,19 @@ def part(path: Path) -> Iterator[Path]:
 
 
 def _make(path: Path) -> tuple[Path, int]:
-    """A new directory, and its lock, which is held where the platform and the file system have locks."""
+    """A new directory and its lock, which is held if the platform and the file system have locks."""
     while True:
         made = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         with contextlib.ExitStack() as stack:
             os.mkdir(made, 0o700)
             stack.callback(_remove, made)
-            with contextlib.suppress(FileNotFoundError):  # another process took it for left over
+            with contextlib.suppress(FileNotFoundError):  # another process removed it as a leftover
                 lock = os.open(made / _NEW_LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 stack.callback(os.close, lock)
                 with named_errors(made / _NEW_LOCK):
                     os.write(lock, json.dumps({"schema": _SCHEMA, "target": path.name, "machine": _machine()}).encode())
                 if _locked(lock):
-                    (made / _NEW_LOCK).rename(made / _LOCK)  # locked before it has the name that others look for
+                    (made / _NEW_LOCK).rename(made / _LOCK)  # it must be locked before other processes find it
                 stack.pop_all()
                 return made, lock
 
@@ -79,8 +79,8 @@ def _locked(lock: int) -> bool:
 
 
 def _machine() -> dict[str, str]:
-    """What tells whether a lock that can be taken means a dead process: the machine, or its kernel, which containers
-    share, since it started. On network file systems machines may not see each other's locks."""
+    """The machine and its boot, which containers share. A free lock means a dead process only on the same machine: on
+    network file systems machines may not see each other's locks."""
     try:
         boot = _BOOT.read_text().strip()
     except OSError:
@@ -89,7 +89,7 @@ def _machine() -> dict[str, str]:
 
 
 def _remove(part: Path) -> None:
-    """Removes a directory of `part`, to the end, even if this is interrupted; the lock goes last."""
+    """Removes a directory of `part` completely, even if interrupted; the lock last."""
     interrupted = None
     for _ in range(10):
         try:
@@ -109,13 +109,13 @@ def _remove(part: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what processes left that were killed while they wrote to `path`. A UserWarning names each."""
+    """Removes directories that killed processes left beside `path`. A UserWarning names each."""
     if fcntl is None:
         return
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
     try:
         found = sorted(entry.path for entry in os.scandir(path.parent) if pattern.fullmatch(entry.name))
-    except OSError:  # it can be written, but not read
+    except OSError:  # a directory may be writable but not readable
         return
     for part in map(Path, found):
         with contextlib.suppress(OSError):
@@ -128,12 +128,12 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _is_unfinished(part: Path) -> bool:
-    """Whether a directory has nothing in it yet, or nothing any more: `part` ends as it begins."""
+    """Whether a directory is empty, as at the beginning and at the end of `part`."""
     return stat.S_ISDIR(part.lstat().st_mode) and {*os.listdir(part)} <= {_NEW_LOCK}
 
 
 def _remove_unfinished(part: Path, path: Path) -> None:
-    """Removes such a directory: one whose writer lives makes another. OSError where it has gone on meanwhile."""
+    """Removes such a directory; a running writer makes another. OSError if the writer has continued meanwhile."""
     assert fcntl is not None
     if os.path.lexists(part / _NEW_LOCK):
         lock = os.open(part / _NEW_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -151,7 +151,7 @@ def _remove_unfinished(part: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _taken(part: Path, name: str) -> Iterator[dict[str, str] | None]:
-    """Holds the lock of a directory that a process left, and gives that process's machine; None: it is no such one."""
+    """Holds the lock of a leftover directory and gives its writer's machine; None if it is not a leftover."""
     assert fcntl is not None
     if not stat.S_ISDIR(part.lstat().st_mode) or {*os.listdir(part)} - {_LOCK, NEW, OLD}:
         yield None
@@ -161,7 +161,7 @@ def _taken(part: Path, name: str) -> Iterator[dict[str, str] | None]:
         note = _note(lock, name)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # its writer lives
+        except OSError:  # its writer runs
             note = None
         yield note if note is not None and os.path.samestat(os.fstat(lock), (part / _LOCK).lstat()) else None
     finally:
@@ -169,7 +169,7 @@ def _taken(part: Path, name: str) -> Iterator[dict[str, str] | None]:
 
 
 def _note(lock: int, name: str) -> dict[str, str] | None:
-    """The machine that a lock's file names, if it is one of a directory for `name`."""
+    """The machine in a lock file, if it is that of a directory for `name`."""
     if not stat.S_ISREG(os.fstat(lock).st_mode):
         return None
     try:
@@ -187,7 +187,7 @@ def _remove_leftover(part: Path, path: Path, machine: Mapping[str, str]) -> None
         _warn(f"{part} is of another machine, {machine['host']!r}: remove it if no process writes {path} there")
         return
     old, new = part / OLD / path.name, part / NEW / path.name
-    if os.path.lexists(old) and os.path.lexists(new):  # killed in between: what was to be replaced is the only one
+    if os.path.lexists(old) and os.path.lexists(new):  # killed between two renames: the old result has no other name
         try:
             renaming.rename_new(old, path)
         except FileExistsError:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Kind:
-    """Results of one kind, which may replace an earlier one of that kind.
+    """A kind of result, which may replace an earlier result of the same kind.
 
     Args:
         name: what one is, such as "a report of `jmx bench`".
-        fault: says why the regular file or directory at a path is none, or gives None where it is one.
-        directory: whether one is a directory.
+        fault: the reason why the regular file or directory at a path is not of this kind; None if it is.
+        directory: whether it is a directory.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Kind:
     directory: bool = False
 
     def check(self, path: Path) -> None:
-        """FileExistsError, which says why, unless what is at `path` is one."""
+        """Raises FileExistsError, with the reason, unless the file at `path` is of this kind."""
         mode = path.lstat().st_mode
         if not (stat.S_ISDIR if self.directory else stat.S_ISREG)(mode):
             fault = f"it is {_file_type(mode)}"
@@ -46,8 +46,8 @@ def _file_type(mode: int) -> str:
 
 
 def check_new(path: str | os.PathLike[str], kind: Kind | None = None, *, overwrite: bool = False) -> None:
-    """Raises what `new_path` raises before anything is written."""
-    path = place(path)
+    """Raises the errors that `new_path` raises before anything is written."""
+    path = absolute(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: it must be in a directory that exists")
     if not os.path.lexists(path):
@@ -60,32 +60,32 @@ def check_new(path: str | os.PathLike[str], kind: Kind | None = None, *, overwri
 
 
 def check_apart(**paths: str | os.PathLike[str] | None) -> None:
-    """ValueError where one of `paths`, by the names of arguments, is another one, or holds or lies in it.
+    """Raises ValueError if one of `paths`, by names of arguments, is the same as another one, contains it, or is in it.
 
-    Symbolic links are followed; so are those in a directory, as what is read there lies where they point to.
+    Symbolic links are followed, also those in a directory, whose targets are read.
     """
     given = {name: path for name, path in paths.items() if path is not None}
     for (name, path), (other, its) in itertools.permutations(given.items(), 2):
-        if any(_holds(_real(place(path)), found) for found in _places(Path(its))):
+        if any(_holds(_real(absolute(path)), found) for found in _real_paths(Path(its))):
             raise ValueError(
                 f"`{name}` (={os.fspath(path)!r}) must not be, hold or lie in `{other}` (={os.fspath(its)!r})"
             )
 
 
-def _places(path: Path) -> Iterator[Path]:
-    """Where `path` is, and where the links in it point to."""
+def _real_paths(path: Path) -> Iterator[Path]:
+    """The real path of `path`, and the targets of the links in it."""
     yield _real(path)
     with contextlib.suppress(OSError):
         yield from (_real(entry) for entry in path.iterdir() if entry.is_symlink())
 
 
 def _real(path: Path) -> Path:
-    """As `Path.resolve`, but no error for a link to itself."""
+    """As `Path.resolve`, without an error for a link to itself."""
     return Path(os.path.realpath(path))
 
 
 def _holds(directory: Path, path: Path) -> bool:
-    """Whether `path` is `directory` or lies in it, by names, and by what they are: a file system may have it twice."""
+    """Whether `path` is `directory` or in it, by names and by inodes: a file system may be mounted twice."""
     if path.is_relative_to(directory):
         return True
     try:
@@ -99,11 +99,11 @@ def _holds(directory: Path, path: Path) -> bool:
     return False
 
 
-def place(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of the name that `path` ends with, which may be that of a link.
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The absolute path, in which a link as the last part is not followed.
 
     Raises:
-        ValueError: no file can have this name.
+        ValueError: not a valid file name.
     """
     try:
         possible = b"\0" not in os.fsencode(path)
@@ -117,7 +117,7 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def named_errors(file: Path) -> Iterator[None]:
-    """Errors of the system, such as a full disk, with the name of the file, which those of an open file lack."""
+    """Adds the name of the file to errors of the system, such as a full disk, that have none."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Renaming that removes nothing: to a name that is free, and two names exchanged. `os.rename` replaces what it finds.
+"""Renaming that replaces nothing, unlike `os.rename`: to a free name, and exchanging two names.
 
-Linux has one system call for both, renameat2 (https://man7.org/linux/man-pages/man2/rename.2.html). Not every file
-system takes it (NFS does not), and other platforms have none: a name is then claimed first, by making something empty
-there, which fails where there is something.
+Linux has a system call for both, renameat2 (https://man7.org/linux/man-pages/man2/rename.2.html). Some file systems do
+not support it (NFS), nor do other platforms: there the name is claimed first by making an empty file or directory,
+which fails if the name exists.
 """
 
 import contextlib
@@ -15,22 +15,22 @@ from typing import Any
 
 _AT_FDCWD = -100  # paths are relative to the working directory
 _NOREPLACE, _EXCHANGE = 1, 2
-_NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}  # EPERM: of sandboxes that forbid the call
+_NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}  # EPERM: in sandboxes that forbid the call
 
 
 def rename_new(source: Path, target: Path) -> None:
-    """Renames a file or directory to a name that is free. FileExistsError where there is something."""
+    """Renames a file or directory to a free name. FileExistsError if the name exists."""
     if not _renameat2(source, target, _NOREPLACE):
         _claim_and_rename(source, target)
 
 
 def exchange(source: Path, target: Path) -> bool:
-    """Gives each of two files or directories the other's name, in one step; False where that cannot be done here."""
+    """Exchanges the names of two files or directories in one step; False if that is not supported here."""
     return _renameat2(source, target, _EXCHANGE)
 
 
 def _renameat2(source: Path, target: Path, flag: int) -> bool:
-    """False where platform or file system have no such call."""
+    """False if the platform or file system does not support the call."""
     function = _system_call()
     if function is None:
         return False
@@ -52,7 +52,7 @@ def _system_call() -> Any:
 
 
 def _claim_and_rename(source: Path, target: Path) -> None:
-    """For an instant there is something empty at `target`."""
+    """`rename_new` without the system call; `target` is an empty file or directory for an instant."""
     is_directory = source.is_dir()
     if is_directory:
         target.mkdir()
@@ -60,7 +60,7 @@ def _claim_and_rename(source: Path, target: Path) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     claim = target.lstat()
     try:
-        source.rename(target)  # over a directory it fails where somebody has put something into it meanwhile
+        source.rename(target)  # over a directory it fails if that is no longer empty
     except BaseException:
         with contextlib.suppress(OSError):
             if is_directory:

@@ -1,4 +1,4 @@
-"""Writing beside a place, and renaming what is complete."""
+"""Writing to a temporary path beside the final one, and renaming the complete result."""
 
 import contextlib
 import json
@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from jmx.util.atomic_files import parts, renaming
-from jmx.util.atomic_files.paths import Kind, check_new, named_errors, place
+from jmx.util.atomic_files.paths import Kind, absolute, check_new, named_errors
 
 
 @contextlib.contextmanager
 def new_path(path: str | os.PathLike[str], kind: Kind | None = None, *, overwrite: bool = False) -> Iterator[Path]:
-    """Something that appears at `path` whole, or not at all: make it at the path given, which is renamed.
+    """Context for writing a file or directory that appears at `path` whole or not at all. Write it to the path yielded.
 
     Args:
-        path: its place, in a directory that exists.
-        kind: of what is made, if an earlier result may be replaced.
-        overwrite: whether one may. It stays until the new one is complete.
+        path: the final path, in an existing directory.
+        kind: the kind of result, if an earlier one may be replaced.
+        overwrite: whether an earlier result may be replaced. It is kept until the new one is complete.
 
     Raises:
-        FileExistsError: there is something at `path` that is not to be replaced: before anything is made, or when it is
-            complete, if it appeared or changed meanwhile.
-        FileNotFoundError: the directory that should hold it does not exist.
+        FileExistsError: `path` exists and may not be replaced; raised at the beginning, or at the end if it appeared or
+            changed meanwhile.
+        FileNotFoundError: the directory of `path` does not exist.
     """
-    path = place(path)
+    path = absolute(path)
     check_new(path, kind, overwrite=overwrite)
     parts.remove_leftovers(path)
-    check_new(path, kind, overwrite=overwrite)  # of what may have come back
+    check_new(path, kind, overwrite=overwrite)  # the removal may have restored an earlier result
     earlier = path.lstat() if os.path.lexists(path) else None
     with parts.part(path) as part:
         new = part / parts.NEW / path.name
@@ -41,7 +41,7 @@ def new_path(path: str | os.PathLike[str], kind: Kind | None = None, *, overwrit
 
 
 def write(path: str | os.PathLike[str], content: bytes, kind: Kind | None = None) -> None:
-    """Writes a file: all of it or nothing. One of the same `kind` is replaced. Raises what `new_path` raises."""
+    """Writes a file, all of it or nothing. A file of the same `kind` is replaced. Raises the errors of `new_path`."""
     with new_path(path, kind, overwrite=kind is not None) as new, named_errors(new), new.open("wb") as file:
         file.write(content)
         file.flush()
@@ -49,13 +49,13 @@ def write(path: str | os.PathLike[str], content: bytes, kind: Kind | None = None
 
 
 def write_json(file: Path, contents: Any) -> None:
-    """Writes JSON as people read it, into a directory that is being made."""
+    """Writes indented JSON into a directory that is not yet complete."""
     with named_errors(file):
         file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def set_aside(path: Path, beside: Path | None = None) -> Path:
-    """Gives what is at `path` a name that is free, which it returns: NAME.old, NAME.2.old ..., beside another path."""
+    """Renames `path` to a free name, which is returned: NAME.old, NAME.2.old ..., beside `path` or another path."""
     beside = beside or path
     number = 1
     while True:
@@ -67,7 +67,7 @@ def set_aside(path: Path, beside: Path | None = None) -> Path:
             number += 1
 
 
-# Renaming what is complete
+# Renaming the complete result
 
 
 def _rename_new(new: Path, path: Path) -> None:
@@ -78,15 +78,15 @@ def _rename_new(new: Path, path: Path) -> None:
 
 
 def _replace(part: Path, path: Path, kind: Kind, earlier: os.stat_result) -> None:
-    """Puts what is new at `path`, and what is there, which must be what was there `earlier`, into `part`.
+    """Moves the new result to `path`, and the one there, which must be the `earlier` one, into `part`.
 
-    That is checked again once it has lost its name, so that nothing can be added to it in between.
+    The latter is checked again after it has been moved, so that it cannot have changed in between.
     """
 
-    def check(place: Path) -> None:
-        if not os.path.samestat(place.lstat(), earlier):
+    def check(found: Path) -> None:
+        if not os.path.samestat(found.lstat(), earlier):
             raise FileExistsError(f"{path} must stay as it is while it is being replaced, but changed: it stays")
-        kind.check(place)
+        kind.check(found)
 
     check(path)
     new, old = part / parts.NEW / path.name, part / parts.OLD / path.name
@@ -96,7 +96,7 @@ def _replace(part: Path, path: Path, kind: Kind, earlier: os.stat_result) -> Non
         except BaseException:
             try:
                 renaming.exchange(new, path)
-            except OSError:  # what was put there is gone
+            except OSError:  # the new result was removed from `path`
                 _put_back(new, path)
             raise
         return
@@ -111,7 +111,7 @@ def _replace(part: Path, path: Path, kind: Kind, earlier: os.stat_result) -> Non
 
 
 def _put_back(old: Path, path: Path) -> None:
-    """Gives back its name, or one that is free where that has been taken."""
+    """Moves the old result back to its name or, if that is taken, to a free one."""
     try:
         renaming.rename_new(old, path)
     except FileExistsError:

@@ -1,20 +1,37 @@
-"""`jmx build`: compiles a backend's kernels for this machine."""
+"""`jmx doctor` and `jmx build`: what each backend lacks on this machine, and compiling a backend's kernels for it."""
 
 import argparse
 import pathlib
 
-from jmx.cli.common import EXIT_OK, Parser, check_directories, check_known, number
+from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, add_json, check_directories, check_known, number, print_json, show
 
 
-def add(command: Parser) -> None:
+def add_doctor(command: Parser) -> None:
+    add_json(command)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from jmx.perf import doctor
+
+    findings = doctor.examine()
+    if arguments.json:
+        print_json(findings)
+    else:
+        show(*doctor.tables(findings))
+        for line in findings["advice"]:
+            print(line)
+    return EXIT_OK if findings["healthy"] else EXIT_NO
+
+
+def add_build(command: Parser) -> None:
     command.add_argument("engine", metavar="BACKEND", help="cutlass: FlashInfer's kernels for Hopper, 5 to 20 minutes")
     command.add_argument("--arch", default="sm_90a", metavar="NAME", help="of the GPU (default and only one: sm_90a)")
-    command.add_argument("--jobs", type=number, metavar="N", help="compilers at a time (default: as many as fit here)")
-    command.add_argument("--output", metavar="FILE", help="the library to write (default: in this user's own cache)")
+    command.add_argument("--jobs", type=number, metavar="N", help="parallel compilers (default: as many as fit here)")
+    command.add_argument("--output", metavar="FILE", help="the library to write (default: in the user's cache)")
     command.add_argument("--again", action="store_true", help="compile even if the library exists")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_build(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jmx.ffi.cutlass import build, source
