@@ -25,7 +25,7 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
-from jmx.util.typing import Array, Float, Int32
+from jmx.util.typing import AnyArray, Array, Float, Int32
 
 LIMITS = Limits(
     platform="gpu",
@@ -151,7 +151,7 @@ def _layer(
     return y
 
 
-def _workspace(expert_ids: Int32[Array, "T k"], experts: Experts) -> jax.ShapeDtypeStruct:
+def _workspace(expert_ids: Int32[AnyArray, "T k"], experts: Experts) -> jax.ShapeDtypeStruct:
     """The workspace of a call, whose size the library computes."""
     num_tokens, top_k = expert_ids.shape
     hidden, intermediate = padded(experts.hidden_size), padded(experts.intermediate_size)
