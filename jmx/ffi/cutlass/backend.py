@@ -120,7 +120,7 @@ def _function(activation: Activation) -> str | None:
 
 
 def _layer(
-    x: Float[Array, "T H"],
+    x: Float[AnyArray, "T H"],
     routing: Routing,
     experts: Experts,
     activation: Activation,
