@@ -68,7 +68,7 @@ class Cutlass:
         check(config, problem)
 
     def apply(
-        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+        self, problem: Problem, x: Float[AnyArray, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         config = tuning.config(self, problem, environment).config
         weights = routing.weights.astype(jnp.float32)
