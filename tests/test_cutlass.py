@@ -188,20 +188,25 @@ def moe(
     return y
 
 
+def declared(source, struct):
+    """(type, name) of each field of a C++ struct."""
+    body = re.findall(rf"struct {struct} {{\n(.*?)\n}};", source, re.DOTALL)[0]
+    lines = re.findall(r"^ *([\w:]+) ([\w, ]+);", body, re.MULTILINE)
+    return [(kind, name) for kind, names in lines for name in names.split(", ")]
+
+
 def test_the_handler_binds_what_that_contract_names():
-    """In C++ the call's arguments go by their place, its attributes by name: what differs shows on a GPU alone."""
-    source = (cutlass_source.FOLDER / "handler.cu").read_text()
-    binding = source[source.index("XLA_FFI_DEFINE_HANDLER_SYMBOL(jmx_cutlass_moe") :]
-    signature = source[source.index("ffi::Error Moe(") : source.index("const Arrays arrays")]
+    """In C++ the call's arrays are bound by position, its attributes by name; a difference shows on a GPU only."""
+    handler, checks = ((cutlass_source.FOLDER / name).read_text() for name in ("handler.cu", "checks.h"))
     parameters = inspect.signature(moe).parameters.values()
     arrays = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     attributes = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    names = re.findall(r"[\w:<>]+[>\w] (\w+)(?=[,)])", signature)
-    assert names == ["stream", *arrays, "y", "workspace", *attributes]
-    bound = re.findall(r"\.(Ctx|Ret|Attr)<(.*?)>\(", binding)
-    assert f"BindArguments<{len(arrays)}>(xla::ffi::Ffi::Bind().Ctx<" in binding
-    assert [kind for kind, _ in bound] == ["Ctx"] + ["Ret"] * 2 + ["Attr"] * len(attributes)
-    assert re.findall(r'\.Attr<.*?>\("(\w+)"\)', binding) == attributes
+    assert [name for _, name in declared(checks, "Arrays")] == [*arrays, "y", "workspace"]
+    assert f"BindArguments<{len(arrays)}>(" in checks
+    assert checks.count(".template Ret<") == 2
+    members = re.findall(r'StructMember<([\w:]+)>\("(\w+)"\)', handler)
+    assert members == declared(handler, "Attributes")
+    assert [name for _, name in members] == attributes
 
 
 def known(name, gated, alpha, beta, limit):
