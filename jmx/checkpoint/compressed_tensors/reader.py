@@ -173,7 +173,7 @@ class Reader(SafetensorsReader):
         return self.layers[check_one_of("layer", layer, self.layers)]
 
 
-def _static_scales(layer: Layer) -> list[Float32[np.ndarray, "E parts"] | None]:
+def _static_scales(layer: Layer) -> list[Float32[np.ndarray, "E _"] | None]:
     try:
         return [layer.static_scales(role) for role in ROLES]
     except CheckpointError as error:
