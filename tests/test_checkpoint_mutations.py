@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from conftest import SEED
 
 from jmx.checkpoint import CheckpointError, compressed_tensors, gpt_oss, shards
 from jmx.checkpoint.compressed_tensors.module import Module
 from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 from jmx.checkpoint.gpt_oss import tensor_names
 from tests import mutations
-from tests.conftest import SEED
 from tests.mutations import Files
 from tests.test_checkpoint_gpt_oss import ORIGINAL_CONFIG, TINY, original_tensors, tensors_of
 
