@@ -88,13 +88,13 @@ def _param(item: pytest.Item, name: str) -> str:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """For `--dist loadgroup`: cases of one file that share a backend and a format run in one process.
 
-    They share kernels, too, which a process compiles once. Cases of no backend are grouped by their test.
+    They share kernels, too, which a process compiles once.
     """
-    if item.config.pluginmanager.hasplugin("xdist"):
-        file, _, test = item.nodeid.partition("[")[0].partition("::")
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None  # pyright: ignore[reportAttributeAccessIssue]
-        format = _param(item, "format") or getattr(case, "format", "")
-        item.add_marker(pytest.mark.xdist_group(f"{file} {_param(item, 'backend') or test} {format}".rstrip()))
+    backend = _param(item, "backend")
+    if backend and item.config.pluginmanager.hasplugin("xdist"):
+        case = item.callspec.params.get("case")  # pyright: ignore[reportAttributeAccessIssue]
+        format = _param(item, "format") or str(getattr(case, "format", ""))
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {backend} {format}".rstrip()))
 
 
 def _skip_reason(item: pytest.Item) -> str | None:

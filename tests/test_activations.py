@@ -112,10 +112,11 @@ def test_limit_clamps_gate_above_and_up_on_both_sides():
 
 def test_gradient_at_the_clamp_is_half_of_that_inside():
     unlimited = SwiGLU(alpha=1.702, beta=1.0)
+    at_clamp, beyond = jnp.float32(7), jnp.float32(8)
     for argument in (0, 1):
-        inside = float(jax.grad(unlimited, argument)(7.0, 7.0))
-        assert float(jax.grad(GPT_OSS, argument)(7.0, 7.0)) == pytest.approx(0.5 * inside, rel=1e-6)
-        assert jax.grad(GPT_OSS, argument)(8.0, 8.0) == 0
+        inside = float(jax.grad(unlimited, argument)(at_clamp, at_clamp))
+        assert float(jax.grad(GPT_OSS, argument)(at_clamp, at_clamp)) == pytest.approx(0.5 * inside, rel=1e-6)
+        assert jax.grad(GPT_OSS, argument)(beyond, beyond) == 0
 
 
 def test_plain_swiglu_is_silu_and_mul():

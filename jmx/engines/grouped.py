@@ -15,7 +15,7 @@ from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Int32
+from jmx.util.typing import Array, Float, Int32, Shaped
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run(
         return grouping.combine(parts, work, weights).astype(x.dtype)
 
 
-def take(x: Float[Array, "T ..."], rows: Int32[Array, " R"]) -> Float[Array, "R ..."]:
+def take(x: Shaped[Array, "T ..."], rows: Int32[Array, " R"]) -> Shaped[Array, "R ..."]:
     """Rows (R, ...) of x (T, ...); all indices must be in range."""
     return x.at[rows].get(mode="promise_in_bounds")
 
