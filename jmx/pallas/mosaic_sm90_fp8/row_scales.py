@@ -11,31 +11,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SLICES
+from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, row_array, row_size
 from jmx.pallas.sm90.epilogue import index_of_row
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    Ref,
-    address_of,
-    constant,
-    f32,
-    i32,
-    i64,
-    less,
-    operation,
-    pair,
-    result,
-    thread_index,
-    utils,
-    wide,
-)
+from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref
 from jmx.pallas.sm90.tiles import THREADS
 from jmx.util.typing import Array, Float32, Int32
 
 _ONE_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_WORDS: Any = result((THREADS,), jnp.int32, _ONE_EACH)  # one per thread
+_WORDS: Any = mlir.result((THREADS,), jnp.int32, _ONE_EACH)  # one per thread
 
 
 def load_row_words(
@@ -48,7 +33,7 @@ def load_row_words(
     """
     bits = 8 * jnp.dtype(array.dtype).itemsize
 
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
+    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
         both = rows.weight(rows.output(tile.registers.item()))
         found = (index_of_row(rows.num_rows, expert.registers.item(), row) for row in both)
@@ -63,10 +48,10 @@ def values_of(
     """Words from `load_row_words` of a `dtype` as float32, repeated to per-thread elements of n columns."""
 
     def value(word: ir.Value) -> ir.Value:
-        element = utils.dtype_to_ir_type(jnp.dtype(dtype))
-        if element == f32():
+        element = mlir.utils.dtype_to_ir_type(jnp.dtype(dtype))
+        if element == mlir.f32():
             return llvm.bitcast(element, word)
-        return arith.extf(f32(), llvm.bitcast(element, arith.trunci(ir.IntegerType.get_signless(16), word)))
+        return arith.extf(mlir.f32(), llvm.bitcast(element, arith.trunci(ir.IntegerType.get_signless(16), word)))
 
     return _repeated(words, value, n)
 
@@ -79,15 +64,17 @@ def load_codes(
     `scales`: a reference to the layout's scales, uint8 (E, row tiles, units + 1, 256); the last chunk has these codes.
     """
 
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
+    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
     def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
         _, tiles, chunks, chunk_bytes = ir.MemRefType(scales.type).shape
-        row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
-        last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
-        chunk = arith.muli(last, constant(chunk_bytes, i64()))
-        group = arith.muli(arith.shrui(thread_index(), constant(2)), constant(2 * SLICES))
-        both = (arith.addi(group, constant(below * SLICES)) for below in range(2))
-        return tuple(_word(scales, arith.addi(chunk, wide(mine)), 8) for mine in both)
+        row = arith.addi(arith.muli(expert.registers.item(), mlir.constant(tiles)), tile.registers.item())
+        last = arith.addi(
+            arith.muli(mlir.wide(row), mlir.constant(chunks, mlir.i64())), mlir.constant(chunks - 1, mlir.i64())
+        )
+        chunk = arith.muli(last, mlir.constant(chunk_bytes, mlir.i64()))
+        group = arith.muli(arith.shrui(mlir.thread_index(), mlir.constant(2)), mlir.constant(2 * SLICES))
+        both = (arith.addi(group, mlir.constant(below * SLICES)) for below in range(2))
+        return tuple(_word(scales, arith.addi(chunk, mlir.wide(mine)), 8) for mine in both)
 
     return body(scales, expert, tile)
 
@@ -96,18 +83,20 @@ def powers_of(codes: tuple[Int32[Array, "128"], Int32[Array, "128"]], n: int) ->
     """Codes from `load_codes` as powers of two, repeated to per-thread elements of n columns."""
 
     def power(code: ir.Value) -> ir.Value:
-        bits = arith.shli(code, constant(23))
-        bits = arith.select(less(code, constant(1)), constant(1 << 22), bits)  # 2^-127 is subnormal
-        return llvm.bitcast(f32(), arith.select(less(code, constant(255)), bits, constant(0x7FC00000)))
+        bits = arith.shli(code, mlir.constant(23))
+        bits = arith.select(mlir.less(code, mlir.constant(1)), mlir.constant(1 << 22), bits)  # 2^-127 is subnormal
+        return llvm.bitcast(
+            mlir.f32(), arith.select(mlir.less(code, mlir.constant(255)), bits, mlir.constant(0x7FC00000))
+        )
 
     return _repeated(codes, power, n)
 
 
 def _repeated(words: Sequence[Array], convert: Callable[[ir.Value], ir.Value], n: int) -> tuple[Array, ...]:
-    @operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
+    @mlir.operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
     def body(_: Any, word: Fragment) -> Fragment:
-        value = convert(llvm.extractelement(word.registers.item(), constant(0)))
-        return of_registers([pair(value, value)] * (n // 8), row_size(n))
+        value = convert(llvm.extractelement(word.registers.item(), mlir.constant(0)))
+        return of_registers([mlir.pair(value, value)] * (n // 8), row_size(n))
 
     return tuple(body(word) for word in words)
 
@@ -115,10 +104,10 @@ def _repeated(words: Sequence[Array], convert: Callable[[ir.Value], ir.Value], n
 def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
     """An element of so many bits, zero-extended: the thread's element of `_WORDS`."""
     element = ir.IntegerType.get_signless(bits)
-    loaded = llvm.load(element, address_of(array, index, element))
-    word = loaded if bits == 32 else arith.extui(i32(), loaded)
-    one = ir.VectorType.get((1,), i32())
-    registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, constant(0))], dtype=object)
+    loaded = llvm.load(element, mlir.address_of(array, index, element))
+    word = loaded if bits == 32 else arith.extui(mlir.i32(), loaded)
+    one = ir.VectorType.get((1,), mlir.i32())
+    registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, mlir.constant(0))], dtype=object)
     layout = mgpu.WGStridedFragLayout((THREADS,), 1)
     return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
 
@@ -127,15 +116,15 @@ def load_columns(scales: Ref, n: int, first: Int32[Array, ""], count: Int32[Arra
     """scales[first + column], of a reference float32 (R,), as per-thread elements of n columns; undefined from column
     `count` on."""
 
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
+    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
     def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
-        start, last = first.registers.item(), arith.subi(count.registers.item(), constant(1))
-        column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
+        start, last = first.registers.item(), arith.subi(count.registers.item(), mlir.constant(1))
+        column = arith.muli(arith.remui(mlir.thread_index(), mlir.constant(4)), mlir.constant(2))
 
         def load(nth: int) -> ir.Value:
-            at = arith.minsi(arith.addi(column, constant(nth)), last)
-            return llvm.load(f32(), address_of(scales, wide(arith.addi(start, at)), f32()))
+            at = arith.minsi(arith.addi(column, mlir.constant(nth)), last)
+            return llvm.load(mlir.f32(), mlir.address_of(scales, mlir.wide(arith.addi(start, at)), mlir.f32()))
 
-        return of_registers([pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
+        return of_registers([mlir.pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
 
     return body(scales, first, count)

@@ -7,25 +7,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, own_layout, row_array, row_size
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    Ref,
-    address_of,
-    constant,
-    f32,
-    i32,
-    i64,
-    less,
-    operation,
-    optional,
-    pair,
-    thread_index,
-    utils,
-    wide,
-)
+from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref
 from jmx.util.typing import Array, Float32, Int32, Num
 
 
@@ -37,9 +22,9 @@ def load_row(
     `order`: a reference int32 (E, outputs): `array` has an output's value in the place of output order[expert, output].
     """
     size = row_size(8)
-    types = [plgpu.RefType(), SCALAR, SCALAR, optional(order, plgpu.RefType())]
+    types = [plgpu.RefType(), SCALAR, SCALAR, mlir.optional(order, plgpu.RefType())]
 
-    @operation(arg_types=types, return_type=(row_array(size), row_array(size)))
+    @mlir.operation(arg_types=types, return_type=(row_array(size), row_array(size)))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment, order: ir.Value | None) -> tuple[Fragment, ...]:
         number = expert.registers.item()
 
@@ -47,11 +32,11 @@ def load_row(
             if order is None:
                 return row
             at, inside = index_of_row(rows.outputs, number, row)
-            return arith.select(inside, llvm.load(i32(), address_of(order, at, i32())), row)
+            return arith.select(inside, llvm.load(mlir.i32(), mlir.address_of(order, at, mlir.i32())), row)
 
         both = rows.weight(rows.output(tile.registers.item()), of_output)
         values = (load_of_row(array, rows.num_rows, number, row) for row in both)
-        return tuple(of_registers([pair(value, value)], size) for value in values)
+        return tuple(of_registers([mlir.pair(value, value)], size) for value in values)
 
     return body(array, expert, tile, order)
 
@@ -60,21 +45,22 @@ def load_of_row(array: ir.Value, num_rows: int, expert: ir.Value, row: ir.Value)
     """array[expert, row], of a reference (E, num_rows), as float32; 0 past the end."""
     element = ir.MemRefType(array.type).element_type
     at, inside = index_of_row(num_rows, expert, row)
-    value = llvm.load(element, address_of(array, at, element))
-    value = value if element == f32() else arith.extf(f32(), value)
-    return arith.select(inside, value, utils.c(0.0, f32()))
+    value = llvm.load(element, mlir.address_of(array, at, element))
+    value = value if element == mlir.f32() else arith.extf(mlir.f32(), value)
+    return arith.select(inside, value, mlir.utils.c(0.0, mlir.f32()))
 
 
 def index_of_row(num_rows: int, expert: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The flat index of (expert, row) in an array (E, num_rows), and whether it has that row; if not, that of row 0."""
-    inside = less(row, constant(num_rows))
-    return wide(arith.addi(arith.muli(expert, constant(num_rows)), arith.select(inside, row, constant(0)))), inside
+    inside = mlir.less(row, mlir.constant(num_rows))
+    start = arith.muli(expert, mlir.constant(num_rows))
+    return mlir.wide(arith.addi(start, arith.select(inside, row, mlir.constant(0)))), inside
 
 
 def repeat(row: Float32[Array, "256"], n: int) -> Float32[Array, " m"]:
     """A value from `load_row`, repeated to per-thread elements of n columns."""
 
-    @operation(arg_types=(own_layout(row_size(8)),), return_type=row_array(row_size(n)))
+    @mlir.operation(arg_types=(own_layout(row_size(8)),), return_type=row_array(row_size(n)))
     def body(_: Any, row: Fragment) -> Fragment:
         return of_registers([row.registers.item()] * (n // 8), row_size(n))
 
@@ -99,29 +85,29 @@ def store(
     num_outputs = rows.num_outputs
     layouts = [own_layout(array.shape[0]) for array in arrays]
 
-    @operation(arg_types=(plgpu.RefType(), layouts, SCALAR, SCALAR, SCALAR))
+    @mlir.operation(arg_types=(plgpu.RefType(), layouts, SCALAR, SCALAR, SCALAR))
     def body(_: Any, out: ir.Value, arrays: list[Fragment], *scalars: Fragment) -> None:
         tile, first, count = (scalar.registers.item() for scalar in scalars)
         element = ir.MemRefType(out.type).element_type
-        bits = utils.bitwidth(element)
+        bits = mlir.utils.bitwidth(element)
         row = rows.output(tile)
-        column = arith.muli(arith.remui(thread_index(), constant(4)), constant(2))
-        line = arith.muli(wide(arith.addi(first, column)), constant(num_outputs, i64()))
+        column = arith.muli(arith.remui(mlir.thread_index(), mlir.constant(4)), mlir.constant(2))
+        line = arith.muli(mlir.wide(arith.addi(first, column)), mlir.constant(num_outputs, mlir.i64()))
 
         for second, array in enumerate(arrays):
-            output = arith.addi(row, constant(8 * second))
-            inside = less(output, constant(num_outputs))
-            address = address_of(out, arith.addi(line, wide(output)), element)
+            output = arith.addi(row, mlir.constant(8 * second))
+            inside = mlir.less(output, mlir.constant(num_outputs))
+            address = mlir.address_of(out, arith.addi(line, mlir.wide(output)), element)
             left = arith.select(
-                inside, arith.subi(count, column), constant(0)
+                inside, arith.subi(count, column), mlir.constant(0)
             )  # of the columns from the thread's first on
             for eight, two in enumerate(array.registers.flat):
                 for i in range(2):
-                    there = arith.cmpi(arith.CmpIPredicate.slt, constant(8 * eight + i), left)
-                    value = llvm.extractelement(two, constant(i))
-                    value = utils.bitcast(value, ir.IntegerType.get_signless(bits))
+                    there = arith.cmpi(arith.CmpIPredicate.slt, mlir.constant(8 * eight + i), left)
+                    value = llvm.extractelement(two, mlir.constant(i))
+                    value = mlir.utils.bitcast(value, ir.IntegerType.get_signless(bits))
                     offset = (8 * eight + i) * num_outputs * bits // 8
                     text = f"@$2 st.global.b{bits} [$0 + {offset}], $1;"
-                    utils.inline_ptx(text, address, value, there, has_side_effects=True)
+                    mlir.utils.inline_ptx(text, address, value, there, has_side_effects=True)
 
     body(out, [*arrays], tile, first, count)
