@@ -1,6 +1,8 @@
 """Every format: shapes of its arrays, packing and padding."""
 
+import runpy
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,14 @@ import pytest
 from bits import assert_same_bits, bits
 from dequantized import KINDS
 
+import jmx
 from jmx.numerics.formats import (
     FORMATS,
     MXFP4,
     NVFP4,
+    WHOLE_ROW,
     BlockScaled,
+    Format,
     from_offset_binary,
     is_packed,
     logical_shape,
@@ -22,6 +27,7 @@ from jmx.numerics.formats import (
     pad,
     unpack,
     unpad,
+    with_float_scales,
 )
 from jmx.numerics.quantization import dequantize, random
 
@@ -193,3 +199,41 @@ def test_scales_of_integers_keep_the_dtype_they_come_in(dtype, key):
     q = q._replace(scales=q.scales.astype(dtype))
     assert logical_shape(q, format) == SHAPE
     assert unpack(q, format).scales.dtype == pad(q, (8, 512), format).scales.dtype == dtype
+
+
+# What no kernel has code for. Each would be decoded wrongly: as e8m0 scales, in another block, or without its scales.
+STRANGE = [
+    Format("e2m1_bfloat16", MXFP4.element_dtype, 4, 32, (np.dtype(jnp.bfloat16),)),
+    Format("e2m1_row", MXFP4.element_dtype, 4, WHOLE_ROW, (np.dtype(np.float32),)),
+    Format("e2m1_e8m0_g16", MXFP4.element_dtype, 4, 16, MXFP4.scale_dtypes),
+    Format("e2m1_e4m3_g32", MXFP4.element_dtype, 4, 32, NVFP4.scale_dtypes),
+    Format("int4_e8m0", np.dtype(jnp.int4), 4, 32, MXFP4.scale_dtypes),
+    Format("int4_g16", np.dtype(jnp.int4), 4, 16, (np.dtype(np.float32),)),
+    Format("int4_global", np.dtype(jnp.int4), 4, 32, (np.dtype(np.float32),), ("values", "scales", "global_scales")),
+    Format("e4m3_e8m0", np.dtype(jnp.float8_e4m3fn), 8, 32, MXFP4.scale_dtypes),
+]
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["pallas/mosaic_sm90/layout.py", "pallas/mosaic_sm90_fp8/layout.py", "pallas/triton/ptx.py", "ffi/cpu/backend.py"],
+)
+def test_kernels_take_no_new_format_whose_scales_they_do_not_know(file, monkeypatch):
+    """As if it had been in FORMATS when the kernels' lists of formats were made."""
+
+    def formats_of(module):
+        return module["LAYOUT"].formats if "LAYOUT" in module else module.get("FORMAT_NAMES") or module["FORMATS"]
+
+    path = Path(jmx.__file__).parent / file
+    now = formats_of(runpy.run_path(str(path)))
+    assert {*now} <= {*FORMATS}
+    for format in STRANGE:
+        monkeypatch.setitem(FORMATS, format.name, format)
+    assert formats_of(runpy.run_path(str(path))) == now
+
+
+def test_kernels_take_new_formats_that_are_decoded_alike(monkeypatch):
+    before = with_float_scales(jnp.int4)
+    format = Format("int4_bfloat16", np.dtype(jnp.int4), 4, 64, (np.dtype(jnp.bfloat16),))
+    monkeypatch.setitem(FORMATS, format.name, format)
+    assert with_float_scales(jnp.int4) == (*before, format.name)

@@ -165,6 +165,22 @@ def get(format: Format | str) -> Format:
     return check_named("format", format, Format, FORMATS)
 
 
+def with_float_scales(*element_dtypes: Any) -> tuple[str, ...]:
+    """Names of the formats of these element types that kernels decode alike, whatever the format.
+
+    Their scales are floats of 16 or 32 bits, for whole rows or blocks of 32, 64 or 128 columns, without global scales.
+    A kernel has code for each format with other scales, and names it.
+    """
+    return tuple(
+        format.name
+        for format in FORMATS.values()
+        if any(format.element_dtype == dtype for dtype in element_dtypes)
+        and {*format.scale_dtypes} <= {*_FLOATS}
+        and format.block_size in (WHOLE_ROW, 32, 64, 128)
+        and "global_scales" not in format.arrays
+    )
+
+
 def is_packed(q: BlockScaled) -> bool:
     """Whether the values of `q` are uint8 bytes."""
     return q.values.dtype == jnp.uint8

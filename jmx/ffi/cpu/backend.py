@@ -34,12 +34,9 @@ from jmx.util.typing import Array, Float, Float32, Int32, Num, Shaped
 
 BEST = "best"
 
-# Weights of 4 bits. Those of 8 bits have twice the bytes and would need other kernels; `xla` runs them.
-FORMATS = tuple(
-    format.name
-    for format in formats.FORMATS.values()
-    if format in (formats.MXFP4, formats.NVFP4) or format.element_dtype == jnp.int4
-)
+# Weights of 4 bits, those that `src/handler.cc` knows. Weights of 8 bits have twice the bytes and would need other
+# kernels; `xla` runs them.
+FORMATS = (formats.MXFP4.name, formats.NVFP4.name, *formats.with_float_scales(jnp.int4))
 
 LIMITS = Limits(
     platform="cpu",
@@ -58,7 +55,7 @@ _FEW = 4
 
 @dataclass(frozen=True)
 class Cpu:
-    """The engine for CPUs.
+    """The backend for CPUs.
 
     Args:
         instructions: the instruction set, one of `ffi.library().kernels`; or "best": the last of them.

@@ -38,7 +38,7 @@ import numpy as np
 from jax import lax
 
 from jmx.numerics import formats, layouts
-from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, Format
+from jmx.numerics.formats import MXFP4, NVFP4, WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.pallas.mosaic_sm90.elements import PAIRS, Elements, elements_of
 from jmx.pallas.sm90.tiles import THREADS, TILE, VALUE_COLUMNS, num_tiles, pad, tile_rows, untile_rows
@@ -213,4 +213,12 @@ def _take(q: BlockScaled, spec: WeightSpec, index: Index, rows: Rows = None) -> 
     return _inverse_packed(layouts.gather(q, index), spec, rows)
 
 
-LAYOUT = Layout("mosaic_sm90", forward=_forward, inverse=_inverse, take=_take, formats=tuple(FORMATS), orders_rows=True)
+# `dequantize` handles the scales of MXFP4 and of NVFP4 each in its own way.
+LAYOUT = Layout(
+    "mosaic_sm90",
+    forward=_forward,
+    inverse=_inverse,
+    take=_take,
+    formats=(MXFP4.name, NVFP4.name, *formats.with_float_scales(jnp.int4, jnp.int8, jnp.float8_e4m3fn)),
+    orders_rows=True,
+)

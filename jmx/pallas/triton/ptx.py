@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.numerics.formats import FORMATS, MXFP4, NVFP4, WHOLE_ROW, Format
+from jmx.numerics.formats import MXFP4, NVFP4, WHOLE_ROW, Format, with_float_scales
 
 WORD_ELEMENTS = 4
 
@@ -72,7 +72,8 @@ class Decoder:
 def decoder_for(format: Format, scale_dtype: np.dtype) -> Decoder:
     """The decoder of a 4-bit format whose scales, unpacked, are of `scale_dtype`.
 
-    For e2m1 elements `scale_dtype` bfloat16 means that factors are those of SCALED_FACTORS.
+    For e2m1 elements `scale_dtype` bfloat16 means that factors are those of SCALED_FACTORS; no format of FORMAT_NAMES
+    has such elements with scales in bfloat16.
     """
     if format.element_dtype != jnp.int4:
         return _E2M1_SCALED if scale_dtype == jnp.bfloat16 else _E2M1
@@ -137,5 +138,6 @@ _INT4 = {
     (zero_points, factors): _int4_decoder(zero_points, factors) for zero_points in (False, True) for factors in range(3)
 }
 
-# Formats of 4-bit elements. Elements of 8 bits would need other instructions and twice the bandwidth.
-FORMAT_NAMES = tuple(format.name for format in FORMATS.values() if format.element_bits == 4)
+# Formats of 4-bit elements. Elements of 8 bits would need other instructions and twice the bandwidth. `decode` handles
+# the scales of MXFP4 and of NVFP4 each in its own way.
+FORMAT_NAMES = (MXFP4.name, NVFP4.name, *with_float_scales(jnp.int4))
