@@ -1,6 +1,7 @@
 """Routing against a row-by-row float64 reference, with its ties, NaN, masks, gradients and refusals."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jmx.routing import (
     Custom,
     GroupedTopK,
     Logits,
+    Method,
     Routing,
     SigmoidTopK,
     SoftmaxTopK,
@@ -408,3 +410,12 @@ def test_grouped_sigmoid_routing_and_its_layer_are_deepseeks(name: str) -> None:
     experts = jmx.Experts.of(**packed, gate_up_order="concatenated", format=jmx.FORMATS["fp8_channel"])
     out = np.asarray(jmx.moe(jnp.asarray(x), logits, experts, activation=jmx.SwiGLU()), np.float64)
     assert np.linalg.norm(out - golden[f"{name}.out"]) <= 1e-5 * np.linalg.norm(golden[f"{name}.out"])
+
+
+def test_every_field_of_a_method_has_a_check():
+    @dataclass(frozen=True)
+    class Warm(Method):
+        temperature: float = 1.0
+
+    with pytest.raises(AssertionError, match="`_CHECKS` must have a check of `temperature`"):
+        Warm(2)

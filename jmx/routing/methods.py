@@ -23,7 +23,7 @@ SCORINGS = ("softmax", "sigmoid")
 
 Assignment = tuple[Int32[AnyArray, "T k"], Float32[AnyArray, "T k"]]  # ids and weights
 
-# Checks of fields, by name. They return Python's own numbers, so that equal methods compare as equal.
+# The check of each field, by name. They return Python's own numbers, so that equal methods compare as equal.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "top_k": partial(check_int, least=1),
     "num_groups": partial(check_int, least=1),
@@ -51,8 +51,8 @@ class Method:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name in _CHECKS:
-                object.__setattr__(self, field.name, _CHECKS[field.name](field.name, getattr(self, field.name)))
+            assert field.name in _CHECKS, f"`_CHECKS` must have a check of `{field.name}`"
+            object.__setattr__(self, field.name, _CHECKS[field.name](field.name, getattr(self, field.name)))
 
     def check(self, num_experts: int) -> None:
         """Raises ValueError if the method cannot choose among `num_experts`."""
