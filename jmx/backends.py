@@ -1,4 +1,7 @@
-"""The backends in order of preference, and each device's default layout. The only file that imports every engine."""
+"""The backends in order of preference, and each device's default layout. The only file that imports every backend.
+
+"Engine" is another word for backend, in names such as `jmx.engines`.
+"""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,6 @@
 """README.md and docs/: what is printed there runs, and what is named there exists."""
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -228,6 +229,21 @@ def _member(owner: Any, name: str) -> Any:
 def test_the_package_is_listed_file_by_file():
     assert file_map.written() == file_map.current(), "run `python -m tests.file_map`"
     assert not [line for line in file_map.current().splitlines() if len(line.split(maxsplit=1)) < 2]
+    for file in (ROOT / "jmx").rglob("*.py"):  # else the map would cut a sentence
+        first = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n")[0]
+        assert first.endswith("."), f"the docstring of {file.relative_to(ROOT)} must begin with a sentence on one line"
+
+
+def test_pages_that_sources_name_exist():
+    found = {
+        (page, file.relative_to(ROOT).as_posix())
+        for folder in ("jmx", "benchmarks", "examples")
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in (".py", ".cc", ".cu", ".h", ".cpp", ".sh")
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", file.read_text())
+    }
+    assert len(found) > 5
+    assert not [(page, file) for page, file in sorted(found) if not (ROOT / page).exists()]
 
 
 def test_names_in_the_walks_are_in_the_files():

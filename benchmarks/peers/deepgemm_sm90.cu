@@ -1,6 +1,6 @@
 // DeepGEMM's grouped FP8 product for Hopper (sm90_fp8_gemm_1d2d: inputs and weights with scales of 128 columns), at the
-// sizes and with the rows of a layer: beside them stand ours in docs/mosaic_sm90_fp8.md. The products alone: no
-// activation, and x and h are rounded by then.
+// sizes and with the rows of a layer, for comparison with jmx's in docs/internals/mosaic_sm90_fp8.md. Only the products:
+// no activation, and x and h are rounded before.
 //
 //   git clone https://github.com/deepseek-ai/DeepGEMM; git clone https://github.com/NVIDIA/cutlass
 //   nvcc -O3 -std=c++20 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr --expt-extended-lambda \

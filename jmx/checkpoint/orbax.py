@@ -1,4 +1,4 @@
-"""Saving a Flax NNX module with 4-bit experts to Orbax, and restoring it into any layout."""
+"""Saving a Flax NNX module with quantized experts to Orbax, and restoring it into any layout."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The custom metadata of an Orbax checkpoint that describe its MoE layers.
+"""The custom metadata of an Orbax checkpoint that describes its MoE layers.
 
 It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
 

@@ -1,1 +1,1 @@
-"""What backends share: grouping tokens before their products and combining results after them."""
+"""What backends ("engines") share: grouping tokens before their products and combining results after them."""

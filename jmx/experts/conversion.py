@@ -46,7 +46,7 @@ def warn_of_rounding(q: BlockScaled, spec: WeightSpec, layout: Layout) -> None:
     if count := int(jax.jit(layout.rounds, static_argnums=1)(q, spec)):
         warnings.warn(
             f"kernels that read {layout.name!r} round {count} blocks of {spec.role}, whose scales are too far below "
-            "the largest of their rows; see docs/mosaic_sm90_fp8.md",
+            "the largest of their rows; see docs/internals/mosaic_sm90_fp8.md",
             UserWarning,
             stacklevel=3,
         )

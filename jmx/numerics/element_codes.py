@@ -1,8 +1,7 @@
-"""Codes of e2m1 elements and e8m0 scales to floats, in few operations that are fast on each platform; and floats as
-integers, in which they are rounded to codes.
+"""Codes of e2m1 elements and e8m0 scales as floats, and bits of floats as integers, in few and fast operations.
 
-All results are exact. GPUs multiply floats, subnormals included. XLA's CPU code treats subnormals as zero: there the
-bits are computed by integer operations, or all numbers are normal.
+Floats are rounded to codes as these integers. All results are exact. GPUs multiply floats, subnormals included. XLA's
+CPU code treats subnormals as zero: there the bits are computed by integer operations, or all numbers are normal.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layouts: how the weights of experts are arranged in memory for an engine.
+"""Layouts: how the weights of experts are arranged in memory for a backend.
 
 A layout is a pair of inverse maps between canonical arrays and its own, and `take`, which returns chosen experts as
 packed bytes while tracing: the reference backend and every backward pass use it, so all layouts have a fallback and

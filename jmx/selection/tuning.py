@@ -1,11 +1,13 @@
-"""Tuned configurations: which one an engine's kernels run with, and where it was found.
+"""Tuned configurations: which one a backend's kernels run with, and where it was found.
+
+"Engine" is another word for backend, in names here and in those of tables.
 
 A configuration (block shapes, stages, splits) comes from the first of these that has one:
 
     override    `with tuning.override(...)`, which is part of jit's cache key;
     user        this user's cache, which `jmx tune` writes;
     table       the table that ships with jmx for this kind of device, jmx/selection/tuned/<engine>-<device>.json;
-    heuristic   the engine's own rule, if none of them has the problem.
+    heuristic   the backend's own rule, if none of them has the problem.
 
 Nothing is measured here, nor while tracing. Files are read once in a process: jit would reuse earlier traces, so a file
 that changed later would have no effect on them (see `reload`).
@@ -42,7 +44,7 @@ REACH = 4
 
 @typing.runtime_checkable
 class Tunable[C](Protocol):
-    """What an engine with tunable configurations has beside `jmx.selection.backend.Backend`.
+    """What a backend with tunable configurations has beside `jmx.selection.backend.Backend`.
 
     A configuration is a frozen dataclass whose fields are int, bool, str, or another such dataclass.
     """

@@ -46,7 +46,7 @@ LIMITS = Limits(
 
 @dataclass(frozen=True)
 class MosaicSm90:
-    """The engine for compute capability 9.0 (H100, H200, GH200)."""
+    """The backend for compute capability 9.0 (H100, H200, GH200)."""
 
     name: str = "mosaic"
     summary: str = "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantized in registers"

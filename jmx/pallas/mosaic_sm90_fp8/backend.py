@@ -49,7 +49,7 @@ LIMITS = Limits(
 
 @dataclass(frozen=True)
 class MosaicSm90Fp8:
-    """The engine for compute capability 9.0 (H100, H200, GH200) and inputs in FP8."""
+    """The backend for compute capability 9.0 (H100, H200, GH200) and inputs in FP8."""
 
     name: str = "mosaic_fp8"
     summary: str = "Pallas Mosaic GPU kernels for Hopper's FP8 tensor cores: FP8 and MXFP4 weights, inputs in FP8"
