@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError, read_object
-from jmx.util.typing import AnyArray, Array, Shaped
+from jmx.util.typing import Array, Shaped
 
 # Orbax's own files in a checkpoint, both JSON objects.
 CUSTOM_METADATA = "_CHECKPOINT_METADATA"
@@ -26,7 +26,7 @@ class Stored(NamedTuple):
     custom_metadata: Any
 
 
-def write(path: Path, arrays: Mapping[str, Shaped[AnyArray, "..."]], custom_metadata: dict[str, Any]) -> None:
+def write(path: Path, arrays: Mapping[str, Shaped[Any, "..."]], custom_metadata: dict[str, Any]) -> None:
     """Writes arrays (jax or numpy) and a JSON object to a new checkpoint, which Orbax renames into place when complete.
 
     An interrupt such as Ctrl-C is raised when Orbax is done: its threads keep writing, and would recreate directories

@@ -25,7 +25,7 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
-from jmx.util.typing import Array, Float, Int32
+from jmx.util.typing import AnyArray, Array, Float, Int32
 
 LIMITS = Limits(
     platform="gpu",
@@ -68,7 +68,7 @@ class Cutlass:
         check(config, problem)
 
     def apply(
-        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+        self, problem: Problem, x: Float[AnyArray, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
         config = tuning.config(self, problem, environment).config
         weights = routing.weights.astype(jnp.float32)
@@ -120,7 +120,7 @@ def _function(activation: Activation) -> str | None:
 
 
 def _layer(
-    x: Float[Array, "T H"],
+    x: Float[AnyArray, "T H"],
     routing: Routing,
     experts: Experts,
     activation: Activation,
@@ -151,7 +151,7 @@ def _layer(
     return y
 
 
-def _workspace(expert_ids: Int32[Array, "T k"], experts: Experts) -> jax.ShapeDtypeStruct:
+def _workspace(expert_ids: Int32[AnyArray, "T k"], experts: Experts) -> jax.ShapeDtypeStruct:
     """The workspace of a call, whose size the library computes."""
     num_tokens, top_k = expert_ids.shape
     hidden, intermediate = padded(experts.hidden_size), padded(experts.intermediate_size)

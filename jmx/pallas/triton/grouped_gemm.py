@@ -31,7 +31,7 @@ _MAX_INT32_BYTES = 1 << 31  # Pallas has signed 32-bit offsets for arrays of up 
 def grouped_product(
     x: Float[Array, "rows K"],
     row_of: Int32[Array, " R"] | None,
-    users: tuple[Int32[Array, "T k"], Int32[Array, " B"]] | None,
+    users: tuple[Int32[AnyArray, "T k"], Int32[Array, " B"]] | None,
     weight: BlockScaled,
     bias: Float[AnyArray, "E N"] | None,
     blocks: Blocks,
