@@ -238,7 +238,7 @@ class Experts:
         others = {f"{role}_{name}": getattr(self, f"{role}_{name}") for role in ROLES for name in OTHER_ARRAYS}
         return named | {name: array for name, array in others.items() if array is not None}
 
-    def with_arrays(self, arrays: Mapping[str, Shaped[Any, "..."]]) -> "Experts":
+    def with_arrays(self, arrays: Mapping[str, Any]) -> "Experts":
         """These experts with other arrays, by the names of `arrays`; those that are not given become None.
 
         Raises:
