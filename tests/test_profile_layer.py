@@ -8,7 +8,7 @@ import pytest
 from benchmarks import profile_layer
 
 ROOT = pathlib.Path(__file__).parents[1]
-SAVED = ROOT / "benchmarks" / "results" / "h200-profile.json"
+SAVED = ROOT / "benchmarks" / "results" / "profiles" / "h200.json"
 
 
 def test_kernels_are_those_of_the_last_call():
