@@ -103,7 +103,8 @@ def dequantized(weight, spec, format):
 def activated(activation, *parts):
     """Of as many rows as make few shapes, since each compiles anew."""
     rows = len(parts[0])
-    return np.asarray(activation(*(np.pad(part, ((0, -rows % 64), (0, 0))) for part in parts)))[:rows]
+    padded = (jnp.asarray(np.pad(part, ((0, -rows % 64), (0, 0)))) for part in parts)
+    return np.asarray(activation(*padded))[:rows]
 
 
 def product(x, one, blocks, x_rows, block_n, num_rows, split_k):

@@ -63,10 +63,10 @@ def python(page: str) -> str:
     return "\n".join(block.text for block in blocks(page) if (block.language, block.file) == ("python", ""))
 
 
-def run(*arguments: str | pathlib.Path, here: pathlib.Path = ROOT) -> str:
+def run(*arguments: str | pathlib.Path, here: pathlib.Path = ROOT, warnings: str = "error") -> str:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(here)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
+        [sys.executable, "-W", warnings, *arguments],
         cwd=here,
         env=environment,
         capture_output=True,
@@ -97,7 +97,7 @@ def install(package: pathlib.Path, site: pathlib.Path) -> None:
     """Installs a package into a directory: by pip, or, where it lacks what builds it, as pip would."""
     if importlib.util.find_spec("setuptools") and importlib.util.find_spec("pip"):
         options = ["--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "--target"]
-        run("-m", "pip", "install", *options, str(site), str(package))
+        run("-m", "pip", "install", *options, str(site), str(package), warnings="default")  # of pip's own
         return
     project = tomllib.loads((package / "pyproject.toml").read_text())
     name, version = project["project"]["name"], project["project"]["version"]

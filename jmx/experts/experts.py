@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmx.activations import Activation
 from jmx.experts import conversion, creation
@@ -296,7 +297,7 @@ class Experts:
 
     # Views
 
-    def layer(self, index: Integer[AnyArray, ""] | int) -> "Experts":
+    def layer(self, index: Integer[AnyArray, ""] | np.integer | int) -> "Experts":
         """One layer of a stack (see `stack`): a view, which copies nothing, also inside a scan over `index`.
 
         (A stack scanned over as `xs` works too, but then XLA copies each layer's weights out of the stack.)
