@@ -1,6 +1,9 @@
 """`Environment`: the machine that a call runs on, probed, or a well-known device by its name."""
 
 import dataclasses
+import functools
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +106,13 @@ class Environment:
         return known_devices()[check_one_of("device", check_str("device", name).lower(), sorted(known_devices()))]
 
 
-def known_devices() -> dict[str, Environment]:
+@functools.cache
+def known_devices() -> Mapping[str, Environment]:
     """Well-known devices by their short names.
 
     Numbers of SMs are those of NVIDIA's data sheets for the SXM parts, the L4 and the L40S; that of a B100 is unknown.
     """
-    return {
+    devices = {
         "cpu": Environment("cpu", "cpu"),
         "a100": Environment("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 108),
         "l4": Environment("gpu", "NVIDIA L4", (8, 9), 58),
@@ -119,6 +123,7 @@ def known_devices() -> dict[str, Environment]:
         "b200": Environment("gpu", "NVIDIA B200", (10, 0), 148),
         "gb200": Environment("gpu", "NVIDIA GB200", (10, 0), 152),
     }
+    return types.MappingProxyType(devices)
 
 
 def _parse_capability(text: str | None) -> tuple[int, int] | None:
