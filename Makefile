@@ -50,8 +50,8 @@ test-aot:
 
 # What dependencies decide: arrays, modules, checkpoints, tables in a terminal. The kernels in C++ are those of $(VENV).
 oldest := $(VENV)-oldest
-oldest_tests := $(patsubst %,tests/test_%.py,formats routing backends cpu ffi library cutlass_handler nnx linen meshes \
-    autodiff explain tables checkpoint_orbax checkpoint_gpt_oss checkpoint_compressed_tensors cli cli_completion cli_convert)
+oldest_tests := $(patsubst %,tests/test_%.py,formats ffi library cutlass_handler nnx linen explain tables \
+    checkpoint_orbax checkpoint_gpt_oss cli_completion)
 test-oldest: $(VENV)/installed $(oldest)/installed-oldest
 	$(oldest)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn $(oldest_tests))
 
