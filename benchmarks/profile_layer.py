@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.perf import bench, shapes
 from jmx.perf.roofline import require_matplotlib
 from jmx.selection.environment import Environment
+from jmx.util import atomic_files
 
 LAYERS = 4
 SCOPES = 88  # ranges that a warp may record: each takes 16 bytes of shared memory
@@ -59,7 +60,7 @@ def main() -> int:
     command.add_argument("--model", choices=shapes.MODELS, default="gpt-oss-20b")
     command.add_argument("--tokens", type=int, default=16)
     command.add_argument("--backend", choices=("mosaic", "mosaic_fp8"), default="mosaic")
-    command.set_defaults(run=lambda a: a.profile.write_text(json.dumps(capture(a.model, a.tokens, a.backend))))
+    command.set_defaults(run=save)
     command = commands.add_parser("draw", help="draw a profile")
     command.add_argument("profile", type=pathlib.Path, help="JSON that `capture` wrote")
     command.add_argument("picture", help="file to write: .svg or .png")
@@ -67,6 +68,13 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.run(arguments)
     return 0
+
+
+def save(arguments: argparse.Namespace) -> None:
+    """Captures a profile into a new file. FileExistsError, before anything is measured, if there is one."""
+    atomic_files.check_new(arguments.profile)
+    profile = capture(arguments.model, arguments.tokens, arguments.backend)
+    atomic_files.write(arguments.profile, json.dumps(profile, indent=0).encode())
 
 
 def capture(model: str, tokens: int, backend: str) -> dict[str, Any]:
