@@ -40,11 +40,9 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError:
             return function(*args, **kwargs)  # raises it
         with jaxtyping.jaxtyped("context"):  # in which a name of an axis has one size
-            fault = None
-            for name in given.keys() & hints.keys():
-                hint = _of_all(hints[name], kinds[name])
-                if fault is None and not fits(given[name], hint):
-                    fault = _fault(function, f"`{name}`", given[name], hint)
+            expected = {name: _of_all(hint, kinds[name]) for name, hint in hints.items() if name in given}
+            wrong = next((name for name, hint in expected.items() if not fits(given[name], hint)), None)
+            fault = None if wrong is None else _fault(function, f"`{wrong}`", given[wrong], expected[wrong])
             result = function(*args, **kwargs)  # what it rejects may be of any type
             if fault is None and "return" in hints and not fits(result, hints["return"]):
                 fault = _fault(function, "the result", result, hints["return"])
@@ -92,8 +90,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _fault(function: Callable[..., Any], what: str, value: Any, hint: Any) -> str:
-    shown = getattr(value, "shape", None), getattr(value, "dtype", type(value).__name__)
-    return f"{what} of {function.__module__}.{function.__qualname__} (shape {shown[0]}, {shown[1]}) must be {hint}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", type(value).__name__)
+    return f"{what} of {function.__module__}.{function.__qualname__} (shape {shape}, {dtype}) must be {hint}"
 
 
 class _Decorating(ast.NodeTransformer):
