@@ -34,7 +34,7 @@ help:
 	@echo "make clean    remove what was built; 'rm -r $(VENV)' removes the environment"
 
 demo: $(VENV)/installed-hf$(extra)
-	$(bin)/python examples/gpt_oss/generate.py $(ARGS)
+	$(bin)/jmx generate $(or $(ARGS),examples/gpt_oss_tiny "Licensed under the Apache License")
 
 test: $(VENV)/installed-test$(extra)
 	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn)

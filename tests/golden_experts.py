@@ -11,16 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from example_steps import decode_step, relative_error
 from flax import nnx
 from input_formats import worth
+from model_steps import decode_step, relative_error
 
 import jmx
-from examples.common.cache import Cache
-from examples.common.model import Model
-from examples.common.sampling import Sampler
 from jmx.checkpoint import compressed_tensors
 from jmx.checkpoint.compressed_tensors.layers import Layer
+from jmx.models import Cache, Model, Sampler
 from jmx.numerics.input_formats import INPUT_FORMATS
 
 DATA = Path(__file__).parent / "data" / "compressed_tensors"

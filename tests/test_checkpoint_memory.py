@@ -13,7 +13,7 @@ import pytest
 from jmx.checkpoint import shards
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss" / "tiny"
+TINY = ROOT / "examples" / "gpt_oss_tiny"
 
 # Each reads the tiny checkpoint first, so that what stays in memory is there, and then the one that is measured.
 READ = """

@@ -12,7 +12,7 @@ from jmx.checkpoint.gpt_oss import writer as gpt_oss_writer
 from jmx.ffi.cutlass import build
 from jmx.perf import bench, tuner
 
-TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_oss" / "tiny")
+TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_oss_tiny")
 
 # What each command is given besides.
 BASES = {

@@ -27,6 +27,7 @@ PUBLIC = {
     "jmx.checkpoint.orbax",
     "jmx.checkpoint.quantizing",
     "jmx.checkpoint.shards",
+    "jmx.models",
     "jmx.util.atomic_files",  # CONTRIBUTING.md
 }
 

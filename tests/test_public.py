@@ -31,6 +31,7 @@ ORDER = [
     {"nnx", "linen"},
     {"checkpoint"},
     {"perf"},
+    {"models"},
     {"cli"},
 ]
 
@@ -75,7 +76,7 @@ def test_the_package_is_typed():
 
 def test_importing_all_of_it_touches_no_device():
     """And so compiles nothing."""
-    everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint"
+    everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint, jmx.models"
     nowhere = {"JAX_PLATFORMS": "nowhere"}  # initializing any device fails
     done = run(
         f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')\n"

@@ -89,9 +89,9 @@ _GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
 _DEEPSEEK = GroupedTopK(8, num_groups=8, topk_groups=4, scoring="sigmoid", renormalize=True, routed_scaling_factor=2.5)
 MODELS = {
     "small": Shape(8, 256, 256, TopKSoftmax(2), _GPT_OSS, "interleaved", True),
-    "gpt-oss-20b": _gpt_oss(gpt_oss.PUBLISHED["20b"]),
-    "gpt-oss-120b": _gpt_oss(gpt_oss.PUBLISHED["120b"]),
-    "qwen3-30b-a3b": _qwen3(qwen3_moe.PUBLISHED["30b-a3b"]),
+    "gpt-oss-20b": _gpt_oss(gpt_oss.PUBLISHED["gpt-oss-20b"]),
+    "gpt-oss-120b": _gpt_oss(gpt_oss.PUBLISHED["gpt-oss-120b"]),
+    "qwen3-30b-a3b": _qwen3(qwen3_moe.PUBLISHED["qwen3-30b-a3b"]),
     "deepseek-v3": Shape(256, 7168, 2048, _DEEPSEEK, SiLUAndMul(), "concatenated", False),
 }
 

@@ -68,6 +68,21 @@ class Config:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
 
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Of each expert."""
+        return self.intermediate_size
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers without experts: none."""
+        return ()
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the embedding is also the unembedding: never."""
+        return False
+
 
 def _published(num_hidden_layers: int, num_experts: int) -> Config:
     return Config(
@@ -100,7 +115,7 @@ def _published(num_hidden_layers: int, num_experts: int) -> Config:
 
 
 # The published models, from their config.json and generation_config.json.
-PUBLISHED = {"20b": _published(24, 32), "120b": _published(36, 128)}
+PUBLISHED = {"gpt-oss-20b": _published(24, 32), "gpt-oss-120b": _published(36, 128)}
 
 
 # Keys of each field: those of the Hugging Face form first, then those of the original form. "rope." is an entry of the

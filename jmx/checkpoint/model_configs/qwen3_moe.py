@@ -92,7 +92,7 @@ def _published(num_hidden_layers: int, hidden_size: int, moe_intermediate_size: 
 
 
 # The published models, from their config.json and generation_config.json.
-PUBLISHED = {"30b-a3b": _published(48, 2048, 768, 32), "235b-a22b": _published(94, 4096, 1536, 64)}
+PUBLISHED = {"qwen3-30b-a3b": _published(48, 2048, 768, 32), "qwen3-235b-a22b": _published(94, 4096, 1536, 64)}
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:

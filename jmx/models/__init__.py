@@ -1,0 +1,38 @@
+"""Whole models in Flax NNX on jmx: load one, prefill, decode, generate.
+
+    import jmx.models
+
+    runner = jmx.models.Runner(jmx.models.load("path/to/gpt-oss-20b"))
+    logits, cache = runner.prefill([[1, 2, 3]])
+    logits, cache = runner.decode(jmx.models.Sampler()(logits, 0), cache)
+
+A family of models is a module of `families`. What families share is, from the bottom up: `layers`, `rope`, `attention`,
+`block`, `decoder`; `sources` and `loading` fill a model with weights, and `runner` runs one.
+"""
+
+from jmx.models.block import MoERecord
+from jmx.models.cache import Cache
+from jmx.models.decoder import Model
+from jmx.models.families import FAMILIES
+from jmx.models.families.family import Family
+from jmx.models.families.gpt_oss import GptOss
+from jmx.models.families.qwen3_moe import Qwen3MoE
+from jmx.models.loading import family_of, from_source, load, random_source
+from jmx.models.runner import Runner
+from jmx.models.sampling import Sampler
+
+__all__ = [
+    "FAMILIES",
+    "Cache",
+    "Family",
+    "GptOss",
+    "MoERecord",
+    "Model",
+    "Qwen3MoE",
+    "Runner",
+    "Sampler",
+    "family_of",
+    "from_source",
+    "load",
+    "random_source",
+]

@@ -1,0 +1,1 @@
+"""Attention of a decoder, as functions that take kernels where they can, and as a module."""

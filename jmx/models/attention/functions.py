@@ -1,0 +1,110 @@
+"""Grouped-query attention as functions, with or without windows and sinks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jmx
+from jmx.models.layers import precision
+from jmx.pallas.attention import decode, prefill
+
+# Queries per block: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
+QUERIES = 128
+
+# A sink of heads without one: a logit whose share of a softmax is 0. It is finite, since kernels subtract it.
+NO_SINK = -1e30
+
+
+def attend(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+) -> jax.Array:
+    """Causal attention of T consecutive tokens of each row over that row's cache.
+
+    Args:
+        query: (B, T, heads, D), rotated. T is at most `QUERIES`, or a multiple of it.
+        keys, values: (B, kv_heads, C, D), position p at index p, the T tokens' own included.
+        sinks: float32 (heads,): one more logit per head, which has a share of the softmax and no value; `NO_SINK` for
+            heads without one.
+        starts: int32 (B,), position of each row's first query.
+        window: how many positions a query attends to, including its own; None for all.
+
+    Returns:
+        (B, T, heads, D) of query's dtype.
+
+    Raises:
+        ValueError: T is more than one block, and not a whole number of blocks.
+    """
+    batch, length, heads, dim = query.shape
+    block = min(length, QUERIES)
+    if length % block:
+        raise ValueError(f"`query` (of {length} tokens) must have at most {QUERIES} tokens or a multiple of that")
+    query = query.reshape(batch, length // block, block, *query.shape[2:])
+
+    def attend_block(index: jax.Array | int) -> jax.Array:
+        return _attend_block(query[:, index], keys, values, sinks, starts + index * block, window)
+
+    if length == block:
+        return attend_block(0)
+    out = lax.map(attend_block, jnp.arange(length // block))
+    return out.swapaxes(0, 1).reshape(batch, length, heads, dim)
+
+
+def attend_cache(
+    query: jax.Array, cache: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+) -> jax.Array:
+    """`attend` over a layer's cache (2, B, kv_heads, C, D), with the decoding kernel if it can run."""
+    group = query.shape[2] // cache.shape[2]
+    fits = group in range(8, decode.ROWS + 1, 8) and cache.shape[3] % decode.KEYS == 0
+    if query.shape[1] == 1 and fits and _have_kernels(query):
+        return decode.flash_decode(query[:, 0], cache, sinks, starts, window)[:, None]
+    return attend(query, cache[0], cache[1], sinks, starts, window)
+
+
+def attend_prompt(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, window: int | None
+) -> jax.Array:
+    """`attend` of rows that start at position 0 over their own keys and values, (B, T, kv_heads, D) like query."""
+    if query.shape[1] % prefill.BLOCK == 0 and _have_kernels(query):
+        return prefill.flash_prefill(query, keys, values, sinks, window)
+    starts = jnp.zeros(query.shape[0], jnp.int32)
+    return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window)
+
+
+def _have_kernels(query: jax.Array) -> bool:
+    on_hopper = jmx.Environment.probe(query).compute_capability == (9, 0)
+    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] in prefill.STAGES
+
+
+def _attend_block(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+) -> jax.Array:
+    batch, length, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    positions = starts[:, None] + jnp.arange(length)
+    first = jnp.zeros_like(starts)
+    if window is not None and window + length - 1 < capacity:  # read only keys that some query attends to
+        span = window + length - 1
+        first = jnp.clip(starts - window + 1, 0, capacity - span)
+        cut = jax.vmap(lambda array, first: lax.dynamic_slice_in_dim(array, first, span, axis=1))
+        keys, values = cut(keys, first), cut(values, first)
+    key_positions = first[:, None] + jnp.arange(keys.shape[2])
+    distance = positions[:, :, None] - key_positions[:, None]
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+    # The queries of all heads that share keys are the rows of one product.
+    group = heads // kv_heads
+    rows = query.reshape(batch, length, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, kv_heads, group * length, dim)
+    product = partial(jnp.einsum, precision=precision(query.dtype), preferred_element_type=jnp.float32)
+    scores = product("bkrd,bksd->bkrs", rows, keys).reshape(batch, kv_heads, group, length, -1)
+    scores = jnp.where(seen[:, None, None], scores * dim**-0.5, -jnp.inf)
+    sinks = sinks.reshape(kv_heads, group, 1, 1)
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    powers = jnp.exp(scores - peak)
+    total = powers.sum(axis=-1, keepdims=True) + jnp.exp(sinks - peak)
+    weights = (powers / total).astype(values.dtype).reshape(batch, kv_heads, group * length, -1)
+    out = product("bkrs,bksd->bkrd", weights, values).astype(query.dtype)
+    out = out.reshape(batch, kv_heads, group, length, dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, length, heads, dim)

@@ -1,0 +1,90 @@
+"""The blocks of a decoder: attention, then experts or one MLP for all tokens."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jmx
+from jmx.models.attention.module import Attention
+from jmx.models.config import Config
+from jmx.models.layers import Linear, RMSNorm, Variables
+
+
+class MoERecord(NamedTuple):
+    """The input and the output of one layer's experts, both (B, T, H)."""
+
+    input: jax.Array
+    output: jax.Array
+
+
+class Block(nnx.Module):
+    """Attention, then experts, each after a norm and added to the residual stream.
+
+    Args:
+        router: returns logits (..., E).
+        moe: `jmx.nnx.MoE` with `router=False`, or a module with the same signature.
+    """
+
+    def __init__(self, config: Config, attention: Attention, router: Linear, moe: nnx.Module):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = attention
+        self.moe_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.router = router
+        self.moe: Any = moe
+
+    def __call__(
+        self,
+        x: jax.Array,
+        starts: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        cache: jax.Array,
+        mask: jax.Array | None,
+        expert_ids: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, MoERecord]:
+        attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
+        x = x + attended
+        normed = self.moe_norm(x)
+        logits = self.router(x, self.moe_norm)
+        if expert_ids is not None:  # restrict the choice to these
+            chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
+            logits = jnp.where(chosen, logits, -jnp.inf)
+        out = self.moe(normed, logits, mask=mask)
+        return x + out, cache, MoERecord(normed, out)
+
+    def variables(self) -> Variables:
+        """All variables except those of `moe`."""
+        norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.moe_norm.scale}
+        return norms | self.attention.variables() | self.router.variables("router")
+
+
+class DenseBlock(nnx.Module):
+    """Attention, then one MLP for all tokens, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: Config, attention: Attention, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        sizes = config.hidden_size, config.intermediate_size
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gate_up = Linear(sizes[0], 2 * sizes[1], bias=False, dtype=dtype, rngs=rngs)
+        self.down = Linear(*sizes[::-1], bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        starts: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        cache: jax.Array,
+        mask: jax.Array | None,
+        expert_ids: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, None]:
+        attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
+        x = x + attended
+        gate, up = jnp.split(self.gate_up(x, self.mlp_norm).astype(x.dtype), 2, axis=-1)
+        return x + self.down(jmx.SwiGLU()(gate, up)).astype(x.dtype), cache, None
+
+    def variables(self) -> Variables:
+        norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.mlp_norm.scale}
+        mlp = self.gate_up.variables("gate", "up") | self.down.variables("down")
+        return norms | self.attention.variables() | mlp

@@ -1,0 +1,85 @@
+"""The cache of keys and values, whose capacity is a power of two."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmx.models.config import Config
+
+SMALLEST_BUCKET = 16
+
+
+def bucket(length: int) -> int:
+    """The power of two, at least `SMALLEST_BUCKET`, that holds `length`: programs are compiled per bucket."""
+    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array | None) -> jax.Array:
+    """Writes keys and values (B, T, kv_heads, head_dim) to a layer's cache, from positions `starts` (B,), None for 0.
+
+    The cache must have capacity for them (`Cache.reserve`).
+    """
+    new = jnp.stack([keys, values]).swapaxes(2, 3)
+    if starts is None or new.shape[1] == 1:  # XLA compiles this form to a plain write
+        return lax.dynamic_update_slice(layer, new, (0, 0, 0, 0 if starts is None else starts[0], 0))
+    put = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (0, 0, start, 0)), (1, 1, 0), 1)
+    return put(layer, new, starts)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The state that `Runner.prefill` and `Runner.decode` return; both donate the one that they are given.
+
+    Args:
+        layers: keys (rotated) and values of each layer, (2, B, kv_heads, C, head_dim), position p at index p of C. They
+            share an array so that a step writes both at once.
+        lengths: int32 (B,), tokens of each row so far.
+        longest: the largest length, known to the host, so that checking the capacity does not wait for the device.
+    """
+
+    layers: list[jax.Array]
+    lengths: jax.Array
+    longest: int
+
+    @classmethod
+    def empty(cls, config: Config, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> "Cache":
+        """A cache of `batch` rows with a capacity of `capacity` tokens each."""
+        shape = (2, batch, config.num_key_value_heads, capacity, config.head_dim)
+        layers = [jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)]
+        return cls(layers, jnp.zeros(batch, jnp.int32), 0)
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.layers[0].shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def reserve(self, length: int) -> "Cache":
+        """This cache with capacity for `length` tokens a row, rounded up to a bucket. If it grows, this one is donated.
+
+        Arrays grow one by one, so that peak memory is the new cache and one array.
+        """
+        if length <= self.capacity:
+            return self
+        return Cache([_grow(layer, bucket(length)) for layer in self.layers], self.lengths, self.longest)
+
+
+@partial(jax.jit, static_argnums=1)
+def _pad(layer: jax.Array, capacity: int) -> jax.Array:
+    return jnp.pad(layer, ((0, 0), (0, 0), (0, 0), (0, capacity - layer.shape[3]), (0, 0)))
+
+
+def _grow(layer: jax.Array, capacity: int) -> jax.Array:
+    grown = _pad(layer, capacity)
+    layer.delete()  # freed when the copy is done; donation needs equal sizes
+    return grown

@@ -1,0 +1,140 @@
+"""A checkpoint in the Hugging Face form, in floats or quantized by any tool that jmx supports, tensor by tensor."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jmx
+from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
+from jmx.models.float_moe import FloatExperts
+
+_FLOATS = ("BF16", "F16", "F32")
+_CHUNK = 1 << 24  # bytes compared at a time
+_CACHE_SCALES = ("k_scale", "v_scale")  # of keys and values that are cached
+
+
+class Checkpoint:
+    """Tensors by their names in the files.
+
+    Quantized experts stay quantized; float experts stay floats, or are quantized to `format` on reading. Other
+    quantized modules are dequantized, with a UserWarning.
+
+    Args:
+        path: a directory of safetensors files.
+        format: what float experts are quantized to; None: they stay floats.
+        gate_up_order: the order of gate and up rows in one tensor, which files do not record.
+        declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
+
+    Raises:
+        CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: jmx.Format | None = None,
+        gate_up_order: str | None = None,
+        declared_inputs: bool = True,
+    ):
+        self.path = Path(path)
+        self._declared_inputs = declared_inputs
+        quantized = compressed_tensors.is_quantized(path)
+        if quantized and format is not None:
+            raise CheckpointError(self.path / "config.json", f"experts are quantized already, and not to {format.name}")
+        self.reader = compressed_tensors.Reader(path, gate_up_order) if quantized else quantizing.Reader(path, format)
+        self.tensors = self.reader.tensors
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:
+        """CheckpointError unless there are tensors of such `shapes`, `experts` of such E, H, I, and nothing else.
+
+        UserWarnings name what is not run as the checkpoint has it.
+        """
+        expanded = [name for name in shapes if self._module_of(name) is not None]
+        for name, shape in shapes.items():
+            self._check_tensor(name, shape)
+        for name, sizes in experts.items():
+            its = self._expert_sizes(name)
+            if its != sizes:
+                raise CheckpointError(self.path, f"experts {name!r} are E, H, I = {its}, but must be {sizes}")
+        parts = {name.rpartition(".")[0] for name in expanded}
+        cache = isinstance(self.reader, compressed_tensors.Reader) and self.reader.quantization.kv_cache
+        for name, tensor in self.tensors.items():
+            module, _, last = name.rpartition(".")
+            known = name in shapes or module in parts or (cache and last in _CACHE_SCALES)
+            if not known and not name.startswith(tuple(f"{its}." for its in experts)):
+                raise CheckpointError(tensor.file, f"tensor {name!r} is not one of a model with this config")
+        if expanded:
+            _warn(
+                f"{self.path}: {len(expanded)} modules outside experts are quantized, such as {expanded[0]!r}: they "
+                "are dequantized, and their inputs are not quantized"
+            )
+        if cache:
+            _warn(f"{self.path}: the checkpoint declares quantized keys and values in the cache; here they are not")
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        module = self._module_of(name)
+        if module is None and name not in self.tensors:
+            raise CheckpointError(self.path, f"tensor {name!r} is missing; it must be of shape {shape}")
+        its = self.tensors[name].shape if module is None else module.shape
+        if its != shape:
+            raise CheckpointError(self.path, f"tensor {name!r} has shape {its}, but must have {shape}")
+        if module is None and self.tensors[name].dtype not in _FLOATS:
+            rule = f"must be {' or '.join(_FLOATS)}"
+            raise CheckpointError(self.path, f"tensor {name!r} is {self.tensors[name].dtype}, but {rule}")
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name, or a quantized module whose weight has that name."""
+        return name in self.tensors or self._module_of(name) is not None
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same bits. A quantized one equals no other."""
+        if not all(its in self.tensors and self._module_of(its) is None for its in (name, other)):
+            return False
+        one, two = self.tensors[name], self.tensors[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        first, second = (tensor.view().reshape(-1).view(np.uint8) for tensor in (one, two))
+        return all(
+            np.array_equal(first[at : at + _CHUNK], second[at : at + _CHUNK]) for at in range(0, first.size, _CHUNK)
+        )
+
+    def dense(self, name: str) -> jax.Array:
+        """A tensor outside experts, dequantized to float32 if it is quantized."""
+        return self.reader.dense(name)
+
+    def experts(self, name: str) -> jmx.Experts | FloatExperts:
+        """The experts of the module of that name, on the device."""
+        if isinstance(self.reader, compressed_tensors.Reader):
+            return self.reader.experts(name, inputs=self._declared_inputs)
+        if self.reader.format is not None:
+            return self.reader.experts(name)
+        if self.reader.layers[name].has_bias:
+            raise CheckpointError(
+                self.path, f"experts {name!r} are floats with biases: give a format to quantize them to"
+            )
+        floats = self.reader.floats(name)
+        return FloatExperts(floats.gate_up, floats.down)
+
+    def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
+        return self.reader.progress(enabled)
+
+    def _module_of(self, name: str) -> compressed_tensors.Module | None:
+        """The quantized module whose weight has that name, or None."""
+        return self.reader.module_of(name) if isinstance(self.reader, compressed_tensors.Reader) else None
+
+    def _expert_sizes(self, name: str) -> tuple[int, int, int]:
+        if name not in self.reader.layers:
+            raise CheckpointError(self.path, f"experts {name!r} are missing, or not quantized as others are")
+        layer = self.reader.layers[name]
+        return layer.num_experts, layer.hidden_size, layer.intermediate_size
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=6)  # where a model is loaded

@@ -1,0 +1,53 @@
+"""What jmx must know of a family of models: its configurations, its module, and the tensors of its checkpoints."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jmx.models.config import Config, expert_layers
+from jmx.models.decoder import Model
+from jmx.models.sources.protocol import Shape, Source
+
+
+def _no_reader(path: Path) -> Source | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models, as `load` and the command line use it.
+
+    Args:
+        name: of the family, as `model_type` of config.json.
+        architectures: those of config.json that it reads.
+        config: the class of its configurations.
+        model: of a config.
+        published: configurations of published models, by short names.
+        read_config: the config of a checkpoint's directory.
+        shapes: of a config -> shapes of the tensors outside the experts, by neutral name.
+        file_name: neutral name -> name in files of the Hugging Face form.
+        expert_module: name of a layer's experts in files, with {} for the layer's number.
+        gate_up_order: the order of gate and up rows in one tensor, which files do not record; None where files hold
+            them apart.
+        expert_bias: whether experts have biases.
+        reader: makes a source of a directory in a form of the family's own; None of it is in the Hugging Face form.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    config: type
+    model: type[Model]
+    published: Mapping[str, Any]
+    read_config: Callable[[str | os.PathLike[str]], Any]
+    shapes: Callable[[Any], dict[str, Shape]]
+    file_name: Callable[[str], str]
+    expert_module: str = "model.layers.{}.mlp.experts"
+    gate_up_order: str | None = None
+    expert_bias: bool = False
+    reader: Callable[[Path], Source | None] = _no_reader
+
+    def experts(self, config: Config) -> dict[int, str]:
+        """Names in files of the experts of each layer that has some."""
+        return {layer: self.expert_module.format(layer) for layer in expert_layers(config)}

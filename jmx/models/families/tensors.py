@@ -1,0 +1,72 @@
+"""Shapes and file names of the tensors that decoders in the Hugging Face form have in common.
+
+Neutral names are those of `jmx.checkpoint.gpt_oss.Reader`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from jmx.models.config import Config
+from jmx.models.sources.protocol import Shape, in_layer
+
+# In files, names in a layer follow "model.layers.N.".
+TOP_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "unembedding": "lm_head.weight",
+}
+NORM_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+}
+ATTENTION_NAMES = {
+    **{f"{p}_{kind}": f"self_attn.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")},
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+}
+MLP_NAMES = {f"{p}_weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+
+
+def top_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of the arrays outside layers, by neutral name."""
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, Shape] = {"embedding": table, "final_norm": (config.hidden_size,)}
+    return shapes if config.tie_word_embeddings else shapes | {"unembedding": table}
+
+
+def norm_shapes(config: Config) -> dict[str, Shape]:
+    """Shapes of the norms before attention and before the experts."""
+    return dict.fromkeys(NORM_NAMES, (config.hidden_size,))
+
+
+def attention_shapes(config: Config, *, head_norms: bool = False) -> dict[str, Shape]:
+    """Shapes of grouped-query attention's arrays, by neutral name."""
+    hidden, dim = config.hidden_size, config.head_dim
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    rows = {name: count * dim for name, count in heads.items()}
+    shapes: dict[str, Shape] = {f"{name}_weight": (size, hidden) for name, size in rows.items()}
+    shapes["o_weight"] = (hidden, rows["q"])
+    if config.attention_bias:
+        shapes |= {f"{name}_bias": (size,) for name, size in (rows | {"o": hidden}).items()}
+    return shapes | ({"q_norm": (dim,), "k_norm": (dim,)} if head_norms else {})
+
+
+def mlp_shapes(hidden: int, intermediate: int) -> dict[str, Shape]:
+    """Shapes of the arrays of one MLP for all tokens, by neutral name."""
+    wide = (intermediate, hidden)
+    return {"gate_weight": wide, "up_weight": wide, "down_weight": wide[::-1]}
+
+
+def whole_model(config: Config, layers: Iterable[Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Shapes of all arrays outside the experts, of each layer's by neutral name."""
+    found = top_shapes(config)
+    for number, shapes in enumerate(layers):
+        found |= {in_layer(number, name): shape for name, shape in shapes.items()}
+    return found
+
+
+def file_name(name: str, layer_names: Mapping[str, str]) -> str:
+    """The name in files of the tensor with a neutral name; `layer_names` are those in a layer."""
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    _, layer, inner = name.split(".", 2)
+    return f"model.layers.{layer}.{layer_names[inner]}"

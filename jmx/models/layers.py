@@ -1,0 +1,63 @@
+"""The dense parts of a decoder: norm and projection."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+# Variables of a model, by the neutral names of the tensors that are concatenated in each.
+Variables = dict[tuple[str, ...], nnx.Variable]
+
+
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
+    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019), in float32."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) * self.scale[...] * self.rate(x)).astype(x.dtype)
+
+    def rate(self, x: jax.Array) -> jax.Array:
+        """1 / sqrt(mean(x^2) + epsilon), float32 (..., 1)."""
+        return jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + self.epsilon)
+
+
+class Linear(nnx.Module):
+    """x W^T + b in float32. Weights are (out, in), as in checkpoints; there is a bias unless `bias` is False."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        self.weights = nnx.Param(nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype))
+        self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype)) if bias else None)
+
+    def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+        """x (..., in), or the input of `norm` -> float32 (..., out)."""
+        return project(x, self.weights[...], None if self.bias is None else self.bias[...], norm)
+
+    def variables(self, *names: str) -> Variables:
+        """The variables, for outputs that sources name separately."""
+        found: Variables = {tuple(f"{name}_weight" for name in names): self.weights}
+        return found if self.bias is None else found | {tuple(f"{name}_bias" for name in names): self.bias}
+
+
+def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSNorm | None) -> jax.Array:
+    """x W^T + b, or norm(x) W^T + b; see `Linear`."""
+    if x.size == x.shape[-1]:
+        # For one row, a plain sum reads the weights once, at memory bandwidth, and fuses with neighboring operations.
+        # A product would be autotuned by XLA's GPU compiler, in buffers three times as large as the weights.
+        # The norm's rate multiplies the result, so that its sum and the scaled row are computed in one kernel.
+        row = x.astype(jnp.float32) * (1 if norm is None else norm.scale[...])
+        row = jax.lax.optimization_barrier(row.reshape(-1))
+        out = jnp.sum(weights.astype(jnp.float32) * row, axis=-1).reshape(*x.shape[:-1], -1)
+        out *= 1 if norm is None else norm.rate(x)
+    else:
+        x = x if norm is None else norm(x)
+        exact = precision(weights.dtype)
+        out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
+    return out if bias is None else out + bias.astype(jnp.float32)

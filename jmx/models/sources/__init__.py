@@ -1,0 +1,1 @@
+"""Where the weights of a model come from: files, or a random generator."""

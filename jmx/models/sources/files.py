@@ -1,0 +1,53 @@
+"""A checkpoint in the Hugging Face form as a source of weights."""
+
+import contextlib
+from collections.abc import Mapping
+
+import jax
+
+import jmx
+from jmx.models.checkpoint import Checkpoint
+from jmx.models.config import Config
+from jmx.models.float_moe import FloatExperts
+from jmx.models.sources.protocol import Shape
+
+
+class FileSource[C: Config]:
+    """The weights of a checkpoint whose tensors have the names of the Hugging Face form.
+
+    Args:
+        checkpoint: the files.
+        config: of the model.
+        shapes: of the tensors outside the experts, by neutral name.
+        names: neutral names -> names in the files, with the same keys.
+        experts: numbers of the layers with experts -> names of the modules that hold them.
+        sizes: E, H, I of each of those.
+        more: shapes of further tensors that files may hold, by their names in the files.
+
+    Raises:
+        CheckpointError: files that do not hold all of these, or hold others.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: C,
+        shapes: Mapping[str, Shape],
+        names: Mapping[str, str],
+        experts: Mapping[int, str],
+        sizes: tuple[int, int, int],
+        more: Mapping[str, Shape] | None = None,
+    ):
+        self.config, self.layers = config, experts.keys()
+        self._checkpoint, self._names, self._experts = checkpoint, names, experts
+        expected = {names[name]: shape for name, shape in shapes.items()}
+        checkpoint.check(expected | {**(more or {})}, dict.fromkeys(experts.values(), sizes))
+
+    def dense(self, name: str) -> jax.Array:
+        return self._checkpoint.dense(self._names[name])
+
+    def experts(self, layer: int) -> jmx.Experts | FloatExperts:
+        return self._checkpoint.experts(self._experts[layer])
+
+    def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        return self._checkpoint.progress(enabled)

@@ -1,0 +1,41 @@
+"""The protocol of a source of weights, and its neutral names."""
+
+import contextlib
+from collections.abc import Collection
+from typing import Protocol
+
+import jax
+
+import jmx
+from jmx.models.config import Config
+from jmx.models.float_moe import FloatExperts
+
+Shape = tuple[int, ...]
+
+
+class Source[C: Config](Protocol):
+    """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
+
+    Tensors have the neutral names of `jmx.checkpoint.gpt_oss.Reader`, such as "embedding" and "layers.0.q_weight". A
+    family without biases or sinks omits them, and one that normalizes heads adds q_norm and k_norm (D,). Tied models
+    have no "unembedding".
+    """
+
+    @property
+    def config(self) -> C: ...
+    @property
+    def layers(self) -> Collection[int]:
+        """Numbers of the layers that have experts."""
+        ...
+
+    def dense(self, name: str) -> jax.Array: ...
+    def experts(self, layer: int) -> jmx.Experts | FloatExperts: ...
+
+    def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
+        ...
+
+
+def in_layer(layer: int, name: str) -> str:
+    """The neutral name, in the whole model, of a layer's tensor."""
+    return f"layers.{layer}.{name}"

@@ -1,0 +1,93 @@
+"""Random weights as a source."""
+
+import contextlib
+import zlib
+from collections.abc import Collection, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import jmx
+from jmx.backends import resolve_layout
+from jmx.models.config import Config
+from jmx.models.sampling import check_seed
+from jmx.models.sources.protocol import Shape, in_layer
+
+
+class RandomSource[C: Config]:
+    """Random weights, made on the device: codes and scales of experts are drawn directly.
+
+    Norms are near 1, biases are small, and products preserve the variance. A tensor depends only on the seed and its
+    name.
+
+    Args:
+        config: of the model.
+        seed: in 0..2^32 - 1.
+        shapes: of the tensors outside the experts, by neutral name.
+        layers: numbers of the layers with experts.
+        sizes: E, H, I of each of those.
+        format: of experts' weights.
+        gate_up_order: "interleaved" or "concatenated", as in `jmx.Experts`.
+        bias: whether experts have biases.
+
+    Raises:
+        ValueError: `seed` is out of range.
+    """
+
+    def __init__(
+        self,
+        config: C,
+        seed: int,
+        shapes: Mapping[str, Shape],
+        layers: Collection[int],
+        sizes: tuple[int, int, int],
+        format: jmx.Format,
+        *,
+        gate_up_order: str,
+        bias: bool,
+    ):
+        check_seed(seed)
+        self.config, self.layers = config, layers
+        self._key = jax.random.key(seed)
+        self._shapes, self._sizes = shapes, sizes
+        self._made: tuple[str, jmx.Format, bool] = gate_up_order, format, bias
+
+    def dense(self, name: str) -> jax.Array:
+        shape, last = self._shapes[name], name.rpartition(".")[2]
+        deviation = 0.02 if last.endswith("bias") else 1.0
+        if last.endswith("_weight") or last == "unembedding":
+            deviation = shape[-1] ** -0.5
+        return _normal(self._named(name), shape, float(last.endswith("_norm")), deviation)
+
+    def experts(self, layer: int) -> jmx.Experts:
+        """A layer's experts, in the layout of this machine."""
+        layout = resolve_layout("auto", jmx.Environment.probe(), self._made[1])
+        return _random_experts(self._named(in_layer(layer, "experts")), *self._sizes, *self._made, layout)
+
+    def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: nothing is read."""
+        return contextlib.nullcontext()
+
+    def _named(self, name: str) -> jax.Array:
+        return jax.random.fold_in(self._key, zlib.crc32(name.encode()))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: jax.Array, shape: tuple[int, ...], mean: float, deviation: float) -> jax.Array:
+    return (mean + deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(jnp.bfloat16)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6, 7))
+def _random_experts(
+    key: jax.Array,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    gate_up_order: str,
+    format: jmx.Format,
+    bias: bool,
+    layout: str,
+) -> jmx.Experts:
+    sizes = num_experts, hidden, intermediate
+    return jmx.Experts.random(key, *sizes, gate_up_order=gate_up_order, format=format, bias=bias).prepare(layout)

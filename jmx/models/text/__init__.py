@@ -1,0 +1,1 @@
+"""Text from and to token ids."""

@@ -1,0 +1,209 @@
+"""Attention of one new token a row over its cache: a kernel for Hopper GPUs that splits the keys (flash decoding)."""
+
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# (Mosaic's transforms and accumulators are public, but not so declared.)
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jmx.pallas.attention.softmax import (
+    TO_BITS,
+    Ref,
+    RunningSoftmax,
+    add_values,
+    element_ids,
+    filled,
+    hide_unseen,
+    shared_memory,
+)
+
+ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
+KEYS = 128  # of one step
+STAGES = 2  # of the pipeline: steps whose keys and values are in flight
+SPLITS = 8  # CTAs that share a long row's keys, at most
+
+
+def flash_decode(
+    query: jax.Array, cache: jax.Array, sinks: jax.Array, positions: jax.Array, window: int | None
+) -> jax.Array:
+    """Attention of one token a row over positions 0 to its own.
+
+    Args:
+        query: bfloat16 or float16 (B, heads, D), rotated; 8 to `ROWS` heads to a key head, by eights; D by 64.
+        cache: (2, B, kv_heads, C, D), keys and values of the same dtype, the token's own included; C by `KEYS`.
+        sinks: float32 (heads,), one more logit a head, without a value.
+        positions: int32 (B,), each token's own.
+        window: how many positions it sees, its own included; None for all.
+
+    Returns:
+        (B, heads, D) of query's dtype.
+    """
+    batch, heads, dim = query.shape
+    _, _, kv_heads, capacity, _ = cache.shape
+    splits = min(SPLITS, capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1)
+    call = _Call(batch, heads // kv_heads, kv_heads, capacity, dim, splits, window)
+
+    def entry(*refs: Ref) -> None:
+        pl.run_scoped(
+            lambda *shared: _attend_split(call, _Global(*refs), _Shared(*shared)),
+            shared_memory(ROWS, dim, dtype=query.dtype),
+            shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
+            shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
+            shared_memory(ROWS, dim, dtype=jnp.float32),
+            plgpu.SMEM((2, ROWS), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
+        )
+
+    per_head = jax.ShapeDtypeStruct((splits, batch, heads), jnp.float32)
+    gathered, peaks, totals = plgpu.kernel(
+        entry,
+        out_type=(jax.ShapeDtypeStruct((splits, *query.shape), jnp.float32), per_head, per_head),
+        grid=(splits, kv_heads, batch),
+        grid_names=("split", "kv_head", "row"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(query, cache.reshape(-1, dim), positions)
+    return _combine(gathered, peaks, totals, sinks).astype(query.dtype)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static of a call. `group`: query heads to a key head."""
+
+    batch: int
+    group: int
+    kv_heads: int
+    capacity: int
+    dim: int
+    splits: int
+    window: int | None
+
+
+class _Global(NamedTuple):
+    """References to global memory; those from `gathered` on are outputs, (splits, ...)."""
+
+    query: Ref
+    cache: Ref
+    positions: Ref
+    gathered: Ref
+    peaks: Ref
+    totals: Ref
+
+
+class _Shared(NamedTuple):
+    """References to the shared memory of a CTA, and its barriers; keys and values by stage."""
+
+    rows: Ref
+    keys: Ref
+    values: Ref
+    gathered: Ref
+    peak_and_total: Ref
+    rows_full: Ref
+    keys_full: Ref
+    values_full: Ref
+
+
+class _Split(NamedTuple):
+    """The keys that a CTA takes: every `splits`-th block of a row's from `first + split` on.
+
+    Args:
+        split, kv_head, row: the CTA's place in the grid.
+        position: of the query.
+        first: the first block of keys that the query sees.
+        steps: how many blocks the CTA takes.
+    """
+
+    split: jax.Array
+    kv_head: jax.Array
+    row: jax.Array
+    position: jax.Array
+    first: jax.Array
+    steps: jax.Array
+
+    @classmethod
+    def of_cta(cls, call: _Call, positions: Ref) -> "_Split":
+        split, kv_head, row = (lax.axis_index(axis) for axis in ("split", "kv_head", "row"))
+        position, window = positions[row], call.window
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), KEYS)
+        blocks = lax.div(position, KEYS) + 1 - first
+        return cls(split, kv_head, row, position, first, lax.div(blocks - split + call.splits - 1, call.splits))
+
+    def start(self, call: _Call, step: jax.Array) -> jax.Array:
+        """The position at which a step's keys begin."""
+        return (self.first + self.split + step * call.splits) * KEYS
+
+
+def _attend_split(call: _Call, gmem: _Global, smem: _Shared) -> None:
+    """The kernel: the softmax of a key head's queries over a split of the keys."""
+    split = _Split.of_cta(call, gmem.positions)
+    heads = pl.ds(split.kv_head * call.group, call.group)
+    plgpu.copy_gmem_to_smem(gmem.query.at[split.row, heads], smem.rows.at[pl.ds(0, call.group)], smem.rows_full)
+    for step in range(STAGES):
+        pl.when(step < split.steps)(lambda step=step: _load(call, split, gmem.cache, smem, jnp.int32(step)))
+    plgpu.barrier_wait(smem.rows_full)
+    none = RunningSoftmax(filled((ROWS, call.dim), 0), filled((ROWS,), -jnp.inf), filled((ROWS,), 0))
+
+    def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
+        softmax = _attend_block(call, split, smem, step, softmax)
+        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, gmem.cache, smem, step + STAGES))
+        return softmax
+
+    softmax = lax.fori_loop(0, split.steps, attend, none)
+    smem.gathered[...] = softmax.gathered
+    smem.peak_and_total[0] = softmax.peak
+    smem.peak_and_total[1] = softmax.total
+    plgpu.commit_smem()
+    used, place = pl.ds(0, call.group), (split.split, split.row, heads)
+    plgpu.copy_smem_to_gmem(smem.gathered.at[used], gmem.gathered.at[place])
+    plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], gmem.peaks.at[place])
+    plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], gmem.totals.at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _load(call: _Call, split: _Split, cache: Ref, smem: _Shared, step: jax.Array) -> None:
+    """Starts the copies of a step's keys and values into their stage."""
+    stage = lax.rem(step, jnp.int32(STAGES))
+    for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
+        head = (kind * call.batch + split.row) * call.kv_heads + split.kv_head
+        start = head * call.capacity + split.start(call, step)
+        plgpu.copy_gmem_to_smem(cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
+
+
+def _attend_block(
+    call: _Call, split: _Split, smem: _Shared, step: jax.Array, softmax: RunningSoftmax
+) -> RunningSoftmax:
+    """`softmax` with a step's keys and values, once they are in shared memory."""
+    stage = lax.rem(step, jnp.int32(STAGES))
+    plgpu.barrier_wait(smem.keys_full.at[stage])
+
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, smem.rows, smem.keys.at[stage].transpose((1, 0)))
+        return accumulator[...]
+
+    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+    ids = element_ids(scores.shape, 1)
+    scores = hide_unseen(scores, split.position - split.start(call, step) - ids, call.window)
+    softmax, weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
+    plgpu.barrier_wait(smem.values_full.at[stage])
+    return softmax._replace(gathered=add_values(softmax.gathered, weights, smem.values.at[stage]))
+
+
+def _combine(gathered: jax.Array, peaks: jax.Array, totals: jax.Array, sinks: jax.Array) -> jax.Array:
+    """The splits' results as one softmax, with the sinks in it: float32 (B, heads, D).
+
+    A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
+    """
+    sinks = sinks * TO_BITS
+    peak = reduce(jnp.maximum, peaks, sinks)
+    parts = [jnp.exp2(split - peak) for split in peaks]
+    total = sum((part * split for part, split in zip(parts, totals, strict=True)), jnp.exp2(sinks - peak))
+    out = sum(part[..., None] * split for part, split in zip(parts, gathered, strict=True))
+    return out / total[..., None]

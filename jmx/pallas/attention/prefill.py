@@ -1,0 +1,224 @@
+"""Attention over a whole prompt in one kernel for Hopper GPUs: scores never leave the chip (FlashAttention 3).
+
+After `jax.experimental.pallas.ops.gpu.attention_mgpu`, which has neither sinks nor windows nor bfloat16.
+"""
+
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# (Mosaic's transforms and accumulators are public, but not so declared.)
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jmx.pallas.attention.softmax import (
+    TO_BITS,
+    Ref,
+    RunningSoftmax,
+    add_values,
+    element_ids,
+    filled,
+    hide_unseen,
+    shared_memory,
+)
+
+ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
+BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
+STAGES = {64: 4, 128: 2}  # of the pipeline, by size of a head: as many as shared memory holds
+
+
+def flash_prefill(
+    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, window: int | None
+) -> jax.Array:
+    """Causal attention of T tokens among themselves; only blocks of keys that some query sees are read.
+
+    Args:
+        query: bfloat16 or float16 (B, T, heads, D), rotated; T a multiple of `BLOCK`, D a key of `STAGES`.
+        keys, values: (B, T, kv_heads, D), of the same dtype.
+        sinks: float32 (heads,), one more logit a head, without a value.
+        window: how many positions a query sees, its own included; None for all.
+
+    Returns:
+        (B, T, heads, D) of query's dtype.
+    """
+    batch, length, heads, dim = query.shape
+    stages = STAGES[dim]
+    call = _Call(length, heads // keys.shape[2], dim, window)
+
+    def entry(*refs: Ref) -> None:
+        pl.run_scoped(
+            lambda *shared: _kernel(call, _Global(*refs), _Shared(*shared)),
+            shared_memory(2, ROWS, dim, dtype=query.dtype),
+            shared_memory(stages, BLOCK, dim, dtype=query.dtype),
+            shared_memory(stages, BLOCK, dim, dtype=query.dtype),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2),
+            collective_axes="warpgroup",
+        )
+
+    return plgpu.kernel(
+        entry,
+        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(heads, length // BLOCK, batch),
+        grid_names=("heads", "tile", "batch"),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(query, keys, values, sinks)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static of a call. `group`: query heads to a key head."""
+
+    length: int
+    group: int
+    dim: int
+    window: int | None
+
+    @property
+    def stages(self) -> int:
+        return STAGES[self.dim]
+
+
+class _Global(NamedTuple):
+    """References to global memory, `out` the output."""
+
+    query: Ref
+    keys: Ref
+    values: Ref
+    sinks: Ref
+    out: Ref
+
+
+class _Shared(NamedTuple):
+    """References to the shared memory of a CTA, and its barriers.
+
+    Rows are by consumer warpgroup, keys and values by stage. At `turn` the two consumers meet.
+    """
+
+    rows: Ref
+    keys: Ref
+    values: Ref
+    rows_full: Ref
+    keys_full: Ref
+    values_full: Ref
+    keys_empty: Ref
+    values_empty: Ref
+    turn: Ref
+
+    def take_turns(self) -> None:
+        """Lets one consumer multiply while the other takes exponentials."""
+        plgpu.barrier_arrive(self.turn)
+        plgpu.barrier_wait(self.turn)
+
+
+class _Tile(NamedTuple):
+    """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on."""
+
+    head: jax.Array
+    tile: jax.Array
+    row: jax.Array
+    first: jax.Array
+    steps: jax.Array
+
+
+def _kernel(call: _Call, gmem: _Global, smem: _Shared) -> None:
+    """The kernel: warpgroups 0 and 1 are consumers, of half the tile's queries each, and 2 is the producer."""
+    head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
+    tile = call.length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
+    warpgroup, window = lax.axis_index("warpgroup"), call.window
+    first = jnp.int32(0) if window is None else lax.div(jnp.maximum(tile * BLOCK - (window - 1), 0), BLOCK)
+    work = _Tile(head, tile, row, first, tile + 1 - first)
+    pl.when(warpgroup < 2)(lambda: _consume(call, work, gmem, smem, warpgroup))
+    pl.when(warpgroup == 2)(lambda: _produce(call, work, gmem, smem))
+
+
+def _produce(call: _Call, work: _Tile, gmem: _Global, smem: _Shared) -> None:
+    """Loads the tile's keys and values, block by block, as stages become empty."""
+    plgpu.set_max_registers(40, action="decrease")
+    kv_head = lax.div(work.head, jnp.int32(call.group))
+
+    @pl.loop(0, work.steps)
+    def _step(step: jax.Array) -> None:
+        stage = lax.rem(step, jnp.int32(call.stages))
+        block = (work.row, pl.ds((work.first + step) * BLOCK, BLOCK), kv_head)
+        for source, target, full, empty in (
+            (gmem.keys, smem.keys, smem.keys_full, smem.keys_empty),
+            (gmem.values, smem.values, smem.values_full, smem.values_empty),
+        ):
+            pl.when(step >= call.stages)(partial(plgpu.barrier_wait, empty.at[stage]))
+            plgpu.copy_gmem_to_smem(source.at[block], target.at[stage], full.at[stage])
+
+
+def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: jax.Array) -> None:
+    """Attention of the queries of one consumer warpgroup."""
+    plgpu.set_max_registers(232, action="increase")
+    rows, rows_full = smem.rows.at[warpgroup], smem.rows_full.at[warpgroup]
+    start = work.tile * BLOCK + warpgroup * ROWS
+    plgpu.copy_gmem_to_smem(gmem.query.at[work.row, pl.ds(start, ROWS), work.head], rows, rows_full)
+    plgpu.barrier_wait(rows_full)
+    # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
+    softmax = RunningSoftmax(
+        filled((ROWS, call.dim), 0), filled((ROWS,), gmem.sinks[work.head] * TO_BITS), filled((ROWS,), 1)
+    )
+    pl.when(warpgroup == 1)(smem.take_turns)
+
+    def attend(step: jax.Array, softmax: RunningSoftmax, *, masked: bool) -> RunningSoftmax:
+        return _attend_block(call, work, smem, rows, start, step, softmax, masked=masked)
+
+    masked_from = 0 if call.window is not None else work.steps - 1  # all queries see the blocks before it whole
+    if call.window is None:
+        softmax = lax.fori_loop(0, masked_from, partial(attend, masked=False), softmax)
+    gathered, _, total = lax.fori_loop(masked_from, work.steps, partial(attend, masked=True), softmax)
+    pl.when(warpgroup == 0)(smem.take_turns)
+    rows[...] = (gathered / lax.broadcast_in_dim(total, gathered.shape, [0])).astype(rows.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(rows, gmem.out.at[work.row, pl.ds(start, ROWS), work.head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend_block(
+    call: _Call,
+    work: _Tile,
+    smem: _Shared,
+    rows: Ref,
+    start: jax.Array,
+    step: jax.Array,
+    softmax: RunningSoftmax,
+    *,
+    masked: bool,
+) -> RunningSoftmax:
+    """`softmax` of `rows`, the queries from position `start` on, with a step's keys and values."""
+    stage = lax.rem(step, jnp.int32(call.stages))
+    plgpu.barrier_wait(smem.keys_full.at[stage])
+
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, rows, smem.keys.at[stage].transpose((1, 0)))
+        smem.take_turns()
+        return accumulator[...]
+
+    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    plgpu.barrier_arrive(smem.keys_empty.at[stage])
+    if masked:
+        queries, keys = element_ids(scores.shape, 0), element_ids(scores.shape, 1)
+        distance = (queries + start) - (keys + (work.first + step) * BLOCK)
+        scores = hide_unseen(scores, distance, call.window)
+    (gathered, peak, total), weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
+    weights = weights.astype(rows.dtype)
+    gathered, total, peak, weights = lax.optimization_barrier((gathered, total, peak, weights))
+    plgpu.barrier_arrive(smem.turn)
+    plgpu.barrier_wait(smem.values_full.at[stage])
+    plgpu.barrier_wait(smem.turn)
+    gathered = add_values(gathered, weights, smem.values.at[stage])
+    plgpu.barrier_arrive(smem.values_empty.at[stage])
+    return RunningSoftmax(gathered, peak, total)
