@@ -33,7 +33,7 @@ from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_so
 from jmx.models.attention.functions import QUERIES, attend
 from jmx.models.cache import bucket, write
 from jmx.models.float_moe import FloatMoE
-from jmx.models.rope import rotate, yarn_angles, yarn_frequencies
+from jmx.models.rope import rope_angles, rope_frequencies, rotate
 from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
 from jmx.pallas.attention.decode import flash_decode
@@ -468,7 +468,8 @@ def test_rotary_scores_depend_on_the_distance_alone(rng: np.random.Generator) ->
     query, key = (jnp.asarray(rng.standard_normal((1, 1, 1, config.head_dim)), jnp.float32) for _ in range(2))
 
     def score(at: int, other: int) -> float:
-        angles = [yarn_angles(config, jnp.full((1, 1), position)) for position in (at, other)]
+        positions = (jnp.full((1, 1), position) for position in (at, other))
+        angles = [rope_angles(its, config.head_dim, config.rope_theta, config.yarn) for its in positions]
         return float((rotate(query, angles[0]) * rotate(key, angles[1])).sum())
 
     concentration = 0.1 * math.log(config.rope_factor) + 1
@@ -481,7 +482,7 @@ def test_yarn_keeps_fast_channels_and_stretches_slow_ones() -> None:
     config = PUBLISHED["gpt-oss-20b"]
     plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     turns = config.rope_original_length * plain / (2 * math.pi)
-    ratio = yarn_frequencies(config) / plain
+    ratio = rope_frequencies(config.head_dim, config.rope_theta, config.yarn) / plain
     np.testing.assert_allclose(ratio[turns >= config.rope_beta_fast], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[turns <= config.rope_beta_slow], 1 / config.rope_factor, rtol=1e-6)
     assert (np.diff(ratio) <= 1e-6).all()

@@ -6,53 +6,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.checkpoint.gpt_oss import Config
+from jmx.checkpoint.model_configs.yarn import Yarn
 
 
-def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T), as in RoFormer (Su et al., 2021)."""
-    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates heads (B, T, heads, D) by angles: cosines and sines (B or 1, T, D / 2).
-
-    Channel i is paired with channel i + D / 2.
-    """
-    cos, sin = (a[:, :, None] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
-def yarn_frequencies(config: Config) -> np.ndarray:
+def rope_frequencies(head_dim: int, theta: float, yarn: Yarn | None = None) -> np.ndarray:
     """Angle per position of each pair of a head's channels: float32 (head_dim / 2,).
 
-    YaRN (Peng et al., 2023): channels that turn more than `rope_beta_fast` times within the original length keep their
-    frequency; those that turn less than `rope_beta_slow` times have it divided by `rope_factor`; between is a ramp.
+    Without `yarn` as in RoFormer (Su et al., 2021). YaRN (Peng et al., 2023): channels that turn more than `beta_fast`
+    times within the original length keep their frequency; those that turn less than `beta_slow` times have it divided
+    by `factor`; between is a ramp.
     """
-    dim = config.head_dim
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if yarn is None:
+        return frequencies.astype(np.float32)
 
     def channel(turns: float) -> float:
-        wavelength = config.rope_original_length / (2 * math.pi * turns)
-        return dim / 2 * math.log(wavelength) / math.log(config.rope_theta)
+        wavelength = yarn.original_length / (2 * math.pi * turns)
+        return head_dim / 2 * math.log(wavelength) / math.log(theta)
 
-    low, high = channel(config.rope_beta_fast), channel(config.rope_beta_slow)
-    if config.rope_truncate:
+    low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
+    if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    slowed = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
-    frequencies = config.rope_theta ** (-np.arange(0, dim, 2) / dim)
-    return (frequencies * (1 - slowed + slowed / config.rope_factor)).astype(np.float32)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    slowed = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return (frequencies * (1 - slowed + slowed / yarn.factor)).astype(np.float32)
 
 
-def yarn_angles(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_angles(
+    positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T).
 
-    Both are multiplied by YaRN's concentration 0.1 ln(factor) + 1, so scores are multiplied by its square.
+    With `yarn` both are multiplied by its concentration, so scores are multiplied by its square.
     """
-    angles = positions[..., None].astype(jnp.float32) * yarn_frequencies(config)
-    concentration = 0.1 * math.log(config.rope_factor) + 1
-    return concentration * jnp.cos(angles), concentration * jnp.sin(angles)
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(head_dim, theta, yarn)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if yarn is None else (yarn.concentration * cos, yarn.concentration * sin)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False) -> jax.Array:
+    """Rotates heads (B, T, heads, D) by angles: cosines and sines (B or 1, T, D / 2).
+
+    Channel i is paired with channel i + D / 2. If x is `interleaved`, channel 2 i is paired with channel 2 i + 1; the
+    result is not: pair i is in channels i and i + D / 2.
+    """
+    cos, sin = (a[:, :, None] for a in angles)
+    x32 = x.astype(jnp.float32)
+    first, second = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

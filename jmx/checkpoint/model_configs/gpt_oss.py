@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint.model_configs.common_keys import check_heads
+from jmx.checkpoint.model_configs.yarn import Yarn
 from jmx.checkpoint.shards import CheckpointError, read_json
 from jmx.numerics.formats import MXFP4
 from jmx.util.checks import check_instance, check_path, check_str
@@ -82,6 +83,12 @@ class Config:
     def tie_word_embeddings(self) -> bool:
         """Whether the embedding is also the unembedding: never."""
         return False
+
+    @property
+    def yarn(self) -> Yarn:
+        """How rotary positions are stretched."""
+        betas = self.rope_beta_fast, self.rope_beta_slow
+        return Yarn(self.rope_factor, self.rope_original_length, *betas, self.rope_truncate)
 
 
 def _published(num_hidden_layers: int, num_experts: int) -> Config:

@@ -15,7 +15,7 @@ from jmx.models.block import Block
 from jmx.models.decoder import Model
 from jmx.models.families.family import Family
 from jmx.models.layers import Linear
-from jmx.models.rope import yarn_angles
+from jmx.models.rope import rope_angles
 
 
 class GptOss(Model):
@@ -34,7 +34,8 @@ class GptOss(Model):
         return Block(config, attention, router, self.make_moe(None, rngs))
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return yarn_angles(self.config, positions)
+        config = self.config
+        return rope_angles(positions, config.head_dim, config.rope_theta, config.yarn)
 
     def moe_options(self) -> dict[str, Any]:
         config = self.config
