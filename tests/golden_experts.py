@@ -18,7 +18,7 @@ from model_steps import decode_step, relative_error
 import jmx
 from jmx.checkpoint import compressed_tensors
 from jmx.checkpoint.compressed_tensors.layers import Layer
-from jmx.models import Cache, Model, Sampler
+from jmx.models import Model, Sampler
 from jmx.numerics.input_formats import INPUT_FORMATS
 
 DATA = Path(__file__).parent / "data" / "compressed_tensors"
@@ -116,7 +116,7 @@ def check_tokens(path: Path, family: Family, rng: np.random.Generator) -> None:
     moe: Any = model.layers[0].moe
     assert moe.experts.input_format == source.inputs
     assert not static or moe.experts.gate_up_input_scale.shape == moe.experts.down_input_scale.shape == ()
-    caches = [Cache.empty(source.config, 2, 16, jnp.float32).layers for _ in range(2)]
+    caches = [model.empty_cache(2, 16).layers for _ in range(2)]
     tokens, errors = jnp.asarray(rng.integers(source.config.vocab_size, size=2)), []
     if source.inputs is not None:
         plain.layers[0].moe = PlainMoE(moe, family.activation, rounds=False)

@@ -67,7 +67,7 @@ def whole(model: Model, expert_ids: list[jax.Array] | None = None) -> tuple[jax.
     """Logits of the golden prompts, and what went through each layer's experts."""
     records: list[MoERecord] = []
     batch, length = GOLDEN["input_ids"].shape
-    caches = Cache.empty(model.config, batch, length, model.dtype).layers
+    caches = model.empty_cache(batch, length).layers
     starts = jnp.zeros(batch, jnp.int32)
     x, _ = model(jnp.asarray(GOLDEN["input_ids"]), starts, caches, expert_ids=expert_ids, records=records)
     return model.logits(x), records
@@ -173,7 +173,7 @@ def test_tokens_come_from_experts_in_every_format(name: str, one_layer: tuple[Pa
     quantizing.convert(folder, tmp_path / "out", format)
     model = load(tmp_path / "out", dtype=jnp.float32)
     assert model.layers[0].moe.experts.format == format
-    caches = [Cache.empty(model.config, 2, 16, jnp.float32).layers for _ in range(2)]
+    caches = [model.empty_cache(2, 16).layers for _ in range(2)]
     tokens = jnp.array([PROMPTS[0][0], PROMPTS[1][0]])
     most = next(error for start, error in FORMAT_ERRORS.items() if name.startswith(start))
     for position in range(4):
@@ -233,7 +233,7 @@ def test_floats_without_a_format_stay_floats(one_layer: tuple[Path, Model]) -> N
     model = load(folder, dtype=jnp.float32)
     assert isinstance(model.layers[0].moe, FloatMoE)
     tokens, starts = jnp.asarray(GOLDEN["input_ids"][:, 0]), jnp.zeros(2, jnp.int32)
-    caches = Cache.empty(model.config, 2, 16, jnp.float32).layers
+    caches = model.empty_cache(2, 16).layers
     logits, expected = (decode_step(its, tokens, starts, caches)[0] for its in (model, quantized))
     assert relative_error(logits, expected) <= 1e-5  # MXFP4 loses nothing of these
 
@@ -275,7 +275,7 @@ def test_padding_tokens_go_to_no_expert(small: Runner, monkeypatch: pytest.Monke
     route = jmx.layer.flat_routing
     monkeypatch.setattr(jmx.layer, "flat_routing", lambda *args: seen.append(route(*args)) or seen[-1])
     mask = jnp.arange(16) < jnp.array([[5], [16]])
-    caches = Cache.empty(small.model.config, 2, 16, small.model.dtype).layers
+    caches = small.model.empty_cache(2, 16).layers
 
     def routings(tokens: jax.Array) -> list[jmx.Routing]:
         small.model(tokens, jnp.zeros(2, jnp.int32), caches, mask=mask)
@@ -322,7 +322,7 @@ def test_old_caches_are_given_up(small: Runner) -> None:
     def is_gone(cache: Cache) -> bool:
         return all(layer.is_deleted() for layer in cache.layers)
 
-    empty = Cache.empty(small.model.config, 1, 16, jnp.float32)
+    empty = small.model.empty_cache(1, 16)
     logits, filled = small.prefill([PROMPTS[0][:15]], cache=empty)
     token = Sampler()(logits, 0)
     _, full = small.decode(token, filled)
@@ -367,7 +367,7 @@ def test_tokens_that_are_not_one_a_row_are_refused(small: Runner) -> None:
 
 def test_a_cache_without_room_is_refused(small: Runner) -> None:
     with pytest.raises(ValueError, match=r"`cache` \(1 rows of 16\) must have 1 rows of at least 32"):
-        small.prefill([PROMPTS[0][:20]], cache=Cache.empty(small.model.config, 1, 16, jnp.float32))
+        small.prefill([PROMPTS[0][:20]], cache=small.model.empty_cache(1, 16))
 
 
 # The parts
@@ -456,7 +456,7 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
         model = nnx.eval_shape(
             lambda: GptOss(config, format=jmx.MXFP4, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0))
         )
-        cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
+        cache = jax.eval_shape(lambda: model.empty_cache(1, 1024).layers)
     runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
     (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
     assert graph[0] == "kCommandBuffer"
@@ -498,9 +498,10 @@ def test_a_bucket_is_the_next_power_of_two(length: int) -> None:
 
 def test_a_cache_grows_with_what_it_holds(rng: np.random.Generator) -> None:
     config = read_config(TINY)
-    cache = Cache.empty(config, 2, 16, jnp.float32)
+    shape = (2, 2, config.num_key_value_heads, 16, config.head_dim)
+    cache = Cache.empty([shape] * config.num_hidden_layers, jnp.float32)
     written = jnp.asarray(rng.standard_normal((2, 3, config.num_key_value_heads, config.head_dim)), jnp.float32)
-    layer = write(cache.layers[1], written, 2 * written, jnp.array([0, 13]))
+    layer = write(cache.layers[1], (written, 2 * written), jnp.array([0, 13]))
     held = np.asarray(layer[0])
     assert (held[0, :, :3] == np.asarray(written[0]).swapaxes(0, 1)).all()
     assert (held[1, :, 13:] == np.asarray(written[1]).swapaxes(0, 1)).all()

@@ -24,7 +24,7 @@ import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.model_configs.qwen3_moe import PUBLISHED, read_config
-from jmx.models import Cache, Model, Runner, Sampler, from_source, load, random_source
+from jmx.models import Model, Runner, Sampler, from_source, load, random_source
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import expert_sizes
 from jmx.models.families.qwen3_moe import FAMILY
@@ -47,7 +47,7 @@ def quietly(name: str | Path, **arguments: Any) -> Model:
 def empty(model: Model, ids: jax.Array) -> list[jax.Array]:
     """Caches for the prompts `ids`."""
     rows, length = ids.shape
-    return Cache.empty(model.config, rows, length, model.dtype).layers
+    return model.empty_cache(rows, length).layers
 
 
 @jax.jit
@@ -71,7 +71,7 @@ def test_logits_routes_and_greedy_tokens_are_the_references(name: str) -> None:
     golden, model = load_file(GOLDEN / f"{name}.safetensors"), quietly(name)
     ids = jnp.asarray(golden["input_ids"])
     rows, length = ids.shape
-    logits, routes, caches = whole(model, ids, Cache.empty(model.config, rows, 64, jnp.float32).layers)
+    logits, routes, caches = whole(model, ids, model.empty_cache(rows, 64).layers)
     assert relative_error(logits, golden["logits"]) <= 1e-5
     sparse = [i for i in range(model.config.num_hidden_layers) if i not in model.config.dense_layers]
     assert len(routes) == len(sparse)
@@ -274,7 +274,7 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
     config = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], num_hidden_layers=2)
     with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
         model = nnx.eval_shape(lambda: from_source(random_source(config), backend="mosaic"))
-        cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
+        cache = jax.eval_shape(lambda: model.empty_cache(1, 1024).layers)
     runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
     (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
     assert graph[0] == "kCommandBuffer"

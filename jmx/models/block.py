@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jmx
-from jmx.models.attention.module import Attention
+from jmx.models.attention.protocol import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
 
@@ -27,7 +27,7 @@ class Block(nnx.Module):
         moe: `jmx.nnx.MoE` with `router=False`, or a module with the same signature.
     """
 
-    def __init__(self, config: Config, attention: Attention, router: Linear, moe: nnx.Module):
+    def __init__(self, config: Config, attention: SelfAttention, router: Linear, moe: nnx.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
         self.moe_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -62,7 +62,7 @@ class Block(nnx.Module):
 class DenseBlock(nnx.Module):
     """Attention, then one MLP for all tokens, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: Config, attention: Attention, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, attention: SelfAttention, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         sizes = config.hidden_size, config.intermediate_size
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention

@@ -1,13 +1,12 @@
-"""The cache of keys and values, whose capacity is a power of two."""
+"""The cache of what attention keeps of each token, such as keys and values. Its capacity is a power of two."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from jmx.models.config import Config
 
 SMALLEST_BUCKET = 16
 
@@ -17,12 +16,13 @@ def bucket(length: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """Writes keys and values (B, T, kv_heads, head_dim) to a layer's cache, from positions `starts` (B,), None for 0.
+def write(layer: jax.Array, parts: Sequence[jax.Array], starts: jax.Array | None) -> jax.Array:
+    """Writes parts (B, T, heads, W), such as keys and values, to a layer's cache, from positions `starts` (B,), None
+    for 0.
 
     The cache must have capacity for them (`Cache.reserve`).
     """
-    new = jnp.stack([keys, values]).swapaxes(2, 3)
+    new = jnp.stack(parts).swapaxes(2, 3)
     if starts is None or new.shape[1] == 1:  # XLA compiles this form to a plain write
         return lax.dynamic_update_slice(layer, new, (0, 0, 0, 0 if starts is None else starts[0], 0))
     put = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (0, 0, start, 0)), (1, 1, 0), 1)
@@ -34,8 +34,8 @@ class Cache:
     """The state that `Runner.prefill` and `Runner.decode` return; both donate the one that they are given.
 
     Args:
-        layers: keys (rotated) and values of each layer, (2, B, kv_heads, C, head_dim), position p at index p of C. They
-            share an array so that a step writes both at once.
+        layers: of each layer an array (parts, B, heads, C, W), position p at index p of C. Grouped-query attention has
+            two parts, keys (rotated) and values, which share an array so that a step writes both at once.
         lengths: int32 (B,), tokens of each row so far.
         longest: the largest length, known to the host, so that checking the capacity does not wait for the device.
     """
@@ -45,11 +45,10 @@ class Cache:
     longest: int
 
     @classmethod
-    def empty(cls, config: Config, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> "Cache":
-        """A cache of `batch` rows with a capacity of `capacity` tokens each."""
-        shape = (2, batch, config.num_key_value_heads, capacity, config.head_dim)
-        layers = [jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)]
-        return cls(layers, jnp.zeros(batch, jnp.int32), 0)
+    def empty(cls, shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) -> "Cache":
+        """A cache of no tokens, of each layer's shape (parts, B, heads, C, W)."""
+        layers = [jnp.zeros(shape, dtype) for shape in shapes]
+        return cls(layers, jnp.zeros(shapes[0][1], jnp.int32), 0)
 
     @property
     def batch(self) -> int:
@@ -61,7 +60,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, length: int) -> "Cache":

@@ -11,6 +11,7 @@ import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.block import MoERecord
+from jmx.models.cache import Cache
 from jmx.models.config import expert_sizes
 from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
@@ -124,6 +125,10 @@ class Model(nnx.Module):
             if records is not None and record is not None:
                 records.append(record)
         return x, written
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A cache of `batch` rows with a capacity of `capacity` tokens each, in the shapes that attention states."""
+        return Cache.empty([layer.attention.cache_shape(batch, capacity) for layer in self.layers], self.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Next-token logits, float32 (..., vocab_size), of the residual stream (..., H)."""

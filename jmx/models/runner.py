@@ -94,7 +94,7 @@ class Runner:
         for row, prompt in zip(padded, prompts, strict=True):
             row[: len(prompt)] = prompt
         if cache is None:
-            cache = Cache.empty(self.model.config, *padded.shape, self.model.dtype)
+            cache = self.model.empty_cache(*padded.shape)
         if cache.batch != padded.shape[0] or cache.capacity < padded.shape[1]:
             raise ValueError(
                 f"`cache` ({cache.batch} rows of {cache.capacity}) must have {padded.shape[0]} rows of at least "

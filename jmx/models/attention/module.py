@@ -57,13 +57,17 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles), rotate(key, angles)
-        cache = write(cache, key, value, starts)
+        cache = write(cache, (key, value), starts)
         sinks = jnp.full(query.shape[2], NO_SINK, jnp.float32) if self.sinks is None else self.sinks[...]
         if starts is None:
             out = attend_prompt(query, key, value, sinks, self.window)
         else:
             out = attend_cache(query, cache, sinks, starts, self.window)
         return self.out(out.reshape(*x.shape[:2], -1)).astype(x.dtype), cache
+
+    def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
+        """Shape of this layer's cache: keys and values, (2, B, kv_heads, C, head_dim)."""
+        return 2, batch, self.cuts[1] - self.cuts[0], capacity, self.head_dim
 
     def variables(self) -> Variables:
         found = self.query_key_value.variables("q", "k", "v") | self.out.variables("o")
