@@ -18,37 +18,45 @@ NO_SINK = -1e30
 
 
 def attend(
-    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    sinks: jax.Array,
+    starts: jax.Array,
+    window: int | None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of T consecutive tokens of each row over that row's cache.
 
     Args:
         query: (B, T, heads, D), rotated. T is at most `QUERIES`, or a multiple of it.
-        keys, values: (B, kv_heads, C, D), position p at index p, the T tokens' own included.
+        keys, values: (B, kv_heads, C, D) and (B, kv_heads, C, V), position p at index p, the T tokens' own included.
         sinks: float32 (heads,): one more logit per head, which has a share of the softmax and no value; `NO_SINK` for
             heads without one.
         starts: int32 (B,), position of each row's first query.
         window: how many positions a query attends to, including its own; None for all.
+        scale: multiplies the scores; None for D^-0.5.
 
     Returns:
-        (B, T, heads, D) of query's dtype.
+        (B, T, heads, V) of query's dtype.
 
     Raises:
         ValueError: T is more than one block, and not a whole number of blocks.
     """
     batch, length, heads, dim = query.shape
+    factor = dim**-0.5 if scale is None else scale
     block = min(length, QUERIES)
     if length % block:
         raise ValueError(f"`query` (of {length} tokens) must have at most {QUERIES} tokens or a multiple of that")
     query = query.reshape(batch, length // block, block, *query.shape[2:])
 
     def attend_block(index: jax.Array | int) -> jax.Array:
-        return _attend_block(query[:, index], keys, values, sinks, starts + index * block, window)
+        return _attend_block(query[:, index], keys, values, sinks, starts + index * block, window, factor)
 
     if length == block:
         return attend_block(0)
     out = lax.map(attend_block, jnp.arange(length // block))
-    return out.swapaxes(0, 1).reshape(batch, length, heads, dim)
+    return out.swapaxes(0, 1).reshape(batch, length, heads, -1)
 
 
 def attend_cache(
@@ -78,7 +86,13 @@ def _have_kernels(query: jax.Array) -> bool:
 
 
 def _attend_block(
-    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    sinks: jax.Array,
+    starts: jax.Array,
+    window: int | None,
+    scale: float,
 ) -> jax.Array:
     batch, length, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -99,12 +113,12 @@ def _attend_block(
     rows = rows.reshape(batch, kv_heads, group * length, dim)
     product = partial(jnp.einsum, precision=precision(query.dtype), preferred_element_type=jnp.float32)
     scores = product("bkrd,bksd->bkrs", rows, keys).reshape(batch, kv_heads, group, length, -1)
-    scores = jnp.where(seen[:, None, None], scores * dim**-0.5, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
     sinks = sinks.reshape(kv_heads, group, 1, 1)
     peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
     powers = jnp.exp(scores - peak)
     total = powers.sum(axis=-1, keepdims=True) + jnp.exp(sinks - peak)
     weights = (powers / total).astype(values.dtype).reshape(batch, kv_heads, group * length, -1)
     out = product("bkrs,bksd->bkrd", weights, values).astype(query.dtype)
-    out = out.reshape(batch, kv_heads, group, length, dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, length, heads, dim)
+    out = out.reshape(batch, kv_heads, group, length, -1).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, length, heads, -1)

@@ -1,0 +1,144 @@
+"""Multi-head latent attention (MLA) as a module: the cache has one latent a token, not the keys and values of heads."""
+
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jmx.checkpoint.model_configs.yarn import Yarn
+from jmx.models.attention.functions import NO_SINK, attend
+from jmx.models.cache import write
+from jmx.models.config import Config
+from jmx.models.layers import Linear, RMSNorm, Variables, precision
+from jmx.models.rope import rotate
+
+
+class LatentConfig(Config, Protocol):
+    """The fields of a configuration that `LatentAttention` needs: see `model_configs.deepseek_v3.Config`."""
+
+    @property
+    def q_lora_rank(self) -> int | None: ...
+    @property
+    def kv_lora_rank(self) -> int: ...
+    @property
+    def qk_nope_head_dim(self) -> int: ...
+    @property
+    def qk_rope_head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def latent_norm_eps(self) -> float: ...
+    @property
+    def rope_interleave(self) -> bool: ...
+    @property
+    def yarn(self) -> Yarn | None: ...
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    A token's keys and values are products of one latent of `kv_lora_rank` channels, and all heads share one rotated
+    key. The cache has these alone. A prompt is attended to through the keys and values of each head. After a cache,
+    their matrices are absorbed: that of keys multiplies the queries, and that of values the results, so that all heads
+    attend to the latents themselves, as to one head's keys and values.
+
+    The weights of keys' and values' matrices are in one product, each head's keys above its values, as in checkpoints.
+    Those that read the residual stream are in one, too: the latent of queries, or without `q_lora_rank` the queries
+    themselves, then the latent of keys and values, then the rotated key.
+    """
+
+    def __init__(self, config: LatentConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        linear = partial(Linear, dtype=dtype, rngs=rngs)
+        heads, rank, rotated = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+        self.heads, self.rank, self.rotated = heads, rank, rotated
+        self.key_dim, self.value_dim = config.qk_nope_head_dim, config.v_head_dim
+        self.interleaved = config.rope_interleave
+        query_dim = self.key_dim + rotated
+        self.scale = query_dim**-0.5 * (1 if config.yarn is None else config.yarn.score_factor)
+        queries, query_rank = heads * query_dim, config.q_lora_rank
+        self.query_width = queries if query_rank is None else query_rank
+        inputs = self.query_width + rank + rotated
+        self.latents = linear(config.hidden_size, inputs, bias=config.attention_bias)
+        self.query_norm = nnx.data(None if query_rank is None else RMSNorm(query_rank, config.latent_norm_eps))
+        self.query_up = nnx.data(None if query_rank is None else linear(query_rank, queries, bias=False))
+        self.latent_norm = RMSNorm(rank, config.latent_norm_eps)
+        self.key_value_up = linear(rank, heads * (self.key_dim + self.value_dim), bias=False)
+        self.out = linear(heads * self.value_dim, config.hidden_size, bias=config.attention_bias)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        norm: RMSNorm,
+        starts: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        cache: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """As in `SelfAttention`: a prompt (`starts` None) through expanded keys and values, others absorbed."""
+        inputs = self.latents(x, norm).astype(x.dtype)
+        query, latent, key = jnp.split(inputs, (self.query_width, self.query_width + self.rank), axis=-1)
+        if self.query_up is not None:
+            query = self.query_up(query, self.query_norm).astype(x.dtype)
+        query = query.reshape(*x.shape[:2], self.heads, -1)
+        query, rotated = jnp.split(query, (self.key_dim,), axis=-1)
+        rotated = rotate(rotated, angles, interleaved=self.interleaved)
+        key = rotate(key[:, :, None], angles, interleaved=self.interleaved)
+        latent = self.latent_norm(latent)[:, :, None]
+        cache = write(cache, (jnp.concatenate([latent, key], axis=-1),), starts)
+        if starts is None:
+            out = self._expanded(query, rotated, latent, key)
+        else:
+            out = self._absorbed(query, rotated, cache, starts)
+        return self.out(out.reshape(*x.shape[:2], -1)).astype(x.dtype), cache
+
+    def _expanded(self, query: jax.Array, rotated: jax.Array, latent: jax.Array, key: jax.Array) -> jax.Array:
+        """Attention of rows that start at position 0 over their own keys and values, one of each a head.
+
+        query, rotated, latent, key (B, T, heads or 1, channels) -> (B, T, heads, value_dim).
+        """
+        up = self.key_value_up(latent[:, :, 0]).astype(query.dtype).reshape(*query.shape[:3], -1)
+        keys, values = jnp.split(up, (self.key_dim,), axis=-1)
+        keys = jnp.concatenate([keys, jnp.broadcast_to(key, (*keys.shape[:3], self.rotated))], axis=-1)
+        query = jnp.concatenate([query, rotated], axis=-1)
+        starts = jnp.zeros(query.shape[0], jnp.int32)
+        return self._attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), starts)
+
+    def _absorbed(self, query: jax.Array, rotated: jax.Array, cache: jax.Array, starts: jax.Array) -> jax.Array:
+        """Attention over a cache (1, B, 1, C, W), whose latents are the keys and values of one head.
+
+        query, rotated (B, T, heads, channels) -> (B, T, heads, value_dim).
+        """
+        up = self.key_value_up.weights[...].reshape(self.heads, -1, self.rank)
+        key_up, value_up = jnp.split(up, (self.key_dim,), axis=1)
+        query = _of_heads(query, key_up.mT).astype(query.dtype)
+        query = jnp.concatenate([query, rotated], axis=-1)
+        # The product with the rotated key as a part of the value is not used. It is cheaper than a copy of the latents.
+        out = self._attend(query, cache[0], cache[0], starts)[..., : self.rank]
+        return _of_heads(out, value_up).astype(query.dtype)
+
+    def _attend(self, query: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
+        sinks = jnp.full(self.heads, NO_SINK, jnp.float32)
+        return attend(query, keys, values, sinks, starts, window=None, scale=self.scale)
+
+    def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
+        """Shape of this layer's cache: latents and rotated keys, (1, B, 1, C, kv_lora_rank + qk_rope_head_dim)."""
+        return 1, batch, 1, capacity, self.rank + self.rotated
+
+    def variables(self) -> Variables:
+        """The variables, by DeepSeek's names: q_a and q_b, or q, then kv_a, kv_b, o and the norms."""
+        found = self.key_value_up.variables("kv_b") | self.out.variables("o") | {("kv_a_norm",): self.latent_norm.scale}
+        if self.query_up is None or self.query_norm is None:
+            return found | self.latents.variables("q", "kv_a")
+        found |= self.latents.variables("q_a", "kv_a") | self.query_up.variables("q_b")
+        return found | {("q_a_norm",): self.query_norm.scale}
+
+
+def _of_heads(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """x W^T of each head, float32: x (B, T, heads, in), weights (heads, out, in) -> (B, T, heads, out)."""
+    if x.shape[:2] == (1, 1):  # a plain sum reads the weights once, where they are: see `layers.project`
+        return jnp.sum(weights.astype(jnp.float32) * x[0, 0, :, None].astype(jnp.float32), axis=-1)[None, None]
+    exact = precision(weights.dtype)
+    return jnp.einsum("bthi,hoi->btho", x, weights, precision=exact, preferred_element_type=jnp.float32)
