@@ -1,6 +1,7 @@
 """A decoder in Flax NNX on `jmx.nnx.MoE`: blocks between an embedding and logits."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,7 +121,7 @@ class Model(nnx.Module):
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             ids = None if expert_ids is None else expert_ids[index]
-            x, cache, record = layer(x, starts, angles, cache, mask, ids)
+            x, cache, record = _run(*nnx.split(layer), x, starts, angles, cache, mask, ids)
             written.append(cache)
             if records is not None and record is not None:
                 records.append(record)
@@ -139,3 +140,9 @@ class Model(nnx.Module):
         """The variables outside layers."""
         found: Variables = {("embedding",): self.embedding, ("final_norm",): self.final_norm.scale}
         return found if self.unembedding is None else found | {("unembedding",): self.unembedding.weights}
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> tuple[jax.Array, jax.Array, MoERecord | None]:
+    """A layer's call. Layers alike are traced and lowered once: their graphdefs are equal."""
+    return nnx.merge(graphdef, state)(*arguments)
