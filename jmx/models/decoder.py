@@ -68,7 +68,8 @@ class Model(nnx.Module):
         if experts is None and self.format is None:
             experts = FloatExperts.random(*expert_sizes(config), self.dtype, rngs)
         if isinstance(experts, FloatExperts):
-            return FloatMoE(experts.astype(self.dtype), options["activation"], options["routing"])
+            options = {name: options[name] for name in ("activation", "routing", "correction_bias") if name in options}
+            return FloatMoE(experts.astype(self.dtype), **options)
         if experts is not None:
             options |= {"format": experts.format, "gate_up_order": experts.gate_up_order}
         return jmx.nnx.MoE(

@@ -23,7 +23,8 @@ ATTENTION_NAMES = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
 }
-MLP_NAMES = {f"{p}_weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+_MLP = ("gate", "up", "down")
+MLP_NAMES = {f"{p}_weight": f"mlp.{p}_proj.weight" for p in _MLP}
 
 
 def top_shapes(config: Config) -> dict[str, Shape]:
@@ -54,6 +55,17 @@ def mlp_shapes(hidden: int, intermediate: int) -> dict[str, Shape]:
     """Shapes of the arrays of one MLP for all tokens, by neutral name."""
     wide = (intermediate, hidden)
     return {"gate_weight": wide, "up_weight": wide, "down_weight": wide[::-1]}
+
+
+def shared_names(module: str) -> dict[str, str]:
+    """Names in files of shared experts, which are `module` of a layer."""
+    return {f"shared_{p}_weight": f"{module}.{p}_proj.weight" for p in _MLP}
+
+
+def shared_shapes(hidden: int, intermediate: int, *, gate: bool = False) -> dict[str, Shape]:
+    """Shapes of the arrays of `SharedExperts`, by neutral name."""
+    shapes = {f"shared_{name}": shape for name, shape in mlp_shapes(hidden, intermediate).items()}
+    return shapes | ({"shared_expert_gate_weight": (1, hidden)} if gate else {})
 
 
 def whole_model(config: Config, layers: Iterable[Mapping[str, Shape]]) -> dict[str, Shape]:
