@@ -87,7 +87,8 @@ def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs
         more[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)
     shapes = family.shapes(config)
     names = {name: stored.get(name) or family.file_name(name) for name in shapes}
-    return FileSource(checkpoint, config, shapes, names, family.experts(config), expert_sizes(config), more)
+    sizes, unused = expert_sizes(config), family.unused(config)
+    return FileSource(checkpoint, config, shapes, names, family.experts(config), sizes, more, unused)
 
 
 def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4) -> RandomSource[Any]:

@@ -1,4 +1,4 @@
-"""Rotary positions: plain (RoFormer) and stretched (YaRN)."""
+"""Rotary positions: plain (RoFormer), of some of a head's channels, and stretched (YaRN)."""
 
 import math
 
@@ -9,21 +9,22 @@ import numpy as np
 from jmx.checkpoint.gpt_oss import Config
 
 
-def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T), as in RoFormer (Su et al., 2021)."""
-    frequencies = (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+def rope_angles(positions: jax.Array, rotary_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 (B, T, rotary_dim / 2), of int32 positions (B, T), as RoFormer (Su et al., 2021)."""
+    frequencies = (theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)).astype(np.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates heads (B, T, heads, D) by angles: cosines and sines (B or 1, T, D / 2).
+    """Rotates heads (B, T, heads, D) by angles: cosines and sines (B or 1, T, R / 2), with R at most D.
 
-    Channel i is paired with channel i + D / 2.
+    Channel i is paired with channel i + R / 2. Channels from R on are not rotated.
     """
     cos, sin = (a[:, :, None] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    first, second, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, kept], axis=-1)
     return rotated.astype(x.dtype)
 
 
