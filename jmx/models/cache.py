@@ -1,10 +1,12 @@
 """The cache of keys and values, whose capacity is a power of two."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmx.models.config import Config
@@ -31,13 +33,14 @@ def write(layer: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Arra
 
 @dataclass(frozen=True)
 class Cache:
-    """The state that `Runner.prefill` and `Runner.decode` return; both donate the one that they are given.
+    """The state that the methods of `Runner` return; they donate the one that they are given.
 
     Args:
         layers: keys (rotated) and values of each layer, (2, B, kv_heads, C, head_dim), position p at index p of C. They
             share an array so that a step writes both at once.
         lengths: int32 (B,), tokens of each row so far.
-        longest: the largest length, known to the host, so that checking the capacity does not wait for the device.
+        longest: at least the largest length, and known to the host, so that checking the capacity does not wait for the
+            device.
     """
 
     layers: list[jax.Array]
@@ -72,6 +75,22 @@ class Cache:
         if length <= self.capacity:
             return self
         return Cache([_grow(layer, bucket(length)) for layer in self.layers], self.lengths, self.longest)
+
+    def truncate(self, lengths: Sequence[int]) -> "Cache":
+        """The cache of each row's first `lengths` tokens. It shares the arrays, so that donating one donates both.
+
+        Waits until the device has computed this cache.
+
+        Raises:
+            ValueError: not one length for each row, or one outside 0..the row's length.
+        """
+        longest = np.asarray(self.lengths)
+        if len(lengths) != self.batch:
+            raise ValueError(f"`lengths` (of {len(lengths)} rows) must have {self.batch} rows, those of the cache")
+        for row, (length, most) in enumerate(zip(lengths, longest, strict=True)):
+            if not 0 <= length <= most:
+                raise ValueError(f"`lengths[{row}]` (={length}) must be in 0..{most}, the length of the row")
+        return Cache(self.layers, jnp.asarray(lengths, jnp.int32), max(lengths))
 
 
 @partial(jax.jit, static_argnums=1)
