@@ -32,6 +32,7 @@ from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source
 from jmx.models.attention.functions import QUERIES, attend
 from jmx.models.cache import bucket, write
+from jmx.models.float_moe import FloatMoE
 from jmx.models.rope import rotate, yarn_angles, yarn_frequencies
 from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
@@ -227,10 +228,17 @@ def test_tokens_come_from_every_schemes_golden_file(name: str, rng: np.random.Ge
     check_tokens(golden_experts.DATA / name, Family(golden_source, from_source, clamped, biases=True), rng)
 
 
-def test_floats_without_a_format_are_refused(one_layer: tuple[Path, Model]) -> None:
-    folder, _ = one_layer
-    with pytest.raises(CheckpointError, match="are floats with biases: give a format to quantize them to"):
-        load(folder)
+def test_floats_without_a_format_stay_floats(one_layer: tuple[Path, Model]) -> None:
+    folder, quantized = one_layer
+    model = load(folder, dtype=jnp.float32)
+    assert isinstance(model.layers[0].moe, FloatMoE)
+    tokens, starts = jnp.asarray(GOLDEN["input_ids"][:, 0]), jnp.zeros(2, jnp.int32)
+    caches = Cache.empty(model.config, 2, 16, jnp.float32).layers
+    logits, expected = (decode_step(its, tokens, starts, caches)[0] for its in (model, quantized))
+    assert relative_error(logits, expected) <= 1e-5  # MXFP4 loses nothing of these
+
+
+def test_a_format_for_quantized_experts_is_refused() -> None:
     with pytest.raises(CheckpointError, match="experts are quantized already, and not to nvfp4"):
         load(TINY, format=jmx.NVFP4)
 
@@ -445,7 +453,9 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
     config = PUBLISHED["gpt-oss-20b"]
     config = dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
     with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
-        model = nnx.eval_shape(lambda: GptOss(config, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(
+            lambda: GptOss(config, format=jmx.MXFP4, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0))
+        )
         cache = jax.eval_shape(lambda: Cache.empty(config, 1, 1024, jnp.bfloat16).layers)
     runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
     (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)

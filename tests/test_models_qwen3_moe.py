@@ -28,7 +28,7 @@ from jmx.models import Cache, Model, Runner, Sampler, from_source, load, random_
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import expert_sizes
 from jmx.models.families.qwen3_moe import FAMILY
-from jmx.models.float_moe import FloatExperts, FloatMoE
+from jmx.models.float_moe import FloatMoE
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -237,7 +237,7 @@ def test_float_experts_are_the_plain_sum(rng: np.random.Generator) -> None:
     x, logits = rng.standard_normal((2, 5, 8)), rng.standard_normal((2, 5, 4))
     mask = np.arange(5) < np.array([[3], [5]])
     layer = FloatMoE(
-        FloatExperts(jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)),
+        quantizing.FloatExperts(jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)),
         jmx.SwiGLU(),
         jmx.SoftmaxTopK(2, renormalize=False),
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
-from jmx.models.float_moe import FloatExperts
+from jmx.checkpoint.quantizing import FloatExperts
 
 _FLOATS = ("BF16", "F16", "F32")
 _CHUNK = 1 << 24  # bytes compared at a time
@@ -114,12 +114,7 @@ class Checkpoint:
             return self.reader.experts(name, inputs=self._declared_inputs)
         if self.reader.format is not None:
             return self.reader.experts(name)
-        if self.reader.layers[name].has_bias:
-            raise CheckpointError(
-                self.path, f"experts {name!r} are floats with biases: give a format to quantize them to"
-            )
-        floats = self.reader.floats(name)
-        return FloatExperts(floats.gate_up, floats.down)
+        return self.reader.floats(name)
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""

@@ -9,9 +9,10 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
+from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.block import MoERecord
 from jmx.models.config import expert_sizes
-from jmx.models.float_moe import FloatExperts, FloatMoE
+from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
 
 
@@ -66,9 +67,13 @@ class Model(nnx.Module):
         config = self.config
         options: dict[str, Any] = {"format": self.format} | self.moe_options()
         if experts is None and self.format is None:
-            experts = FloatExperts.random(*expert_sizes(config), self.dtype, rngs)
+            experts = random_experts(
+                *expert_sizes(config), bias=options.get("bias", False), dtype=self.dtype, rngs=rngs
+            )
         if isinstance(experts, FloatExperts):
-            return FloatMoE(experts.astype(self.dtype), options["activation"], options["routing"])
+            return FloatMoE(
+                jax.tree.map(lambda array: array.astype(self.dtype), experts), options["activation"], options["routing"]
+            )
         if experts is not None:
             options |= {"format": experts.format, "gate_up_order": experts.gate_up_order}
         return jmx.nnx.MoE(

@@ -40,6 +40,7 @@ class GptOss(Model):
         config = self.config
         return {
             "activation": jmx.SwiGLU(config.swiglu_alpha, config.swiglu_beta, config.swiglu_limit),
+            "routing": jmx.TopKSoftmax(config.top_k),
             "gate_up_order": "interleaved",
             "bias": True,
         }

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import jax
 
 import jmx
+from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import Config
-from jmx.models.float_moe import FloatExperts
 from jmx.models.sources.protocol import Shape
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 import jax
 
 import jmx
+from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.config import Config
-from jmx.models.float_moe import FloatExperts
 
 Shape = tuple[int, ...]
 
