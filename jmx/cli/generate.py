@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from jmx.cli import sampling_arguments
 from jmx.cli.common import Parser
 
 
@@ -20,9 +21,7 @@ def add(parser: Parser) -> None:
         help="token ids; new ids are then shown as ids. Default with --random: 1024 random ones",
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, which is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum to P")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random weights")
+    sampling_arguments.add(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
     parser.add_argument(
         "--format",

@@ -15,10 +15,11 @@ from rich.console import Console
 import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
+from jmx.cli import sampling_arguments
 from jmx.cli.common import EXIT_OK, check_known, print_json
-from jmx.models import FAMILIES, Model, Runner, Sampler, family_of, from_source, load, random_source
+from jmx.models import FAMILIES, Model, Runner, family_of, from_source, load, random_source
 from jmx.models.config import Config
-from jmx.models.runner import check_prompts
+from jmx.models.runner import check_tokens
 from jmx.models.text.stream import IdStream, TextStream, read_tokenizer
 from jmx.util import atomic_files
 
@@ -73,7 +74,7 @@ def read_prompt(arguments: argparse.Namespace, config: Config) -> tuple[list[int
         except (FileNotFoundError, ImportError) as error:
             raise ValueError(f"{error}; or give --prompt-ids") from error
         ids = stream.tokenizer.encode(arguments.prompt, add_special_tokens=False).ids
-    check_prompts(config, [ids])
+    check_tokens(config, "prompts", [ids])
     return ids, stream
 
 
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Prints to the console. Returns what --json prints."""
     check_arguments(arguments)
-    sampler = Sampler(arguments.temperature, arguments.top_p, arguments.seed)
+    sampler = sampling_arguments.sampler(arguments)
     config = read_config(arguments)
     ids, stream = read_prompt(arguments, config)
     model = make_model(arguments, config)

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 SMALLEST_BUCKET = 16
@@ -31,13 +32,14 @@ def write(layer: jax.Array, parts: Sequence[jax.Array], starts: jax.Array | None
 
 @dataclass(frozen=True)
 class Cache:
-    """The state that `Runner.prefill` and `Runner.decode` return; both donate the one that they are given.
+    """The state that the methods of `Runner` return; they donate the one that they are given.
 
     Args:
         layers: of each layer an array (parts, B, heads, C, W), position p at index p of C. Grouped-query attention has
             two parts, keys (rotated) and values, which share an array so that a step writes both at once.
         lengths: int32 (B,), tokens of each row so far.
-        longest: the largest length, known to the host, so that checking the capacity does not wait for the device.
+        longest: at least the largest length, and known to the host, so that checking the capacity does not wait for the
+            device.
     """
 
     layers: list[jax.Array]
@@ -71,6 +73,22 @@ class Cache:
         if length <= self.capacity:
             return self
         return Cache([_grow(layer, bucket(length)) for layer in self.layers], self.lengths, self.longest)
+
+    def truncate(self, lengths: Sequence[int]) -> "Cache":
+        """The cache of each row's first `lengths` tokens. It shares the arrays, so that donating one donates both.
+
+        Waits until the device has computed this cache.
+
+        Raises:
+            ValueError: not one length for each row, or one outside 0..the row's length.
+        """
+        longest = np.asarray(self.lengths)
+        if len(lengths) != self.batch:
+            raise ValueError(f"`lengths` (of {len(lengths)} rows) must have {self.batch} rows, those of the cache")
+        for row, (length, most) in enumerate(zip(lengths, longest, strict=True)):
+            if not 0 <= length <= most:
+                raise ValueError(f"`lengths[{row}]` (={length}) must be in 0..{most}, the length of the row")
+        return Cache(self.layers, jnp.asarray(lengths, jnp.int32), max(lengths))
 
 
 @partial(jax.jit, static_argnums=1)

@@ -19,9 +19,10 @@ CHUNK = 16
 
 
 class Runner:
-    """Runs a model. `prefill` is traced once per bucket of prompt lengths, `decode` once per bucket of cache lengths.
+    """Runs a model. `prefill` is traced once per bucket of prompt lengths, `decode` once per bucket of cache
+    lengths, `extend` once per pair of them.
 
-    Both are traced again for another number of rows. Buckets are powers of two.
+    All are traced again for another number of rows. Buckets are powers of two.
     """
 
     def __init__(self, model: Model):
@@ -42,6 +43,15 @@ class Runner:
             if not all_logits:
                 x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
             return model.logits(x), layers
+
+        def extend(
+            weights: list[Any], layers: list[jax.Array], starts: jax.Array, tokens: jax.Array, lengths: jax.Array
+        ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+            model = merged(weights)
+            mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            x, layers = model(tokens, starts, layers, mask=mask)
+            x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
+            return model.logits(x), layers, starts + lengths
 
         def decode(
             weights: list[Any], layers: list[jax.Array], lengths: jax.Array, tokens: jax.Array
@@ -68,6 +78,7 @@ class Runner:
             return new, *carry
 
         self._prefill = jax.jit(prefill, static_argnames="all_logits", donate_argnames="layers")
+        self._extend = jax.jit(extend, donate_argnames=("layers", "starts"))
         self._decode = jax.jit(decode, donate_argnames=("layers", "lengths"))
         self._chunk = jax.jit(chunk, static_argnames="sampler", donate_argnames=("layers", "lengths"))
 
@@ -88,11 +99,8 @@ class Runner:
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, or a cache that does not fit.
         """
-        check_prompts(self.model.config, prompts)
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        padded = np.zeros((len(prompts), bucket(int(lengths.max()))), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        check_tokens(self.model.config, "prompts", prompts)
+        padded, lengths = _padded(prompts)
         if cache is None:
             cache = self.model.empty_cache(*padded.shape)
         if cache.batch != padded.shape[0] or cache.capacity < padded.shape[1]:
@@ -103,6 +111,28 @@ class Runner:
         on_device = jnp.asarray(lengths)
         logits, layers = self._prefill(self._weights, cache.layers, jnp.asarray(padded), on_device, all_logits)
         return logits, Cache(layers, on_device, int(lengths.max()))
+
+    def extend(self, tokens: Sequence[Sequence[int]], cache: Cache) -> tuple[jax.Array, Cache]:
+        """Runs the model on further tokens of each row, which may differ in number: the next turn of a conversation.
+
+        Args:
+            tokens: lists of token ids, one a row of the cache, none of them empty.
+            cache: of the tokens before; donated. It grows if it has no capacity for the bucket of the longest list.
+
+        Returns:
+            Logits of each row's last token, float32 (B, vocab_size), and the cache. Its `longest` is a bound: what the
+            longest row would have if it were given the most tokens.
+
+        Raises:
+            ValueError: not one list for each row, an empty one, or ids outside the vocabulary.
+        """
+        if len(tokens) != cache.batch:
+            raise ValueError(f"`tokens` (of {len(tokens)} rows) must have {cache.batch} rows, those of the cache")
+        check_tokens(self.model.config, "tokens", tokens)
+        padded, lengths = _padded(tokens)
+        cache = cache.reserve(cache.longest + padded.shape[1])
+        logits, layers, new_lengths = self._extend(self._weights, cache.layers, cache.lengths, padded, lengths)
+        return logits, Cache(layers, new_lengths, cache.longest + int(lengths.max()))
 
     def decode(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; donates the old one.
@@ -161,13 +191,22 @@ class Runner:
         return tokens, cache.reserve(cache.longest + chunks * CHUNK)
 
 
-def check_prompts(config: Config, prompts: Sequence[Sequence[int]]) -> None:
-    """ValueError unless there is a prompt, and each has at least one token, all of the vocabulary."""
-    if not prompts:
-        raise ValueError("`prompts` must be at least one")
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"`prompts[{row}]` must have at least one token")
-        for token in prompt:
+def check_tokens(config: Config, name: str, rows: Sequence[Sequence[int]]) -> None:
+    """ValueError, with the argument's name, unless there is a row, and each has a token, all of the vocabulary."""
+    if not rows:
+        raise ValueError(f"`{name}` must be at least one")
+    for number, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"`{name}[{number}]` must have at least one token")
+        for token in row:
             if not 0 <= token < config.vocab_size:
-                raise ValueError(f"`prompts[{row}]` has the id {token}, which must be in 0..{config.vocab_size - 1}")
+                raise ValueError(f"`{name}[{number}]` has the id {token}, which must be in 0..{config.vocab_size - 1}")
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The rows as int32 (B, bucket of the longest), and their lengths, int32 (B,)."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    padded = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
+    for filled, row in zip(padded, rows, strict=True):
+        filled[: len(row)] = row
+    return padded, lengths
