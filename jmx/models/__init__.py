@@ -15,7 +15,11 @@ from jmx.models.cache import Cache
 from jmx.models.decoder import Model
 from jmx.models.families import FAMILIES
 from jmx.models.families.family import Family
+from jmx.models.families.glm4_moe import Glm4MoE
 from jmx.models.families.gpt_oss import GptOss
+from jmx.models.families.mixtral import Mixtral
+from jmx.models.families.olmoe import OLMoE
+from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
 from jmx.models.loading import family_of, from_source, load, random_source
 from jmx.models.runner import Runner
@@ -25,9 +29,13 @@ __all__ = [
     "FAMILIES",
     "Cache",
     "Family",
+    "Glm4MoE",
     "GptOss",
+    "Mixtral",
     "MoERecord",
     "Model",
+    "OLMoE",
+    "Qwen2MoE",
     "Qwen3MoE",
     "Runner",
     "Sampler",

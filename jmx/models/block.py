@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jmx
 from jmx.models.attention.protocol import SelfAttention
 from jmx.models.config import Config
-from jmx.models.layers import Linear, RMSNorm, Variables
+from jmx.models.layers import MLP, Linear, RMSNorm, Variables
+from jmx.models.shared_experts import SharedExperts
 
 
 class MoERecord(NamedTuple):
@@ -25,14 +25,23 @@ class Block(nnx.Module):
     Args:
         router: returns logits (..., E).
         moe: `jmx.nnx.MoE` with `router=False`, or a module with the same signature.
+        shared_experts: their result for every token is added to that of `moe`; None: there are none.
     """
 
-    def __init__(self, config: Config, attention: SelfAttention, router: Linear, moe: nnx.Module):
+    def __init__(
+        self,
+        config: Config,
+        attention: SelfAttention,
+        router: Linear,
+        moe: nnx.Module,
+        shared_experts: SharedExperts | None = None,
+    ):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
         self.moe_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.router = router
         self.moe: Any = moe
+        self.shared_experts = nnx.data(shared_experts)
 
     def __call__(
         self,
@@ -51,24 +60,26 @@ class Block(nnx.Module):
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)
         out = self.moe(normed, logits, mask=mask)
-        return x + out, cache, MoERecord(normed, out)
+        shared = 0 if self.shared_experts is None else self.shared_experts(x, self.moe_norm)
+        return x + out + shared, cache, MoERecord(normed, out)
 
     def variables(self) -> Variables:
-        """All variables except those of `moe`."""
+        """All variables except the experts'. The bias of their choice, if there is one, is a variable of `moe`."""
         norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.moe_norm.scale}
-        return norms | self.attention.variables() | self.router.variables("router")
+        found = norms | self.attention.variables() | self.router.variables("router")
+        if (bias := getattr(self.moe, "correction_bias", None)) is not None:
+            found[("router_correction_bias",)] = bias
+        return found if self.shared_experts is None else found | self.shared_experts.variables()
 
 
 class DenseBlock(nnx.Module):
     """Attention, then one MLP for all tokens, each after a norm and added to the residual stream."""
 
     def __init__(self, config: Config, attention: SelfAttention, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        sizes = config.hidden_size, config.intermediate_size
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gate_up = Linear(sizes[0], 2 * sizes[1], bias=False, dtype=dtype, rngs=rngs)
-        self.down = Linear(*sizes[::-1], bias=False, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -81,10 +92,8 @@ class DenseBlock(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, None]:
         attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
         x = x + attended
-        gate, up = jnp.split(self.gate_up(x, self.mlp_norm).astype(x.dtype), 2, axis=-1)
-        return x + self.down(jmx.SwiGLU()(gate, up)).astype(x.dtype), cache, None
+        return x + self.mlp(x, self.mlp_norm).astype(x.dtype), cache, None
 
     def variables(self) -> Variables:
         norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.mlp_norm.scale}
-        mlp = self.gate_up.variables("gate", "up") | self.down.variables("down")
-        return norms | self.attention.variables() | mlp
+        return norms | self.attention.variables() | self.mlp.variables()

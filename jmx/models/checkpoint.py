@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -50,10 +50,15 @@ class Checkpoint:
         self.reader = compressed_tensors.Reader(path, gate_up_order) if quantized else quantizing.Reader(path, format)
         self.tensors = self.reader.tensors
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], experts: Mapping[str, tuple[int, int, int]]) -> None:
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        experts: Mapping[str, tuple[int, int, int]],
+        unused: Sequence[str] = (),
+    ) -> None:
         """CheckpointError unless there are tensors of such `shapes`, `experts` of such E, H, I, and nothing else.
 
-        UserWarnings name what is not run as the checkpoint has it.
+        Modules in `unused` may be there. UserWarnings name what is not run as the checkpoint has it.
         """
         expanded = [name for name in shapes if self._module_of(name) is not None]
         for name, shape in shapes.items():
@@ -64,9 +69,10 @@ class Checkpoint:
                 raise CheckpointError(self.path, f"experts {name!r} are E, H, I = {its}, but must be {sizes}")
         parts = {name.rpartition(".")[0] for name in expanded}
         cache = isinstance(self.reader, compressed_tensors.Reader) and self.reader.quantization.kv_cache
+        skipped = dict.fromkeys(name for name in self.tensors if name.startswith(tuple(f"{its}." for its in unused)))
         for name, tensor in self.tensors.items():
             module, _, last = name.rpartition(".")
-            known = name in shapes or module in parts or (cache and last in _CACHE_SCALES)
+            known = name in shapes or module in parts or name in skipped or (cache and last in _CACHE_SCALES)
             if not known and not name.startswith(tuple(f"{its}." for its in experts)):
                 raise CheckpointError(tensor.file, f"tensor {name!r} is not one of a model with this config")
         if expanded:
@@ -74,6 +80,8 @@ class Checkpoint:
                 f"{self.path}: {len(expanded)} modules outside experts are quantized, such as {expanded[0]!r}: they "
                 "are dequantized, and their inputs are not quantized"
             )
+        if skipped:
+            _warn(f"{self.path}: {len(skipped)} tensors, such as {min(skipped)!r}, are of modules that are not run")
         if cache:
             _warn(f"{self.path}: the checkpoint declares quantized keys and values in the cache; here they are not")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,16 @@ from flax import nnx
 import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models.block import MoERecord
+from jmx.models.block import Block, DenseBlock, MoERecord
 from jmx.models.cache import Cache
 from jmx.models.config import expert_sizes
 from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
+from jmx.models.shared_experts import SharedExperts
 
 
 class Model(nnx.Module):
-    """A decoder of blocks; a family adds `make_block`, `angles` and `moe_options`.
+    """A decoder of blocks; a family adds `make_attention`, `angles` and `moe_options`.
 
     Activations, cache and dense weights are of `dtype`; norms, angles, softmax, routing and logits are float32;
     expert weights stay quantized.
@@ -52,12 +53,28 @@ class Model(nnx.Module):
             unembedding = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
         self.unembedding = nnx.data(unembedding)
 
+    router_bias: ClassVar[bool] = False
+
     def make_block(self, layer: int, rngs: nnx.Rngs) -> Any:
         """A layer, with the call of `Block`; one without experts returns None for its record."""
+        config, dtype = self.config, self.dtype
+        attention = self.make_attention(layer, rngs)
+        if layer in config.dense_layers:
+            return DenseBlock(config, attention, dtype=dtype, rngs=rngs)
+        router = Linear(config.hidden_size, config.num_experts, bias=self.router_bias, dtype=dtype, rngs=rngs)
+        return Block(config, attention, router, self.make_moe(None, rngs), self.make_shared_experts(rngs))
+
+    def make_attention(self, layer: int, rngs: nnx.Rngs) -> Any:
+        """A layer's attention, with the call of `Attention`."""
         raise NotImplementedError
 
+    def make_shared_experts(self, rngs: nnx.Rngs) -> SharedExperts | None:
+        """The shared experts of a layer with experts, if the family has some."""
+        return None
+
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of the rotations of heads, float32 (B, T, head_dim / 2), of int32 positions (B, T)."""
+        """Cosines and sines of the rotations of heads, float32 (B, T, half the rotated channels), of int32 positions
+        (B, T)."""
         raise NotImplementedError
 
     def moe_options(self) -> dict[str, Any]:
@@ -73,9 +90,8 @@ class Model(nnx.Module):
                 *expert_sizes(config), bias=options.get("bias", False), dtype=self.dtype, rngs=rngs
             )
         if isinstance(experts, FloatExperts):
-            return FloatMoE(
-                jax.tree.map(lambda array: array.astype(self.dtype), experts), options["activation"], options["routing"]
-            )
+            options = {name: options[name] for name in ("activation", "routing", "correction_bias") if name in options}
+            return FloatMoE(jax.tree.map(lambda array: array.astype(self.dtype), experts), **options)
         if experts is not None:
             options |= {"format": experts.format, "gate_up_order": experts.gate_up_order}
         return jmx.nnx.MoE(

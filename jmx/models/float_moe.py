@@ -6,8 +6,10 @@ from flax import nnx
 from jax import lax
 
 import jmx
+import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.layers import precision
+from jmx.routing import Method
 
 
 def random_experts(
@@ -20,20 +22,34 @@ def random_experts(
 
 
 class FloatMoE(nnx.Module):
-    """The counterpart of `jmx.nnx.MoE` for float experts, with the same call."""
+    """The counterpart of `jmx.nnx.MoE` for float experts, with the same call.
 
-    def __init__(self, experts: FloatExperts, activation: jmx.Activation, routing: jmx.routing.Method):
+    Args:
+        correction_bias: whether there is a bias (E,) of the choice of experts, as in `jmx.nnx.MoE`.
+    """
+
+    def __init__(
+        self,
+        experts: FloatExperts,
+        activation: jmx.Activation,
+        routing: Method,
+        *,
+        correction_bias: bool = False,
+    ):
         self.gate_up = nnx.Param(experts.gate_up)
         self.down = nnx.Param(experts.down)
         biases = experts.gate_up_bias, experts.down_bias
         self.gate_up_bias, self.down_bias = (nnx.data(None if b is None else nnx.Param(b)) for b in biases)
         self.activation = activation
         self.routing = routing
+        bias = jmx.nnx.CorrectionBias(jnp.zeros(experts.down.shape[0], jnp.float32)) if correction_bias else None
+        self.correction_bias = nnx.data(bias)
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
         logits = logits.reshape(-1, logits.shape[-1])
-        ids, weights = jmx.route(jmx.Logits(logits, self.routing), None if mask is None else mask.reshape(-1))
+        bias = None if self.correction_bias is None else self.correction_bias[...]
+        ids, weights = jmx.route(jmx.Logits(logits, self.routing, bias), None if mask is None else mask.reshape(-1))
         tokens, top_k = x.reshape(-1, x.shape[-1]), ids.shape[-1]
         groups = jmx.group(ids, self.gate_up.shape[0])
 

@@ -1,9 +1,11 @@
-"""The dense parts of a decoder: norm and projection."""
+"""The dense parts of a decoder: norm, projection and MLP."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+
+import jmx
 
 # Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
@@ -44,6 +46,23 @@ class Linear(nnx.Module):
         """The variables, for outputs that sources name separately."""
         found: Variables = {tuple(f"{name}_weight" for name in names): self.weights}
         return found if self.bias is None else found | {tuple(f"{name}_bias" for name in names): self.bias}
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), without biases (SwiGLU, Shazeer, 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=False, dtype=dtype, rngs=rngs)
+        self.down = Linear(intermediate_size, hidden_size, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+        """x (..., H), or the input of `norm` -> float32 (..., H). Between its matrices, values are of x's dtype."""
+        gate, up = jnp.split(self.gate_up(x, norm).astype(x.dtype), 2, axis=-1)
+        return self.down(jmx.SwiGLU()(gate, up))
+
+    def variables(self, prefix: str = "") -> Variables:
+        """The variables, for sources whose names in a layer begin with `prefix`."""
+        return self.gate_up.variables(f"{prefix}gate", f"{prefix}up") | self.down.variables(f"{prefix}down")
 
 
 def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSNorm | None) -> jax.Array:

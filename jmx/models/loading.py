@@ -87,7 +87,8 @@ def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs
         more[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)
     shapes = family.shapes(config)
     names = {name: stored.get(name) or family.file_name(name) for name in shapes}
-    return FileSource(checkpoint, config, shapes, names, family.experts(config), expert_sizes(config), more)
+    sizes, unused = expert_sizes(config), family.unused(config)
+    return FileSource(checkpoint, config, shapes, names, family.experts(config), sizes, more, unused)
 
 
 def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4) -> RandomSource[Any]:
@@ -147,13 +148,12 @@ def fill[M: Model](model: M, source: Source) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
     _put(model.variables(), source, "")
     for number, block in enumerate(model.layers):
-        _put(block.variables(), source, in_layer(number, ""))
-        if number not in source.layers:  # one MLP for all tokens
-            continue
-        experts = source.experts(number)
-        if isinstance(experts, jmx.Experts):
-            experts = _with_biases_in(model.dtype, experts)
-        block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
+        if number in source.layers:  # others have one MLP for all tokens
+            experts = source.experts(number)
+            if isinstance(experts, jmx.Experts):
+                experts = _with_biases_in(model.dtype, experts)
+            block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
+        _put(block.variables(), source, in_layer(number, ""))  # after `moe`, of which some are
     return model
 
 

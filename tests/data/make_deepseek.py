@@ -3,8 +3,8 @@
     python tests/data/make_deepseek.py tests/data
 
 Folders and files are as `make_models.py` describes them. `deepseek_v3/fp8` is `deepseek_v3/published` quantized as
-DeepSeek publishes its models: every linear layer except routers and `lm_head` in e4m3, with a scale per 128 x 128 block.
-Its answers are those of the weights times their scales.
+DeepSeek publishes its models: every linear layer except routers and `lm_head` in e4m3, with a scale for each block of
+128 x 128. Its answers are those of the weights times their scales.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -89,7 +89,7 @@ def quantize(source: Path, folder: Path) -> None:
     dense: dict[str, torch.Tensor] = {}  # to be read by transformers
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors[name], dense[name] = tensor, tensor.float()
-        is_linear = name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+        is_linear = name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
         if is_linear:
             padded = torch.zeros(*(-(-size // BLOCK) * BLOCK for size in tensor.shape))
             padded[: tensor.shape[0], : tensor.shape[1]] = tensor.float()

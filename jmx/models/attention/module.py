@@ -1,6 +1,7 @@
 """Grouped-query attention as a module."""
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,28 @@ from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
 from jmx.models.rope import rotate
 
+# Queries and keys are normalized over each head's channels, or over those of all heads.
+Norms = Literal["head", "all_heads"]
+
+
+def norm_sizes(config: Config, norms: Norms | None) -> tuple[int, int] | tuple[None, None]:
+    """Channels that the norms of queries and of keys are over."""
+    if norms is None:
+        return None, None
+    heads = (1, 1) if norms == "head" else (config.num_attention_heads, config.num_key_value_heads)
+    return heads[0] * config.head_dim, heads[1] * config.head_dim
+
 
 class Attention(nnx.Module):
-    """Grouped-query attention, with biases if the config has them.
+    """Grouped-query attention.
 
     Args:
         window: how many positions a token attends to, including its own; None for all.
+        qkv_bias: whether the projections to queries, keys and values have biases.
+        out_bias: whether the projection of the result has a bias.
         sinks: whether each head has a sink.
-        head_norms: whether each head's queries and keys are normalized before they are rotated.
+        norms: what queries and keys are normalized over before they are rotated; None: they are not.
+        clip: the largest magnitude of queries, keys and values, before rotation; None: they are not clipped.
     """
 
     def __init__(
@@ -27,21 +42,25 @@ class Attention(nnx.Module):
         config: Config,
         *,
         window: int | None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
         sinks: bool = False,
-        head_norms: bool = False,
+        norms: Norms | None = None,
+        clip: float | None = None,
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
     ):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        linear = partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        linear = partial(Linear, dtype=dtype, rngs=rngs)
         self.head_dim = config.head_dim
         self.cuts = (heads, heads + kv_heads)  # where keys and values begin among the heads of one product
-        self.window = window
-        self.query_key_value = linear(config.hidden_size, (heads + 2 * kv_heads) * config.head_dim)
-        self.out = linear(heads * config.head_dim, config.hidden_size)
+        self.window, self.clip = window, clip
+        self.query_key_value = linear(config.hidden_size, (heads + 2 * kv_heads) * config.head_dim, bias=qkv_bias)
+        self.out = linear(heads * config.head_dim, config.hidden_size, bias=out_bias)
         self.sinks = nnx.data(nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None)
-        norms = [RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None for _ in range(2)]
-        self.query_norm, self.key_norm = map(nnx.data, norms)
+        self.norms = norms
+        made = (None if size is None else RMSNorm(size, config.rms_norm_eps) for size in norm_sizes(config, norms))
+        self.query_norm, self.key_norm = map(nnx.data, made)
 
     def __call__(
         self,
@@ -55,7 +74,9 @@ class Attention(nnx.Module):
         heads = self.query_key_value(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
         query, key, value = jnp.split(heads, self.cuts, axis=2)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self._normalized(query, self.query_norm), self._normalized(key, self.key_norm)
+        if self.clip is not None:
+            query, key, value = (jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value))
         query, key = rotate(query, angles), rotate(key, angles)
         cache = write(cache, (key, value), starts)
         sinks = jnp.full(query.shape[2], NO_SINK, jnp.float32) if self.sinks is None else self.sinks[...]
@@ -68,6 +89,9 @@ class Attention(nnx.Module):
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Shape of this layer's cache: keys and values, (2, B, kv_heads, C, head_dim)."""
         return 2, batch, self.cuts[1] - self.cuts[0], capacity, self.head_dim
+
+    def _normalized(self, heads: jax.Array, norm: RMSNorm) -> jax.Array:
+        return norm(heads) if self.norms == "head" else norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
     def variables(self) -> Variables:
         found = self.query_key_value.variables("q", "k", "v") | self.out.variables("o")

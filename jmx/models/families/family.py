@@ -1,7 +1,7 @@
 """What jmx must know of a family of models: its configurations, its module, and the tensors of its checkpoints."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,10 @@ from typing import Any
 from jmx.models.config import Config, expert_layers
 from jmx.models.decoder import Model
 from jmx.models.sources.protocol import Shape, Source
+
+
+def _none(config: Config) -> Sequence[str]:
+    return ()
 
 
 def _no_reader(path: Path) -> Source | None:
@@ -32,6 +36,7 @@ class Family:
         gate_up_order: the order of gate and up rows in one tensor, which files do not record; None where files hold
             them apart.
         expert_bias: whether experts have biases.
+        unused: of a config -> modules that files may hold and the model does not run.
         reader: makes a source of a directory in a form of the family's own; None of it is in the Hugging Face form.
     """
 
@@ -46,6 +51,7 @@ class Family:
     expert_module: str = "model.layers.{}.mlp.experts"
     gate_up_order: str | None = None
     expert_bias: bool = False
+    unused: Callable[[Any], Sequence[str]] = _none
     reader: Callable[[Path], Source | None] = _no_reader
 
     def experts(self, config: Config) -> dict[int, str]:

@@ -11,10 +11,8 @@ import jmx
 from jmx.checkpoint.gpt_oss import Config, Reader, file_name, is_checkpoint, read_config, tensor_shapes
 from jmx.checkpoint.model_configs.gpt_oss import PUBLISHED, SLIDING
 from jmx.models.attention.module import Attention
-from jmx.models.block import Block
 from jmx.models.decoder import Model
 from jmx.models.families.family import Family
-from jmx.models.layers import Linear
 from jmx.models.rope import rope_angles
 
 
@@ -26,12 +24,12 @@ class GptOss(Model):
 
     config: Config
 
-    def make_block(self, layer: int, rngs: nnx.Rngs) -> Block:
-        config, dtype = self.config, self.dtype
+    router_bias = True
+
+    def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
+        config, bias = self.config, self.config.attention_bias
         window = config.sliding_window if config.layer_types[layer] == SLIDING else None
-        attention = Attention(config, window=window, sinks=True, dtype=dtype, rngs=rngs)
-        router = Linear(config.hidden_size, config.num_experts, bias=True, dtype=dtype, rngs=rngs)
-        return Block(config, attention, router, self.make_moe(None, rngs))
+        return Attention(config, window=window, qkv_bias=bias, out_bias=bias, sinks=True, dtype=self.dtype, rngs=rngs)
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config

@@ -1,6 +1,5 @@
 """Qwen3-MoE as a Flax NNX module, for any config of the family."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,11 +8,9 @@ from flax import nnx
 import jmx
 from jmx.checkpoint.model_configs.qwen3_moe import PUBLISHED, Config, read_config
 from jmx.models.attention.module import Attention
-from jmx.models.block import Block, DenseBlock
 from jmx.models.decoder import Model
 from jmx.models.families import tensors
 from jmx.models.families.family import Family
-from jmx.models.layers import Linear
 from jmx.models.rope import rope_angles
 from jmx.models.sources.protocol import Shape
 
@@ -26,13 +23,9 @@ class Qwen3MoE(Model):
 
     config: Config
 
-    def make_block(self, layer: int, rngs: nnx.Rngs) -> Block | DenseBlock:
-        config, dtype = self.config, self.dtype
-        attention = Attention(config, window=config.sliding_window, head_norms=True, dtype=dtype, rngs=rngs)
-        if layer in config.dense_layers:
-            return DenseBlock(config, attention, dtype=dtype, rngs=rngs)
-        router = Linear(config.hidden_size, config.num_experts, bias=False, dtype=dtype, rngs=rngs)
-        return Block(config, attention, router, self.make_moe(None, rngs))
+    def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
+        window = self.config.sliding_window
+        return Attention(self.config, window=window, **_attention(self.config), dtype=self.dtype, rngs=rngs)
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
@@ -43,18 +36,13 @@ class Qwen3MoE(Model):
         return {"activation": jmx.SwiGLU(), "routing": routing}
 
 
-_LAYER_NAMES = tensors.NORM_NAMES | tensors.ATTENTION_NAMES | tensors.MLP_NAMES | {"router_weight": "mlp.gate.weight"}
-
-
-def _layer_shapes(config: Config, layer: int) -> dict[str, Shape]:
-    shapes = tensors.norm_shapes(config) | tensors.attention_shapes(config, head_norms=True)
-    if layer in config.dense_layers:
-        return shapes | tensors.mlp_shapes(config.hidden_size, config.intermediate_size)
-    return shapes | {"router_weight": (config.num_experts, config.hidden_size)}
+def _attention(config: Config) -> dict[str, Any]:
+    """Arguments of `Attention` that decide which arrays it has."""
+    return {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "norms": "head"}
 
 
 def _shapes(config: Config) -> dict[str, Shape]:
-    return tensors.whole_model(config, (_layer_shapes(config, layer) for layer in range(config.num_hidden_layers)))
+    return tensors.whole_model(config, tensors.attention_shapes(config, **_attention(config)))
 
 
 FAMILY = Family(
@@ -65,5 +53,5 @@ FAMILY = Family(
     published=PUBLISHED,
     read_config=read_config,
     shapes=_shapes,
-    file_name=partial(tensors.file_name, layer_names=_LAYER_NAMES),
+    file_name=tensors.file_name,
 )

@@ -3,8 +3,10 @@
 Neutral names are those of `jmx.checkpoint.gpt_oss.Reader`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 
+from jmx.models.attention.module import Norms, norm_sizes
 from jmx.models.config import Config
 from jmx.models.sources.protocol import Shape, in_layer
 
@@ -23,7 +25,9 @@ ATTENTION_NAMES = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
 }
-MLP_NAMES = {f"{p}_weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+_MLP = ("gate", "up", "down")
+MLP_NAMES = {f"{p}_weight": f"mlp.{p}_proj.weight" for p in _MLP}
+LAYER_NAMES = NORM_NAMES | ATTENTION_NAMES | MLP_NAMES | {"router_weight": "mlp.gate.weight"}
 
 
 def top_shapes(config: Config) -> dict[str, Shape]:
@@ -38,16 +42,22 @@ def norm_shapes(config: Config) -> dict[str, Shape]:
     return dict.fromkeys(NORM_NAMES, (config.hidden_size,))
 
 
-def attention_shapes(config: Config, *, head_norms: bool = False) -> dict[str, Shape]:
-    """Shapes of grouped-query attention's arrays, by neutral name."""
+def attention_shapes(
+    config: Config, *, qkv_bias: bool = False, out_bias: bool = False, norms: Norms | None = None
+) -> dict[str, Shape]:
+    """Shapes of the arrays of `Attention` with these arguments, by neutral name."""
     hidden, dim = config.hidden_size, config.head_dim
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
     rows = {name: count * dim for name, count in heads.items()}
     shapes: dict[str, Shape] = {f"{name}_weight": (size, hidden) for name, size in rows.items()}
     shapes["o_weight"] = (hidden, rows["q"])
-    if config.attention_bias:
-        shapes |= {f"{name}_bias": (size,) for name, size in (rows | {"o": hidden}).items()}
-    return shapes | ({"q_norm": (dim,), "k_norm": (dim,)} if head_norms else {})
+    biases = (rows if qkv_bias else {}) | ({"o": hidden} if out_bias else {})
+    sizes = zip(("q_norm", "k_norm"), norm_sizes(config, norms), strict=True)
+    return (
+        shapes
+        | {f"{name}_bias": (size,) for name, size in biases.items()}
+        | {name: (size,) for name, size in sizes if size is not None}
+    )
 
 
 def mlp_shapes(hidden: int, intermediate: int) -> dict[str, Shape]:
@@ -56,15 +66,39 @@ def mlp_shapes(hidden: int, intermediate: int) -> dict[str, Shape]:
     return {"gate_weight": wide, "up_weight": wide, "down_weight": wide[::-1]}
 
 
-def whole_model(config: Config, layers: Iterable[Mapping[str, Shape]]) -> dict[str, Shape]:
-    """Shapes of all arrays outside the experts, of each layer's by neutral name."""
+def shared_names(module: str) -> dict[str, str]:
+    """Names in files of shared experts, which are `module` of a layer."""
+    return {f"shared_{p}_weight": f"{module}.{p}_proj.weight" for p in _MLP}
+
+
+def shared_shapes(hidden: int, intermediate: int, *, gate: bool = False) -> dict[str, Shape]:
+    """Shapes of the arrays of `SharedExperts`, by neutral name."""
+    shapes = {f"shared_{name}": shape for name, shape in mlp_shapes(hidden, intermediate).items()}
+    return shapes | ({"shared_expert_gate_weight": (1, hidden)} if gate else {})
+
+
+def whole_model(
+    config: Config, attention: Mapping[str, Shape], beside_experts: Mapping[str, Shape] = MappingProxyType({})
+) -> dict[str, Shape]:
+    """Shapes of all arrays outside the experts, by neutral name.
+
+    Args:
+        config: of the model; layers in `dense_layers` have an MLP, and others a router without bias.
+        attention: shapes of each layer's attention.
+        beside_experts: shapes of what else a layer with experts has.
+    """
+    router = {"router_weight": (config.num_experts, config.hidden_size)}
+    dense = mlp_shapes(config.hidden_size, config.intermediate_size)
     found = top_shapes(config)
-    for number, shapes in enumerate(layers):
-        found |= {in_layer(number, name): shape for name, shape in shapes.items()}
+    for number in range(config.num_hidden_layers):
+        rest = dense if number in config.dense_layers else router | {**beside_experts}
+        found |= {
+            in_layer(number, name): shape for name, shape in (norm_shapes(config) | {**attention, **rest}).items()
+        }
     return found
 
 
-def file_name(name: str, layer_names: Mapping[str, str]) -> str:
+def file_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
     """The name in files of the tensor with a neutral name; `layer_names` are those in a layer."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]

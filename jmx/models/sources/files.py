@@ -1,7 +1,7 @@
 """A checkpoint in the Hugging Face form as a source of weights."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -23,6 +23,7 @@ class FileSource[C: Config]:
         experts: numbers of the layers with experts -> names of the modules that hold them.
         sizes: E, H, I of each of those.
         more: shapes of further tensors that files may hold, by their names in the files.
+        unused: modules that files may hold and the model does not run.
 
     Raises:
         CheckpointError: files that do not hold all of these, or hold others.
@@ -37,11 +38,12 @@ class FileSource[C: Config]:
         experts: Mapping[int, str],
         sizes: tuple[int, int, int],
         more: Mapping[str, Shape] | None = None,
+        unused: Sequence[str] = (),
     ):
         self.config, self.layers = config, experts.keys()
         self._checkpoint, self._names, self._experts = checkpoint, names, experts
         expected = {names[name]: shape for name, shape in shapes.items()}
-        checkpoint.check(expected | {**(more or {})}, dict.fromkeys(experts.values(), sizes))
+        checkpoint.check(expected | {**(more or {})}, dict.fromkeys(experts.values(), sizes), unused)
 
     def dense(self, name: str) -> jax.Array:
         return self._checkpoint.dense(self._names[name])

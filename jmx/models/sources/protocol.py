@@ -17,8 +17,10 @@ class Source[C: Config](Protocol):
     """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
 
     Tensors have the neutral names of `jmx.checkpoint.gpt_oss.Reader`, such as "embedding" and "layers.0.q_weight". A
-    family without biases or sinks omits them, and one that normalizes heads adds q_norm and k_norm (D,). Tied models
-    have no "unembedding".
+    family without biases or sinks omits them, and one that normalizes heads adds q_norm and k_norm (D,). A bias of the
+    choice of experts is "router_correction_bias" (E,). Shared experts are "shared_gate_weight" and "shared_up_weight"
+    (I, H), "shared_down_weight" (H, I), and if they have a gate "shared_expert_gate_weight" (1, H). Tied models have no
+    "unembedding".
     """
 
     @property

@@ -1,0 +1,73 @@
+"""Configuration of OLMoE: config.json, defaults of missing keys, published models."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+
+MODEL_TYPE = "olmoe"
+
+# Defaults of keys that configs may lack, from transformers' OlmoeConfig.
+DEFAULTS: dict[str, Any] = {
+    "attention_bias": False,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(GroupedQueryConfig):
+    """An OLMoE model; see `GroupedQueryConfig` for its other fields.
+
+    Args:
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        attention_bias: whether the q, k, v and o projections have biases.
+        clip_qkv: the largest magnitude of queries, keys and values, which are clipped to it; None: they are not.
+    """
+
+    norm_topk_prob: bool
+    attention_bias: bool
+    clip_qkv: float | None
+
+
+# The published models, from their config.json.
+PUBLISHED = {
+    "olmoe-1b-7b": Config(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        intermediate_size=1024,
+        moe_intermediate_size=1024,
+        num_experts=64,
+        top_k=8,
+        norm_topk_prob=False,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        vocab_size=50304,
+        attention_bias=False,
+        clip_qkv=None,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        eos_token_ids=(50279,),
+    )
+}
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """The config of the checkpoint in the directory `path`.
+
+    Raises:
+        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
+            range, or would make it another model.
+    """
+    entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
+    return Config(
+        **common_fields(entries, "intermediate_size"),
+        norm_topk_prob=entries.flag("norm_topk_prob"),
+        attention_bias=entries.flag("attention_bias"),
+        clip_qkv=None if entries.is_absent("clip_qkv") else entries.number("clip_qkv"),
+    )

@@ -1,0 +1,119 @@
+"""Configuration of Qwen2-MoE: config.json, defaults of missing keys, published models."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+
+MODEL_TYPE = "qwen2_moe"
+
+# Defaults of keys that configs may lack, from transformers' Qwen2MoeConfig.
+DEFAULTS: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "max_window_layers": 28,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+    "qkv_bias": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(GroupedQueryConfig):
+    """A Qwen2-MoE model; see `GroupedQueryConfig` for its other fields.
+
+    Args:
+        shared_expert_intermediate_size: of the expert that every token goes to.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        qkv_bias: whether the q, k and v projections have biases.
+        windows: for each layer how many tokens it attends to, including its own; None for all.
+    """
+
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool
+    qkv_bias: bool
+    windows: tuple[int | None, ...]
+
+
+def _published(layers: int, **sizes: Any) -> Config:
+    return Config(
+        num_hidden_layers=layers,
+        norm_topk_prob=False,
+        head_dim=128,
+        vocab_size=151936,
+        qkv_bias=True,
+        windows=(None,) * layers,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        eos_token_ids=(151643,),
+        **sizes,
+    )
+
+
+# The published models, from their config.json.
+PUBLISHED = {
+    "qwen1.5-moe-a2.7b": _published(
+        24,
+        hidden_size=2048,
+        intermediate_size=5632,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts=60,
+        top_k=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+    ),
+    "qwen2-57b-a14b": _published(
+        28,
+        hidden_size=3584,
+        intermediate_size=18944,
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480,
+        num_experts=64,
+        top_k=8,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ),
+}
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """The config of the checkpoint in the directory `path`.
+
+    Raises:
+        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
+            range, or would make it another model.
+    """
+    entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
+    common = common_fields(entries)
+    layers = common["num_hidden_layers"]
+    return Config(
+        **common,
+        dense_layers=entries.dense_layers(layers),
+        shared_expert_intermediate_size=entries.size("shared_expert_intermediate_size"),
+        norm_topk_prob=entries.flag("norm_topk_prob"),
+        qkv_bias=entries.flag("qkv_bias"),
+        windows=_windows(entries, layers),
+    )
+
+
+def _windows(entries: DecoderEntries, layers: int) -> tuple[int | None, ...]:
+    """By `layer_types`; without it, in the first `max_window_layers` layers every second one has a window."""
+    window = entries.size("sliding_window") if entries.flag("use_sliding_window") else None
+    if entries.is_absent("layer_types"):
+        first = min(layers, entries.count("max_window_layers"))
+        return tuple(window if layer < first and layer % 2 == 0 else None for layer in range(layers))
+    known = (_FULL,) if window is None else (_SLIDING, _FULL)
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == layers and all(kind in known for kind in value)
+
+    kinds = entries.check("layer_types", fits, f"must be {layers} of {list(known)}")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
