@@ -1,4 +1,4 @@
-"""Rotary positions: plain (RoFormer) and stretched (YaRN)."""
+"""Rotary positions: plain (RoFormer), of some of a head's channels, and stretched (YaRN)."""
 
 import math
 
@@ -47,14 +47,13 @@ def rope_angles(
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False) -> jax.Array:
     """Rotates heads (B, T, heads, D) by angles: cosines and sines (B or 1, T, R / 2), with R at most D.
 
-    Channel i is paired with channel i + R / 2. Channels from R on are not rotated. If x is `interleaved`, channel 2 i
-    is paired with channel 2 i + 1; the result is not: pair i is in channels i and i + R / 2.
+    Channel i is paired with channel i + R / 2. If x is `interleaved`, channel 2 i is paired with channel 2 i + 1; the
+    result is not: pair i is in channels i and i + R / 2. Channels from R on are not rotated.
     """
     cos, sin = (a[:, :, None] for a in angles)
     half = cos.shape[-1]
-    first, second, kept = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    if interleaved:
-        pairs = x[..., : 2 * half].astype(jnp.float32)
-        first, second = pairs[..., ::2], pairs[..., 1::2]
+    rotated, kept = jnp.split(x.astype(jnp.float32), (2 * half,), axis=-1)
+    pairs = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else (rotated[..., :half], rotated[..., half:])
+    first, second = pairs
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, kept], axis=-1)
     return rotated.astype(x.dtype)
