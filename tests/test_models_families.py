@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import jmx
 from jmx.checkpoint import CheckpointError, quantizing
-from jmx.models import FAMILIES, Cache, Family, Model, Sampler, family_of, from_source, load, random_source
+from jmx.models import FAMILIES, Family, Model, Sampler, family_of, from_source, load, random_source
 from jmx.models.config import expert_layers, expert_sizes
 from jmx.models.loading import file_source
 
@@ -43,7 +43,7 @@ BILLIONS = {
 def whole(model: Model, tokens: jax.Array) -> tuple[jax.Array, list[jmx.Routing], list[Any]]:
     """Logits of whole prompts, where each layer's tokens went, and the caches."""
     records: list[Any] = []
-    caches = Cache.empty(model.config, tokens.shape[0], CAPACITY, model.dtype).layers
+    caches = model.empty_cache(tokens.shape[0], CAPACITY).layers
     x, caches = model(tokens, None, caches, records=records)
     sparse = [layer for layer in model.layers if hasattr(layer, "moe")]
     routes = [
