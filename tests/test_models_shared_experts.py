@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 import jmx
-from jmx.models.float_moe import FloatExperts, FloatMoE
+from jmx.checkpoint.quantizing import FloatExperts
+from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import RMSNorm
 from jmx.models.shared_experts import SharedExperts
 
@@ -43,7 +44,7 @@ def test_shared_experts_are_an_mlp_for_all_tokens(
 
 
 def test_a_correction_bias_changes_the_choice_of_float_experts_and_not_their_weights(rng: np.random.Generator) -> None:
-    experts = FloatExperts.random(4, HIDDEN, INTERMEDIATE, jnp.float32, nnx.Rngs(0))
+    experts = random_experts(4, HIDDEN, INTERMEDIATE, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
     routing = jmx.SigmoidTopK(1, renormalize=False)
     layer = FloatMoE(experts, jmx.SwiGLU(), routing, correction_bias=True)
     x = jnp.asarray(rng.standard_normal((3, HIDDEN)), jnp.float32)

@@ -14,6 +14,7 @@ from jmx.models.block import MoERecord
 from jmx.models.cache import Cache
 from jmx.models.decoder import Model
 from jmx.models.families import FAMILIES
+from jmx.models.families.deepseek_v3 import DeepseekV3
 from jmx.models.families.family import Family
 from jmx.models.families.glm4_moe import Glm4MoE
 from jmx.models.families.gpt_oss import GptOss
@@ -28,6 +29,7 @@ from jmx.models.sampling import Sampler
 __all__ = [
     "FAMILIES",
     "Cache",
+    "DeepseekV3",
     "Family",
     "Glm4MoE",
     "GptOss",

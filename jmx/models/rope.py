@@ -9,37 +9,37 @@ import numpy as np
 from jmx.checkpoint.model_configs.yarn import Yarn
 
 
-def rope_frequencies(head_dim: int, theta: float, yarn: Yarn | None = None) -> np.ndarray:
-    """Angle per position of each pair of a head's channels: float32 (head_dim / 2,).
+def rope_frequencies(rotary_dim: int, theta: float, yarn: Yarn | None = None) -> np.ndarray:
+    """Angle per position of each pair of a head's rotated channels: float32 (rotary_dim / 2,).
 
     Without `yarn` as in RoFormer (Su et al., 2021). YaRN (Peng et al., 2023): channels that turn more than `beta_fast`
     times within the original length keep their frequency; those that turn less than `beta_slow` times have it divided
     by `factor`; between is a ramp.
     """
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
     if yarn is None:
         return frequencies.astype(np.float32)
 
     def channel(turns: float) -> float:
         wavelength = yarn.original_length / (2 * math.pi * turns)
-        return head_dim / 2 * math.log(wavelength) / math.log(theta)
+        return rotary_dim / 2 * math.log(wavelength) / math.log(theta)
 
     low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    slowed = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    slowed = np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
     return (frequencies * (1 - slowed + slowed / yarn.factor)).astype(np.float32)
 
 
 def rope_angles(
-    positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None
+    positions: jax.Array, rotary_dim: int, theta: float, yarn: Yarn | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 (B, T, head_dim / 2), of int32 positions (B, T).
+    """Cosines and sines, float32 (B, T, rotary_dim / 2), of int32 positions (B, T).
 
     With `yarn` both are multiplied by its concentration, so scores are multiplied by its square.
     """
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(head_dim, theta, yarn)
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rotary_dim, theta, yarn)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if yarn is None else (yarn.concentration * cos, yarn.concentration * sin)
 

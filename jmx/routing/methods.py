@@ -146,11 +146,11 @@ class GroupedTopK(Method):
             )
 
     def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
-        best_of_group = 1 if correction_bias is None else 2
-        mask = partial(mask_groups, self.num_groups, self.topk_groups, best_of_group)
-        ids, weights = assign(
-            logits, correction_bias, self.top_k, self.scoring, renormalize=self.renormalize, mask=mask
-        )
+        options: dict[str, Any] = {"renormalize": self.renormalize}
+        if self.topk_groups < self.num_groups:  # else no group is masked
+            best_of_group = 1 if correction_bias is None else 2
+            options["mask"] = partial(mask_groups, self.num_groups, self.topk_groups, best_of_group)
+        ids, weights = assign(logits, correction_bias, self.top_k, self.scoring, **options)
         return ids, weights * self.routed_scaling_factor
 
 

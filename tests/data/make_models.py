@@ -113,7 +113,7 @@ def make_model(config_class: type, model_class: type, sizes: dict[str, Any]) -> 
             rows = torch.exp2(torch.rand(*tensor.shape[:-1], 1) * 2 - 1)
             values = torch.randn_like(tensor, dtype=torch.float32) * rows * tensor.shape[-1] ** -0.5
             values *= 2 if name.endswith("mlp.gate.weight") else 1
-        tensor.copy_(values)
+        tensor.data = values if name.endswith("correction_bias") else values.to(torch.bfloat16)
     return model
 
 

@@ -66,19 +66,29 @@ class DecoderEntries(ConfigObject):
             raise CheckpointError(self.file, f"`num_hidden_layers` (={layers}) must be at most {MOST_LAYERS}")
         return layers
 
-    def rope_number(self, key: str) -> float:
-        """A number of plain rotary positions, from the config, its `rope_scaling` (older) or `rope_parameters` (newer).
+    def rope_objects(self, *types: str) -> "dict[str, DecoderEntries]":
+        """The objects that describe rotary positions: `rope_scaling` in older files, `rope_parameters` in newer ones.
 
-        CheckpointError if these are of positions of another type, or differ in the number.
+        CheckpointError if one is of positions of none of these types. One that does not state a type is "default".
         """
-        found: dict[str, float] = {}
+        found = {}
         for place in ("rope_scaling", "rope_parameters"):
             if not self.is_absent(place):
-                rope = DecoderEntries(self.file, f"{self.place}.{place}", self.entries[place])
+                found[place] = rope = DecoderEntries(self.file, f"{self.place}.{place}", self.entries[place])
                 for kind in ("rope_type", "type"):
-                    rope.one_of(kind, ("default",), "default")
-                if not rope.is_absent(key):
-                    found[place] = rope.number(key)
+                    rope.one_of(kind, types, "default")
+        return found
+
+    def rope_number(self, key: str, *types: str) -> float:
+        """A number of rotary positions, from the config or its objects for these.
+
+        CheckpointError if these are of positions of none of these types, by default plain ones, or differ in the
+        number.
+        """
+        found: dict[str, float] = {}
+        for place, rope in self.rope_objects(*types or ("default",)).items():
+            if not rope.is_absent(key):
+                found[place] = rope.number(key)
         if not self.is_absent(key) or not found:
             found[key] = self.number(key)
         if len({*found.values()}) > 1:

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.common_keys import check_groups
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
 from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
 from jmx.checkpoint.shards import CheckpointError
@@ -122,7 +123,7 @@ def read_config(path: str | os.PathLike[str]) -> Config:
         rotary_dim=_rotary_dim(entries, common["head_dim"]),
         num_nextn_predict_layers=entries.count("num_nextn_predict_layers"),
     )
-    _check_groups(entries, config)
+    check_groups(entries.file, config.num_experts, config.top_k, config.n_group, config.topk_group)
     return config
 
 
@@ -133,14 +134,3 @@ def _rotary_dim(entries: DecoderEntries, head_dim: int) -> int:
         rule = f"must make an even number of the {head_dim} channels of a head, for rotary pairs, but makes"
         raise CheckpointError(entries.file, f"`partial_rotary_factor` (={factor}) {rule} {rotary_dim}")
     return rotary_dim
-
-
-def _check_groups(entries: DecoderEntries, config: Config) -> None:
-    if config.num_experts % config.n_group:
-        raise CheckpointError(entries.file, f"`n_group` (={config.n_group}) must divide {config.num_experts} experts")
-    if config.topk_group > config.n_group:
-        raise CheckpointError(entries.file, f"`topk_group` (={config.topk_group}) must be at most {config.n_group}")
-    candidates = config.topk_group * (config.num_experts // config.n_group)
-    if candidates < config.top_k:
-        rule = f"must be at most {candidates}, the experts of `topk_group` (={config.topk_group}) groups"
-        raise CheckpointError(entries.file, f"`num_experts_per_tok` (={config.top_k}) {rule}")

@@ -2,6 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
+from jmx.checkpoint.shards import CheckpointError
+
+# Defaults of keys that a config may lack, from DeepSeek's published code and transformers.
+DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 @dataclass(frozen=True)
@@ -39,3 +46,36 @@ class Yarn:
     def _magnitude(self, mscale: float) -> float:
         """0.1 mscale ln(factor) + 1, as `yarn_get_mscale` of DeepSeek's published code; 1 for no longer context."""
         return 0.1 * mscale * math.log(max(self.factor, 1)) + 1
+
+
+def read_yarn(entries: DecoderEntries) -> Yarn | None:
+    """The constants in a config; None if its rotary positions are plain.
+
+    Raises:
+        CheckpointError: positions of another type; a constant is missing, has a value of another type or out of range;
+            `mscale` without `mscale_all_dim`, or the reverse, which DeepSeek's code and transformers read differently;
+            a stated `attention_factor`; two objects that differ.
+    """
+    found = [_parse(rope) for rope in entries.rope_objects("default", "yarn").values()]
+    if len({*found}) > 1:
+        raise CheckpointError(entries.file, f"`rope_scaling` and `rope_parameters` must agree, but are {found}")
+    return found[0] if found else None
+
+
+def _parse(rope: DecoderEntries) -> Yarn | None:
+    if "yarn" not in (rope.entries.get("rope_type"), rope.entries.get("type")):
+        return None
+    rope.defaults = DEFAULTS
+    rope.one_of("attention_factor", (None,), None)
+    names = "mscale", "mscale_all_dim"
+    given = {name: rope.number(name) for name in names if not rope.is_absent(name)}
+    if len(given) == 1:
+        raise CheckpointError(rope.file, f"`{rope.place}` must have both of {names}, or neither, but has {given}")
+    return Yarn(
+        rope.number("factor"),
+        rope.size("original_max_position_embeddings"),
+        rope.number("beta_fast"),
+        rope.number("beta_slow"),
+        rope.flag("truncate"),
+        **given,
+    )

@@ -113,11 +113,11 @@ class LatentAttention(nnx.Module):
         """
         up = self.key_value_up.weights[...].reshape(self.heads, -1, self.rank)
         key_up, value_up = jnp.split(up, (self.key_dim,), axis=1)
-        query = _of_heads(query, key_up.mT).astype(query.dtype)
+        query = _of_heads(key_up, query, axis=1).astype(query.dtype)
         query = jnp.concatenate([query, rotated], axis=-1)
         # The product with the rotated key as a part of the value is not used. It is cheaper than a copy of the latents.
         out = self._attend(query, cache[0], cache[0], starts)[..., : self.rank]
-        return _of_heads(out, value_up).astype(query.dtype)
+        return _of_heads(value_up, out, axis=2).astype(query.dtype)
 
     def _attend(self, query: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
         sinks = jnp.full(self.heads, NO_SINK, jnp.float32)
@@ -136,9 +136,16 @@ class LatentAttention(nnx.Module):
         return found | {("q_a_norm",): self.query_norm.scale}
 
 
-def _of_heads(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """x W^T of each head, float32: x (B, T, heads, in), weights (heads, out, in) -> (B, T, heads, out)."""
+def _of_heads(weights: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """Sums over `axis`, 1 or 2, of weights (heads, rows, columns) times x (B, T, heads, its size), in float32.
+
+    Returns:
+        (B, T, heads, size of the other axis).
+    """
     if x.shape[:2] == (1, 1):  # a plain sum reads the weights once, where they are: see `layers.project`
-        return jnp.sum(weights.astype(jnp.float32) * x[0, 0, :, None].astype(jnp.float32), axis=-1)[None, None]
+        row = jnp.expand_dims(x[0, 0].astype(jnp.float32), 3 - axis)
+        return jnp.sum(weights.astype(jnp.float32) * row, axis=axis)[None, None]
+    # The weights come first: XLA's CPU compiler has no product of bfloat16 with them in the other order.
+    product = "hio,bthi->btho" if axis == 1 else "hoi,bthi->btho"
     exact = precision(weights.dtype)
-    return jnp.einsum("bthi,hoi->btho", x, weights, precision=exact, preferred_element_type=jnp.float32)
+    return jnp.einsum(product, weights, x, precision=exact, preferred_element_type=jnp.float32)

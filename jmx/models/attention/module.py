@@ -1,7 +1,7 @@
 """Grouped-query attention as a module."""
 
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,21 @@ from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
 from jmx.models.rope import rotate
 
+
+class AttentionConfig(Config, Protocol):
+    """The fields of a configuration that `Attention` needs: see `model_configs.grouped_query.GroupedQueryConfig`."""
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
 # Queries and keys are normalized over each head's channels, or over those of all heads.
 Norms = Literal["head", "all_heads"]
 
 
-def norm_sizes(config: Config, norms: Norms | None) -> tuple[int, int] | tuple[None, None]:
+def norm_sizes(config: AttentionConfig, norms: Norms | None) -> tuple[int, int] | tuple[None, None]:
     """Channels that the norms of queries and of keys are over."""
     if norms is None:
         return None, None
@@ -39,7 +49,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
-        config: Config,
+        config: AttentionConfig,
         *,
         window: int | None,
         qkv_bias: bool = False,

@@ -63,12 +63,6 @@ def _shapes(config: Config) -> dict[str, Shape]:
     return tensors.whole_model(config, tensors.attention_shapes(config, **_attention(config)), beside)
 
 
-def _unused(config: Config) -> tuple[str, ...]:
-    """Layers after the last one, which predict further tokens."""
-    first = config.num_hidden_layers
-    return tuple(f"model.layers.{layer}" for layer in range(first, first + config.num_nextn_predict_layers))
-
-
 _LAYER_NAMES = (
     tensors.LAYER_NAMES
     | tensors.shared_names("mlp.shared_experts")
@@ -84,5 +78,5 @@ FAMILY = Family(
     read_config=read_config,
     shapes=_shapes,
     file_name=partial(tensors.file_name, layer_names=_LAYER_NAMES),
-    unused=_unused,
+    unused=tensors.prediction_layers,
 )

@@ -5,8 +5,9 @@ Neutral names are those of `jmx.checkpoint.gpt_oss.Reader`.
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Protocol
 
-from jmx.models.attention.module import Norms, norm_sizes
+from jmx.models.attention.module import AttentionConfig, Norms, norm_sizes
 from jmx.models.config import Config
 from jmx.models.sources.protocol import Shape, in_layer
 
@@ -30,6 +31,13 @@ MLP_NAMES = {f"{p}_weight": f"mlp.{p}_proj.weight" for p in _MLP}
 LAYER_NAMES = NORM_NAMES | ATTENTION_NAMES | MLP_NAMES | {"router_weight": "mlp.gate.weight"}
 
 
+class PredictsFurther(Config, Protocol):
+    """A configuration with layers that predict further tokens."""
+
+    @property
+    def num_nextn_predict_layers(self) -> int: ...
+
+
 def top_shapes(config: Config) -> dict[str, Shape]:
     """Shapes of the arrays outside layers, by neutral name."""
     table = (config.vocab_size, config.hidden_size)
@@ -43,7 +51,7 @@ def norm_shapes(config: Config) -> dict[str, Shape]:
 
 
 def attention_shapes(
-    config: Config, *, qkv_bias: bool = False, out_bias: bool = False, norms: Norms | None = None
+    config: AttentionConfig, *, qkv_bias: bool = False, out_bias: bool = False, norms: Norms | None = None
 ) -> dict[str, Shape]:
     """Shapes of the arrays of `Attention` with these arguments, by neutral name."""
     hidden, dim = config.hidden_size, config.head_dim
@@ -96,6 +104,12 @@ def whole_model(
             in_layer(number, name): shape for name, shape in (norm_shapes(config) | {**attention, **rest}).items()
         }
     return found
+
+
+def prediction_layers(config: PredictsFurther) -> tuple[str, ...]:
+    """Names in files of the layers after the last one, which predict further tokens."""
+    first = config.num_hidden_layers
+    return tuple(f"model.layers.{layer}" for layer in range(first, first + config.num_nextn_predict_layers))
 
 
 def file_name(name: str, layer_names: Mapping[str, str] = LAYER_NAMES) -> str:
