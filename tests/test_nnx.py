@@ -1,9 +1,6 @@
 """The NNX module: under every transformation of jax and nnx, on meshes, with routing of all kinds, and its errors."""
 
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -514,30 +511,6 @@ def test_on_a_mesh_weights_are_placed_split(kind, layout, x):
         assert layer.gate_up_values.get_value().addressable_shards[0].data.shape[0] == E // 4
         if kind is AxisType.Auto and layout == "packed":
             close(jax.jit(lambda m, x: m(x))(layer, x), plain(x))
-
-
-# The example
-
-
-def test_the_shared_experts_example():
-    root = pathlib.Path(jmx.__file__).parent.parent
-    path = root / "examples" / "shared_experts.py"
-    assert len(path.read_text().splitlines()) <= 40
-    told = subprocess.run(
-        [sys.executable, "-W", "error", path],
-        env={"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert told.returncode == 0, told.stderr
-    counts = [
-        [int(n) for n in line.split("[")[1].strip("]").split()] for line in re.findall(r".*: \[.*\]", told.stdout)
-    ]
-    (before, after) = counts
-    assert sum(before) == sum(after) == 2 * 8 * 4
-    assert after[0] == 0
-    assert "output: (2, 8, 128)" in told.stdout
 
 
 def test_cast_weights_are_refused_by_a_call_and_by_explain(x):
