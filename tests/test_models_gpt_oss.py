@@ -17,7 +17,6 @@ from golden_experts import Family, check_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from model_steps import decode_step, relative_error
-from properties import examples
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -406,64 +405,6 @@ def test_a_cache_grows_with_what_it_holds(rng: np.random.Generator) -> None:
     assert (np.asarray(grown.layers[1][1])[:, :, :16] == 2 * held).all()
     assert grown.reserve(32) is grown
     assert grown.nbytes == sum(a.on_device_size_in_bytes() for a in grown.layers)
-
-
-@examples(20)
-@given(st.floats(0.2, 3), st.floats(0.05, 1), st.integers(0, 2**31 - 1))
-def test_sampling_stays_within_top_p_and_repeats_by_seed(temperature: float, top_p: float, seed: int) -> None:
-    logits = np.random.default_rng(seed).standard_normal((3, 50)).astype(np.float32) * 2
-    sampler = Sampler(temperature, top_p, seed)
-    drawn = np.asarray(sampler(jnp.asarray(logits), 5))
-    assert (drawn == np.asarray(sampler(jnp.asarray(logits), 5))).all()
-    scaled = np.exp(logits.astype(np.float64) / temperature)
-    probabilities = scaled / scaled.sum(axis=-1, keepdims=True)
-    for row, token in zip(probabilities, drawn, strict=True):
-        assert row[row > row[token]].sum() < top_p + 1e-5
-
-
-def test_sampling_draws_in_proportion(rng: np.random.Generator) -> None:
-    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
-    logits = jnp.asarray(np.tile(2 * np.log(probabilities), (20000, 1)), jnp.float32)
-    seed = int(rng.integers(2**31))
-    drawn = np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 0))
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, probabilities, atol=0.03)
-    drawn = np.asarray(Sampler(temperature=2.0, top_p=0.7, seed=seed)(logits, 0))
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, [0.625, 0.375, 0, 0], atol=0.03)
-    assert (np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 1)) != drawn).any()
-
-
-def test_seeds_of_32_bits_are_drawn_by_and_all_differ(rng: np.random.Generator) -> None:
-    logits = jnp.asarray(rng.standard_normal((50, 100)), jnp.float32)
-    seeds = (0, 2**31 - 1, 2**31, 2**32 - 1)
-    assert len({np.asarray(Sampler(1.0, seed=seed)(logits, 0)).tobytes() for seed in seeds}) == len(seeds)
-
-
-@pytest.mark.parametrize("top_p", [0.9, 1.0])
-@pytest.mark.parametrize("temperature", [1e-50, 1e-38, 1e-20])
-def test_a_tiny_temperature_takes_the_largest(temperature: float, top_p: float, rng: np.random.Generator) -> None:
-    logits = jnp.asarray(rng.standard_normal((20, 50)) * 10, jnp.float32)
-    drawn = Sampler(temperature, top_p)(logits, 0)
-    assert (np.asarray(drawn) == np.asarray(logits).argmax(-1)).all()
-
-
-def test_greedy_takes_the_first_largest() -> None:
-    assert np.asarray(Sampler()(jnp.array([[1.0, 3, 3], [5, 0, 5]]), 0)).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("seed", -1),
-        ("seed", 2**32),
-    ],
-)
-def test_sampling_parameters_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` \\(={value}\\)"):
-        dataclasses.replace(Sampler(), **{name: value})
 
 
 @given(st.text(max_size=40))
