@@ -15,10 +15,8 @@ from properties import examples
 
 from jmx.checkpoint.gpt_oss import read_config
 from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING
-from jmx.models import Cache, Runner, Sampler, from_source, random_source
+from jmx.models import Cache, Runner, from_source, random_source
 from jmx.models.attention.functions import QUERIES
-from jmx.models.logprobs import log_probabilities
-from jmx.models.runner import CHUNK
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "gpt_oss_tiny"
 WINDOW = 16  # of the sliding layer
@@ -141,63 +139,3 @@ def test_truncation_to_what_is_not_there_is_refused(
     cache = Cache(small.model.empty_cache(2, 16).layers, lengths_there, 14)
     with pytest.raises(ValueError, match=message):
         cache.truncate(lengths)
-
-
-# Generating
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        Sampler(),
-        Sampler(1.0, seed=3),
-        Sampler(0.8, 0.9, top_k=20, min_p=0.01),
-        Sampler(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
-    ],
-    ids=["greedy", "random", "filters", "penalties"],
-)
-def test_generating_in_chunks_is_single_steps_of_the_sampler(
-    sampler: Sampler, small: Runner, rows: list[list[int]]
-) -> None:
-    prompts, count = [rows[0][:10], rows[1][:14]], CHUNK + 3
-    logits, cache = small.prefill(prompts)
-    counts = sampler.counts(prompts, small.model.config.vocab_size)
-    expected, chosen = [], []
-    for step in range(count):
-        tokens = sampler(logits, step, counts)
-        counts = None if counts is None else counts.add(tokens)
-        expected.append(np.asarray(tokens))
-        chosen.append(np.asarray(log_probabilities(logits, tokens, 2).chosen))
-        logits, cache = small.decode(tokens, cache)
-    generation = small.generate(prompts, sampler, count, logprobs=2)
-    for tokens, logs in zip(expected, chosen, strict=True):
-        assert np.array_equal(next(generation), tokens)
-        assert generation.logprobs is not None
-        np.testing.assert_allclose(generation.logprobs.chosen, logs, rtol=1e-4, atol=1e-4)
-    with pytest.raises(StopIteration):
-        next(generation)
-
-
-def test_a_generation_goes_on_from_the_cache_of_another(small: Runner, rows: list[list[int]]) -> None:
-    prompts = [row[:9] for row in rows]
-    first = small.generate(prompts, Sampler(), 5)
-    answers = np.stack([*first], axis=1)
-    longer = [[*prompt, *answer, 7, 8] for prompt, answer in zip(prompts, answers.tolist(), strict=True)]
-    kept = small.generate(longer, Sampler(), 4, cache=first.cache())
-    assert np.array_equal(np.array([*kept]), np.array([*small.generate(longer, Sampler(), 4)]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_new_tokens": 0}, r"`max_new_tokens` \(=0\)"),
-        ({"max_new_tokens": 1.5}, r"`max_new_tokens` \(=1.5, a float\)"),
-        ({"logprobs": -1}, r"`logprobs` \(=-1\)"),
-        ({"logprobs": 321}, r"`logprobs` \(=321\)"),
-        ({"prompts": [[1], []]}, r"`prompts\[1\]` must have at least one token"),
-    ],
-)
-def test_generations_that_cannot_be_are_refused(arguments: dict[str, Any], message: str, small: Runner) -> None:
-    given: dict[str, Any] = {"prompts": [[1, 2]], "sampler": Sampler(), "max_new_tokens": 3}
-    with pytest.raises((TypeError, ValueError), match=message):
-        small.generate(**given | arguments)

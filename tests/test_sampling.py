@@ -1,7 +1,9 @@
-"""Choosing tokens from logits, against definitions in numpy."""
+"""Choosing tokens: each parameter against its definition in numpy, alone and together, and what is refused."""
 
 import dataclasses
+import itertools
 import math
+import re
 from typing import Any
 
 import jax
@@ -12,11 +14,176 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 
-from jmx.models import Sampler
+from jmx.models import Sampler, TokenCounts
 from jmx.models.logprobs import log_probabilities
-from jmx.models.penalties import TokenCounts, penalize
+from jmx.models.penalties import penalize
 
-ROWS, VOCAB = 3, 50  # of all logits: one compilation
+ROWS, VOCAB = 4000, 8
+PROMPT, NEW = [0, 3, 3], [3, 5, 5, 5]
+DEFAULTS = dataclasses.asdict(Sampler())
+
+
+def penalized(logits: np.ndarray, sampler: Sampler) -> np.ndarray:
+    """Logits (VOCAB,) after PROMPT and NEW."""
+    logits = logits.astype(np.float64)
+    for token in {*PROMPT, *NEW}:
+        logits[token] *= sampler.repetition_penalty ** (1 if logits[token] < 0 else -1)
+    for token in {*NEW}:
+        logits[token] -= sampler.presence_penalty
+    for token in NEW:
+        logits[token] -= sampler.frequency_penalty
+    return logits
+
+
+def probabilities(logits: np.ndarray, sampler: Sampler) -> np.ndarray:
+    """The definition of a random choice: the probabilities of all tokens (VOCAB,), 0 for those that are dropped."""
+    logits = penalized(logits, sampler) / sampler.temperature
+    if sampler.top_k is not None and sampler.top_k < VOCAB:
+        logits[logits < np.sort(logits)[-sampler.top_k]] = -np.inf
+    part = softmax(logits)
+    kept, total = [], 0.0
+    for token in np.argsort(-part, kind="stable"):
+        if total >= sampler.top_p:
+            break
+        total += part[token]
+        kept.append(token)
+    logits[part < part[kept].min()] = -np.inf
+    part = softmax(logits)
+    return softmax(np.where(part >= sampler.min_p * part.max(), logits, -np.inf))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def counts(rows: int) -> TokenCounts:
+    found = TokenCounts.of([PROMPT] * rows, VOCAB)
+    for token in NEW:
+        found = found.add(jnp.full(rows, token))
+    return found
+
+
+def drawn(logits: np.ndarray, sampler: Sampler) -> np.ndarray:
+    """ROWS choices from the same logits."""
+    return np.asarray(sampler(jnp.asarray(np.tile(logits, (ROWS, 1))), 3, counts(ROWS)))
+
+
+LOGITS = {
+    "different": [0.3, -1.2, 2.1, 1.7, -0.4, 1.1, 0.9, -3.0],
+    "with ties": [1.0, 2.0, 2.0, 1.0, -1.0, 1.0, 0.0, 2.0],
+    "with -inf": [-np.inf, 1.0, 0.5, -np.inf, 2.0, -np.inf, 1.5, -1.0],
+    "one finite": [-np.inf] * 7 + [-3.0],
+    "all equal": [0.5] * 8,
+}
+PENALTIES = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": -0.35}
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["plain", "penalties"])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_k": VOCAB},
+        {"top_k": 1 << 40},
+        {"top_p": 0.6},
+        {"top_p": 1e-6},
+        {"min_p": 1.0},
+        {"min_p": 0.31},
+        {"min_p": 1e-50},
+        {"top_k": 4, "top_p": 0.7, "min_p": 0.29},
+    ],
+    ids=str,
+)
+def test_choices_are_as_frequent_as_the_definitions_probabilities(
+    logits: str, penalties: dict[str, Any], filters: dict[str, Any], rng: np.random.Generator
+) -> None:
+    sampler = Sampler(temperature=1.3, seed=int(rng.integers(2**32)), **filters, **penalties)
+    values = np.array(LOGITS[logits], np.float32)
+    expected = probabilities(values, sampler)
+    got = np.bincount(drawn(values, sampler), minlength=VOCAB) / ROWS
+    assert (got[expected == 0] == 0).all()
+    np.testing.assert_allclose(got, expected, atol=6 * 0.5 / ROWS**0.5)  # six standard deviations, at most
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("penalties", [{}, *({name: value} for name, value in PENALTIES.items()), PENALTIES], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.5, "min_p": 0.2}], ids=["all", "filters"])
+def test_temperature_0_takes_the_first_largest_whatever_the_filters(
+    logits: str, penalties: dict[str, Any], filters: dict[str, Any]
+) -> None:
+    sampler, values = Sampler(**filters, **penalties), np.array(LOGITS[logits], np.float32)
+    assert (drawn(values, sampler) == penalized(values, sampler).argmax()).all()
+
+
+def test_penalties_are_of_each_rows_own_tokens(rng: np.random.Generator) -> None:
+    prompts, new = [[1, 1, 2], [4], [0]], [[2, 2], [4, 5], [0, 0]]
+    state = TokenCounts.of(prompts, VOCAB)
+    for tokens in np.transpose(new):
+        state = state.add(jnp.asarray(tokens))
+    assert np.asarray(state.new).tolist() == [np.bincount(row, minlength=VOCAB).tolist() for row in new]
+    logits = rng.standard_normal((3, VOCAB)).astype(np.float32)
+    got = np.asarray(penalize(jnp.asarray(logits), state, 1.5, 0.25, 0.5))
+    for row, (values, prompt, generated) in enumerate(zip(logits, prompts, new, strict=True)):
+        expected = [
+            (value if token not in prompt + generated else value * 1.5 if value < 0 else value / 1.5)
+            - 0.25 * (token in generated)
+            - 0.5 * generated.count(token)
+            for token, value in enumerate(values)
+        ]
+        np.testing.assert_allclose(got[row], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_prompts_tokens_are_only_penalized_as_repetitions() -> None:
+    state, logits = TokenCounts.of([PROMPT], VOCAB), jnp.ones((1, VOCAB))
+    assert (np.asarray(penalize(logits, state, 1.0, 2.0, 2.0)) == 1).all()
+    assert np.asarray(penalize(logits, state, 2.0, 0.0, 0.0))[0].tolist() == [0.5, 1, 1, 0.5, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("penalty", [np.finfo(np.float32).tiny, np.finfo(np.float32).max])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_largest_penalties_give_no_nan(penalty: float, temperature: float) -> None:
+    values = np.array([2.0, 1, 1, -1, -2, 0, 0, 0], np.float32)
+    sampler = Sampler(temperature, repetition_penalty=penalty)
+    assert {*drawn(values, sampler).tolist()} <= ({0} if penalty < 1 else {0, 1, 2, 4, 5, 6, 7} if temperature else {1})
+
+
+def test_only_what_has_an_effect_is_computed() -> None:
+    assert Sampler(top_k=3, top_p=0.5, min_p=0.1).numbers == {}
+    assert Sampler().counts([PROMPT], VOCAB) is None
+    assert Sampler(1.0).numbers.keys() == {"temperature", "seed"}
+    assert Sampler(1.0, top_k=5).numbers.keys() == {"temperature", "seed", "top_k"}
+    assert Sampler(presence_penalty=1.0).numbers.keys() == PENALTIES.keys()
+    assert not jax.tree.leaves(jax.make_jaxpr(lambda x: Sampler()(x, 0))(jnp.ones((2, 3))).consts)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_without_counts_are_an_error(name: str) -> None:
+    wanted: dict[str, Any] = {name: 1.5}
+    sampler = Sampler(**wanted)
+    with pytest.raises(ValueError, match=r"`counts` \(=None\) must be given to a sampler with penalties"):
+        sampler(jnp.ones((1, VOCAB)), 0)
+    assert sampler.counts([PROMPT], VOCAB) is not None
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("count", [0, 1, 5, VOCAB])
+def test_log_probabilities_are_the_log_softmax_with_the_lower_id_first(dtype: Any, logits: str, count: int) -> None:
+    values = jnp.asarray([LOGITS[logits]] * 2, dtype)
+    tokens = np.array([2, 7])
+    with np.errstate(divide="ignore"):
+        expected = np.log(softmax(np.asarray(values, np.float64)[0]))
+    got = log_probabilities(values, jnp.asarray(tokens), count)
+    assert all(array.dtype == np.float32 for array in (got.chosen, got.top))
+    np.testing.assert_allclose(got.chosen, expected[tokens], rtol=1e-5, atol=1e-6)
+    order = np.argsort(-expected, kind="stable")[:count]
+    for row in range(2):
+        assert np.asarray(got.top_ids)[row].tolist() == order.tolist()
+        np.testing.assert_allclose(np.asarray(got.top)[row], expected[order], rtol=1e-5, atol=1e-6)
 
 
 @examples(20)
@@ -61,161 +228,50 @@ def test_greedy_takes_the_first_largest() -> None:
     assert np.asarray(Sampler()(jnp.array([[1.0, 3, 3], [5, 0, 5]]), 0)).tolist() == [1, 0]
 
 
+WRONG = [True, "1", [1.0], 1j, None, np.ones(2), np.bool_(True)]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("value", [*WRONG, 1.5], ids=repr)
+def test_a_parameter_of_another_type_is_a_type_error_that_names_it(name: str, value: Any) -> None:
+    if (name == "top_k" and value is None) or (
+        type(value) is float and name not in ("top_k", "seed")
+    ):  # these are allowed
+        value = 1 + 2j
+    with pytest.raises(TypeError, match=f"`{name}` \\(.*must be a"):
+        dataclasses.replace(Sampler(), **{name: value})
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "rule"),
     [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("seed", -1),
-        ("seed", 2**32),
-        ("top_k", 0),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", -1.0),
-        ("presence_penalty", 2.5),
-        ("frequency_penalty", -3.0),
+        *itertools.product([*PENALTIES, "temperature", "top_p", "min_p"], [math.nan, math.inf], ["must be finite"]),
+        ("temperature", -0.1, "must be at least 0 and at most 3.40282e+38"),
+        ("temperature", 1e39, "must be at least 0"),
+        ("top_p", 0.0, "must be above 0 and at most 1"),
+        ("top_p", 1.1, "must be above 0"),
+        ("top_k", 0, "must be at least 1"),
+        ("top_k", -3, "must be at least 1"),
+        ("min_p", -0.1, "must be at least 0 and at most 1"),
+        ("min_p", 1.1, "must be at least 0"),
+        ("repetition_penalty", 0.0, "must be at least 1.17549e-38"),
+        ("repetition_penalty", -1.0, "must be at least"),
+        ("presence_penalty", -2.1, "must be at least -2 and at most 2"),
+        ("presence_penalty", 2.1, "must be at least -2"),
+        ("frequency_penalty", -2.1, "must be at least -2 and at most 2"),
+        ("frequency_penalty", 2.1, "must be at least -2"),
+        ("seed", -1, "must be in 0..4294967295"),
+        ("seed", 2**32, "must be in 0.."),
     ],
 )
-def test_sampling_parameters_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"`{name}` \(={value}\)"):
+def test_sampling_parameters_out_of_range_are_refused(name: str, value: float, rule: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"`{name}` (={value})")) as raised:
         dataclasses.replace(Sampler(), **{name: value})
+    assert rule in str(raised.value)
 
 
-@pytest.mark.parametrize("value", ["1", None, [1.0], 1j, np.ones(2)], ids=repr)
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Sampler)])
-def test_sampling_parameters_of_other_types_are_refused(name: str, value: Any) -> None:
-    if name == "top_k" and value is None:
-        pytest.skip("None keeps all tokens")
-    with pytest.raises((TypeError, ValueError), match=f"`{name}`"):
-        dataclasses.replace(Sampler(), **{name: value})
-
-
-# Filters
-
-
-def kept(sampler: Sampler, logits: np.ndarray) -> np.ndarray:
-    """Which tokens of a row may be drawn, in float64, of logits without near ties."""
-    scaled = logits.astype(np.float64) / sampler.temperature
-    probabilities = np.exp(scaled - scaled.max())
-    order = np.argsort(-probabilities)
-    allowed = order[: sampler.top_k]
-    shares = probabilities[allowed] / probabilities[allowed].sum()
-    allowed = allowed[np.concatenate([[True], np.cumsum(shares)[:-1] < sampler.top_p])]
-    return np.isin(np.arange(logits.size), allowed) & (probabilities >= sampler.min_p * probabilities.max())
-
-
-@examples(30)
-@given(
-    st.sampled_from([None, 1, 2, 7, VOCAB, 10 * VOCAB]),
-    st.sampled_from([1.0, 0.9, 0.35]),
-    st.sampled_from([0.0, 0.1, 1.0]),
-    st.floats(0.3, 3),
-    st.integers(0, 2**31 - 1),
-)
-def test_only_tokens_that_all_filters_keep_are_drawn(
-    top_k: int | None, top_p: float, min_p: float, temperature: float, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    logits = (rng.permuted(np.tile(np.linspace(-6, 6, VOCAB), (ROWS, 1)), axis=1)).astype(np.float32)
-    sampler = Sampler(temperature, top_p * 0.999, seed, top_k=top_k, min_p=min_p)
-    allowed = np.stack([kept(sampler, row) for row in logits])
-    for step in range(8):
-        drawn = np.asarray(sampler(jnp.asarray(logits), step))
-        assert allowed[np.arange(ROWS), drawn].all()
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.4}], ids=str)
-def test_a_filter_draws_in_proportion_to_what_it_keeps(filters: dict[str, Any]) -> None:
-    probabilities = np.array([0.4, 0.3, 0.2, 0.1])
-    logits = jnp.asarray(np.tile(np.log(probabilities), (20000, 1)), jnp.float32)
-    sampler = Sampler(1.0, seed=5, **filters)
-    shares = np.where(kept(sampler, np.log(probabilities)), probabilities, 0)
-    drawn = np.asarray(sampler(logits, 0))
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, shares / shares.sum(), atol=0.03)
-
-
-def test_logits_of_minus_infinity_are_never_drawn(rng: np.random.Generator) -> None:
-    logits = np.full((ROWS, VOCAB), -np.inf, np.float32)
-    allowed = rng.integers(VOCAB, size=(ROWS, 2))
-    np.put_along_axis(logits, allowed, 0.0, axis=1)
-    for sampler in (Sampler(), Sampler(1.0), Sampler(1.0, 0.9, top_k=40, min_p=0.01)):
-        drawn = np.asarray(sampler(jnp.asarray(logits), 1))
-        assert all(token in row for token, row in zip(drawn, allowed, strict=True))
-
-
-def test_equals_of_the_last_token_kept_are_kept() -> None:
-    logits = jnp.asarray(np.tile([0.0, 0.0, 0.0, -9.0], (3000, 1)), jnp.float32)
-    drawn = np.asarray(Sampler(1.0, top_k=2)(logits, 0))
-    assert set(drawn.tolist()) == {0, 1, 2}
-
-
-# Penalties
-
-
-def penalized(
-    logits: np.ndarray, prompt: list[int], new: list[int], repetition: float, presence: float, frequency: float
-) -> np.ndarray:
-    """The definition, of one row, in float64."""
-    out = logits.astype(np.float64)
-    for token in {*prompt, *new}:
-        out[token] = out[token] / repetition if out[token] >= 0 else out[token] * repetition
-    for token in {*new}:
-        out[token] -= presence + frequency * new.count(token)
-    return out
-
-
-@examples(20)
-@given(
-    st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2), st.lists(st.integers(0, VOCAB - 1), max_size=9), st.data()
-)
-def test_penalties_are_their_definition(
-    repetition: float, presence: float, frequency: float, new: list[int], data: st.DataObject
-) -> None:
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**31 - 1)))
-    logits = rng.standard_normal((ROWS, VOCAB)).astype(np.float32)
-    prompts = rng.integers(VOCAB, size=(ROWS, 5)).tolist()
-    counts = TokenCounts.of(prompts, VOCAB)
-    for token in new:
-        counts = counts.add(jnp.full(ROWS, token))
-    got = np.asarray(penalize(jnp.asarray(logits), counts, repetition, presence, frequency))
-    expected = [penalized(*row, new, repetition, presence, frequency) for row in zip(logits, prompts, strict=True)]
-    np.testing.assert_allclose(got, np.stack(expected), rtol=1e-5, atol=1e-5)
-
-
-def test_penalties_change_a_greedy_choice_and_need_counts() -> None:
-    sampler, logits = Sampler(frequency_penalty=1.0), jnp.array([[2.0, 1.5, 0.0]])
-    counts = sampler.counts([[0]], 3)
-    assert counts is not None
-    first = sampler(logits, 0, counts)
-    second = sampler(logits, 1, counts.add(first))
-    assert (first.tolist(), second.tolist()) == ([0], [1])
-    with pytest.raises(ValueError, match=r"`counts` \(=None\)"):
-        sampler(logits, 0)
-    assert Sampler().counts([[0]], 3) is None
-
-
-def test_other_parameters_compile_nothing_more(rng: np.random.Generator) -> None:
-    logits = jnp.asarray(rng.standard_normal((ROWS, VOCAB)), jnp.float32)
-    Sampler(0.5, 0.9, 1, top_k=3)(logits, 0)
-    with jax.no_tracing():
-        Sampler(0.7, 0.8, 2, top_k=4)(logits, 1)
-
-
-# Log probabilities
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, VOCAB])
-def test_log_probabilities_are_those_of_the_softmax(count: int, rng: np.random.Generator) -> None:
-    logits = (5 * rng.standard_normal((ROWS, VOCAB))).astype(np.float32)
-    tokens = rng.integers(VOCAB, size=ROWS)
-    found = log_probabilities(jnp.asarray(logits), jnp.asarray(tokens), count)
-    wide = logits.astype(np.float64)
-    expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(found.chosen, expected[np.arange(ROWS), tokens], rtol=1e-5, atol=1e-5)
-    order = np.argsort(-expected, axis=1, kind="stable")[:, :count]
-    assert np.array_equal(np.asarray(found.top_ids), order)
-    np.testing.assert_allclose(found.top, np.take_along_axis(expected, order, axis=1), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kind", [int, np.int64, np.float32, jnp.float32])
+def test_numbers_of_numpy_and_jax_are_as_good_as_pythons(kind: Any) -> None:
+    assert Sampler(temperature=kind(1), top_p=kind(1), min_p=kind(1)) == Sampler(1.0, 1.0, min_p=1.0)
+    integers: dict[str, Any] = {"top_k": np.int64(4), "seed": np.uint32(3)}
+    assert Sampler(**integers) == Sampler(top_k=4, seed=3)

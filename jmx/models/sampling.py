@@ -12,7 +12,7 @@ import numpy as np
 from jmx.models.penalties import TokenCounts, penalize
 from jmx.util.checks import check_finite, check_int
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sampler:
         seed: in 0..2^32 - 1; the same seed, step and logits give the same token.
         top_k: keeps so many of the most probable tokens; None keeps all.
         min_p: in 0..1; keeps tokens at least so many times as probable as the most probable one (Nguyen et al., 2024).
-        repetition_penalty: above 0; see `penalize`. 1 changes nothing.
+        repetition_penalty: a positive number of float32; see `penalize`. 1 changes nothing.
         presence_penalty: in -2..2; see `penalize`. 0 changes nothing.
         frequency_penalty: likewise.
 
@@ -94,8 +94,9 @@ def choose(
         logits = penalize(logits, counts, *penalties)
     if "temperature" not in numbers:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits -= jnp.max(logits, axis=-1, keepdims=True)
-    logits = jnp.where(logits == 0, 0, logits / numbers["temperature"])  # a temperature that float32 rounds to 0
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    # Without the comparison, a temperature that float32 rounds to 0, and infinite logits, would give NaN.
+    logits = jnp.where(logits == largest, 0, (logits - largest) / numbers["temperature"])
     if "top_k" in numbers or "top_p" in numbers:
         logits = _likeliest(logits, numbers.get("top_k"), numbers.get("top_p"))
     if "min_p" in numbers:
@@ -140,12 +141,12 @@ def _check_range(name: str, value: Any, least: float, most: float, *, without_le
 
 # The ranges of penalties are those of OpenAI's API.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": partial(_check_range, least=0, most=_LARGEST),
+    "temperature": partial(_check_range, least=0, most=_MOST),
     "top_p": partial(_check_range, least=0, most=1, without_least=True),
     "seed": check_seed,
     "top_k": lambda name, value: None if value is None else check_int(name, value, least=1),
     "min_p": partial(_check_range, least=0, most=1),
-    "repetition_penalty": partial(_check_range, least=0, most=_LARGEST, without_least=True),
+    "repetition_penalty": partial(_check_range, least=_LEAST, most=_MOST),
     "presence_penalty": partial(_check_range, least=-2, most=2),
     "frequency_penalty": partial(_check_range, least=-2, most=2),
 }
