@@ -41,7 +41,7 @@ RIGHT = {
     "seed": {"0"},
     "logits": NAMES,
     "temperature": {"0", "9" * 30, "1.5"},
-    "top_k": {"9" * 30},
+    "generate-top_k": {"9" * 30},
     "min_p": {"0"},
     "repetition_penalty": {"9" * 30, "1.5"},
     "presence_penalty": {"0", "-1", "1.5"},
@@ -103,7 +103,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, action, stopped, capsys
         except Accepted:
             code = 0
         out, err = capsys.readouterr()
-        right = value in RIGHT.get(action.dest, ())
+        right = value in RIGHT.get(f"{name}-{action.dest}", RIGHT.get(action.dest, ()))
         assert code == (0 if right else 2), (value, out, err)
         if right:
             continue

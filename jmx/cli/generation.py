@@ -16,7 +16,7 @@ import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.cli import sampling_arguments
-from jmx.cli.common import EXIT_OK, check_known, print_json
+from jmx.cli.common import EXIT_OK, check_directories, check_known, print_json
 from jmx.models import FAMILIES, Model, Runner, family_of, from_source, load, random_source
 from jmx.models.config import Config
 from jmx.models.runner import check_tokens
@@ -43,6 +43,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
     if arguments.logits:
+        check_directories(str(arguments.logits))
         try:
             atomic_files.check_new(arguments.logits)
         except OSError as error:
