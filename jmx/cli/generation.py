@@ -43,11 +43,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
     if arguments.logits:
-        check_directories(str(arguments.logits))
         try:
             atomic_files.check_new(arguments.logits)
         except OSError as error:
             raise ValueError(f"`--logits`: {error}") from error
+        check_directories(str(arguments.logits))
 
 
 def _published() -> dict[str, Config]:
