@@ -22,6 +22,7 @@ from jmx.models.families.mixtral import Mixtral
 from jmx.models.families.olmoe import OLMoE
 from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
+from jmx.models.hub import find
 from jmx.models.loading import family_of, from_source, load, random_source
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
@@ -42,6 +43,7 @@ __all__ = [
     "Runner",
     "Sampler",
     "family_of",
+    "find",
     "from_source",
     "load",
     "random_source",
