@@ -1,6 +1,7 @@
 """`jmx generate`: tokens of reference models, and what it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +74,7 @@ def test_the_command_runs_from_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jmx.cli", "generate", *arguments, "--json"],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # where jmx is not installed
         capture_output=True,
         text=True,
         check=False,

@@ -22,8 +22,11 @@ from jmx.models.families.mixtral import Mixtral
 from jmx.models.families.olmoe import OLMoE
 from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
+from jmx.models.generation import Generation
 from jmx.models.hub import find
 from jmx.models.loading import family_of, from_source, load, random_source
+from jmx.models.logprobs import LogProbabilities
+from jmx.models.penalties import TokenCounts
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
 
@@ -32,8 +35,10 @@ __all__ = [
     "Cache",
     "DeepseekV3",
     "Family",
+    "Generation",
     "Glm4MoE",
     "GptOss",
+    "LogProbabilities",
     "Mixtral",
     "MoERecord",
     "Model",
@@ -42,6 +47,7 @@ __all__ = [
     "Qwen3MoE",
     "Runner",
     "Sampler",
+    "TokenCounts",
     "family_of",
     "find",
     "from_source",
