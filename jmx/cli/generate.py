@@ -9,7 +9,12 @@ from jmx.cli.common import Parser, number
 
 def add(parser: Parser) -> None:
     """Adds the arguments of `jmx generate`."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a directory of safetensors files")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a directory of safetensors files, or owner/name[@revision] on the Hugging Face Hub",
+    )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="raw text for the checkpoint's tokenizer.json")
     parser.add_argument(
         "--random", metavar="NAME", help="instead of MODEL, random weights of a published model's shape: gpt-oss-20b"

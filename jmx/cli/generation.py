@@ -17,7 +17,7 @@ import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.cli import sampling_arguments
 from jmx.cli.common import EXIT_OK, check_directories, check_known, print_json
-from jmx.models import FAMILIES, Model, Runner, family_of, from_source, load, random_source
+from jmx.models import FAMILIES, Model, Runner, family_of, from_source, hub, load, random_source
 from jmx.models.config import Config
 from jmx.models.runner import check_tokens
 from jmx.models.text.stream import IdStream, TextStream, read_tokenizer
@@ -127,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Prints to the console. Returns what --json prints."""
     check_arguments(arguments)
+    if arguments.model is not None:
+        arguments.model = hub.find(arguments.model)
     sampler = sampling_arguments.sampler(arguments)
     config = read_config(arguments)
     ids, stream = read_prompt(arguments, config)

@@ -23,6 +23,7 @@ from jmx.models.families.olmoe import OLMoE
 from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
 from jmx.models.generation import Generation
+from jmx.models.hub import find
 from jmx.models.loading import family_of, from_source, load, random_source
 from jmx.models.logprobs import LogProbabilities
 from jmx.models.penalties import TokenCounts
@@ -48,6 +49,7 @@ __all__ = [
     "Sampler",
     "TokenCounts",
     "family_of",
+    "find",
     "from_source",
     "load",
     "random_source",

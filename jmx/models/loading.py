@@ -14,6 +14,7 @@ from flax import nnx
 import jmx
 from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.shards import read_object
+from jmx.models import hub
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import Model
@@ -40,7 +41,8 @@ def load(
     """The model of a checkpoint, of the family that its config.json names; experts stay quantized from disk to device.
 
     Args:
-        path: a directory of safetensors files, in floats or quantized by a tool that jmx supports.
+        path: a directory of safetensors files, in floats or quantized by a tool that jmx supports; or the name of one
+            on the Hugging Face Hub, as `jmx.models.find` takes.
         format: what float experts are quantized to on reading; None: they stay floats.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
         dtype: of activations, dense weights and float experts, bfloat16 or float32.
@@ -50,8 +52,9 @@ def load(
     Raises:
         CheckpointError: files that are wrong or broken; a family that jmx lacks; a `format` for experts that are
             quantized already.
+        ValueError, FileNotFoundError, PermissionError, ImportError: no such model, see `jmx.models.find`.
     """
-    source = file_source(Path(path), format=format, declared_inputs=declared_inputs)
+    source = file_source(hub.find(path), format=format, declared_inputs=declared_inputs)
     with source.progress(progress):
         return from_source(source, dtype=dtype, backend=backend)
 
