@@ -213,7 +213,7 @@ def test_names_exist_and_the_readmes_are_public(page):
     for name in {*re.findall(r"\bjmx(?:\.[A-Za-z_]\w*)+", prose(page) + python(page))}:
         parts = name.split(".")[1:]
         if page == "README.md":
-            assert parts[0] in {*jmx.__all__, "nnx", "linen"}, name
+            assert parts[0] in {*jmx.__all__, "nnx", "linen", "models"}, name
         assert functools.reduce(_member, parts, jmx) is not None, name
 
 
