@@ -17,6 +17,9 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="raw text for the checkpoint's tokenizer.json")
     parser.add_argument(
+        "--chat", action="store_true", help="PROMPT is a user's message, for the checkpoint's chat template"
+    )
+    parser.add_argument(
         "--random", metavar="NAME", help="instead of MODEL, random weights of a published model's shape: gpt-oss-20b"
     )
     parser.add_argument(

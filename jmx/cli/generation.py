@@ -20,6 +20,7 @@ from jmx.cli.common import EXIT_OK, check_directories, check_known, print_json
 from jmx.models import FAMILIES, Model, Runner, family_of, from_source, hub, load, random_source
 from jmx.models.config import Config
 from jmx.models.runner import check_tokens
+from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import IdStream, TextStream, read_tokenizer
 from jmx.util import atomic_files
 
@@ -36,6 +37,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_known("--random", arguments.random, _published())
     elif arguments.prompt is None and arguments.prompt_ids is None:
         raise ValueError("give PROMPT, or --prompt-ids")
+    if arguments.chat and arguments.prompt is None:
+        raise ValueError("`--chat` needs PROMPT, a user's message")
     if arguments.format is not None:
         check_known("--format", arguments.format, jmx.FORMATS)
     if arguments.backend is not None:
@@ -74,7 +77,10 @@ def read_prompt(arguments: argparse.Namespace, config: Config) -> tuple[list[int
             stream = TextStream(read_tokenizer(Path(arguments.model)))
         except (FileNotFoundError, ImportError) as error:
             raise ValueError(f"{error}; or give --prompt-ids") from error
-        ids = stream.tokenizer.encode(arguments.prompt, add_special_tokens=False).ids
+        text = arguments.prompt
+        if arguments.chat:
+            text = ChatTemplate.read(Path(arguments.model)).render([{"role": "user", "content": text}])
+        ids = stream.tokenizer.encode(text, add_special_tokens=False).ids
     check_tokens(config, "prompts", [ids])
     return ids, stream
 

@@ -1,0 +1,173 @@
+"""A checkpoint's chat template, a Jinja template that makes a prompt of messages."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint import CheckpointError
+
+# Instructions of a template: a conversation of 1000 messages takes some 100,000, and 10 million run in seconds.
+_FUEL = 10_000_000
+# Marks what an assistant wrote, for training; it is no tag of Jinja, and what it encloses is a scope.
+_GENERATION = {
+    re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}"): r"{%\1 with \2%}",
+    re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}"): r"{%\1 endwith \2%}",
+}
+_WITH_TOOLS, _DEFAULT = "tool_use", "default"  # names in a list of templates
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The templates of a checkpoint, by name, and the special tokens that they may use, such as `bos_token`.
+
+    The definition is `apply_chat_template` of transformers. A template comes with a checkpoint, and may be anyone's: it
+    is run by minijinja on plain data, reaches no Python object, and ends after a number of instructions. Its memory is
+    not limited.
+    """
+
+    file: Path
+    sources: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def read(cls, directory: Path) -> "ChatTemplate":
+        """The template of chat_template.jinja, else of tokenizer_config.json.
+
+        Raises:
+            FileNotFoundError: the checkpoint has none.
+            CheckpointError: a file that is not what it must be.
+        """
+        config = directory / "tokenizer_config.json"
+        settings = _read_json(config)
+        tokens = _special_tokens(_read_json(directory / "special_tokens_map.json")) | _special_tokens(settings)
+        file = directory / "chat_template.jinja"
+        if file.exists():
+            return cls(file, {_DEFAULT: _read_text(file)}, tokens)
+        found = settings.get("chat_template")
+        if found is None:
+            raise FileNotFoundError(
+                f"{directory} has no chat template: neither chat_template.jinja, nor `chat_template` in "
+                "tokenizer_config.json; it may be a model for raw text, see `jmx generate`"
+            )
+        return cls(config, _by_name(config, found), tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        now: datetime | None = None,
+    ) -> str:
+        """The prompt of messages, such as `{"role": "user", "content": "Hello"}`.
+
+        Args:
+            messages: values of JSON.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: whether the prompt ends with what begins an answer.
+            now: the time that the template reads; by default that of the call.
+
+        Raises:
+            TypeError: `messages` or `tools` have values that JSON lacks.
+            ValueError: the template is wrong, rejects the messages, or does not end.
+            ImportError: minijinja is not installed.
+        """
+        try:
+            from minijinja import TemplateError
+        except ImportError as error:
+            raise ImportError("a chat template needs the minijinja package: pip install 'jmx[hf]'") from error
+        given = json.loads(json.dumps({"messages": messages, "tools": tools}, default=_reject))
+        context = {**self.special_tokens, **given, "documents": None, "add_generation_prompt": add_generation_prompt}
+        environment = _environment(now or datetime.now())
+        try:
+            return environment.render_str(self._source(tools is not None), None, **context)
+        except TemplateError as error:
+            line = (str(error).strip().splitlines() or [error.kind])[0]
+            raise ValueError(f"the chat template in {self.file} cannot be applied: {line}") from error
+
+    def _source(self, with_tools: bool) -> str:
+        name = _WITH_TOOLS if with_tools and _WITH_TOOLS in self.sources else _DEFAULT
+        if name not in self.sources:
+            raise CheckpointError(
+                self.file, f"`chat_template` must have one named {name}, and has {', '.join(self.sources)}"
+            )
+        source = self.sources[name]
+        for tag, replacement in _GENERATION.items():
+            source = tag.sub(replacement, source)
+        return source
+
+
+def _environment(now: datetime) -> Any:
+    """Jinja as transformers sets it up."""
+    from minijinja import Environment, TemplateError
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    return Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        fuel=_FUEL,
+        debug=False,
+        auto_escape_callback=lambda _: False,
+        filters={"tojson": _tojson},
+        globals={"raise_exception": raise_exception, "strftime_now": now.strftime},
+    )
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON for a model to read: unlike Jinja's own filter, it escapes nothing for HTML."""
+    pair = None if separators is None else (separators[0], separators[1])
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+
+
+def _reject(value: Any) -> None:
+    raise TypeError(f"`messages` and `tools` must have values of JSON, and have a {type(value).__name__}")
+
+
+def _by_name(file: Path, found: Any) -> dict[str, str]:
+    """The templates of `chat_template`, a text or a list of named ones."""
+    if isinstance(found, str):
+        return {_DEFAULT: found}
+    entries = found if isinstance(found, list) else [found]
+    for entry in entries:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+            raise CheckpointError(file, "`chat_template` must be a text, or a list of objects of `name` and `template`")
+    return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, each a text, or an object with its `content`."""
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; an empty one if there is no file."""
+    if not file.exists():
+        return {}
+    try:
+        read = json.loads(_read_text(file))
+    except ValueError as error:
+        raise CheckpointError(file, f"must be JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise CheckpointError(file, "must be an object of JSON")
+    return read
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(file, "must be UTF-8") from error

@@ -1,0 +1,100 @@
+"""A dialog with a model: messages, and a KV cache that is kept from one answer to the next."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from jmx.models.cache import Cache
+from jmx.models.generation import Generation
+from jmx.models.runner import Runner
+from jmx.models.sampling import Sampler
+from jmx.models.text.chat_template import ChatTemplate
+from jmx.models.text.stops import StopStrings
+from jmx.models.text.stream import TextStream
+
+
+class Dialog:
+    """Messages of a user, and a model's answers.
+
+    Args:
+        runner: of the model.
+        tokenizer: a `tokenizers.Tokenizer`, that of the model.
+        template: makes prompts of messages.
+        sampler: chooses tokens.
+        max_new_tokens: of an answer, at least 1.
+        system: instructions before the first message.
+        stops: an answer ends before the first of these texts.
+
+    Attributes:
+        messages: all of them so far. An answer is added when it ends or is given up.
+        reused: how many tokens of the last prompt the cache had.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Any,
+        template: ChatTemplate,
+        *,
+        sampler: Sampler | None = None,
+        max_new_tokens: int = 1024,
+        system: str | None = None,
+        stops: Sequence[str] = (),
+    ):
+        StopStrings(stops)  # checks them
+        self._runner, self._tokenizer, self._template = runner, tokenizer, template
+        self._sampler, self._max_new_tokens, self._stops = sampler or Sampler(), max_new_tokens, tuple(stops)
+        self._ids: list[int] = []  # of the tokens in the cache
+        self._cache: Cache | None = None
+        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.reused = 0
+
+    def answer(self, message: str) -> Generator[str]:
+        """Yields the answer to a message, a piece of whole characters for each token, which may be empty.
+
+        If it is closed early, the part so far becomes the answer.
+
+        Raises:
+            ValueError: the template or the model does not take the message, which is then not part of the dialog.
+        """
+        messages = [*self.messages, {"role": "user", "content": message}]
+        text = self._template.render(messages)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        known = self._known(ids)
+        generation = self._runner.generate([ids], self._sampler, self._max_new_tokens, cache=known)
+        self.messages, self._cache = messages, None  # the cache is donated
+        parts: list[str] = []
+        try:
+            with contextlib.closing(self._texts(generation, ids)) as texts:
+                for part in texts:
+                    parts.append(part)
+                    yield part
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    def _known(self, ids: list[int]) -> Cache | None:
+        """The cache of the first of these ids, as many as it has; not of the last one, whose logits are needed."""
+        same = next(
+            (n for n, (new, old) in enumerate(zip(ids, self._ids, strict=False)) if new != old),
+            min(len(ids), len(self._ids)),
+        )
+        self.reused = 0 if self._cache is None else min(same, len(ids) - 1)
+        return None if self._cache is None or self.reused <= 0 else self._cache.truncate([self.reused])
+
+    def _texts(self, generation: Generation, ids: list[int]) -> Generator[str]:
+        """The texts of new tokens up to the end of the answer. Then the cache is kept."""
+        stream, stops = TextStream(self._tokenizer), StopStrings(self._stops)
+        ends = self._runner.model.config.eos_token_ids
+        new: list[int] = []
+        try:
+            for (token,) in generation:
+                new.append(int(token))
+                if new[-1] in ends:
+                    break
+                yield stops.step(stream.step(new[-1]))
+                if stops.found is not None:
+                    break
+            yield stops.step(stream.flush()) + stops.flush()
+        finally:
+            if new:
+                self._cache, self._ids = generation.cache(), [*ids, *new[:-1]]

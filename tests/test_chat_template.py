@@ -1,0 +1,136 @@
+"""Chat templates: prompts of transformers, and templates and files that are wrong."""
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jmx.checkpoint import CheckpointError
+from jmx.models.text.chat_template import ChatTemplate
+
+DATA = Path(__file__).parent / "data" / "chat_templates"
+GOLDEN = json.loads((DATA / "prompts.json").read_text(encoding="utf-8"))
+NOW = datetime.fromisoformat(GOLDEN["now"])
+HELLO = [{"role": "user", "content": "Hello"}]
+TOKENS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+
+
+def write(folder: Path, template: Any, form: str = "config") -> ChatTemplate:
+    """A checkpoint's template, in one of the forms that there are."""
+    settings: dict[str, Any] = {**TOKENS, "add_bos_token": True, "pad_token": None}
+    if form == "file":
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        settings["chat_template"] = "another"  # the file comes first
+    elif form == "list":
+        settings["chat_template"] = [{"name": "other", "template": ""}, {"name": "default", "template": template}]
+    elif form == "map":
+        (folder / "special_tokens_map.json").write_text(json.dumps(TOKENS))
+        settings = {"chat_template": template}
+    else:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return ChatTemplate.read(folder)
+
+
+@pytest.mark.parametrize("form", ["config", "file", "list", "map"])
+@pytest.mark.parametrize("name", GOLDEN["prompts"])
+def test_prompts_are_those_of_transformers(name: str, form: str, tmp_path: Path) -> None:
+    template = write(tmp_path, (DATA / f"{name}.jinja").read_text(encoding="utf-8"), form)
+    for case, expected in GOLDEN["prompts"][name].items():
+        conversation = GOLDEN["conversations"][case]
+        if expected is None:
+            with pytest.raises(ValueError, match=r"cannot be applied: Roles must take turns"):
+                template.render(**conversation, now=NOW)
+        else:
+            assert template.render(**conversation, now=NOW) == expected, case
+
+
+def test_each_template_makes_several_prompts() -> None:
+    for prompts in GOLDEN["prompts"].values():
+        assert len({*prompts.values()}) >= 10
+
+
+def test_a_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    template = write(tmp_path, named)
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[]) == "[]"
+
+
+def test_a_template_reads_the_time_of_the_call(tmp_path: Path) -> None:
+    before = datetime.now().year
+    assert int(write(tmp_path, "{{ strftime_now('%Y') }}").render(HELLO)) in (before, datetime.now().year)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ raise_exception('no') }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ messages[0].content.__class__.__mro__[0] }}",
+        "{{ strftime_now.__self__.year }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ open('/etc/passwd') }}",
+        "{% for x in %}",
+        "{{ messages | nothing }}",
+        "{{ missing.missing }}",
+        "{% endgeneration %}",
+    ],
+)
+def test_a_template_that_cannot_be_applied_is_one_line(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer_config.json cannot be applied: ") as raised:
+        write(tmp_path, source).render(HELLO)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("source", ["{{ m.content.__class__ }}", "{{ m.__init__ }}", "{{ strftime_now.__self__ }}"])
+def test_a_template_reaches_no_python(source: str, tmp_path: Path) -> None:
+    assert write(tmp_path, "{% set m = messages[0] %}" + source).render(HELLO) == ""
+
+
+def test_messages_must_be_values_of_json(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="must have values of JSON, and have a object"):
+        write(tmp_path, "a").render([{"role": "user", "content": object()}])
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config.json": b"{"}, "tokenizer_config.json: must be JSON"),
+        ({"tokenizer_config.json": b"[]"}, "tokenizer_config.json: must be an object"),
+        ({"tokenizer_config.json": b"\xff"}, "tokenizer_config.json: must be UTF-8"),
+        ({"tokenizer_config.json": b'{"chat_template": 3}'}, "`chat_template` must be a text, or a list"),
+        ({"tokenizer_config.json": b'{"chat_template": [3]}'}, "`chat_template` must be a text, or a list"),
+        ({"tokenizer_config.json": b'{"chat_template": [{"name": "a"}]}'}, "`chat_template` must be a text, or a list"),
+        ({"tokenizer_config.json": b'{"chat_template": [{"name": "a", "template": ""}]}'}, "named default, and has a"),
+        ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: must be UTF-8"),
+        ({"special_tokens_map.json": b"3"}, "special_tokens_map.json: must be an object"),
+    ],
+)
+def test_a_wrong_file_is_an_error(files: dict[str, bytes], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        ChatTemplate.read(tmp_path).render(HELLO)
+
+
+@pytest.mark.parametrize("settings", [None, "{}"])
+def test_a_checkpoint_without_a_template_is_one_line(settings: str | None, tmp_path: Path) -> None:
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(FileNotFoundError, match=r"has no chat template: neither chat_template.jinja") as raised:
+        ChatTemplate.read(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_without_minijinja_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = write(tmp_path, "a")
+    monkeypatch.setitem(sys.modules, "minijinja", None)
+    with pytest.raises(ImportError, match=r"pip install 'jmx\[hf\]'"):
+        template.render(HELLO)
