@@ -20,6 +20,8 @@ from jmx import cli
 from jmx.ffi.cpu import library as ffi
 from jmx.models import load
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "gpt_oss_tiny"
 QWEN3 = Path(__file__).parent / "data" / "qwen3_moe"

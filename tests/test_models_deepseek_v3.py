@@ -27,6 +27,8 @@ from jmx.models import DeepseekV3, Model, Runner, Sampler, from_source, load, ra
 from jmx.models.config import expert_layers, expert_sizes
 from jmx.models.families.deepseek_v3 import FAMILY
 
+pytestmark = pytest.mark.costly
+
 DATA = Path(__file__).parent / "data"
 PLAIN = ("deepseek_v3/published", "deepseek_v3/other", "deepseek_v2/lite", "deepseek_v2/other")
 NAMES = (*PLAIN, "deepseek_v3/fp8")

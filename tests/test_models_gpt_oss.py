@@ -34,7 +34,7 @@ from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
 from jmx.selection.environment import Environment
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
