@@ -9,7 +9,7 @@ import pytest
 from jmx import cli
 from jmx.checkpoint import quantizing
 from jmx.checkpoint.gpt_oss import writer as gpt_oss_writer
-from jmx.cli import generation
+from jmx.cli import conversation, generation
 from jmx.ffi.cutlass import build
 from jmx.perf import bench, tuner
 
@@ -19,6 +19,7 @@ TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_os
 BASES = {
     "explain": ["--model", "small"],
     "generate": [TINY, "a"],
+    "chat": [TINY],
     "doctor": [],
     "convert": [TINY, "out", "--to", "hf"],
     "bench": ["--model", "small"],
@@ -42,6 +43,9 @@ RIGHT = {
     "logits": NAMES,
     "temperature": {"0", "9" * 30, "1.5"},
     "generate-top_k": {"9" * 30},
+    "chat-top_k": {"9" * 30},
+    "system": {*WRONG},
+    "stop": {*WRONG} - {""},
     "min_p": {"0"},
     "repetition_penalty": {"9" * 30, "1.5"},
     "presence_penalty": {"0", "-1", "1.5"},
@@ -86,6 +90,8 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "choose_engine", stop)
     monkeypatch.setattr(build, "run", stop)
     monkeypatch.setattr(generation, "make_model", stop)
+    monkeypatch.setattr(conversation, "load", stop)
+    monkeypatch.setattr(conversation.ChatTemplate, "read", lambda directory: None)  # TINY has none
     monkeypatch.setattr(gpt_oss_writer, "_write_weights", stop)
     monkeypatch.setattr(quantizing, "convert", stop)
     monkeypatch.setattr("jax.config.update", lambda *arguments: None)

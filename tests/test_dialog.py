@@ -16,7 +16,7 @@ from jmx import cli
 from jmx.cli import conversation
 from jmx.models import Runner, Sampler, load
 from jmx.models.text.chat_template import ChatTemplate
-from jmx.models.text.dialog import Dialog
+from jmx.models.text.dialog import Dialog, Piece
 from jmx.models.text.stream import read_tokenizer
 
 TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
@@ -44,12 +44,16 @@ def dialog(parts: tuple[Runner, Any, ChatTemplate], **arguments: Any) -> Dialog:
     return Dialog(*parts, **{"sampler": Sampler(0.9, seed=3), "max_new_tokens": NEW} | arguments)
 
 
+def joined(answer: Iterator[Piece]) -> str:
+    return "".join(piece.text for piece in answer)
+
+
 def test_answers_with_a_kept_cache_are_those_without(parts: tuple[Runner, Any, ChatTemplate]) -> None:
     kept, in_cache = dialog(parts, system="Be brief."), 0
     for message in ("Hello", "and more", "Licensed <b>", "漢字 🙂"):
         fresh = dialog(parts)
         fresh.messages = [*kept.messages]
-        assert "".join(kept.answer(message)) == "".join(fresh.answer(message))
+        assert joined(kept.answer(message)) == joined(fresh.answer(message))
         assert kept.messages == fresh.messages
         assert fresh.reused == 0
         assert kept.reused >= in_cache
@@ -62,7 +66,7 @@ def test_answers_with_a_kept_cache_are_those_without(parts: tuple[Runner, Any, C
 def test_an_answer_that_is_given_up_stays_in_part(count: int, parts: tuple[Runner, Any, ChatTemplate]) -> None:
     talk = dialog(parts)
     answer = talk.answer("Hello")
-    given = [next(answer) for _ in range(count)]
+    given = [next(answer).text for _ in range(count)]
     answer.close()
     if count == 0:  # it never began
         assert talk.messages == []
@@ -70,15 +74,15 @@ def test_an_answer_that_is_given_up_stays_in_part(count: int, parts: tuple[Runne
     assert talk.messages[-1] == {"role": "assistant", "content": "".join(given)}
     fresh = dialog(parts)
     fresh.messages = [*talk.messages]
-    assert "".join(talk.answer("More")) == "".join(fresh.answer("More"))
+    assert joined(talk.answer("More")) == joined(fresh.answer("More"))
     assert talk.reused > 0
 
 
 def test_an_answer_ends_before_a_stop_string(parts: tuple[Runner, Any, ChatTemplate]) -> None:
-    whole = "".join(dialog(parts).answer("Hello"))
+    whole = joined(dialog(parts).answer("Hello"))
     stop = whole[2:4]
     talk = dialog(parts, stops=[stop])
-    assert "".join(talk.answer("Hello")) == whole[: whole.index(stop)] == talk.messages[-1]["content"]
+    assert joined(talk.answer("Hello")) == whole[: whole.index(stop)] == talk.messages[-1]["content"]
 
 
 def test_a_rejected_message_leaves_the_dialog_as_it_was(parts: tuple[Runner, Any, ChatTemplate]) -> None:
@@ -90,6 +94,21 @@ def test_a_rejected_message_leaves_the_dialog_as_it_was(parts: tuple[Runner, Any
     assert talk.messages == before
     list(talk.answer("Hello"))
     assert talk.reused > 0
+
+
+def test_only_the_final_channel_is_kept_and_the_other_shown_apart(
+    parts: tuple[Runner, Any, ChatTemplate], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = [Piece("Hm", "analysis"), Piece("", "analysis"), Piece("Y"), Piece("es")]
+
+    def texts(*_: object) -> Iterator[Piece]:
+        yield from pieces
+
+    monkeypatch.setattr(Dialog, "_texts", texts)
+    talk = dialog(parts)
+    conversation._answer(talk, "Hello")
+    assert capsys.readouterr() == ("Yes\n", "Hm")
+    assert talk.messages[-1] == {"role": "assistant", "content": "Yes"}
 
 
 # The command
@@ -138,13 +157,13 @@ def test_what_cannot_be_is_one_line(
     assert message in err
 
 
-def pressing(times: int) -> Iterator[str]:
+def pressing(times: int) -> Iterator[Piece]:
     """An answer during which Ctrl-C is pressed."""
-    yield "a"
+    yield Piece("a")
     for _ in range(times):
         signal.raise_signal(signal.SIGINT)
-    yield "b"
-    yield "c"
+    yield Piece("b")
+    yield Piece("c")
 
 
 def test_the_first_ctrl_c_ends_an_answer_and_the_second_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 from jmx.cli import sampling_arguments
-from jmx.cli.common import Parser
+from jmx.cli.common import Parser, number
 
 
 def add(parser: Parser) -> None:
@@ -23,7 +23,7 @@ def add(parser: Parser) -> None:
         help="end an answer before this text, which is not shown; may be given several times",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=1024, metavar="N", help="of an answer; default: %(default)s"
+        "--max-new-tokens", type=number, default=1024, metavar="N", help="of an answer; default: %(default)s"
     )
     sampling_arguments.add(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")

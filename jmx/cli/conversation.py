@@ -15,7 +15,8 @@ from jmx.cli import sampling_arguments
 from jmx.cli.common import EXIT_OK, check_known, to_stderr
 from jmx.models import Runner, hub, load
 from jmx.models.text.chat_template import ChatTemplate
-from jmx.models.text.dialog import Dialog
+from jmx.models.text.dialog import Dialog, Piece
+from jmx.models.text.harmony import FINAL
 from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import read_tokenizer
 
@@ -97,12 +98,21 @@ def _answer(dialog: Dialog, message: str) -> None:
     with _interruptible() as interrupted, contextlib.closing(dialog.answer(message)) as parts:
         try:
             for part in parts:
-                print(part, end="", flush=True)
+                _show(part)
                 if interrupted.is_set():
                     break
         except ValueError as error:
             to_stderr(f"jmx: error: {' '.join(str(error).split())}")
     print(flush=True)
+
+
+def _show(piece: Piece) -> None:
+    """Prints what is for the user on stdout, and other channels, such as gpt-oss' analysis, dim on stderr."""
+    if piece.channel == FINAL:
+        print(piece.text, end="", flush=True)
+    elif piece.text:
+        dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+        print(f"{dim}{piece.text}{plain}", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

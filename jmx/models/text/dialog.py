@@ -2,15 +2,28 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jmx.models.cache import Cache
 from jmx.models.generation import Generation
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
 from jmx.models.text.chat_template import ChatTemplate
+from jmx.models.text.harmony import FINAL, Channels
 from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import TextStream
+
+
+class Piece(NamedTuple):
+    """Whole characters of an answer; they may be none.
+
+    Args:
+        text: the characters.
+        channel: that of gpt-oss, such as analysis or final; final for models without channels.
+    """
+
+    text: str
+    channel: str = FINAL
 
 
 class Dialog:
@@ -49,10 +62,10 @@ class Dialog:
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.reused = 0
 
-    def answer(self, message: str) -> Generator[str]:
-        """Yields the answer to a message, a piece of whole characters for each token, which may be empty.
+    def answer(self, message: str) -> Generator[Piece]:
+        """Yields the answer to a message, a piece for each token.
 
-        If it is closed early, the part so far becomes the answer.
+        If it is closed early, the part so far becomes the answer. Only the final channel is kept in `messages`.
 
         Raises:
             ValueError: the template or the model does not take the message, which is then not part of the dialog.
@@ -67,7 +80,7 @@ class Dialog:
         try:
             with contextlib.closing(self._texts(generation, ids)) as texts:
                 for part in texts:
-                    parts.append(part)
+                    parts += [part.text] if part.channel == FINAL else []
                     yield part
         finally:
             self.messages.append({"role": "assistant", "content": "".join(parts)})
@@ -81,20 +94,55 @@ class Dialog:
         self.reused = 0 if self._cache is None else min(same, len(ids) - 1)
         return None if self._cache is None or self.reused <= 0 else self._cache.truncate([self.reused])
 
-    def _texts(self, generation: Generation, ids: list[int]) -> Generator[str]:
+    def _texts(self, generation: Generation, ids: list[int]) -> Generator[Piece]:
         """The texts of new tokens up to the end of the answer. Then the cache is kept."""
-        stream, stops = TextStream(self._tokenizer), StopStrings(self._stops)
         ends = self._runner.model.config.eos_token_ids
+        reader = _Reader(self._tokenizer, self._stops)
         new: list[int] = []
         try:
             for (token,) in generation:
                 new.append(int(token))
                 if new[-1] in ends:
                     break
-                yield stops.step(stream.step(new[-1]))
-                if stops.found is not None:
+                yield reader.step(new[-1])
+                if reader.stopped:
                     break
-            yield stops.step(stream.flush()) + stops.flush()
+            yield reader.flush()
         finally:
             if new:
                 self._cache, self._ids = generation.cache(), [*ids, *new[:-1]]
+
+
+class _Reader:
+    """Turns new tokens into pieces. Each message of a channel has a text, and stop strings, of its own."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+        self._channels = Channels(tokenizer) if Channels.are_in(tokenizer) else None
+        self._tokenizer, self._strings = tokenizer, stops
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream, self._stops = TextStream(self._tokenizer), StopStrings(self._strings)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops.found is not None
+
+    def step(self, token: int) -> Piece:
+        """The piece that `token` completes; at the end of a message that is what was held back."""
+        if self._channels is None:
+            return Piece(self._stops.step(self._stream.step(token)))
+        channel = self._channels.name
+        if self._channels.step(token):
+            return Piece(self._stops.step(self._stream.step(token)), channel)
+        held = Piece(self._rest(), channel)
+        self._begin()
+        return held
+
+    def flush(self) -> Piece:
+        """The text that was held back, when no token follows."""
+        return Piece(self._rest(), FINAL if self._channels is None else self._channels.name)
+
+    def _rest(self) -> str:
+        return self._stops.step(self._stream.flush()) + self._stops.flush()
