@@ -47,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--drawn",
         action="store_true",
-        help="run one case of each test and backend, others in every run, and fewer examples of properties",
+        help="run one case of each test and backend, a third of a file's costly tests, others in every run, and fewer "
+        "examples of properties",
     )
 
 
@@ -77,6 +78,20 @@ def _left_out(items: list[pytest.Item], drawn: bool) -> set[pytest.Item]:
             shuffled.sort(key=lambda case: taken[_param(case, "format")])
             taken.update(_param(case, "format") for case in shuffled[:count])
         left_out.update(shuffled[count:])
+    return left_out
+
+
+def _costly_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of the tests marked `costly` that a drawn run leaves out: of each file, two thirds of these tests."""
+    tests: dict[pathlib.Path, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if item.get_closest_marker("costly"):
+            name = item.nodeid.partition("[")[0]
+            tests.setdefault(item.path, {}).setdefault(name, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for path, cases in tests.items():
+        order = np.random.default_rng([SEED, zlib.crc32(path.name.encode())]).permutation(sorted(cases))
+        left_out.update(case for name in order[-(-len(order) // 3) :] for case in cases[name])
     return left_out
 
 
@@ -116,7 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if drawn or (jax.default_backend() == "cpu" and not os.environ.get("JMX_TEST_ALL")):
         left_out: set[pytest.Item] = set()
         for skipped in False, True:  # a skipped case does not take the place of one that runs
-            left_out |= _left_out([item for item in items if bool(_skip_reason(item)) is skipped], drawn)
+            alike = [item for item in items if bool(_skip_reason(item)) is skipped]
+            left_out |= _left_out(alike, drawn) | (_costly_left_out(alike) if drawn else set())
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
 

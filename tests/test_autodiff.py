@@ -38,6 +38,8 @@ from jmx import (
 )
 from jmx.backends import registered_backends
 
+pytestmark = pytest.mark.costly
+
 # Backward is the reference's, whatever ran forward. A gradient passes one product more than the result does, and its
 # sums cancel.
 FACTOR = 3

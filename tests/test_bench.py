@@ -26,6 +26,8 @@ from jmx.selection.registry import Registry
 from jmx.util.atomic_files import renaming
 from jmx.xla.backend import Xla
 
+pytestmark = pytest.mark.costly
+
 TINY = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 LIMITS = roofline.Limits(copy_rate=1e9, dense_rate=5e9)
 

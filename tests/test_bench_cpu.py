@@ -12,7 +12,7 @@ from benchmarks.peers import llama_cpp
 from jmx.perf import machine, roofline, shapes
 from jmx.perf.roofline import Limits, Row
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("on_cpu")]
 
 
 def test_blocks_hold_what_the_packed_bytes_hold(rng):

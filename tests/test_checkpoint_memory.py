@@ -12,6 +12,8 @@ import pytest
 
 from jmx.checkpoint import shards
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "gpt_oss_tiny"
 

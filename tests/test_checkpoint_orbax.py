@@ -17,6 +17,8 @@ import jmx.nnx
 from jmx.checkpoint import CheckpointError, orbax, orbax_arrays
 from jmx.numerics.layouts import LAYOUTS
 
+pytestmark = pytest.mark.costly
+
 
 class Model(nnx.Module):
     """Two MoE layers, one inside a list, beside variables of other kinds."""

@@ -22,7 +22,7 @@ from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import LAYOUTS
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 
 def layouts_in(custom_metadata, layers):

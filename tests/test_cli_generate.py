@@ -1,6 +1,7 @@
 """`jmx generate`: tokens of reference models, and what it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from safetensors.numpy import load_file
 from jmx import cli
 from jmx.ffi.cpu import library as ffi
 from jmx.models import load
+
+pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "gpt_oss_tiny"
@@ -73,6 +76,7 @@ def test_the_command_runs_from_anywhere(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jmx.cli", "generate", *arguments, "--json"],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # where jmx is not installed
         capture_output=True,
         text=True,
         check=False,

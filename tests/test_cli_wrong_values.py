@@ -9,6 +9,7 @@ import pytest
 from jmx import cli
 from jmx.checkpoint import quantizing
 from jmx.checkpoint.gpt_oss import writer as gpt_oss_writer
+from jmx.cli import generation
 from jmx.ffi.cutlass import build
 from jmx.perf import bench, tuner
 
@@ -17,6 +18,7 @@ TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_os
 # What each command is given besides.
 BASES = {
     "explain": ["--model", "small"],
+    "generate": [TINY, "a"],
     "doctor": [],
     "convert": [TINY, "out", "--to", "hf"],
     "bench": ["--model", "small"],
@@ -37,6 +39,13 @@ RIGHT = {
     "output": NAMES,
     "seconds": {"9" * 30, "9" * 5000, "1e400", "1.5"},  # the two largest are infinite: as many as there are
     "seed": {"0"},
+    "logits": NAMES,
+    "temperature": {"0", "9" * 30, "1.5"},
+    "generate-top_k": {"9" * 30},
+    "min_p": {"0"},
+    "repetition_penalty": {"9" * 30, "1.5"},
+    "presence_penalty": {"0", "-1", "1.5"},
+    "frequency_penalty": {"0", "-1", "1.5"},
 }
 
 
@@ -76,6 +85,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "measure_limits", stop)
     monkeypatch.setattr(tuner, "choose_engine", stop)
     monkeypatch.setattr(build, "run", stop)
+    monkeypatch.setattr(generation, "make_model", stop)
     monkeypatch.setattr(gpt_oss_writer, "_write_weights", stop)
     monkeypatch.setattr(quantizing, "convert", stop)
     monkeypatch.setattr("jax.config.update", lambda *arguments: None)
@@ -93,7 +103,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(name, action, stopped, capsys
         except Accepted:
             code = 0
         out, err = capsys.readouterr()
-        right = value in RIGHT.get(action.dest, ())
+        right = value in RIGHT.get(f"{name}-{action.dest}", RIGHT.get(action.dest, ()))
         assert code == (0 if right else 2), (value, out, err)
         if right:
             continue

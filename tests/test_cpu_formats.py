@@ -27,7 +27,7 @@ from jmx.ffi.cpu.backend import Cpu
 from jmx.numerics import input_formats
 from jmx.numerics.formats import FORMATS, WHOLE_ROW, BlockScaled, unpack
 
-pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.costly, pytest.mark.usefixtures("on_cpu"), pytest.mark.sampled(3)]
 FOUND = ffi.library()
 KERNELS = FOUND.kernels
 built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))

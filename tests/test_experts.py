@@ -20,7 +20,7 @@ from jmx import BlockScaled, Experts
 from jmx.numerics import quantization
 from jmx.numerics.layouts import LAYOUTS
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 E, H, I = 4, 64, 96  # noqa: E741
 BOTH = ("packed", "canonical")

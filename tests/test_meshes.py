@@ -20,7 +20,7 @@ import jmx.nnx
 from jmx import Logits, Routing
 from jmx.experts import partition_names
 
-pytestmark = [pytest.mark.devices(4), pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.costly, pytest.mark.devices(4), pytest.mark.sampled(3)]
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 BACKENDS = ("xla", "cpu")

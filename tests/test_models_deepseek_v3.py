@@ -28,6 +28,8 @@ from jmx.models.config import expert_layers, expert_sizes
 from jmx.models.families.deepseek_v3 import FAMILY
 from jmx.models.quantized_weights import QuantizedWeights
 
+pytestmark = pytest.mark.costly
+
 DATA = Path(__file__).parent / "data"
 PLAIN = ("deepseek_v3/published", "deepseek_v3/other", "deepseek_v2/lite", "deepseek_v2/other")
 NAMES = (*PLAIN, "deepseek_v3/fp8")

@@ -22,6 +22,8 @@ from jmx.models import FAMILIES, Family, Model, Sampler, family_of, from_source,
 from jmx.models.config import expert_layers, expert_sizes
 from jmx.models.loading import file_source
 
+pytestmark = pytest.mark.costly
+
 GOLDEN = Path(__file__).parent / "data" / "families"
 NEW = ("mixtral", "qwen2_moe", "olmoe", "glm4_moe")
 NAMES = (*NEW, *(f"{name}_other" for name in NEW))

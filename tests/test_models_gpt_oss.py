@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from golden_experts import Family, check_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from model_steps import decode_step, relative_error
-from properties import examples
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -30,17 +28,13 @@ from jmx.checkpoint.gpt_oss import convert, read_config
 from jmx.checkpoint.gpt_oss.tensor_names import layer_shapes, top_shapes
 from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.models import Cache, GptOss, Model, MoERecord, Runner, Sampler, from_source, load, random_source
-from jmx.models.attention.functions import QUERIES, attend
 from jmx.models.cache import bucket, write
 from jmx.models.float_moe import FloatMoE
-from jmx.models.rope import rope_angles, rope_frequencies, rotate
 from jmx.models.runner import CHUNK
 from jmx.models.text.stream import TextStream
-from jmx.pallas.attention.decode import flash_decode
-from jmx.pallas.attention.prefill import flash_prefill
 from jmx.selection.environment import Environment
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
@@ -375,81 +369,6 @@ def test_a_cache_without_room_is_refused(small: Runner) -> None:
 # The parts
 
 
-def plain_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: np.ndarray, window: int | None):
-    """One row, all heads of their own, in float64: query, keys, values (T, heads, D)."""
-    out = np.zeros(query.shape)
-    for t in range(query.shape[0]):
-        first = 0 if window is None else max(0, t - window + 1)
-        scores = np.einsum("hd,shd->hs", query[t], keys[first : t + 1]) / math.sqrt(query.shape[-1])
-        powers = np.exp(np.concatenate([scores, sinks[:, None]], axis=1))
-        weights = (powers / powers.sum(axis=1, keepdims=True))[:, :-1]
-        out[t] = np.einsum("hs,shd->hd", weights, values[first : t + 1])
-    return out
-
-
-@pytest.mark.parametrize("window", [None, 1, 16, 300])
-@pytest.mark.parametrize("length", [1, 20, 2 * QUERIES])
-def test_attention_is_the_plain_one(rng: np.random.Generator, length: int, window: int | None) -> None:
-    batch, kv_heads, group, dim, capacity = 2, 2, 3, 8, 2 * QUERIES + 5
-    query = rng.standard_normal((batch, capacity, kv_heads * group, dim))
-    keys, values = rng.standard_normal((2, batch, kv_heads, capacity, dim))
-    sinks = rng.standard_normal(kv_heads * group)
-    starts = rng.integers(capacity - length + 1, size=batch)
-    rows = np.stack([row[start : start + length] for row, start in zip(query, starts, strict=True)])
-    on_device = [jnp.asarray(a, jnp.float32) for a in (rows, keys, values, sinks)]
-    got = attend(*on_device, starts=jnp.asarray(starts), window=window)
-    for row in range(batch):
-        key, value = (np.repeat(a[row].swapaxes(0, 1), group, axis=1) for a in (keys, values))
-        expected = plain_attention(query[row], key, value, sinks, window)
-        assert relative_error(got[row], expected[starts[row] : starts[row] + length]) <= 1e-5
-
-
-def test_attention_refuses_lengths_between_blocks() -> None:
-    odd = jnp.ones((1, QUERIES + 1, 2, 8))
-    with pytest.raises(ValueError, match=f"of {QUERIES + 1} tokens"):
-        attend(odd, jnp.ones((1, 2, 256, 8)), jnp.ones((1, 2, 256, 8)), jnp.ones(2), jnp.zeros(1, jnp.int32), None)
-
-
-def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int) -> list[jax.Array]:
-    """bfloat16 (B, T, heads, D): queries, and the keys and values of two heads that groups of them share."""
-    shapes = [(batch, length, heads, dim) for heads in (2 * group, 2, 2)]
-    return [jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-
-
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("window", [None, 1, 128, 300])
-@pytest.mark.parametrize(("length", "group", "dim"), [(128, 1, 64), (384, 8, 64), (2048, 16, 64), (640, 8, 128)])
-def test_the_kernels_attend_as_the_plain_code_does(
-    rng: np.random.Generator, length: int, group: int, dim: int, window: int | None
-) -> None:
-    query, keys, values = qkv(rng, 2, length, group, dim)
-    sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
-    held = jnp.stack([keys, values]).swapaxes(2, 3)
-    wide = held.astype(jnp.float32)
-    expected = attend(query.astype(jnp.float32), wide[0], wide[1], sinks, jnp.zeros(2, jnp.int32), window)
-    expected = np.asarray(expected)
-    assert relative_error(flash_prefill(query, keys, values, sinks, window), expected) <= 4e-3
-    if group % 8 == 0:
-        at = np.array([length - 1, rng.integers(length)])
-        got = flash_decode(query[np.arange(2), at], held, sinks, jnp.asarray(at), window)
-        assert relative_error(got, expected[np.arange(2), at]) <= 4e-3
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(("window", "heads", "dim"), [(None, 64, 64), (128, 64, 64), (None, 32, 128)])
-def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int | None, heads: int, dim: int) -> None:
-    shape, dtype, sinks = jax.ShapeDtypeStruct, jnp.bfloat16, jax.ShapeDtypeStruct((heads,), jnp.float32)
-    query, keys = shape((1, 8192, heads, dim), dtype), shape((1, 8192, heads // 8, dim), dtype)
-    prefill = aot.compile_for_h200(partial(flash_prefill, window=window), query, keys, keys, sinks)
-    one, position = shape((1, heads, dim), dtype), shape((1,), jnp.int32)
-    cache = shape((2, 1, heads // 8, 8192, dim), dtype)
-    decode = aot.compile_for_h200(partial(flash_decode, window=window), one, cache, sinks, position)
-    for compiled in (prefill, decode):
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        assert memory.temp_size_in_bytes < 1e6
-
-
 @pytest.mark.aot
 def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
     config = PUBLISHED["gpt-oss-20b"]
@@ -463,32 +382,6 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
     (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
     assert graph[0] == "kCommandBuffer"
     assert graph.count("kCustomCall") == 4  # each layer's attention and experts
-
-
-def test_rotary_scores_depend_on_the_distance_alone(rng: np.random.Generator) -> None:
-    config = read_config(TINY)
-    query, key = (jnp.asarray(rng.standard_normal((1, 1, 1, config.head_dim)), jnp.float32) for _ in range(2))
-
-    def score(at: int, other: int) -> float:
-        positions = (jnp.full((1, 1), position) for position in (at, other))
-        angles = [rope_angles(its, config.head_dim, config.rope_theta, config.yarn) for its in positions]
-        return float((rotate(query, angles[0]) * rotate(key, angles[1])).sum())
-
-    concentration = 0.1 * math.log(config.rope_factor) + 1
-    assert score(0, 0) == pytest.approx(concentration**2 * float((query * key).sum()), rel=1e-5, abs=1e-4)
-    assert score(9, 4) == pytest.approx(score(509, 504), rel=1e-3, abs=1e-3)
-    assert score(9, 4) != pytest.approx(score(4, 9), rel=1e-3, abs=1e-3)
-
-
-def test_yarn_keeps_fast_channels_and_stretches_slow_ones() -> None:
-    config = PUBLISHED["gpt-oss-20b"]
-    plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-    turns = config.rope_original_length * plain / (2 * math.pi)
-    ratio = rope_frequencies(config.head_dim, config.rope_theta, config.yarn) / plain
-    np.testing.assert_allclose(ratio[turns >= config.rope_beta_fast], 1, rtol=1e-6)
-    np.testing.assert_allclose(ratio[turns <= config.rope_beta_slow], 1 / config.rope_factor, rtol=1e-6)
-    assert (np.diff(ratio) <= 1e-6).all()
-    assert ((ratio > 1.001 / config.rope_factor) & (ratio < 0.999)).sum() > 3
 
 
 @given(st.integers(1, 1 << 20))
@@ -512,64 +405,6 @@ def test_a_cache_grows_with_what_it_holds(rng: np.random.Generator) -> None:
     assert (np.asarray(grown.layers[1][1])[:, :, :16] == 2 * held).all()
     assert grown.reserve(32) is grown
     assert grown.nbytes == sum(a.on_device_size_in_bytes() for a in grown.layers)
-
-
-@examples(20)
-@given(st.floats(0.2, 3), st.floats(0.05, 1), st.integers(0, 2**31 - 1))
-def test_sampling_stays_within_top_p_and_repeats_by_seed(temperature: float, top_p: float, seed: int) -> None:
-    logits = np.random.default_rng(seed).standard_normal((3, 50)).astype(np.float32) * 2
-    sampler = Sampler(temperature, top_p, seed)
-    drawn = np.asarray(sampler(jnp.asarray(logits), 5))
-    assert (drawn == np.asarray(sampler(jnp.asarray(logits), 5))).all()
-    scaled = np.exp(logits.astype(np.float64) / temperature)
-    probabilities = scaled / scaled.sum(axis=-1, keepdims=True)
-    for row, token in zip(probabilities, drawn, strict=True):
-        assert row[row > row[token]].sum() < top_p + 1e-5
-
-
-def test_sampling_draws_in_proportion(rng: np.random.Generator) -> None:
-    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
-    logits = jnp.asarray(np.tile(2 * np.log(probabilities), (20000, 1)), jnp.float32)
-    seed = int(rng.integers(2**31))
-    drawn = np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 0))
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, probabilities, atol=0.03)
-    drawn = np.asarray(Sampler(temperature=2.0, top_p=0.7, seed=seed)(logits, 0))
-    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / drawn.size, [0.625, 0.375, 0, 0], atol=0.03)
-    assert (np.asarray(Sampler(temperature=2.0, seed=seed)(logits, 1)) != drawn).any()
-
-
-def test_seeds_of_32_bits_are_drawn_by_and_all_differ(rng: np.random.Generator) -> None:
-    logits = jnp.asarray(rng.standard_normal((50, 100)), jnp.float32)
-    seeds = (0, 2**31 - 1, 2**31, 2**32 - 1)
-    assert len({np.asarray(Sampler(1.0, seed=seed)(logits, 0)).tobytes() for seed in seeds}) == len(seeds)
-
-
-@pytest.mark.parametrize("top_p", [0.9, 1.0])
-@pytest.mark.parametrize("temperature", [1e-50, 1e-38, 1e-20])
-def test_a_tiny_temperature_takes_the_largest(temperature: float, top_p: float, rng: np.random.Generator) -> None:
-    logits = jnp.asarray(rng.standard_normal((20, 50)) * 10, jnp.float32)
-    drawn = Sampler(temperature, top_p)(logits, 0)
-    assert (np.asarray(drawn) == np.asarray(logits).argmax(-1)).all()
-
-
-def test_greedy_takes_the_first_largest() -> None:
-    assert np.asarray(Sampler()(jnp.array([[1.0, 3, 3], [5, 0, 5]]), 0)).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("seed", -1),
-        ("seed", 2**32),
-    ],
-)
-def test_sampling_parameters_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` \\(={value}\\)"):
-        dataclasses.replace(Sampler(), **{name: value})
 
 
 @given(st.text(max_size=40))

@@ -30,7 +30,7 @@ from jmx.models.config import expert_sizes
 from jmx.models.families.qwen3_moe import FAMILY
 from jmx.models.float_moe import FloatMoE
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = DATA / "qwen3_moe"

@@ -17,7 +17,7 @@ import jmx.nnx
 from jmx.backends import resolve_layout
 from jmx.nnx import CorrectionBias, MoE, Quantized
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 H, I, E, K = 64, 96, 8, 2  # noqa: E741
 GPT_OSS = jmx.SwiGLU(alpha=1.702, beta=1.0, limit=7.0)

@@ -82,6 +82,7 @@ def test_the_readme_is_one_page_and_its_example_short():
     assert len(example.text.splitlines()) <= 25
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page)])
 def test_python_runs_as_printed(page):
     out = run("-c", python(page))
@@ -120,6 +121,7 @@ def installed(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
     return package, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
+@pytest.mark.costly
 def test_the_backend_that_the_docs_build_works(installed, request):
     """Run with the page's own commands. If this run draws cases, so does that of jmx's tests."""
     package, environment = installed
@@ -136,6 +138,7 @@ def test_the_backend_that_the_docs_build_works(installed, request):
         assert int(passed[1]) >= least
 
 
+@pytest.mark.costly
 def test_an_installed_backend_shows_everywhere(installed):
     _, environment = installed
     for arguments in (

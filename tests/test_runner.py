@@ -18,6 +18,8 @@ from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING
 from jmx.models import Cache, Runner, from_source, random_source
 from jmx.models.attention.functions import QUERIES
 
+pytestmark = pytest.mark.costly
+
 TINY = Path(__file__).resolve().parents[1] / "examples" / "gpt_oss_tiny"
 WINDOW = 16  # of the sliding layer
 LENGTH = 32

@@ -55,6 +55,17 @@ def test_three(n):
 def test_four():
     pass
 """
+COSTLY = """import pytest
+
+pytestmark = pytest.mark.costly
+""" + "".join(
+    f"""
+@pytest.mark.parametrize("n", [1, 2])
+def test_{number}(n):
+    pass
+"""
+    for number in range(7)
+)
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
@@ -84,6 +95,23 @@ def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(tmp_
     words = {word for _, case in drawn for word in case.split("-")}
     assert words >= {"xla", "cpu", "mxfp4", "nvfp4", "mxint4"}
     assert len(collected()) == 6 + 2 + 2 + 1
+
+
+def test_a_third_of_a_files_costly_tests_is_drawn_others_in_other_runs(tmp_path, monkeypatch):
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_costly.py").write_text(COSTLY)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JMX_TEST_SHAPES", "0")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    command += ["--rootdir", tmp_path, "--collect-only", "-q", "--drawn", "test_costly.py"]
+    drawn = set()
+    for seed in ("1", "2", "3"):
+        monkeypatch.setenv("JMX_TEST_SEED", seed)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        found = re.findall(r"::(\w+)", done.stdout)
+        assert len(found) == 3, done.stdout + done.stderr
+        drawn.add(tuple(sorted(found)))
+    assert len(drawn) > 1
 
 
 def test_the_oldest_versions_are_those_of_pyproject():

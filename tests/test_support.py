@@ -15,6 +15,8 @@ from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.selection.backend import Reason
 from jmx.selection.environment import Environment
 
+pytestmark = pytest.mark.costly
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
 

@@ -34,7 +34,7 @@ from jmx.selection import tuning
 from jmx.selection.registry import Registry
 from jmx.selection.select import select
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 interpreted = pytest.mark.usefixtures("on_cpu")  # where the interpreter runs, also if there is a GPU
 REGISTERED = registered_backends()

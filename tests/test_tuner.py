@@ -32,7 +32,7 @@ from jmx.selection.registry import Registry
 from jmx.selection.tuning import Key
 from jmx.xla import backend as xla
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 SHAPE = Shape(4, 32, 64, TopKSoftmax(2), SwiGLU(), "concatenated", True)
 NAME = tuning.shape_class(SHAPE.problem(1, "packed"))

@@ -22,7 +22,7 @@ from jmx.numerics.formats import FORMATS
 from jmx.selection.problem import resolve_input_format
 from jmx.xla.backend import Xla
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 SIZE = 1024
 # One token of stacked arrays is all that XLA can slice without a copy; see `Experts.layer`.

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jmx.cli import sampling_arguments
-from jmx.cli.common import Parser
+from jmx.cli.common import Parser, number
 
 
 def add(parser: Parser) -> None:
@@ -20,7 +20,7 @@ def add(parser: Parser) -> None:
         metavar="1,2,3",
         help="token ids; new ids are then shown as ids. Default with --random: 1024 random ones",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=number, default=64, metavar="N", help="default: %(default)s")
     sampling_arguments.add(parser)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
     parser.add_argument(

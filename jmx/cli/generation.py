@@ -16,7 +16,7 @@ import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.cli import sampling_arguments
-from jmx.cli.common import EXIT_OK, check_known, print_json
+from jmx.cli.common import EXIT_OK, check_directories, check_known, print_json
 from jmx.models import FAMILIES, Model, Runner, family_of, from_source, load, random_source
 from jmx.models.config import Config
 from jmx.models.runner import check_tokens
@@ -47,6 +47,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             atomic_files.check_new(arguments.logits)
         except OSError as error:
             raise ValueError(f"`--logits`: {error}") from error
+        check_directories(str(arguments.logits))
 
 
 def _published() -> dict[str, Config]:

@@ -22,6 +22,27 @@ def add(parser: Parser) -> None:
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that sum to P (default: all)"
     )
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="keep tokens at least P times as probable as the likeliest (default: all)",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="divides positive logits of tokens that are there already, and multiplies negative ones (default: 1)",
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="P", help="subtracted for tokens generated already"
+    )
+    group.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="F", help="subtracted as often as a token was generated"
+    )
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random weights")
 
 
@@ -29,4 +50,6 @@ def sampler(arguments: argparse.Namespace) -> "Sampler":
     """The `Sampler` of parsed arguments. ValueError for one outside its range."""
     from jmx.models import Sampler
 
-    return Sampler(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return Sampler(**{name: getattr(arguments, name) for name in (*names, *penalties)})

@@ -22,7 +22,10 @@ from jmx.models.families.mixtral import Mixtral
 from jmx.models.families.olmoe import OLMoE
 from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
+from jmx.models.generation import Generation
 from jmx.models.loading import family_of, from_source, load, random_source
+from jmx.models.logprobs import LogProbabilities
+from jmx.models.penalties import TokenCounts
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
 
@@ -31,8 +34,10 @@ __all__ = [
     "Cache",
     "DeepseekV3",
     "Family",
+    "Generation",
     "Glm4MoE",
     "GptOss",
+    "LogProbabilities",
     "Mixtral",
     "MoERecord",
     "Model",
@@ -41,6 +46,7 @@ __all__ = [
     "Qwen3MoE",
     "Runner",
     "Sampler",
+    "TokenCounts",
     "family_of",
     "from_source",
     "load",

@@ -1,7 +1,7 @@
 """Prefill and decode: a model as jitted functions over a donated cache, and the loop that generates with them."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,33 @@ from jax import lax
 from jmx.models.cache import Cache, bucket
 from jmx.models.config import Config
 from jmx.models.decoder import Model
-from jmx.models.sampling import Sampler
+from jmx.models.generation import Chunk, Generation
+from jmx.models.logprobs import LogProbabilities, check_count, log_probabilities
+from jmx.models.penalties import TokenCounts
+from jmx.models.sampling import Sampler, choose
+from jmx.util.checks import check_int
 
 # Decoding steps per program when generating. A caller may wait for so many, and so many may follow an EOS.
 CHUNK = 16
 
+# Tokens (steps, B) and their log probabilities, or None.
+_Drawn = tuple[jax.Array, LogProbabilities | None]
+
+
+class _State(NamedTuple):
+    """What one step of generating hands to the next: the cache's arrays, the last tokens (B,), and counts or None."""
+
+    layers: list[jax.Array]
+    lengths: jax.Array
+    tokens: jax.Array
+    counts: TokenCounts | None
+
 
 class Runner:
-    """Runs a model. `prefill` is traced once per bucket of prompt lengths, `decode` once per bucket of cache
-    lengths, `extend` once per pair of them.
+    """Runs a model.
 
-    All are traced again for another number of rows. Buckets are powers of two.
+    `prefill` is traced once per bucket of prompt lengths, `decode` once per bucket of cache lengths, `extend` once per
+    pair of them, and all again for another number of rows. Buckets are powers of two.
     """
 
     def __init__(self, model: Model):
@@ -60,27 +76,24 @@ class Runner:
             x, layers = model(tokens[:, None], lengths, layers)
             return model.logits(x[:, 0]), layers, lengths + 1
 
-        def chunk(
+        def steps(
             weights: list[Any],
-            layers: list[jax.Array],
-            lengths: jax.Array,
-            tokens: jax.Array,
+            state: _State,
+            numbers: dict[str, jax.Array],
             first: jax.Array,
-            sampler: Sampler,
-        ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
-            def step(carry: tuple[Any, ...], number: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
-                layers, lengths, tokens = carry
-                logits, layers, lengths = decode(weights, layers, lengths, tokens)
-                tokens = sampler(logits, number)
-                return (layers, lengths, tokens), tokens
+            logprobs: int | None,
+        ) -> tuple[_State, _Drawn]:
+            def step(state: _State, number: jax.Array) -> tuple[_State, _Drawn]:
+                logits, layers, lengths = decode(weights, state.layers, state.lengths, state.tokens)
+                tokens, counts, found = _draw(logits, numbers, number, state.counts, logprobs)
+                return _State(layers, lengths, tokens, counts), (tokens, found)
 
-            carry, new = lax.scan(step, (layers, lengths, tokens), first + jnp.arange(CHUNK))
-            return new, *carry
+            return lax.scan(step, state, first + jnp.arange(CHUNK))
 
         self._prefill = jax.jit(prefill, static_argnames="all_logits", donate_argnames="layers")
         self._extend = jax.jit(extend, donate_argnames=("layers", "starts"))
         self._decode = jax.jit(decode, donate_argnames=("layers", "lengths"))
-        self._chunk = jax.jit(chunk, static_argnames="sampler", donate_argnames=("layers", "lengths"))
+        self._steps = jax.jit(steps, static_argnames="logprobs", donate_argnames="state")
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, cache: Cache | None = None, all_logits: bool = False
@@ -150,45 +163,120 @@ class Runner:
         logits, layers, lengths = self._decode(self._weights, cache.layers, cache.lengths, tokens)
         return logits, Cache(layers, lengths, cache.longest + 1)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> Iterator[np.ndarray]:
-        """Yields the new tokens of all rows, int32 (B,), `max_new_tokens` times; a caller stops it at an EOS.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampler: Sampler,
+        max_new_tokens: int,
+        *,
+        cache: Cache | None = None,
+        logprobs: int | None = None,
+    ) -> Generation:
+        """New tokens after prompts, of all rows at once: an iterator, which a caller stops at an EOS.
 
         `CHUNK` steps run as one program, and the next program is launched before their tokens are read, so that the
         device never waits for the host.
+
+        Args:
+            prompts: B lists of token ids.
+            sampler: chooses tokens; its penalties count those of whole prompts.
+            max_new_tokens: how many steps the iterator has, at least 1.
+            cache: of the first tokens of each prompt, but not of all; donated. None: of none.
+            logprobs: for how many of the likeliest tokens of each step log probabilities are computed, besides that of
+                the chosen one; None computes none.
+
+        Raises:
+            TypeError: `max_new_tokens` or `logprobs` is not an integer.
+            ValueError: those of `prefill` and `extend`; `max_new_tokens`, `logprobs` or lengths in the cache out of
+                range.
         """
-        tokens, cache = self._start(prompts, sampler, max_new_tokens)
-        ready = tokens[None]
-        for step in range(1, max_new_tokens, CHUNK):
-            ready.copy_to_host_async()
-            new, tokens, cache = self._steps(tokens, cache, step, sampler)
-            yield from np.asarray(ready)
-            ready = new
-        yield from np.asarray(ready)[: (max_new_tokens - 2) % CHUNK + 1]  # the last chunk may be longer than needed
+        check_tokens(self.model.config, "prompts", prompts)
+        check_int("max_new_tokens", max_new_tokens, least=1)
+        check_count(logprobs, self.model.config.vocab_size)
+        known = [0] * len(prompts) if cache is None else np.asarray(cache.lengths).tolist()
+        if len(known) != len(prompts):
+            raise ValueError(f"`cache` (of {len(known)} rows) must have {len(prompts)} rows, those of `prompts`")
+        for row, (prompt, length) in enumerate(zip(prompts, known, strict=True)):
+            if len(prompt) <= length:
+                its = f"`prompts[{row}]` (of {len(prompt)} tokens)"
+                raise ValueError(f"{its} must have more tokens than its row of `cache` (={length})")
+        chunks = self._chunks(prompts, known, sampler, max_new_tokens, cache, logprobs)
+        return Generation(chunks, [len(prompt) for prompt in prompts], max_new_tokens)
 
-    def warm_up(self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int) -> int:
+    def warm_up(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampler: Sampler,
+        max_new_tokens: int,
+        *,
+        logprobs: int | None = None,
+    ) -> int:
         """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache."""
-        tokens, cache = self._start(prompts, sampler, max_new_tokens)
+        state, _ = self._start(prompts, [0] * len(prompts), sampler, max_new_tokens, None, logprobs)
         if max_new_tokens > 1:
-            _, tokens, cache = self._steps(tokens, cache, 1, sampler)
-        jax.block_until_ready((tokens[None], cache.layers))
-        return cache.nbytes
+            state, _ = self._steps(self._weights, state, jax.device_put(sampler.numbers), 1, logprobs)
+        jax.block_until_ready(state)
+        return sum(layer.nbytes for layer in state.layers)
 
-    def _steps(
-        self, tokens: jax.Array, cache: Cache, step: int, sampler: Sampler
-    ) -> tuple[jax.Array, jax.Array, Cache]:
-        """`CHUNK` steps from the `step`-th on, after `tokens` (B,). Returns all new tokens (CHUNK, B), the last
-        of them, and the cache."""
-        new, layers, lengths, tokens = self._chunk(self._weights, cache.layers, cache.lengths, tokens, step, sampler)
-        return new, tokens, Cache(layers, lengths, cache.longest + CHUNK)
+    def _chunks(
+        self,
+        prompts: Sequence[Sequence[int]],
+        known: Sequence[int],
+        sampler: Sampler,
+        max_new_tokens: int,
+        cache: Cache | None,
+        logprobs: int | None,
+    ) -> Iterator[Chunk]:
+        """The first tokens alone, then `CHUNK` steps each; the last one may be longer than needed."""
+        numbers = jax.device_put(sampler.numbers)
+        state, ready = self._start(prompts, known, sampler, max_new_tokens, cache, logprobs)
+        longest = max(map(len, prompts))
+        for step in range(1, max_new_tokens, CHUNK):
+            jax.tree.map(lambda array: array.copy_to_host_async(), ready)
+            state, new = self._steps(self._weights, state, numbers, step, logprobs)
+            longest += CHUNK
+            tokens, found = jax.tree.map(np.asarray, ready)
+            yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
+            ready = new
+        tokens, found = jax.tree.map(np.asarray, ready)
+        yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
 
     def _start(
-        self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int
-    ) -> tuple[jax.Array, Cache]:
-        """The first new tokens, and a cache with capacity for all the others, in whole chunks."""
-        logits, cache = self.prefill(prompts)
-        tokens = sampler(logits, 0)
+        self,
+        prompts: Sequence[Sequence[int]],
+        known: Sequence[int],
+        sampler: Sampler,
+        max_new_tokens: int,
+        cache: Cache | None,
+        logprobs: int | None,
+    ) -> tuple[_State, _Drawn]:
+        """The state after the first new tokens, with capacity for all the others in whole chunks, and these tokens."""
+        if cache is None:
+            logits, cache = self.prefill(prompts)
+        else:
+            logits, cache = self.extend([prompt[n:] for prompt, n in zip(prompts, known, strict=True)], cache)
+        counts = sampler.counts(prompts, self.model.config.vocab_size)
+        tokens, counts, found = _draw_first(logits, sampler.numbers, 0, counts, logprobs)
         chunks = -(-(max_new_tokens - 1) // CHUNK)
-        return tokens, cache.reserve(cache.longest + chunks * CHUNK)
+        cache = cache.reserve(max(map(len, prompts)) + chunks * CHUNK)
+        drawn = jax.tree.map(lambda array: array[None], (tokens, found))
+        return _State(cache.layers, cache.lengths, tokens, counts), drawn
+
+
+def _draw(
+    logits: jax.Array,
+    numbers: Mapping[str, Any],
+    step: int | jax.Array,
+    counts: TokenCounts | None,
+    logprobs: int | None,
+) -> tuple[jax.Array, TokenCounts | None, LogProbabilities | None]:
+    """The next tokens (B,), the counts with them, and their log probabilities if these are asked for."""
+    tokens = choose(logits, numbers, step, counts)
+    found = None if logprobs is None else log_probabilities(logits, tokens, logprobs)
+    return tokens, None if counts is None else counts.add(tokens), found
+
+
+_draw_first = jax.jit(_draw, static_argnames="logprobs")
 
 
 def check_tokens(config: Config, name: str, rows: Sequence[Sequence[int]]) -> None:

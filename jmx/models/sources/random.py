@@ -47,7 +47,7 @@ class RandomSource[C: Config]:
         gate_up_order: str,
         bias: bool,
     ):
-        check_seed(seed)
+        check_seed("seed", seed)
         self.config, self.layers = config, layers
         self._key = jax.random.key(seed)
         self._shapes, self._sizes = shapes, sizes

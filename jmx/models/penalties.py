@@ -1,0 +1,54 @@
+"""Penalties of tokens that a row has already: how often it has each, and what that changes in its logits."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class TokenCounts(NamedTuple):
+    """The tokens of each row so far.
+
+    Args:
+        prompt: bool (B, vocab_size), which tokens its prompt has.
+        new: int32 (B, vocab_size), how often each was generated.
+    """
+
+    prompt: jax.Array
+    new: jax.Array
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> "TokenCounts":
+        """The counts of B prompts, with nothing generated yet."""
+        found = np.zeros((len(prompts), vocab_size), bool)
+        for row, prompt in zip(found, prompts, strict=True):
+            row[np.asarray(prompt)] = True
+        return cls(jnp.asarray(found), jnp.zeros(found.shape, jnp.int32))
+
+    def add(self, tokens: jax.Array) -> "TokenCounts":
+        """The counts after a token more of each row, int32 (B,)."""
+        return TokenCounts(self.prompt, self.new + (tokens[:, None] == jnp.arange(self.new.shape[1])))
+
+
+def penalize(
+    logits: jax.Array,
+    counts: TokenCounts,
+    repetition: float | jax.Array,
+    presence: float | jax.Array,
+    frequency: float | jax.Array,
+) -> jax.Array:
+    """Logits (B, vocab_size) -> the same, with lower ones for tokens that rows have already.
+
+    Args:
+        logits: float32 (B, vocab_size).
+        counts: of the same shape.
+        repetition: divides positive logits of tokens of the prompt or generated, and multiplies negative ones, as in
+            CTRL (Keskar et al., 2019) and transformers.
+        presence: then subtracted from logits of tokens that were generated, as in OpenAI's API.
+        frequency: then subtracted as often as a token was generated, likewise.
+    """
+    scaled = jnp.where(logits < 0, logits * repetition, logits / repetition)
+    logits = jnp.where(counts.prompt | (counts.new > 0), scaled, logits)
+    return logits - presence * (counts.new > 0) - frequency * counts.new
