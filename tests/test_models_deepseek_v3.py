@@ -26,6 +26,7 @@ from jmx.checkpoint.shards import read_headers
 from jmx.models import DeepseekV3, Model, Runner, Sampler, from_source, load, random_source
 from jmx.models.config import expert_layers, expert_sizes
 from jmx.models.families.deepseek_v3 import FAMILY
+from jmx.models.quantized_weights import QuantizedWeights
 
 pytestmark = pytest.mark.costly
 
@@ -123,14 +124,19 @@ def test_float_experts_are_quantized_as_they_are_read(format: str) -> None:
 
 
 def test_fp8_as_deepseek_publishes_it() -> None:
-    """Experts stay in FP8, and quantize their inputs; the rest is dequantized, with a warning."""
+    """Experts stay in FP8, and quantize their inputs; the rest stays in FP8 too, with a warning for its inputs."""
     path, expected = DATA / "deepseek_v3/fp8", golden("deepseek_v3/fp8")
-    with pytest.warns(UserWarning, match=r"16 modules outside experts are quantized, such as .*self_attn"):
+    with pytest.warns(
+        UserWarning, match=r"16 modules outside experts are quantized, such as .*self_attn.*they stay so"
+    ):
         model = load(path, dtype=jnp.float32)
     experts = model.layers[1].moe.experts
     assert (experts.format, experts.input_format) == (jmx.FORMATS["fp8_block"], "fp8_block")
     logits, _, _ = whole(model, jnp.asarray(expected["input_ids"]))
     assert 1e-3 < relative_error(logits, expected["logits"]) <= 0.1
+    weights = model.layers[1].attention.key_value_up.weights.get_value()
+    assert isinstance(weights, QuantizedWeights)
+    assert (weights.shape, weights.nbytes) == ((160, 20), 160 * 20 + 160 * 4)  # a scale for each row
 
 
 # Prefill and decode

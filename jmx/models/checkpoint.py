@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jmx
 from jmx.checkpoint import CheckpointError, compressed_tensors, quantizing
 from jmx.checkpoint.quantizing import FloatExperts
+from jmx.models.quantized_weights import QuantizedWeights
 
 _FLOATS = ("BF16", "F16", "F32")
 _CHUNK = 1 << 24  # bytes compared at a time
@@ -22,7 +24,7 @@ class Checkpoint:
     """Tensors by their names in the files.
 
     Quantized experts stay quantized; float experts stay floats, or are quantized to `format` on reading. Other
-    quantized modules are dequantized, with a UserWarning.
+    quantized modules stay in FP8, or are dequantized from other formats, with a UserWarning.
 
     Args:
         path: a directory of safetensors files.
@@ -60,14 +62,14 @@ class Checkpoint:
 
         Modules in `unused` may be there. UserWarnings name what is not run as the checkpoint has it.
         """
-        expanded = [name for name in shapes if self._module_of(name) is not None]
+        quantized = [name for name in shapes if self._module_of(name) is not None]
         for name, shape in shapes.items():
             self._check_tensor(name, shape)
         for name, sizes in experts.items():
             its = self._expert_sizes(name)
             if its != sizes:
                 raise CheckpointError(self.path, f"experts {name!r} are E, H, I = {its}, but must be {sizes}")
-        parts = {name.rpartition(".")[0] for name in expanded}
+        parts = {name.rpartition(".")[0] for name in quantized}
         cache = isinstance(self.reader, compressed_tensors.Reader) and self.reader.quantization.kv_cache
         skipped = dict.fromkeys(name for name in self.tensors if name.startswith(tuple(f"{its}." for its in unused)))
         for name, tensor in self.tensors.items():
@@ -75,11 +77,13 @@ class Checkpoint:
             known = name in shapes or module in parts or name in skipped or (cache and last in _CACHE_SCALES)
             if not known and not name.startswith(tuple(f"{its}." for its in experts)):
                 raise CheckpointError(tensor.file, f"tensor {name!r} is not one of a model with this config")
-        if expanded:
-            _warn(
-                f"{self.path}: {len(expanded)} modules outside experts are quantized, such as {expanded[0]!r}: they "
-                "are dequantized, and their inputs are not quantized"
-            )
+        for stays, what in ((True, "they stay so, but"), (False, "they are dequantized, and")):
+            names = [name for name in quantized if self._stays(name) is stays]
+            if names:
+                _warn(
+                    f"{self.path}: {len(names)} modules outside experts are quantized, such as {names[0]!r}: {what} "
+                    "their inputs are not quantized"
+                )
         if skipped:
             _warn(f"{self.path}: {len(skipped)} tensors, such as {min(skipped)!r}, are of modules that are not run")
         if cache:
@@ -112,8 +116,11 @@ class Checkpoint:
             np.array_equal(first[at : at + _CHUNK], second[at : at + _CHUNK]) for at in range(0, first.size, _CHUNK)
         )
 
-    def dense(self, name: str) -> jax.Array:
-        """A tensor outside experts, dequantized to float32 if it is quantized."""
+    def dense(self, name: str) -> jax.Array | QuantizedWeights:
+        """A tensor outside experts. A quantized one stays so in FP8, and is dequantized to float32 in other formats."""
+        module = self._module_of(name)
+        if module is not None and isinstance(self.reader, compressed_tensors.Reader) and self._stays(name):
+            return QuantizedWeights(self.reader.weight(module), module.format)
         return self.reader.dense(name)
 
     def experts(self, name: str) -> jmx.Experts | FloatExperts:
@@ -131,6 +138,11 @@ class Checkpoint:
     def _module_of(self, name: str) -> compressed_tensors.Module | None:
         """The quantized module whose weight has that name, or None."""
         return self.reader.module_of(name) if isinstance(self.reader, compressed_tensors.Reader) else None
+
+    def _stays(self, name: str) -> bool:
+        """Whether a quantized weight stays in its format: in FP8, which products dequantize at little cost."""
+        module = self._module_of(name)
+        return module is not None and module.format.element_dtype == jnp.float8_e4m3fn
 
     def _expert_sizes(self, name: str) -> tuple[int, int, int]:
         if name not in self.reader.layers:

@@ -150,7 +150,7 @@ class Model(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Next-token logits, float32 (..., vocab_size), of the residual stream (..., H)."""
         weights = self.embedding if self.unembedding is None else self.unembedding.weights
-        return project(x, weights[...], None, self.final_norm)
+        return project(x, weights.get_value(), None, self.final_norm)
 
     def variables(self) -> Variables:
         """The variables outside layers."""

@@ -6,6 +6,7 @@ from flax import nnx
 from jax import lax
 
 import jmx
+from jmx.models.quantized_weights import QuantizedWeights
 
 # Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
@@ -32,15 +33,23 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x W^T + b in float32. Weights are (out, in), as in checkpoints; there is a bias unless `bias` is False."""
+    """x W^T + b in float32. Weights are (out, in), as in checkpoints; there is a bias unless `bias` is False.
+
+    Floats of `dtype` at first; `loading.fill` replaces them by `QuantizedWeights` where a checkpoint has these.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        self.weights = nnx.Param(nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype))
+        values = nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype)
+        self.weights: nnx.Variable = nnx.Param(values)
         self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype)) if bias else None)
 
     def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
         """x (..., in), or the input of `norm` -> float32 (..., out)."""
-        return project(x, self.weights[...], None if self.bias is None else self.bias[...], norm)
+        return project(x, self.weights.get_value(), None if self.bias is None else self.bias[...], norm)
+
+    def floats(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The weights in floats."""
+        return self.weights.get_value().astype(dtype)
 
     def variables(self, *names: str) -> Variables:
         """The variables, for outputs that sources name separately."""
@@ -65,7 +74,9 @@ class MLP(nnx.Module):
         return self.gate_up.variables(f"{prefix}gate", f"{prefix}up") | self.down.variables(f"{prefix}down")
 
 
-def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSNorm | None) -> jax.Array:
+def project(
+    x: jax.Array, weights: jax.Array | QuantizedWeights, bias: jax.Array | None, norm: RMSNorm | None
+) -> jax.Array:
     """x W^T + b, or norm(x) W^T + b; see `Linear`."""
     if x.size == x.shape[-1]:
         # For one row, a plain sum reads the weights once, at memory bandwidth, and fuses with neighboring operations.
@@ -77,6 +88,7 @@ def project(x: jax.Array, weights: jax.Array, bias: jax.Array | None, norm: RMSN
         out *= 1 if norm is None else norm.rate(x)
     else:
         x = x if norm is None else norm(x)
+        weights = weights.astype(x.dtype) if isinstance(weights, QuantizedWeights) else weights
         exact = precision(weights.dtype)
         out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
     return out if bias is None else out + bias.astype(jnp.float32)

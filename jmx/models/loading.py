@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jmx
+import jmx.nnx
 from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.shards import read_object
 from jmx.models import hub
@@ -21,7 +22,8 @@ from jmx.models.decoder import Model
 from jmx.models.families import FAMILIES
 from jmx.models.families.family import Family
 from jmx.models.families.tensors import TOP_NAMES
-from jmx.models.layers import Variables
+from jmx.models.layers import Linear
+from jmx.models.quantized_weights import QuantizedWeights, concatenated
 from jmx.models.sources.files import FileSource
 from jmx.models.sources.protocol import Source, in_layer
 from jmx.models.sources.random import RandomSource
@@ -149,14 +151,14 @@ def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, 
 
 def fill[M: Model](model: M, source: Source) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
-    _put(model.variables(), source, "")
+    _put(model, source, "")
     for number, block in enumerate(model.layers):
         if number in source.layers:  # others have one MLP for all tokens
             experts = source.experts(number)
             if isinstance(experts, jmx.Experts):
                 experts = _with_biases_in(model.dtype, experts)
             block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
-        _put(block.variables(), source, in_layer(number, ""))  # after `moe`, of which some are
+        _put(block, source, in_layer(number, ""))  # after `moe`, of which some are
     return model
 
 
@@ -165,12 +167,15 @@ def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Ex
     return experts.with_arrays(experts.arrays() | biases)
 
 
-def _put(variables: Variables, source: Source, prefix: str) -> None:
-    """Fills variables of shapes with arrays, in the dtypes of the model."""
-    for names, variable in variables.items():
-        parts = [source.dense(prefix + name) for name in names]
-        array = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-        expected = variable.get_value()
-        if array.shape != expected.shape:
-            raise ValueError(f"{'|'.join(names)} (shape {array.shape}) must be {expected.shape}, as in the model")
-        variable.set_value(array.astype(expected.dtype))
+def _put(module: Any, source: Source, prefix: str) -> None:
+    """Fills a module's `variables()`, which are shapes, with arrays in their dtypes, or weights that stay quantized."""
+    linears = {id(its.weights): its for _, its in nnx.iter_modules(module) if isinstance(its, Linear)}
+    for names, variable in module.variables().items():
+        linear, expected = linears.get(id(variable)), variable.get_value()
+        found = concatenated([source.dense(prefix + name) for name in names], keep=linear is not None)
+        if found.shape != expected.shape:
+            raise ValueError(f"{'|'.join(names)} (shape {found.shape}) must be {expected.shape}, as in the model")
+        if linear is not None and isinstance(found, QuantizedWeights):
+            linear.weights = jmx.nnx.Quantized(found)
+        else:
+            variable.set_value(found.astype(expected.dtype))

@@ -20,6 +20,7 @@ from jmx.checkpoint.placement import ShardingLike, place, sharding_of
 from jmx.checkpoint.safetensors_reader import SafetensorsReader
 from jmx.checkpoint.shards import CheckpointError
 from jmx.experts import ORDERS, ROLES, Experts
+from jmx.numerics.formats import BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS, reduce_static_scales
 from jmx.numerics.quantization import dequantize
 from jmx.util.checks import check_bool, check_one_of, check_path, check_str
@@ -135,6 +136,16 @@ class Reader(SafetensorsReader):
         scaled = any(f"{module}.{scale}" in self.tensors for scale in ("weight_scale", "weight_scale_inv"))
         return self.module(module) if last == "weight" and scaled else None
 
+    def weight(self, module: Module) -> BlockScaled:
+        """The packed arrays of a quantized module outside experts, on the default device.
+
+        Raises:
+            CheckpointError: it holds invalid numbers; see `Module.array`.
+        """
+        arrays = jax.tree.map(jnp.asarray, module.weight())
+        self._advance(sum(piece.tensor.nbytes for piece in module.pieces.values()))
+        return arrays
+
     def dense(self, name: str, sharding: ShardingLike = None) -> Shaped[Array, "..."]:
         """A tensor outside the experts, by its name in the files; see `jmx.checkpoint.Reader.dense`.
 
@@ -148,8 +159,7 @@ class Reader(SafetensorsReader):
         if module is None:
             return super().dense(name, sharding)
         its_sharding = sharding_of(name, sharding)
-        weight = dequantize(jax.tree.map(jnp.asarray, module.weight()), jnp.float32, module.format)
-        self._advance(sum(piece.tensor.nbytes for piece in module.pieces.values()))
+        weight = dequantize(self.weight(module), jnp.float32, module.format)
         return weight if its_sharding is None else jax.device_put(weight, its_sharding)
 
     def arrays(self, layer: str, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "E ..."]]:

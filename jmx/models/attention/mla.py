@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
 
         query, rotated (B, T, heads, channels) -> (B, T, heads, value_dim).
         """
-        up = self.key_value_up.weights[...].reshape(self.heads, -1, self.rank)
+        up = self.key_value_up.floats(query.dtype).reshape(self.heads, -1, self.rank)
         key_up, value_up = jnp.split(up, (self.key_dim,), axis=1)
         query = _of_heads(key_up, query, axis=1).astype(query.dtype)
         query = jnp.concatenate([query, rotated], axis=-1)

@@ -9,6 +9,7 @@ import jmx
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import Config
+from jmx.models.quantized_weights import QuantizedWeights
 from jmx.models.sources.protocol import Shape
 
 
@@ -45,7 +46,7 @@ class FileSource[C: Config]:
         expected = {names[name]: shape for name, shape in shapes.items()}
         checkpoint.check(expected | {**(more or {})}, dict.fromkeys(experts.values(), sizes), unused)
 
-    def dense(self, name: str) -> jax.Array:
+    def dense(self, name: str) -> jax.Array | QuantizedWeights:
         return self._checkpoint.dense(self._names[name])
 
     def experts(self, layer: int) -> jmx.Experts | FloatExperts:

@@ -9,6 +9,7 @@ import jax
 import jmx
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.config import Config
+from jmx.models.quantized_weights import QuantizedWeights
 
 Shape = tuple[int, ...]
 
@@ -30,7 +31,7 @@ class Source[C: Config](Protocol):
         """Numbers of the layers that have experts."""
         ...
 
-    def dense(self, name: str) -> jax.Array: ...
+    def dense(self, name: str) -> jax.Array | QuantizedWeights: ...
     def experts(self, layer: int) -> jmx.Experts | FloatExperts: ...
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
