@@ -161,7 +161,7 @@ class Reader(SafetensorsReader):
         if module is None:
             return super().dense(name, sharding)
         its_sharding = sharding_of(name, sharding)
-        weight = dequantize(self.weight(module), jnp.float32, module.format)
+        weight = dequantize(self.weight(module.name), jnp.float32, module.format)
         return weight if its_sharding is None else jax.device_put(weight, its_sharding)
 
     def arrays(self, layer: str, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "E ..."]]:
