@@ -19,6 +19,8 @@ from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.dialog import Dialog, Piece
 from jmx.models.text.stream import read_tokenizer
 
+pytestmark = pytest.mark.costly
+
 TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no') }}{% endif %}"

@@ -17,6 +17,8 @@ import pytest
 from jmx import cli
 from jmx.models import find, load
 
+pytestmark = pytest.mark.costly
+
 TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"

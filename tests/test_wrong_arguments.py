@@ -438,6 +438,7 @@ ROWS: dict[str, Row] = {
     ),
     "jmx.checkpoint.compressed_tensors.is_quantized": Row({"path": "path"}),
     "jmx.checkpoint.compressed_tensors.Reader.module": Row({"name": "name"}, call=lambda **a: golden().module(**a)),
+    "jmx.checkpoint.compressed_tensors.Reader.weight": Row({"name": "name"}, call=lambda **a: golden().weight(**a)),
     "jmx.checkpoint.compressed_tensors.Reader.view": Row({"name": "text"}, call=lambda **a: golden().view(**a)),
     "jmx.checkpoint.compressed_tensors.Reader.declared_inputs": Row(
         {"layer": "name"}, call=lambda **a: golden().declared_inputs(**a)

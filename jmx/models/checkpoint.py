@@ -120,7 +120,7 @@ class Checkpoint:
         """A tensor outside experts. A quantized one stays so in FP8, and is dequantized to float32 in other formats."""
         module = self._module_of(name)
         if module is not None and isinstance(self.reader, compressed_tensors.Reader) and self._stays(name):
-            return QuantizedWeights(self.reader.weight(module), module.format)
+            return QuantizedWeights(self.reader.weight(module.name), module.format)
         return self.reader.dense(name)
 
     def experts(self, name: str) -> jmx.Experts | FloatExperts:

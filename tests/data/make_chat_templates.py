@@ -4,6 +4,7 @@
 
 The templates were written for these tests, with what the published ones of each family use; they are not theirs.
 """
+# pyright: reportMissingImports=false
 
 import datetime
 import json

@@ -136,12 +136,14 @@ class Reader(SafetensorsReader):
         scaled = any(f"{module}.{scale}" in self.tensors for scale in ("weight_scale", "weight_scale_inv"))
         return self.module(module) if last == "weight" and scaled else None
 
-    def weight(self, module: Module) -> BlockScaled:
-        """The packed arrays of a quantized module outside experts, on the default device.
+    def weight(self, name: str) -> BlockScaled:
+        """The packed arrays of the weight of a quantized module outside experts, on the default device.
 
         Raises:
-            CheckpointError: it holds invalid numbers; see `Module.array`.
+            CheckpointError: its tensors are not those of its scheme, or hold invalid numbers; see `Module.array`.
+            ValueError: no module has that name, or it is not quantized.
         """
+        module = self.module(name)
         arrays = jax.tree.map(jnp.asarray, module.weight())
         self._advance(sum(piece.tensor.nbytes for piece in module.pieces.values()))
         return arrays
@@ -159,7 +161,7 @@ class Reader(SafetensorsReader):
         if module is None:
             return super().dense(name, sharding)
         its_sharding = sharding_of(name, sharding)
-        weight = dequantize(self.weight(module), jnp.float32, module.format)
+        weight = dequantize(self.weight(module.name), jnp.float32, module.format)
         return weight if its_sharding is None else jax.device_put(weight, its_sharding)
 
     def arrays(self, layer: str, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "E ..."]]:
