@@ -181,9 +181,6 @@ def decoded(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * np.repeat(scale, BLOCK, axis=-1)
 
 
-jitted_random = jax.jit(random, static_argnums=(1, 2))  # one program of each shape
-
-
 def draw_weights(rng: np.random.Generator, case: Case) -> Weights:
     """Experts whose outputs are of the order of 1; biases float32 of the order of 0.5, so that none goes unnoticed."""
     rows = case.intermediate * (1 if case.order is None else 2)
@@ -191,7 +188,7 @@ def draw_weights(rng: np.random.Generator, case: Case) -> Weights:
     def role(n: int, k: int) -> Any:
         if case.format != MXFP4.name:
             format = FORMATS[case.format]
-            q = jitted_random(jax.random.key(rng.integers(2**31)), (case.num_experts, n, k), format)
+            q = random(jax.random.key(rng.integers(2**31)), (case.num_experts, n, k), format)
             return unpack(jax.tree.map(np.asarray, with_odd_scales(rng, q)), format)
         codes = rng.integers(0, 16, (case.num_experts, n, k), dtype=np.uint8)
         low = ONE - round(math.log2(3 * math.sqrt(k)))

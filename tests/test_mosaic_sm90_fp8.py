@@ -22,7 +22,6 @@ from backend_cases import (
     draw_routing,
     draw_weights,
     draw_x,
-    jitted_random,
     reference,
     suited,
 )
@@ -35,6 +34,7 @@ from jmx.numerics import formats, input_formats
 from jmx.numerics.formats import FORMATS, MXFP4, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
+from jmx.numerics.quantization import random
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.config import Config, Shape, candidates, heuristic
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, LAYOUT, RESCALE_EXPONENT, magnitudes, unit_bytes
@@ -124,7 +124,7 @@ def test_what_it_runs_is_what_auto_lays_out_for_it():
 
 
 def weight(rng, name, shape, num_experts=2):
-    q = formats.pack(jitted_random(jax.random.key(rng.integers(2**31)), (num_experts, *shape), FORMATS[name]))
+    q = formats.pack(random(jax.random.key(rng.integers(2**31)), (num_experts, *shape), FORMATS[name]))
     if name == MXFP4.name:
         q = q._replace(scales=jnp.asarray(rng.integers(0, 255, q.scales.shape, np.uint8)))
     return q
