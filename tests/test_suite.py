@@ -25,7 +25,8 @@ def test_that_warns():
 """
 
 
-def test_a_plugin_that_warns_stops_nothing_and_a_test_that_does_fails(tmp_path):
+def test_a_plugin_that_warns_stops_nothing_and_a_test_that_does_fails(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # pytest cuts its summary, by how long paths are
     (tmp_path / "pytest_loud.py").write_text(PLUGIN)
     (tmp_path / "test_two.py").write_text(TESTS)
     options = ["-p", "pytest_loud", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--noconftest"]
