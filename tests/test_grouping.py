@@ -24,6 +24,7 @@ jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(split_groups, static_argnums=(1, 2))
 jitted_few = jax.jit(partial(few, align=8), static_argnums=1)
 jitted_many = jax.jit(many, static_argnums=(1, 2, 3), static_argnames="whole")
+jitted_combine = jax.jit(grouping.combine)
 
 tokens = st.sampled_from([0, 1, 7, 64, 90])
 slots = st.sampled_from([1, 3])
@@ -48,12 +49,18 @@ def test_group_sorts_stably_and_back(seed, num_tokens, top_k, num_experts, where
     ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
     flat = ids.reshape(-1)
     inside = (flat >= 0) & (flat < num_experts)
-    for groups in (jitted_group(ids, num_experts), group(jnp.asarray(ids), num_experts)):
-        assert all(array.dtype == jnp.int32 for array in groups)
-        expected = np.argsort(np.where(inside, flat, num_experts), kind="stable")
-        np.testing.assert_array_equal(groups.order, expected)
-        np.testing.assert_array_equal(np.asarray(groups.order)[np.asarray(groups.inverse)], np.arange(flat.size))
-        np.testing.assert_array_equal(groups.sizes, np.bincount(flat[inside], minlength=num_experts))
+    groups = jitted_group(ids, num_experts)
+    assert all(array.dtype == jnp.int32 for array in groups)
+    expected = np.argsort(np.where(inside, flat, num_experts), kind="stable")
+    np.testing.assert_array_equal(groups.order, expected)
+    np.testing.assert_array_equal(np.asarray(groups.order)[np.asarray(groups.inverse)], np.arange(flat.size))
+    np.testing.assert_array_equal(groups.sizes, np.bincount(flat[inside], minlength=num_experts))
+
+
+def test_group_outside_jit_is_that_inside(rng):
+    for where in ("inside", "around", "one", "outside"):
+        ids = draw_ids(rng.integers(2**32), 7, 3, 5, where)
+        jax.tree.map(np.testing.assert_array_equal, group(jnp.asarray(ids), 5), jitted_group(ids, 5))
 
 
 @some
@@ -88,7 +95,7 @@ def test_blocks_partition_the_rows(seed, num_tokens, top_k, num_experts, where, 
 
 
 def test_blocks_of_one_expert_are_near_equal():
-    blocks = split_groups(jnp.array([0, 270, 5], jnp.int32), 275, 256)
+    blocks = jitted_cut(jnp.array([0, 270, 5], jnp.int32), 275, 256)
     assert int(blocks.num_blocks) == 3
     assert blocks.experts[:3].tolist() == [1, 1, 2]
     assert blocks.counts[:3].tolist() == [135, 135, 5]
@@ -233,7 +240,7 @@ def test_sixty_four_bit_ids(rng):
     with jax.enable_x64(True):
         ids = jnp.asarray(rng.choice([0, 3, 2**32, 2**32 + 3, -(2**32)], (50, 2)))
         assert ids.dtype == jnp.int64
-        groups = group(ids, 8)
+        groups = jitted_group(ids, 8)
     assert all(array.dtype == jnp.int32 for array in groups)
     np.testing.assert_array_equal(groups.sizes, np.bincount(np.asarray(ids)[np.isin(ids, [0, 3])], minlength=8))
 
@@ -243,7 +250,7 @@ def test_sixty_four_bit_ids(rng):
 def test_rows_of_results_are_combined_into_tokens(rng, weighted, num_parts):
     """Each token's slots, and nothing of the rows that no assignment names, which hold NaN here."""
     ids = np.array([[0, 4], [-1, 4], [2, 0], [7, 5]])  # 5 and 7 are no experts
-    work = many(jnp.array(ids), 5, 16, 8)
+    work = jitted_many(jnp.array(ids), 5, 16, 8)
     assert work.token_of_row is not None
     num_rows = work.token_of_row.size
     parts = rng.normal(size=(num_parts, num_rows, 6)).astype(np.float32)
@@ -258,5 +265,5 @@ def test_rows_of_results_are_combined_into_tokens(rng, weighted, num_parts):
             by_row[row] = weights[token, slot]
             expected[token] += factors[token, slot] * parts[:, row].sum(axis=0)
     np.testing.assert_array_equal(grouping.by_row(jnp.array(weights), work, num_rows), by_row)
-    combined = grouping.combine(jnp.array(parts), work, jnp.array(weights) if weighted else None)
+    combined = jitted_combine(parts, work, weights if weighted else None)
     np.testing.assert_allclose(combined, expected, rtol=1e-5, atol=1e-5)

@@ -104,6 +104,7 @@ def foreign(monkeypatch):
 
 
 @jax.jit  # here, so that packed weights are compiled for once
+@jax.jit
 @jax.value_and_grad
 def loss(x, routing, experts):
     return (jmx.moe(x, routing, experts, activation=jmx.SwiGLU(), backend="xla") ** 2).sum()

@@ -147,7 +147,7 @@ def test_equal_logits_choose_the_first_experts(method):
 
 def test_ties_between_groups_go_to_the_lower_group():
     method = GroupedTopK(2, 4, 1, "sigmoid", True)
-    result = route(Logits(np.ones((1, E), np.float32), method, np.zeros(E, np.float32)))
+    result = jitted_route(Logits(np.ones((1, E), np.float32), method, np.zeros(E, np.float32)))
     assert result.expert_ids.tolist() == [[0, 1]]
 
 
@@ -227,7 +227,7 @@ def test_correction_bias_gets_no_gradient():
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_masked_tokens_route_nowhere_and_others_as_before(method):
     x, mask = random_logits(), np.arange(T) % 3 != 1
-    full, masked = route(Logits(x, method)), route(Logits(x, method), mask)
+    full, masked = jitted_route(Logits(x, method)), jitted_route(Logits(x, method), mask)
     for a, b, empty in zip(full, masked, (NOWHERE, 0), strict=True):
         np.testing.assert_array_equal(b[mask], a[mask])
         np.testing.assert_array_equal(b[~mask], empty)
@@ -255,7 +255,8 @@ def test_no_tokens(method):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_logits_are_computed_in_float32(dtype):
     x = jnp.asarray(random_logits(16), dtype)
-    for a, b in zip(route(Logits(x, METHODS[1])), route(Logits(x.astype(jnp.float32), METHODS[1])), strict=True):
+    narrow, wide = (jitted_route(Logits(given, METHODS[1])) for given in (x, x.astype(jnp.float32)))
+    for a, b in zip(narrow, wide, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -396,7 +397,7 @@ def test_grouped_sigmoid_routing_and_its_layer_are_deepseeks(name: str) -> None:
     )
     x, values = golden["hidden"], golden["hidden"] @ golden["router"].T
     logits = Logits(jnp.asarray(values), method, jnp.asarray(golden["bias"]))
-    found = route(logits)
+    found = jitted_route(logits)
     expected, got = (  # by expert: transformers does not sort them
         [np.take_along_axis(np.asarray(a), np.argsort(its.expert_ids), axis=1) for a in its]
         for its in (Routing(golden[f"{name}.ids"], golden[f"{name}.weights"]), found)

@@ -125,6 +125,8 @@ def registered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(shapes.MODELS, "tiny", SHAPE)
     monkeypatch.setattr(machine, "seconds", partial(machine.seconds, least=2e-3))
+    monkeypatch.setattr(bench, "_LAYERS_OF_FEW_TOKENS", 2)  # each is compiled anew
+    monkeypatch.setattr(bench, "_LAYERS", 1)
     _take_fakes_at_their_word(monkeypatch)
     tuning._tables.cache_clear()
 
@@ -289,9 +291,7 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
 
 
 def test_the_layers_are_those_of_the_benchmark_or_as_many_as_memory_holds(registered, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_LAYERS_OF_FEW_TOKENS", 4)
-    monkeypatch.setattr(bench, "_LAYERS", 2)
-    build, layers, most = bench.System.build, [], 4
+    build, layers, most = bench.System.build, [], 2
 
     def hold(system, shape, keys, built):
         if len(keys) > most:
@@ -302,10 +302,10 @@ def test_the_layers_are_those_of_the_benchmark_or_as_many_as_memory_holds(regist
     monkeypatch.setattr(bench.System, "build", hold)
     engine = registered(Fake((FAST,)))
     run(engine, tmp_path / "t.json", tokens=[16, 17], layers=None)
-    assert layers == [4, 2]
-    most = 3
+    assert layers == [2, 1]
+    most = 1
     (outcome,), _ = run(engine, tmp_path / "t.json", tokens=[1], layers=None)
-    assert layers == [4, 2, 2]
+    assert layers == [2, 1, 1]
     assert entry(outcome).config == FAST
 
 

@@ -351,6 +351,11 @@ def random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], 
     scale for each 128 rows. Zero points are -1, 0 or 1; orders are random permutations.
     """
     check_key("key", key)
+    return _random(key, tuple(shape), format)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...], format: Format) -> BlockScaled:
     abstract = format.abstract(shape, packed=True)
     keys = jax.random.split(key, 4)
     values = jax.random.bits(keys[0], abstract.values.shape, jnp.uint8)
