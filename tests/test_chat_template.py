@@ -24,6 +24,9 @@ def write(folder: Path, template: Any, form: str = "config") -> ChatTemplate:
     if form == "file":
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         settings["chat_template"] = "another"  # the file comes first
+    elif form == "json":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+        settings["chat_template"] = "another"
     elif form == "list":
         settings["chat_template"] = [{"name": "other", "template": ""}, {"name": "default", "template": template}]
     elif form == "map":
@@ -35,7 +38,7 @@ def write(folder: Path, template: Any, form: str = "config") -> ChatTemplate:
     return ChatTemplate.read(folder)
 
 
-@pytest.mark.parametrize("form", ["config", "file", "list", "map"])
+@pytest.mark.parametrize("form", ["config", "file", "json", "list", "map"])
 @pytest.mark.parametrize("name", GOLDEN["prompts"])
 def test_prompts_are_those_of_transformers(name: str, form: str, tmp_path: Path) -> None:
     template = write(tmp_path, (DATA / f"{name}.jinja").read_text(encoding="utf-8"), form)
@@ -51,6 +54,12 @@ def test_prompts_are_those_of_transformers(name: str, form: str, tmp_path: Path)
 def test_each_template_makes_several_prompts() -> None:
     for prompts in GOLDEN["prompts"].values():
         assert len({*prompts.values()}) >= 10
+
+
+def test_a_sequence_is_what_it_is_in_jinja(tmp_path: Path) -> None:
+    values = "'a', [1], [], messages, messages[0], {'a': 1}, 1, none, true"
+    template = write(tmp_path, f"{{% for x in [{values}] %}}{{{{ 1 if x is sequence else 0 }}}}{{% endfor %}}")
+    assert template.render(HELLO) == "111111000"
 
 
 def test_a_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ class ChatTemplate:
     """The templates of a checkpoint, by name, and the special tokens that they may use, such as `bos_token`.
 
     The definition is `apply_chat_template` of transformers. A template comes with a checkpoint, and may be anyone's: it
-    is run by minijinja on plain data, reaches no Python object, and ends after a number of instructions. Its memory is
-    not limited.
+    is run by minijinja on copies of plain data, reads no attribute of Python that begins with an underscore, and its
+    loops end after a number of instructions. Its memory, and the time of one operation on a list that it made very
+    long, are not limited.
     """
 
     file: Path
@@ -35,7 +36,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, directory: Path) -> "ChatTemplate":
-        """The template of chat_template.jinja, else of tokenizer_config.json.
+        """The template of chat_template.jinja, else of chat_template.json, else of tokenizer_config.json.
 
         Raises:
             FileNotFoundError: the checkpoint has none.
@@ -47,13 +48,13 @@ class ChatTemplate:
         file = directory / "chat_template.jinja"
         if file.exists():
             return cls(file, {_DEFAULT: _read_text(file)}, tokens)
-        found = settings.get("chat_template")
-        if found is None:
-            raise FileNotFoundError(
-                f"{directory} has no chat template: neither chat_template.jinja, nor `chat_template` in "
-                "tokenizer_config.json; it may be a model for raw text, see `jmx generate`"
-            )
-        return cls(config, _by_name(config, found), tokens)
+        for file, entries in ((other := directory / "chat_template.json", _read_json(other)), (config, settings)):
+            if (found := entries.get("chat_template")) is not None:
+                return cls(file, _by_name(file, found), tokens)
+        raise FileNotFoundError(
+            f"{directory} has no chat template: neither chat_template.jinja, nor `chat_template` in chat_template.json "
+            "or tokenizer_config.json; it may be a model for raw text, see `jmx generate`"
+        )
 
     def render(
         self,
@@ -115,6 +116,7 @@ def _environment(now: datetime) -> Any:
         debug=False,
         auto_escape_callback=lambda _: False,
         filters={"tojson": _tojson},
+        tests={"sequence": lambda value: isinstance(value, str | Sequence | Mapping)},  # of minijinja, texts are none
         globals={"raise_exception": raise_exception, "strftime_now": now.strftime},
     )
 
