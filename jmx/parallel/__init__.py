@@ -4,7 +4,7 @@ from jmx.parallel.balancer import POLICIES, balance, choose_policy
 from jmx.parallel.loads import Comparison, compare, imbalance, rank_loads
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.placement import Placement
-from jmx.parallel.rebalance import move, rebalance
+from jmx.parallel.rebalancing import move, rebalance
 
 __all__ = [
     "POLICIES",

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmx.experts import Experts
 from jmx.parallel.placement import Placement, check_placement
 from jmx.util.checks import check_instance
-from jmx.util.typing import Array, Shaped
+from jmx.util.typing import Shaped
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["experts", "placement"], meta_fields=[])
@@ -49,12 +49,11 @@ class PlacedExperts:
             if isinstance(array, jax.Array) and not array.is_fully_replicated:
                 raise ValueError(f"`experts.{name}` ({array.sharding}) must be whole on each of its devices")
         chosen = np.maximum(np.asarray(placement.expert_of_slot), 0)
-        filled = {name: jnp.take(array, chosen, axis=0) for name, array in arrays.items()}
+        filled = {name: jnp.take(array, chosen, axis=0, mode="clip") for name, array in arrays.items()}
         return cls(experts.with_arrays(experts.arrays() | filled), placement)
 
     def check(self) -> None:
         """Raises ValueError or TypeError unless there are as many experts, of one layer, as the placement has slots."""
-        check_instance("experts", self.experts, Experts, "jmx.Experts")
         check_one_layer(self.experts)
         check_placement("placement", self.placement, layers=())
         if self.experts.num_experts != self.placement.num_slots:
@@ -97,12 +96,12 @@ def _first_axis_split(array: Any) -> tuple[Mesh, tuple[str, ...]] | None:
     return sharding.mesh, entry if isinstance(entry, tuple) else (entry,)
 
 
-def by_slot(experts: Experts) -> dict[str, Shaped[Array, "S ..."]]:
+def by_slot(experts: Experts) -> dict[str, Shaped[Any, "S ..."]]:
     """The arrays with an expert axis, by name: all but the scales of inputs, which are those of a whole layer."""
     return {name: array for name, array in experts.arrays().items() if not name.endswith("_input_scale")}
 
 
 def check_one_layer(experts: Experts) -> None:
-    check_instance("experts", experts, Experts, "jmx.Experts")
+    check_instance("experts", experts, Experts, "a jmx.Experts")
     if experts.index is not None or len(experts.canonical_shape()) != 3:
         raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -62,9 +63,10 @@ def wait(arrays: Sequence[Any], timeout_s: float) -> None:
 
 
 def _spec(array: Shaped[Array, "..."]) -> P:
+    """How an array is split, with an entry for each axis, so that equal splits have equal specs."""
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
-    return sharding.spec
+    return P(*sharding.spec, *(None,) * (array.ndim - len(sharding.spec)))
 
 
 def _by_rank(table: Int32[np.ndarray, "ranks ..."], sharding: NamedSharding) -> Int32[Array, "ranks ..."]:
@@ -82,25 +84,37 @@ def _transfer(
     specs: tuple[P, ...],
 ) -> tuple[tuple[Shaped[Array, "S ..."], ...], Bool[Array, ""]]:
     """`transfer`, and whether all ranks had the same sources."""
-    here = partial(_transfer_here, axes=axes)
+    here = partial(
+        _transfer_here, axes=axes, sizes={axis: mesh.shape[axis] for axis in mesh.axis_names if axis in axes}
+    )
     return jax.shard_map(here, mesh=mesh, in_specs=(specs, P(axes)), out_specs=(specs, P()))(arrays, tables)
 
 
 def _transfer_here(
-    arrays: tuple[Shaped[Array, "n ..."], ...], tables: Schedule, axes: tuple[str, ...]
+    arrays: tuple[Shaped[Array, "n ..."], ...], tables: Schedule, axes: tuple[str, ...], sizes: dict[str, int]
 ) -> tuple[tuple[Shaped[Array, "n ..."], ...], Bool[Array, ""]]:
-    """`_transfer` on one rank, with its n slots and its rows of the tables."""
+    """`_transfer` on one rank, with its n slots and its rows of the tables.
+
+    axes: mesh axes in the order in which they split the slots. sizes: theirs, in the order of the mesh.
+    """
     mine = jax.tree.map(lambda table: table[0], tables)
     agreed = (lax.pmin(mine.sources, axes) == lax.pmax(mine.sources, axes)).all()
     rounds = lax.pmax(mine.rounds, axes)  # with different ones ranks would wait for each other without end
     old = tuple(_bits(array) for array in arrays)
     new = tuple(jnp.take(array, mine.local, axis=0, mode="clip") for array in old)
-    num_ranks = len(mine.rounds) + 1
-    for index in range(num_ranks - 1):
-        to = [(rank, (rank + index + 1) % num_ranks) for rank in range(num_ranks)]
-        one_round = partial(_round, old=old, send=mine.send[index], receive=mine.receive[index], axes=axes, to=to)
+    device = _devices(axes, sizes)
+    for index in range(len(device) - 1):
+        to = [(device[rank], device[(rank + index + 1) % len(device)]) for rank in range(len(device))]
+        tables_here = {"send": mine.send[index], "receive": mine.receive[index]}
+        one_round = partial(_round, old=old, **tables_here, axes=(*sizes,), to=to)
         new = lax.fori_loop(0, rounds[index], one_round, new)
     return tuple(_from_bits(bits, array) for bits, array in zip(new, arrays, strict=True)), agreed
+
+
+def _devices(axes: tuple[str, ...], sizes: dict[str, int]) -> list[int]:
+    """The number of each rank's device among those along the axes in the order of the mesh, as `ppermute` counts."""
+    ranks = np.arange(prod(sizes.values())).reshape([sizes[axis] for axis in axes])
+    return np.argsort(ranks.transpose([axes.index(axis) for axis in sizes]).reshape(-1)).tolist()
 
 
 def _round(

@@ -69,16 +69,11 @@ def rebalance(
     Raises:
         as `move`, for the first layer at fault; wrong arguments before the first layer moves.
     """
-    if not isinstance(layers, MutableSequence):
-        raise TypeError(f"`layers` ({shown(layers)}) must be a list of jmx.parallel.PlacedExperts")
-    check_placement("after", after, layers=(len(layers),))
+    _check_layers(layers, after)
     check_bool("donate", donate)
     timeout_s = _check_timeout(timeout_s)
     if progress is not None:
         check_callable("progress", progress)
-    for i, placed in enumerate(layers):
-        _check_move(f"layers[{i}]", placed, after.layer(i))
-        placed.mesh_axes()
     for i in range(len(layers)):
         old = layers[i]
         layers[i] = move(old, after.layer(i), timeout_s=timeout_s)
@@ -87,6 +82,15 @@ def rebalance(
         del old  # or its arrays would stay until the next layer is complete
         if progress is not None:
             progress(i + 1, len(layers))
+
+
+def _check_layers(layers: MutableSequence[PlacedExperts], after: Placement) -> None:
+    if not isinstance(layers, MutableSequence):
+        raise TypeError(f"`layers` ({shown(layers)}) must be a list of jmx.parallel.PlacedExperts")
+    check_placement("after", after, layers=(len(layers),))
+    for i, placed in enumerate(layers):
+        _check_move(f"layers[{i}]", placed, after.layer(i))
+        placed.mesh_axes()
 
 
 def _check_timeout(timeout_s: float) -> float:
