@@ -56,7 +56,7 @@ class Model(nnx.Module):
     router_bias: ClassVar[bool] = False
 
     def make_block(self, layer: int, rngs: nnx.Rngs) -> Any:
-        """A layer, with the call of `Block`; one without experts returns None for its record."""
+        """A layer: `Block`, or another module with its `sublayers` and `variables`."""
         config, dtype = self.config, self.dtype
         attention = self.make_attention(layer, rngs)
         if layer in config.dense_layers:
@@ -137,7 +137,9 @@ class Model(nnx.Module):
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             ids = None if expert_ids is None else expert_ids[index]
-            x, cache, record = _run(*nnx.split(layer), x, starts, angles, cache, mask, ids)
+            attention, experts = map(nnx.split, layer.sublayers())
+            x, cache = _run(*attention, x, starts, angles, cache)
+            x, record = _run(*experts, x, mask, ids)
             written.append(cache)
             if records is not None and record is not None:
                 records.append(record)
@@ -159,6 +161,6 @@ class Model(nnx.Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> tuple[jax.Array, jax.Array, MoERecord | None]:
-    """A layer's call. Layers alike are traced and lowered once: their graphdefs are equal."""
+def _run(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> Any:
+    """A sublayer's call. Those that are alike are traced and lowered once: their graphdefs are equal."""
     return nnx.merge(graphdef, state)(*arguments)
