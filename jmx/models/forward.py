@@ -6,13 +6,11 @@ than a layer needs for its tokens. A step of decoding is shorter than that: it i
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.stages import Compiled
 
 from jmx.models.decoder import Model
 from jmx.models.program_store import ProgramStore
@@ -93,17 +91,17 @@ class Forward:
         """
         x, angles, mask = self._embed(self._weights.arrays, tokens, starts, lengths)
         last = None if all_logits else lengths
+        # All programs are compiled side by side; those of experts, which take longest, begin first.
+        kinds = dict.fromkeys(experts.program for _, experts in self._layers)
+        feed_forward = {program: program.compile(x, mask) for program in kinds}
+        like = {(its.program, cache.shape): cache for (its, _), cache in zip(self._layers, caches, strict=True)}
+        attend = {key: key[0].compile(x, starts, angles, cache) for key, cache in like.items()}
         self._head.compile(x, last)
-        programs: dict[tuple[Program, tuple[int, ...]], Future[Compiled]] = {}
-        for (attention, experts), cache in zip(self._layers, caches, strict=True):
-            for sublayer, arguments in ((attention, (x, starts, angles, cache)), (experts, (x, mask))):
-                if (key := (sublayer.program, cache.shape)) not in programs:
-                    programs[key] = sublayer.program.compile(*arguments)
         written = []
         for (attention, experts), cache in zip(self._layers, caches, strict=True):
-            shape = cache.shape
-            x, cache = programs[attention.program, shape].result()(attention.weights, x, starts, angles, cache)
-            x = programs[experts.program, shape].result()(experts.weights, x, mask)
+            run = attend[attention.program, cache.shape].result()
+            x, cache = run(attention.weights, x, starts, angles, cache)
+            x = feed_forward[experts.program].result()(experts.weights, x, mask)
             written.append(cache)
         return self._head(self._weights.arrays, x, last), written
 
