@@ -32,6 +32,9 @@ class Program:
         static: names of static arguments, which are passed by keyword.
         identity: what tells this function from all others of jmx with the same signature.
         store: keeps the compiled programs between processes; None: nothing does.
+
+    Attributes:
+        jitted: the function under `jax.jit`.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Program:
         identity: str = "",
         store: ProgramStore | None = None,
     ):
-        self._jitted = jax.jit(function, donate_argnames=tuple(donate), static_argnames=tuple(static))
+        self.jitted = jax.jit(function, donate_argnames=tuple(donate), static_argnames=tuple(static))
         self._weights = [_abstract(array) for array in weights]
         self._identity, self._store = f"{identity} {_signature(self._weights)}", store
         self._compiled: dict[Signature, Future[Compiled]] = {}
@@ -64,7 +67,7 @@ class Program:
         """
         signature = (_signature(arguments), *sorted(static.items()), tracing_context())
         found = self._compiled.get(signature)
-        if found is None:
+        if found is None or (found.done() and found.exception() is not None):  # a failure may be one of memory
             found = self._compiled[signature] = self._start(signature, arguments, static)
         return found
 
@@ -77,7 +80,7 @@ class Program:
         return _compilers().submit(self._compile, self._lower(arguments, static), key)
 
     def _lower(self, arguments: Any, static: dict[str, Hashable]) -> jax.stages.Lowered:
-        return self._jitted.lower(self._weights, *jax.tree.map(_abstract, arguments), **static)
+        return self.jitted.lower(self._weights, *jax.tree.map(_abstract, arguments), **static)
 
     def _compile(self, lowered: jax.stages.Lowered, key: str | None) -> Compiled:
         compiled = lowered.compile()
