@@ -256,7 +256,7 @@ def assert_nothing_is_gathered(compiled: Any) -> None:
     assert "collective-permute" in text
     assert not re.search("all-gather|all-to-all", text)
     reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
-    assert {dtype for kind in reduced for dtype in re.findall(r"(\w+)\[", kind)} <= {"s32"}  # the tables'
+    assert {dtype for kind in reduced for dtype in re.findall(r"(\w+)\[", kind)} <= {"s32"}  # those of the tables
 
 
 @pytest.mark.parametrize("layout", ["packed", "mosaic_sm90"])
