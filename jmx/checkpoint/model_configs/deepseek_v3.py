@@ -37,6 +37,10 @@ _V2 = _V3 | {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2}
 
+# DeepSeek's code and transformers read null as false in these, which are true by default.
+_NULLS_OF_V3: dict[str, Any] = {"norm_topk_prob": False, "rope_interleave": False}
+_NULLS: dict[str, dict[str, Any]] = {"deepseek_v3": _NULLS_OF_V3, "kimi_k2": _NULLS_OF_V3, "deepseek_v2": {}}
+
 # The values of keys that are supported, by `model_type`, where the published code of each has one definition.
 _ONLY_V3 = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _ONLY_V2 = {
@@ -198,7 +202,7 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     file = Path(path) / FILE
     entries = DecoderEntries(file, file.name, read_json(file))
     model_type = entries.one_of("model_type", (*DEFAULTS,))
-    entries.defaults = DEFAULTS[model_type]
+    entries.defaults, entries.nulls = DEFAULTS[model_type], _NULLS[model_type]
     for key, values in ({"hidden_act": ("silu",)} | _SUPPORTED[model_type]).items():
         if not entries.is_absent(key):
             entries.one_of(key, values)
