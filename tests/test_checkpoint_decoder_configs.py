@@ -73,6 +73,17 @@ def test_null_for_a_key_without_a_default_is_refused(name: str, key: str, tmp_pa
         READERS[name][1](written(tmp_path, name, **{key: None}))
 
 
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe"])
+def test_two_spellings_of_the_number_of_experts_must_agree(name: str, tmp_path: Path) -> None:
+    spellings = ("n_routed_experts", "num_experts", "num_local_experts")
+    contents = json.loads((READERS[name][0] / "config.json").read_text())
+    number = next(contents[key] for key in spellings if key in contents)
+    read = READERS[name][1]
+    assert read(written(tmp_path, name, **dict.fromkeys(spellings, number))).num_experts == number
+    with pytest.raises(CheckpointError, match=rf"num_local_experts` \(=7\) must be `n_routed_experts` \(={number}\)"):
+        read(written(tmp_path, name, n_routed_experts=number, num_local_experts=7))
+
+
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("name", READERS)
 def test_null_in_rotary_positions_means_the_default(name: str, place: str, tmp_path: Path) -> None:

@@ -14,13 +14,12 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
-from jmx.checkpoint import CheckpointError
-from jmx.checkpoint.shards import read_object
 from jmx.models import hub
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import Model
 from jmx.models.families import FAMILIES
+from jmx.models.families.choice import family_of
 from jmx.models.families.family import Family
 from jmx.models.families.tensors import TOP_NAMES
 from jmx.models.layers import Linear
@@ -28,8 +27,6 @@ from jmx.models.quantized_weights import concatenated, stays_quantized
 from jmx.models.sources.files import FileSource
 from jmx.models.sources.protocol import QuantizedSource, Shape, Source, in_layer
 from jmx.models.sources.random import RandomSource
-
-_FILE = "config.json"
 
 
 def load(
@@ -65,25 +62,6 @@ def load(
     source = file_source(hub.find(path), format=format, declared_inputs=declared_inputs)
     with source.progress(progress):
         return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense)
-
-
-def family_of(path: str | os.PathLike[str]) -> Family:
-    """The family of a checkpoint, by the `architectures` of its config.json.
-
-    Raises:
-        CheckpointError: config.json is missing or broken, or names none of those that jmx has.
-    """
-    file = Path(path) / _FILE
-    entries = read_object(file)
-    named = entries.get("architectures")
-    if named is None and "model_type" not in entries:  # the original form of gpt-oss has neither
-        return FAMILIES["gpt_oss"]
-    names = named if isinstance(named, list) else []
-    for family in FAMILIES.values():
-        if any(name in family.architectures for name in names) or (not names and entries["model_type"] == family.name):
-            return family
-    known = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
-    raise CheckpointError(file, f"`architectures` (={named!r}) must be one of {known}")
 
 
 def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs: bool = True) -> Source:

@@ -263,6 +263,11 @@ def _check(entries: DecoderEntries, config: Config) -> None:
     heads = config.num_attention_heads
     must("num_key_value_heads", entries.size("num_key_value_heads", heads) == heads, f"must be {heads}, as many heads")
     must("qk_rope_head_dim", config.qk_rope_head_dim % 2 == 0, "must be even, for rotary pairs")
+    rotated, whole = config.qk_rope_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
+    # Transformers writes these two, and takes them for the number of rotated channels, and of all.
+    must("head_dim", entries.size("head_dim", rotated) == rotated, f"must be `qk_rope_head_dim` (={rotated})")
+    its_sum = f"`qk_nope_head_dim` (={config.qk_nope_head_dim}) + `qk_rope_head_dim` (={rotated})"
+    must("qk_head_dim", entries.size("qk_head_dim", whole) == whole, f"must be {its_sum}")
     has_query_latent = config.q_lora_rank is not None
     must("attention_bias", has_query_latent or not config.attention_bias, "must be false without a `q_lora_rank`")
     if config.yarn is not None and config.rope_theta <= 1:

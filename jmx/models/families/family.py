@@ -24,8 +24,8 @@ class Family:
     """A family of models, as `load` and the command line use it.
 
     Args:
-        name: of the family, as `model_type` of config.json.
-        architectures: those of config.json that it reads.
+        name: of the family.
+        architectures: those of config.json that it reads, with the values of `model_type` that belong to each.
         config: the class of its configurations.
         model: of a config.
         published: configurations of published models, by short names.
@@ -41,7 +41,7 @@ class Family:
     """
 
     name: str
-    architectures: tuple[str, ...]
+    architectures: Mapping[str, tuple[str, ...]]
     config: type
     model: type[Model]
     published: Mapping[str, Any]

@@ -42,7 +42,7 @@ _LAYER_NAMES = tensors.LAYER_NAMES | {"router_weight": "block_sparse_moe.gate.we
 
 FAMILY = Family(
     name="mixtral",
-    architectures=("MixtralForCausalLM",),
+    architectures={"MixtralForCausalLM": ("mixtral",)},
     config=Config,
     model=Mixtral,
     published=PUBLISHED,
