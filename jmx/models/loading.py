@@ -75,9 +75,10 @@ def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs
     if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
         more[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)
     shapes = family.shapes(config)
-    names = {name: stored.get(name) or family.file_name(name) for name in shapes}
-    sizes, unused = expert_sizes(config), family.unused(config)
-    return FileSource(checkpoint, config, shapes, names, family.experts(config), sizes, more, unused)
+    file_name = partial(family.stored_name, stored=checkpoint.tensors)
+    names = {name: stored.get(name) or file_name(family.file_name(name)) for name in shapes}
+    experts = {layer: file_name(name) for layer, name in family.experts(config).items()}
+    return FileSource(checkpoint, config, shapes, names, experts, expert_sizes(config), more, family.unused(config))
 
 
 def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4) -> RandomSource[Any]:

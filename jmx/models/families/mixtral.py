@@ -50,4 +50,5 @@ FAMILY = Family(
     shapes=_shapes,
     file_name=partial(tensors.file_name, layer_names=_LAYER_NAMES),
     expert_module="model.layers.{}.block_sparse_moe.experts",
+    renamed={"block_sparse_moe": "mlp"},
 )
