@@ -14,10 +14,11 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
+from jmx.backends import registered_backends
 from jmx.models import hub
 from jmx.models.checkpoint import Checkpoint
-from jmx.models.config import Config, expert_sizes
-from jmx.models.decoder import Model
+from jmx.models.config import Config, check_config, expert_sizes
+from jmx.models.decoder import DTYPES, Model
 from jmx.models.families import FAMILIES
 from jmx.models.families.choice import family_of
 from jmx.models.families.family import Family
@@ -27,12 +28,15 @@ from jmx.models.quantized_weights import concatenated, stays_quantized
 from jmx.models.sources.files import FileSource
 from jmx.models.sources.protocol import QuantizedSource, Shape, Source, in_layer
 from jmx.models.sources.random import RandomSource
+from jmx.numerics import formats
+from jmx.selection.select import check_backend
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_path
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    format: jmx.Format | None = None,
+    format: jmx.Format | str | None = None,
     declared_inputs: bool = True,
     dequantize_dense: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
@@ -46,7 +50,7 @@ def load(
     Args:
         path: a directory of safetensors files, in floats or quantized by a tool that jmx supports; or the name of one
             on the Hugging Face Hub, as `jmx.models.find` takes.
-        format: what float experts are quantized to on reading; None: they stay floats.
+        format: what float experts are quantized to on reading, or its name; None: they stay floats.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
         dequantize_dense: whether all weights outside experts become floats of `dtype` on reading. False: the weights of
             a product stay in FP8 if files have all of them in one format of it.
@@ -59,13 +63,18 @@ def load(
             quantized already.
         ValueError, FileNotFoundError, PermissionError, ImportError: no such model, see `jmx.models.find`.
     """
+    check_path("path", path)
+    _check_options(dtype, backend, dequantize_dense)
+    check_bool("progress", progress)
     source = file_source(hub.find(path), format=format, declared_inputs=declared_inputs)
     with source.progress(progress):
         return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense)
 
 
-def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs: bool = True) -> Source:
+def file_source(path: Path, *, format: jmx.Format | str | None = None, declared_inputs: bool = True) -> Source:
     """The weights of a checkpoint. CheckpointError unless it holds exactly the tensors of a model with its config."""
+    format = None if format is None else formats.get(format)
+    check_bool("declared_inputs", declared_inputs)
     family = family_of(path)
     if format is None and (source := family.reader(path)) is not None:
         return source
@@ -81,12 +90,14 @@ def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs
     return FileSource(checkpoint, config, shapes, names, experts, expert_sizes(config), more, family.unused(config))
 
 
-def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4) -> RandomSource[Any]:
+def random_source(config: Config, seed: int = 0, format: jmx.Format | str = jmx.MXFP4) -> RandomSource[Any]:
     """Random weights of the shapes of `config`, made on the device.
 
-    ValueError for a `seed` outside 0..2^32 - 1.
+    Raises:
+        TypeError: `config` is not that of a family, or `seed` no integer.
+        ValueError: `seed` is outside 0..2^32 - 1; an unknown `format`.
     """
-    family = _family_with(config)
+    family, format = _family_with(config), formats.get(format)
     return RandomSource(
         config,
         seed,
@@ -112,13 +123,25 @@ def from_source(
         source: the weights.
         dtype, backend, dequantize_dense: as in `load`.
     """
+    check_instance("source", source, Source, "a source of weights, see `jmx.models.sources.protocol`")
+    _check_options(dtype, backend, dequantize_dense)
     format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
     make = partial(_family_with(source.config).model, source.config, format=format, dtype=dtype, backend=backend)
     return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source, dequantize_dense=dequantize_dense)
 
 
+def _check_options(dtype: Any, backend: Any, dequantize_dense: Any) -> None:
+    check_dtype("dtype", dtype, *DTYPES)
+    check_backend(backend, registered_backends())
+    check_bool("dequantize_dense", dequantize_dense)
+
+
 def _family_with(config: Config) -> Family:
-    return next(family for family in FAMILIES.values() if isinstance(config, family.config))
+    check_config("config", config)
+    for family in FAMILIES.values():
+        if isinstance(config, family.config):
+            return family
+    raise TypeError(f"`config` (a {type(config).__name__}) must be of a family of {[*FAMILIES]}")
 
 
 def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, str]]:

@@ -7,6 +7,7 @@ from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.shards import read_object
 from jmx.models.families import FAMILIES
 from jmx.models.families.family import Family
+from jmx.util.checks import check_path
 
 _FILE = "config.json"
 
@@ -22,7 +23,7 @@ def family_of(path: str | os.PathLike[str]) -> Family:
         CheckpointError: config.json is missing or broken, names none of those that jmx has, or architectures and a
             `model_type` that are not of one model.
     """
-    file = Path(path) / _FILE
+    file = check_path("path", path) / _FILE
     entries = read_object(file)
     named, model_type = entries.get("architectures") or None, entries.get("model_type")
     if named is not None:
