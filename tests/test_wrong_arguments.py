@@ -554,13 +554,19 @@ ROWS: dict[str, Row] = {
         lambda: {"batch": 1, "capacity": 16},
         lambda **a: model().empty_cache(**a),
     ),
+    "jmx.models.Model.cache_layers": Row(
+        {"batch": "size", "capacity": "size"},
+        lambda: {"batch": 1, "capacity": 16},
+        lambda **a: model().cache_layers(**a),
+    ),
+    "jmx.models.ProgramStore": Row({"directory": "path"}),
     "jmx.models.Model.logits": Row({"x": "floats"}, call=lambda x: model().logits(x)),
     "jmx.models.Cache.empty": Row(
         {"shapes": "sequence", "dtype": "dtype"}, lambda: {"shapes": [(2, 1, 1, 16, 4)], "dtype": "float32"}
     ),
     "jmx.models.Cache.reserve": Row({"length": "count"}, call=lambda length: cache().reserve(length)),
     "jmx.models.Cache.truncate": Row({"lengths": "rows"}, call=lambda lengths: cache().truncate(lengths)),
-    "jmx.models.Runner": Row({"model": "object"}),
+    "jmx.models.Runner": Row({"model": "object", "store": "object or None"}, lambda: {"model": model()}),
     "jmx.models.Runner.prefill": Row(
         {"prompts": "prompts", "cache": "object or None", "all_logits": "flag"},
         lambda: {"prompts": [[1, 2]]},
@@ -659,8 +665,8 @@ EXEMPT = {
     "jmx.checkpoint.quantizing.Report": MADE,
     "jmx.checkpoint.gpt_oss.Reader.check_scales": "of numpy arrays that it reads itself",
 }
-# What subclasses of `jmx.models.Model` define, and only it calls.
-HOOKS = ("angles", "make_attention", "make_block", "make_moe", "make_shared_experts")
+# What subclasses of `jmx.models.Model` define, or runners call, of arrays that are traced.
+HOOKS = ("angles", "embed", "make_attention", "make_block", "make_moe", "make_shared_experts")
 EXEMPT |= {
     "jmx.models.Family": MADE,
     "jmx.models.Generation": MADE,
@@ -669,7 +675,8 @@ EXEMPT |= {
     "jmx.models.TokenCounts": CONTAINER,
     "jmx.models.Cache": "made by `Cache.empty`, and by a runner",
     "jmx.models.Model": "its families make it",
-    **{f"jmx.models.Model.{hook}": "only `Model` calls it" for hook in HOOKS},
+    **{f"jmx.models.ProgramStore.{name}": "of keys that it makes" for name in ("has", "key", "load", "save")},
+    **{f"jmx.models.Model.{hook}": "no user calls it" for hook in HOOKS},
 }
 FLAX = {"parent", "name"}  # which every Linen module has
 

@@ -7,7 +7,8 @@
     logits, cache = runner.decode(jmx.models.Sampler()(logits, 0), cache)
 
 A family of models is a module of `families`. What families share is, from the bottom up: `layers`, `rope`, `attention`,
-`block`, `decoder`; `sources` and `loading` fill a model with weights, and `runner` runs one.
+`block`, `decoder`; `sources` and `loading` fill a model with weights, and `runner` runs one, by `programs` that are
+compiled side by side and kept in a `ProgramStore`.
 """
 
 from jmx.models.block import MoERecord
@@ -28,6 +29,7 @@ from jmx.models.hub import find
 from jmx.models.loading import from_source, load, random_source
 from jmx.models.logprobs import LogProbabilities
 from jmx.models.penalties import TokenCounts
+from jmx.models.program_store import ProgramStore
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
 
@@ -44,6 +46,7 @@ __all__ = [
     "MoERecord",
     "Model",
     "OLMoE",
+    "ProgramStore",
     "Qwen2MoE",
     "Qwen3MoE",
     "Runner",
