@@ -1,7 +1,13 @@
 """Weights that move between ranks: the bits of each slot, memory, programs compiled, and what an interrupt leaves."""
 
+import contextlib
 import dataclasses
+import os
+import pathlib
 import re
+import socket
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -544,3 +550,46 @@ def test_wrong_arguments_of_placed_experts_are_named(small):
     for given_experts, placement, message in wrong:
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             PlacedExperts.of(given_experts, placement)
+
+
+# Several processes
+
+
+@pytest.fixture(scope="module")
+def printed() -> tuple[list[str], list[str]]:
+    """What each of the processes of rebalancing_process.py prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = pathlib.Path(__file__).with_name("rebalancing_process.py")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(file.parents[1])}
+    command = [sys.executable, "-W", "error", str(file)]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen([*command, str(i), str(port)], env=environment, stdout=subprocess.PIPE, text=True)
+            )
+            for i in range(2)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        out = processes[1].communicate(timeout=200)[0]
+        processes[0].kill()
+        outputs = processes[0].communicate(timeout=60)[0], out
+    first, second = ([line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in outputs)
+    return first, second
+
+
+def test_two_processes_move_weights_together(printed):
+    for lines in printed:
+        assert lines[0] == "same [5, 4, 3, 2, 1, 0, 5, -1] "
+
+
+def test_processes_with_different_placements_keep_the_old_one(printed):
+    for lines in printed:
+        assert lines[1].startswith("different [5, 4, 3, 2, 1, 0, 5, -1] RuntimeError: processes passed different")
+
+
+def test_a_process_alone_stops_waiting(printed):
+    assert len(printed[0]) == 2
+    assert printed[1][2].startswith("alone [5, 4, 3, 2, 1, 0, 5, -1] TimeoutError: weights were still moving after")
