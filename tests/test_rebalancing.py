@@ -169,6 +169,15 @@ def test_meshes_of_each_kind_and_shape(rng, shape, axes, ranks, per_rank, kind):
         assert array.sharding.is_equivalent_to(placed.experts.arrays()[name].sharding, array.ndim)
 
 
+def test_everything_is_on_the_devices_of_the_mesh(rng):
+    before, after = two_placements(rng)
+    _, placed = draw(rng, before, format="fp8_tensor", input_format="fp8_static")
+    for layer in (placed, move(placed, after), move(placed, before)):
+        for array in jax.tree.leaves(layer):
+            assert array.sharding.device_set == {*mesh_of().devices.flat}
+        assert all(array.is_fully_replicated for array in jax.tree.leaves(layer.placement))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_that_another_mesh_axis_splits_stay_split(rng, kind):
     before, after = two_placements(rng)
@@ -317,7 +326,9 @@ def test_an_interrupt_leaves_every_layer_valid(rng):
 
     with pytest.raises(KeyboardInterrupt):
         rebalance(layers, Placement.stack([after] * 3), progress=interrupt)
-    assert [placed.placement is before for placed in layers] == [False, False, True]
+    assert [placed is old for placed, (_, old) in zip(layers, drawn, strict=True)] == [False, False, True]
+    for placed, expected in zip(layers, (after, after, before), strict=True):
+        assert placed.placement.expert_of_slot.tolist() == expected.expert_of_slot.tolist()
     for placed, (experts, _) in zip(layers, drawn, strict=True):
         assert_in_slots(placed, experts)
     rebalance(layers, Placement.stack([after] * 3))
@@ -495,8 +506,9 @@ def test_arrays_that_are_not_split_over_the_ranks_are_named(small, how):
     with pytest.raises(ValueError, match=rf"`experts.{name}` .*{named}"):
         move(placed, after)
     layers = [small, placed]
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=named) as raised:
         rebalance(layers, Placement.stack([after] * 2))
+    assert raised.value.__notes__ == ["This is about layers[1]; no layer was moved."]
     assert layers[0] is small  # nothing moved
 
 
@@ -573,9 +585,7 @@ def printed() -> tuple[list[str], list[str]]:
         ]
         for process in processes:
             stack.callback(process.kill)
-        out = processes[1].communicate(timeout=200)[0]
-        processes[0].kill()
-        outputs = processes[0].communicate(timeout=60)[0], out
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
     first, second = ([line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in outputs)
     return first, second
 
@@ -588,8 +598,3 @@ def test_two_processes_move_weights_together(printed):
 def test_processes_with_different_placements_keep_the_old_one(printed):
     for lines in printed:
         assert lines[1].startswith("different [5, 4, 3, 2, 1, 0, 5, -1] RuntimeError: processes passed different")
-
-
-def test_a_process_alone_stops_waiting(printed):
-    assert len(printed[0]) == 2
-    assert printed[1][2].startswith("alone [5, 4, 3, 2, 1, 0, 5, -1] TimeoutError: weights were still moving after")

@@ -54,7 +54,7 @@ class PlacedExperts:
         return cls(experts.with_arrays(experts.arrays() | filled), placement)
 
     def split(self, mesh: Mesh, axes: str | tuple[str, ...]) -> "PlacedExperts":
-        """The same with its slots split over mesh axes, one device along them a rank, and other arrays on all devices.
+        """The same with its slots split over mesh axes, one device along them a rank, and the rest on every device.
 
         Raises:
             ValueError, TypeError: no such axes, or not as many devices along them as the placement has ranks.
@@ -72,7 +72,7 @@ class PlacedExperts:
             name: jax.device_put(array, NamedSharding(mesh, P(names) if name in slots else P()))
             for name, array in self.experts.arrays().items()
         }
-        return PlacedExperts(self.experts.with_arrays(arrays), self.placement)
+        return PlacedExperts(self.experts.with_arrays(arrays), self.placement.on(mesh))
 
     def check(self) -> None:
         """Raises ValueError or TypeError unless there are as many experts, of one layer, as the placement has slots."""
