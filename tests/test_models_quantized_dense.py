@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -222,6 +223,17 @@ def test_a_row_is_multiplied_by_the_same_weights_whatever_the_number_of_rows(
         assert relative_error(run(x[number : number + 1]), rows[number] @ rounded.T) <= 1e-6
     floats = np.asarray(jax.jit(lambda: weights.astype(jnp.bfloat16).astype(jnp.float32))())
     assert np.array_equal(floats, rounded)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("format", FP8)
+def test_one_row_reads_the_weights_where_they_are(format: str) -> None:
+    """On an H200: rounding is part of the kernel that sums, and no matrix of floats is written."""
+    weights = QuantizedWeights(jmx.FORMATS[format].abstract((1024, 1024), packed=True), jmx.FORMATS[format])
+    row = jax.ShapeDtypeStruct((1, 1, 1024), jnp.bfloat16)
+    compiled = aot.compile_for_h200(lambda x, weights: project(x, weights, None, None), row, weights)
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1024 * 4  # the row in float32
 
 
 @pytest.mark.parametrize("format", FP8)
