@@ -116,9 +116,14 @@ def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4)
 
 def from_source(source: Source, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None) -> Model:
     """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer."""
+    return fill(shapes_of(source.config, dtype=dtype, backend=backend), source)
+
+
+def shapes_of(config: Config, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None) -> Model:
+    """A model of shapes in place of arrays (`nnx.eval_shape`); those of experts stand for experts in any format."""
     format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
-    make = partial(_family_with(source.config).model, source.config, format=format, dtype=dtype, backend=backend)
-    return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source)
+    make = partial(_family_with(config).model, config, format=format, dtype=dtype, backend=backend)
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
 def _family_with(config: Config) -> Family:
