@@ -232,7 +232,7 @@ def shared() -> Runner:
 def run(shared: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Runs the command on the shared model; returns stdout and stderr, or the objects of --json."""
     monkeypatch.setattr(generation, "make_model", lambda *_: shared.model)
-    monkeypatch.setattr(generation, "Runner", lambda _: shared)
+    monkeypatch.setattr(generation, "Runner", lambda *_, **__: shared)
 
     def run(*arguments: str | Path) -> Any:
         assert generate(TINY, *arguments, "--max-new-tokens", "17") == 0

@@ -40,6 +40,14 @@ def test_weights_take_what_was_computed(path: Path, format: jmx.Format | None, d
     assert needs.weights == nbytes(nnx.state(from_source(source, dtype=dtype)))
 
 
+@pytest.mark.filterwarnings("ignore:.* modules outside experts are quantized")
+def test_weights_outside_experts_that_stay_in_fp8_count_without_their_scales() -> None:
+    source = file_source(QWEN3 / "fp8_block")
+    needs = memory.needed(source, [1], 1, dtype="float32")
+    held = nbytes(nnx.state(from_source(source, dtype=jnp.float32)))
+    assert 0.97 * held < needs.weights < held
+
+
 def test_the_cache_takes_what_was_computed() -> None:
     source = file_source(TINY)
     runner = Runner(from_source(source))

@@ -1,4 +1,4 @@
-"""Where commands keep compiled programs for later runs: jax's persistent compilation cache.
+"""Where commands keep compiled programs for later runs: jax's persistent compilation cache, and jmx' own beside it.
 
 Commands that run whole models keep them by default, in this user's directory of caches. Others, such as `jmx tune`,
 compile programs that no later run needs, and keep them only on request.
@@ -7,8 +7,12 @@ compile programs that no later run needs, and keep them only on request.
 import argparse
 import os
 import pathlib
+from typing import TYPE_CHECKING
 
 from jmx.cli.common import Parser, to_stderr
+
+if TYPE_CHECKING:
+    from jmx.models.program_store import ProgramStore
 
 
 def add(parser: Parser) -> None:
@@ -71,9 +75,33 @@ def _use_default() -> None:
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(f"{directory} may not be written to")
     except (OSError, RuntimeError) as e:
-        to_stderr(f"jmx: warning: compiled programs are not kept for later runs: {e}")
+        _warn(e)
         return
     _set(str(directory))
+
+
+def _warn(error: Exception) -> None:
+    to_stderr(f"jmx: warning: compiled programs are not kept for later runs: {error}")
+
+
+def program_store() -> "ProgramStore | None":
+    """The store of a runner's programs, beside jax's cache; None, with a warning, if there cannot be one.
+
+    jax's cache is keyed by what lowering a program returns, which takes as long as compiling it; the store's keys are
+    known before.
+    """
+    import jax
+
+    from jmx.models.program_store import ProgramStore
+
+    directory = jax.config.jax_compilation_cache_dir
+    if directory is None or not jax.config.jax_enable_compilation_cache or not os.path.isdir(directory):
+        return None
+    try:
+        return ProgramStore(pathlib.Path(directory) / "programs")
+    except OSError as e:
+        _warn(e)
+        return None
 
 
 def _set(directory: str) -> None:

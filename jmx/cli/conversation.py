@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from jmx.cli import model_arguments, sampling_arguments
+from jmx.cli import compilation_cache, model_arguments, sampling_arguments
 from jmx.cli.common import EXIT_OK, to_stderr
 from jmx.models import Model, Runner
 from jmx.models.sources.protocol import Source
@@ -54,8 +54,9 @@ def _start(arguments: argparse.Namespace) -> Dialog:
     sampler = sampling_arguments.sampler(arguments)
     directory = model_arguments.find(arguments.model)
     template, tokenizer = ChatTemplate.read(directory), read_tokenizer(directory)
+    model = make_model(arguments, model_arguments.source(arguments, directory))
     return Dialog(
-        Runner(make_model(arguments, model_arguments.source(arguments, directory))),
+        Runner(model, store=compilation_cache.program_store()),
         tokenizer,
         template,
         sampler=sampler,

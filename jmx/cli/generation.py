@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 import jmx
-from jmx.cli import model_arguments, prompts, sampling_arguments
+from jmx.cli import compilation_cache, model_arguments, prompts, sampling_arguments
 from jmx.cli.common import EXIT_OK, check_directories, check_known
 from jmx.cli.generation_report import Report, Timing
 from jmx.cli.prompts import Prompt
@@ -20,12 +20,12 @@ from jmx.cli.row_output import RowOutput
 from jmx.models import FAMILIES, Generation, Model, Runner, random_source
 from jmx.models.config import Config
 from jmx.models.logprobs import check_count
-from jmx.models.runner import check_tokens
 from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.continuation import Continuation
 from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import read_tokenizer
+from jmx.models.token_rows import check_tokens
 from jmx.util import atomic_files
 
 RANDOM_PROMPT_LENGTH = 1024
@@ -110,7 +110,7 @@ def _check_lengths(asked: Sequence[Prompt], max_new_tokens: int, context: int | 
 
 
 def _check_ids(arguments: argparse.Namespace, config: Config, asked: Sequence[Prompt]) -> None:
-    check_tokens(config, "prompts", [prompt.ids for prompt in asked])
+    check_tokens("prompts", [prompt.ids for prompt in asked], config.vocab_size)
     for id in arguments.stop_id:
         if not 0 <= id < config.vocab_size:
             raise ValueError(f"`--stop-id` (={id}) must be in 0..{config.vocab_size - 1}")
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     sampler = sampling_arguments.sampler(arguments)
     job = read_job(arguments)
     model = make_model(arguments, job)
-    runner = Runner(model)
+    runner = Runner(model, store=compilation_cache.program_store())
     if arguments.logits:
         write_logits(runner, job.prompts[0].ids, arguments.logits)
     asked: dict[str, Any] = {

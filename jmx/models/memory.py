@@ -14,7 +14,7 @@ from jmx.backends import resolve_layout
 from jmx.checkpoint import ExpertLayer
 from jmx.models.cache import bucket
 from jmx.models.decoder import Model
-from jmx.models.loading import shapes_of
+from jmx.models.loading import num_kept, shapes_of
 from jmx.models.runner import CHUNK
 from jmx.models.sources.protocol import Source
 
@@ -26,7 +26,8 @@ class Needs(NamedTuple):
     """Bytes on a device.
 
     Args:
-        weights: of the model, in the layout of this machine's backends.
+        weights: of the model, in the layout of this machine's backends, but for the scales of those outside experts
+            that stay in FP8.
         cache: of keys and values, or what else attention keeps, of all rows.
         activations: logits and the residual stream of the prompts. What kernels and XLA allocate besides is not known
             before they are compiled, so that the sum is a lower bound.
@@ -74,7 +75,7 @@ def _capacity(longest: int, max_new_tokens: int) -> int:
 
 def _weights(model: Model, source: Source) -> int:
     kinds: dict[tuple[Any, ...], int] = {}
-    total = _nbytes(nnx.state(model))
+    total = _nbytes(nnx.state(model)) - num_kept(model, source) * (model.dtype.itemsize - 1)  # those are in 8 bits
     for number, layer in source.layers.items():
         kind = _kind(layer)
         if kind not in kinds:
@@ -100,7 +101,10 @@ def _expert_bytes(
         sizes, made = (num_experts, hidden, inner), {"format": format, "bias": bias, "bias_dtype": dtype}
         return jmx.Experts.random(key, *sizes, gate_up_order=order, **made).prepare(layout)
 
-    return _nbytes(jax.eval_shape(experts, jax.random.key(0)))
+    arrays = jax.eval_shape(experts, jax.random.key(0)).arrays()
+    scales = sum(its.size for name, its in arrays.items() if name in ("gate_up_scales", "down_scales"))
+    least = min(dtype.itemsize for dtype in format.scale_dtypes)  # files have any of them
+    return _nbytes(arrays) - scales * (format.scale_dtype.itemsize - least)
 
 
 def _nbytes(tree: Any) -> int:

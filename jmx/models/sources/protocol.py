@@ -1,8 +1,8 @@
 """The protocol of a source of weights, and its neutral names."""
 
 import contextlib
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -15,6 +15,7 @@ from jmx.models.quantized_weights import QuantizedWeights
 Shape = tuple[int, ...]
 
 
+@runtime_checkable
 class Source[C: Config](Protocol):
     """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
 
@@ -32,11 +33,32 @@ class Source[C: Config](Protocol):
         """What is known of experts before they are read, by the number of their layer."""
         ...
 
-    def dense(self, name: str) -> jax.Array | QuantizedWeights: ...
+    def dense(self, name: str) -> jax.Array:
+        """A tensor outside the experts, in floats."""
+        ...
+
     def experts(self, layer: int) -> jmx.Experts | FloatExperts: ...
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
+        ...
+
+
+@runtime_checkable
+class QuantizedSource(Protocol):
+    """What a `Source` has besides if some of its tensors outside the experts are quantized."""
+
+    @property
+    def formats(self) -> Mapping[str, jmx.Format]:
+        """Formats of those tensors, by neutral name."""
+        ...
+
+    def quantized(self, name: str) -> QuantizedWeights:
+        """One of those tensors as it is stored."""
+        ...
+
+    def report(self, kept: Collection[str]) -> None:
+        """Takes notice of which of those tensors a model keeps as they are; it dequantizes the others."""
         ...
 
 

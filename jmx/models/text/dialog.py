@@ -79,9 +79,13 @@ class Dialog:
         If it is closed early, the part so far becomes the answer. Only the final channel is kept in `messages`.
 
         Raises:
-            ValueError: the template or the model does not take the message, or it leaves no token of the context for
-                an answer. The message is then not part of the dialog.
+            ValueError: the message is not text (bytes of another encoding), the template or the model does not take it,
+                or it leaves no token of the context for an answer. It is then not part of the dialog.
         """
+        try:
+            message.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the message must be text: {error.reason} at character {error.start}") from error
         messages = [*self.messages, {"role": "user", "content": message}]
         text = self._template.render(messages)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
