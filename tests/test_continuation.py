@@ -73,8 +73,11 @@ def test_the_text_is_that_of_all_ids_up_to_the_first_stop_string(ids: list[int],
         ((TOKENIZER, 0, ()), r"`max_new_tokens` \(=0\) must be at least 1"),
         ((TOKENIZER, 1, [""]), r"`strings\[0\]` \(=''\) must have"),
         ((None, 1, ["a"]), r"`stops` \(=\['a'\]\) need a tokenizer"),
+        ((TOKENIZER, "1", ()), r"`max_new_tokens` \(='1', a str\)"),
+        ((TOKENIZER, 1, "ab"), r"`strings` \(='ab'\) must be a list of strings"),
+        ((TOKENIZER, 1, [3]), r"`strings\[0\]` \(=3, an int\) must be a string"),
     ],
 )
-def test_what_cannot_be_is_an_error(arguments: tuple[Any, int, list[str]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_is_an_error(arguments: tuple[Any, Any, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         Continuation(*arguments[:2], stops=arguments[2])

@@ -14,7 +14,8 @@ from jmx.models import FAMILIES, Runner, Sampler, from_source, memory, random_so
 from jmx.models.loading import file_source
 
 TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
-QWEN3 = Path(__file__).parent / "data" / "qwen3_moe"
+DATA = Path(__file__).parent / "data"
+QWEN3 = DATA / "qwen3_moe"
 
 
 def nbytes(tree: Any) -> int:
@@ -31,8 +32,10 @@ def nbytes(tree: Any) -> int:
         (QWEN3 / "w4a16", None),
         (QWEN3 / "bf16", None),
         (QWEN3 / "other", jmx.NVFP4),
+        (DATA / "deepseek_v3" / "other", None),
+        (DATA / "families" / "qwen2_moe", None),
     ],
-    ids=["gpt_oss", "nvfp4", "w4a16", "bf16", "quantized_on_reading"],
+    ids=["gpt_oss", "nvfp4", "w4a16", "bf16", "quantized_on_reading", "dense_and_shared", "shared_with_gate"],
 )
 def test_weights_take_what_was_computed(path: Path, format: jmx.Format | None, dtype: str) -> None:
     source = file_source(path, format=format)
@@ -101,6 +104,21 @@ def test_what_there_is_on_a_cpu_is_left_by_the_machine_and_its_container(
     assert memory.available(cpu) == 4000 - 3000 + 500
     (tmp_path / "memory.stat").write_text("broken")
     assert memory.available(cpu) == 5000 * 1024
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "error", "message"),
+    [
+        ([], 1, ValueError, "`lengths` must be of at least one prompt"),
+        ([1, 0], 1, ValueError, r"`lengths\[1\]` \(=0\) must be at least 1"),
+        ([1.5], 1, TypeError, r"`lengths\[0\]` \(=1.5, a float\)"),
+        ([1], 0, ValueError, r"`max_new_tokens` \(=0\) must be at least 1"),
+        ([1], "2", TypeError, r"`max_new_tokens` \(='2', a str\)"),
+    ],
+)
+def test_lengths_that_are_none_are_errors(lengths: Any, new: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        memory.needed(file_source(TINY), lengths, new)
 
 
 def test_the_least_is_known_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:

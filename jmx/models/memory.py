@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jmx
+import jmx.nnx
 from jmx.backends import resolve_layout
 from jmx.checkpoint import ExpertLayer
 from jmx.models.cache import bucket
@@ -17,6 +18,7 @@ from jmx.models.decoder import Model
 from jmx.models.loading import num_kept, shapes_of
 from jmx.models.runner import CHUNK
 from jmx.models.sources.protocol import Source
+from jmx.util.checks import check_int
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -58,7 +60,16 @@ def needed(
         max_new_tokens: of each, at least 1.
         dtype: of activations and dense weights.
         all_logits: whether logits of all positions of the prompts are computed, not of the last ones only.
+
+    Raises:
+        TypeError: lengths or `max_new_tokens` are not integers.
+        ValueError: there is no prompt, or one of these is less than 1.
     """
+    check_int("max_new_tokens", max_new_tokens, least=1)
+    if not len(lengths):
+        raise ValueError("`lengths` must be of at least one prompt")
+    for number, length in enumerate(lengths):
+        check_int(f"lengths[{number}]", length, least=1)
     model = shapes_of(source.config, dtype=dtype)
     rows, longest = len(lengths), bucket(max(lengths))
     cache = jax.eval_shape(lambda: model.empty_cache(rows, _capacity(max(lengths), max_new_tokens)).layers)
@@ -80,7 +91,8 @@ def _weights(model: Model, source: Source) -> int:
         kind = _kind(layer)
         if kind not in kinds:
             kinds[kind] = _expert_bytes(*kind, model.dtype)
-        total += kinds[kind] - _nbytes(nnx.state(model.layers[number].moe))
+        moe = model.layers[number].moe  # with experts of another format, which do not count
+        total += kinds[kind] - _nbytes(nnx.state(moe)) + _nbytes(nnx.state(moe, jmx.nnx.CorrectionBias))
     return total
 
 

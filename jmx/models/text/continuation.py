@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import TextStream
+from jmx.util.checks import check_int
 
 FinishReason = Literal["eos", "stop_id", "stop_string", "length"]
 
@@ -26,6 +27,7 @@ class Continuation:
             "stop_string"; or "length", the number of tokens.
 
     Raises:
+        TypeError: `max_new_tokens` is not an integer, or `stops` is not a list of strings.
         ValueError: `max_new_tokens` is less than 1, a stop string is empty, or there are some without a tokenizer.
     """
 
@@ -38,8 +40,7 @@ class Continuation:
         stop_ids: Collection[int] = (),
         stops: Sequence[str] = (),
     ):
-        if max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens` (={max_new_tokens}) must be at least 1")
+        check_int("max_new_tokens", max_new_tokens, least=1)
         if tokenizer is None and stops:
             raise ValueError(f"`stops` (={stops!r}) need a tokenizer")
         self._stream = None if tokenizer is None else TextStream(tokenizer)
