@@ -1,10 +1,12 @@
 """One of two processes whose devices share a layer: `python rebalancing_process.py PROCESS PORT`.
 
-They rebalance it twice: with the same placement, and with different ones. Prints what came of each: the error if there
-was one, and the placement that the layer has then.
+They rebalance it three times: with the same placement, with different ones, and process 1 alone. Prints what came of
+each: the error if there was one, and the placement that the layer has then.
 """
 
+import os
 import sys
+import time
 
 import jax
 import numpy as np
@@ -27,7 +29,7 @@ layers = [PlacedExperts.of(experts, first).split(jax.make_mesh((4,), ("ep",)), "
 
 def report(step: str, error: str) -> None:
     """Prints what came of a step, with the placement whose experts the slots have."""
-    table = layers[0].placement.expert_of_slot
+    table = np.asarray(layers[0].placement.expert_of_slot)  # computing with it on the devices could wait for ever
     for name, array in layers[0].experts.arrays().items():
         for shard in array.addressable_shards:
             for expert, slot in zip(table[shard.index[0]], np.asarray(shard.data), strict=True):
@@ -35,11 +37,19 @@ def report(step: str, error: str) -> None:
     print(step, table.tolist(), error, flush=True)
 
 
-for step, tables in TABLES.items():
-    after = Placement.stack([Placement.of(np.array(tables[process]), num_experts=6, num_ranks=4)])
+def attempt(step: str, table: list[int], timeout_s: float) -> None:
+    after = Placement.stack([Placement.of(np.array(table), num_experts=6, num_ranks=4)])
     error = ""
     try:
-        rebalance(layers, after)
-    except RuntimeError as e:
+        rebalance(layers, after, timeout_s=timeout_s)
+    except (RuntimeError, TimeoutError) as e:
         error = f"{type(e).__name__}: {e}"
     report(step, error)
+
+
+for step, tables in TABLES.items():
+    attempt(step, tables[process], 60)
+if process == 0:
+    time.sleep(600)  # it is killed
+attempt("alone", TABLES["different"][1], 2)
+os._exit(0)  # the transfer that never ends would hold up the interpreter's own exit

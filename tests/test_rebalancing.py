@@ -585,7 +585,9 @@ def printed() -> tuple[list[str], list[str]]:
         ]
         for process in processes:
             stack.callback(process.kill)
-        outputs = [process.communicate(timeout=500)[0] for process in processes]
+        out = processes[1].communicate(timeout=500)[0]
+        processes[0].kill()
+        outputs = processes[0].communicate(timeout=60)[0], out
     first, second = ([line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in outputs)
     return first, second
 
@@ -598,3 +600,8 @@ def test_two_processes_move_weights_together(printed):
 def test_processes_with_different_placements_keep_the_old_one(printed):
     for lines in printed:
         assert lines[1].startswith("different [5, 4, 3, 2, 1, 0, 5, -1] RuntimeError: processes passed different")
+
+
+def test_a_process_alone_stops_waiting(printed):
+    assert len(printed[0]) == 2
+    assert printed[1][2].startswith("alone [5, 4, 3, 2, 1, 0, 5, -1] TimeoutError: weights were still moving after")

@@ -30,7 +30,7 @@ def move(placed: PlacedExperts, after: Placement, *, timeout_s: float = TIMEOUT_
     Raises:
         ValueError, TypeError: arguments that are wrong or do not fit each other, before anything moves.
         RuntimeError: processes passed different placements.
-        TimeoutError: the transfer is not complete in time, where XLA does not block the host meanwhile.
+        TimeoutError: the transfer is not complete in time, for example because another process does not call this.
     """
     timeout_s = _check_timeout(timeout_s)
     _check_move("placed", placed, after)
