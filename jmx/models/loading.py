@@ -30,7 +30,7 @@ from jmx.models.sources.protocol import QuantizedSource, Shape, Source, in_layer
 from jmx.models.sources.random import RandomSource
 from jmx.numerics import formats
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_bool, check_dtype, check_instance, check_path
+from jmx.util.checks import check_bool, check_dtype, check_path, shown
 
 
 def load(
@@ -123,7 +123,9 @@ def from_source(
         source: the weights.
         dtype, backend, dequantize_dense: as in `load`.
     """
-    check_instance("source", source, Source, "a source of weights, see `jmx.models.sources.protocol`")
+    for member in ("config", "layers", "dense", "experts"):
+        if not hasattr(source, member):
+            raise TypeError(f"`source` ({shown(source)}) must be a source of weights, and has no `{member}`")
     _check_options(dtype, backend, dequantize_dense)
     return fill(shapes_of(source.config, dtype=dtype, backend=backend), source, dequantize_dense=dequantize_dense)
 

@@ -15,7 +15,6 @@ from jmx.models.quantized_weights import QuantizedWeights
 Shape = tuple[int, ...]
 
 
-@runtime_checkable
 class Source[C: Config](Protocol):
     """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
 
