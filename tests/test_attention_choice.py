@@ -45,7 +45,7 @@ def test_kernels_are_chosen_on_hopper_and_plain_code_elsewhere(kind: Kind) -> No
         ("step", {"length": 64}, "capacity (=64) must be a multiple of 128"),
         ("step", {"value_dim": 32}, "`value_dim` (=32) must be `key_dim` (=64)"),
         ("step", {"key_dim": 256, "value_dim": 256}, "`key_dim` (=256) must be a multiple of 16 and at most 128"),
-        ("step", {"heads": 130}, "heads to a key head (=65) at most 64"),
+        ("step", {"heads": 130}, "heads to a key head (=65) must be at most 64"),
         ("latent_step", {"tokens": 16}, "`tokens` (=16) must be 1"),
         ("latent_step", {"length": 32}, "capacity (=32) must be a multiple of 64"),
         ("latent_step", {"key_dim": 544}, "of 544 channels"),

@@ -110,10 +110,11 @@ def _decode_reason(case: Case, environment: jmx.Environment) -> str | None:
         return f"the cache's capacity (={case.length}) must be a multiple of {decode.KEYS}"
     if case.key_dim != case.value_dim:
         return f"`value_dim` (={case.value_dim}) must be `key_dim` (={case.key_dim})"
+    if not decode.fits(1, case.key_dim):
+        return f"`key_dim` (={case.key_dim}) must be a multiple of 16 and at most {decode.MOST_CHANNELS}"
     group = case.heads // case.kv_heads
     if not decode.fits(group, case.key_dim):
-        size = f"`key_dim` (={case.key_dim}) must be a multiple of 16 and at most {decode.MOST_CHANNELS}"
-        return f"{size}, and heads to a key head (={group}) at most {decode.ROWS}"
+        return f"heads to a key head (={group}) must be at most {decode.ROWS}"
     return None
 
 
