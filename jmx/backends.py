@@ -6,7 +6,9 @@
 from collections.abc import Sequence
 
 from jmx.ffi import blackwell_layouts
+from jmx.ffi.cpu import library as cpu_library
 from jmx.ffi.cpu.backend import Cpu
+from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.backend import Cutlass
 from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.numerics import layouts as known_layouts
@@ -61,6 +63,15 @@ def register_backend(backend: Backend, *, layouts: Sequence[Layout] = (), before
         ValueError: the name of the backend or of a layout is taken, or no backend is called `before`.
     """
     REGISTRY.register(backend, layouts, before)
+
+
+def register_handlers() -> None:
+    """Registers what compiled programs of backends call by name, which otherwise happens when a backend is selected.
+
+    For a process that loads such programs without tracing them.
+    """
+    for library in (cpu_library, cutlass_library):
+        library.library()
 
 
 def resolve_layout(

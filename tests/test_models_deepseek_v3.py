@@ -31,7 +31,14 @@ from jmx.models.quantized_weights import QuantizedWeights
 pytestmark = pytest.mark.costly
 
 DATA = Path(__file__).parent / "data"
-PLAIN = ("deepseek_v3/published", "deepseek_v3/other", "deepseek_v2/lite", "deepseek_v2/other")
+PLAIN = (
+    "deepseek_v3/published",
+    "deepseek_v3/other",
+    "deepseek_v2/lite",
+    "deepseek_v2/other",
+    "deepseek_v3/sparse",
+    "deepseek_v2/plain",
+)
 NAMES = (*PLAIN, "deepseek_v3/fp8")
 CAPACITY = 32  # tokens of a row's cache: prompt and continuation
 
@@ -207,7 +214,7 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
         model = nnx.eval_shape(lambda: from_source(random_source(config), backend="mosaic"))
         cache = jax.eval_shape(lambda: model.empty_cache(1, 1024).layers)
     runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
-    (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
+    (graph,) = aot.launches_on_h200(tmp_path, runner._decode.jitted, runner._weights, cache, row, row)
     assert graph[0] == "kCommandBuffer"
     assert graph.count("kCustomCall") == 3  # the experts, and attention of two layers
 

@@ -343,8 +343,8 @@ def test_a_cache_that_is_written_over_leaves_no_trace(small: Runner) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "`prompts` must be at least one"),
-        ([[1], []], r"`prompts\[1\]` must have at least one token"),
+        ([], r"`prompts` \(=\[\]\) must be at least one"),
+        ([[1], []], r"`prompts\[1\]` \(=\[\]\) must have at least one token"),
         ([[1, 320]], r"`prompts\[0\]` has the id 320, which must be in 0..319"),
         ([[-1]], r"has the id -1"),
     ],
@@ -379,7 +379,7 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
         )
         cache = jax.eval_shape(lambda: model.empty_cache(1, 1024).layers)
     runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
-    (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
+    (graph,) = aot.launches_on_h200(tmp_path, runner._decode.jitted, runner._weights, cache, row, row)
     assert graph[0] == "kCommandBuffer"
     assert graph.count("kCustomCall") == 4  # each layer's attention and experts
 

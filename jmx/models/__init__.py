@@ -7,13 +7,15 @@
     logits, cache = runner.decode(jmx.models.Sampler()(logits, 0), cache)
 
 A family of models is a module of `families`. What families share is, from the bottom up: `layers`, `rope`, `attention`,
-`block`, `decoder`; `sources` and `loading` fill a model with weights, and `runner` runs one.
+`block`, `decoder`; `sources` and `loading` fill a model with weights, and `runner` runs one, by `programs` that are
+compiled side by side and kept in a `ProgramStore`.
 """
 
 from jmx.models.block import MoERecord
 from jmx.models.cache import Cache
 from jmx.models.decoder import Model
 from jmx.models.families import FAMILIES
+from jmx.models.families.choice import family_of
 from jmx.models.families.deepseek_v3 import DeepseekV3
 from jmx.models.families.family import Family
 from jmx.models.families.glm4_moe import Glm4MoE
@@ -24,9 +26,10 @@ from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
 from jmx.models.generation import Generation
 from jmx.models.hub import find
-from jmx.models.loading import family_of, from_source, load, random_source
+from jmx.models.loading import from_source, load, random_source
 from jmx.models.logprobs import LogProbabilities
 from jmx.models.penalties import TokenCounts
+from jmx.models.program_store import ProgramStore
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
 
@@ -43,6 +46,7 @@ __all__ = [
     "MoERecord",
     "Model",
     "OLMoE",
+    "ProgramStore",
     "Qwen2MoE",
     "Qwen3MoE",
     "Runner",

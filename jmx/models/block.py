@@ -19,6 +19,49 @@ class MoERecord(NamedTuple):
     output: jax.Array
 
 
+class AttentionSublayer(nnx.Module):
+    """Attention after a norm, added to the residual stream."""
+
+    def __init__(self, norm: RMSNorm, attention: SelfAttention):
+        self.norm, self.attention = norm, attention
+
+    def __call__(
+        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        attended, cache = self.attention(x, self.norm, starts, angles, cache)
+        return x + attended, cache
+
+
+class MoESublayer(nnx.Module):
+    """Experts after a norm, added to the residual stream; arguments as `Block`'s."""
+
+    def __init__(self, norm: RMSNorm, router: Linear, moe: Any, shared_experts: SharedExperts | None):
+        self.norm, self.router, self.moe = norm, router, moe
+        self.shared_experts = nnx.data(shared_experts)
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None
+    ) -> tuple[jax.Array, MoERecord]:
+        normed = self.norm(x)
+        logits = self.router(x, self.norm)
+        if expert_ids is not None:  # restrict the choice to these
+            chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
+            logits = jnp.where(chosen, logits, -jnp.inf)
+        out = self.moe(normed, logits, mask=mask)
+        shared = 0 if self.shared_experts is None else self.shared_experts(x, self.norm)
+        return x + out + shared, MoERecord(normed, out)
+
+
+class MLPSublayer(nnx.Module):
+    """One MLP for all tokens after a norm, added to the residual stream. Its record is None."""
+
+    def __init__(self, norm: RMSNorm, mlp: MLP):
+        self.norm, self.mlp = norm, mlp
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, expert_ids: jax.Array | None) -> tuple[jax.Array, None]:
+        return x + self.mlp(x, self.norm).astype(x.dtype), None
+
+
 class Block(nnx.Module):
     """Attention, then experts, each after a norm and added to the residual stream.
 
@@ -43,25 +86,10 @@ class Block(nnx.Module):
         self.moe: Any = moe
         self.shared_experts = nnx.data(shared_experts)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        starts: jax.Array | None,
-        angles: tuple[jax.Array, jax.Array],
-        cache: jax.Array,
-        mask: jax.Array | None,
-        expert_ids: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, MoERecord]:
-        attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
-        x = x + attended
-        normed = self.moe_norm(x)
-        logits = self.router(x, self.moe_norm)
-        if expert_ids is not None:  # restrict the choice to these
-            chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
-            logits = jnp.where(chosen, logits, -jnp.inf)
-        out = self.moe(normed, logits, mask=mask)
-        shared = 0 if self.shared_experts is None else self.shared_experts(x, self.moe_norm)
-        return x + out + shared, cache, MoERecord(normed, out)
+    def sublayers(self) -> tuple[AttentionSublayer, MoESublayer]:
+        """Both halves, as modules that share this one's variables: each can be a program of its own."""
+        experts = MoESublayer(self.moe_norm, self.router, self.moe, self.shared_experts)
+        return AttentionSublayer(self.attention_norm, self.attention), experts
 
     def variables(self) -> Variables:
         """All variables except the experts'. The bias of their choice, if there is one, is a variable of `moe`."""
@@ -81,18 +109,9 @@ class DenseBlock(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        starts: jax.Array | None,
-        angles: tuple[jax.Array, jax.Array],
-        cache: jax.Array,
-        mask: jax.Array | None,
-        expert_ids: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, None]:
-        attended, cache = self.attention(x, self.attention_norm, starts, angles, cache)
-        x = x + attended
-        return x + self.mlp(x, self.mlp_norm).astype(x.dtype), cache, None
+    def sublayers(self) -> tuple[AttentionSublayer, MLPSublayer]:
+        """Both halves, as modules that share this one's variables."""
+        return AttentionSublayer(self.attention_norm, self.attention), MLPSublayer(self.mlp_norm, self.mlp)
 
     def variables(self) -> Variables:
         norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.mlp_norm.scale}

@@ -6,17 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from jmx.models.cache import Cache, bucket
-from jmx.models.config import Config
 from jmx.models.decoder import Model
+from jmx.models.forward import Forward, Weights
 from jmx.models.generation import Chunk, Generation
 from jmx.models.logprobs import LogProbabilities, check_count, log_probabilities
 from jmx.models.penalties import TokenCounts
+from jmx.models.program_store import ProgramStore
+from jmx.models.programs import Program
 from jmx.models.sampling import Sampler, choose
-from jmx.util.checks import check_int
+from jmx.models.token_rows import check_tokens, padded_rows
+from jmx.util.checks import check_array, check_bool, check_instance, check_int
 
 # Decoding steps per program when generating. A caller may wait for so many, and so many may follow an EOS.
 CHUNK = 16
@@ -41,59 +43,46 @@ class Runner:
     pair of them, and all again for another number of rows. Buckets are powers of two.
     """
 
-    def __init__(self, model: Model):
-        self.model = model
-        # Split once, into a plain list: flattening a module at every step would cost more than launching the step.
-        graphdef, state = nnx.split(model)
-        self._weights, treedef = jax.tree.flatten(state)
-
-        def merged(weights: list[Any]) -> Model:
-            return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
-
-        def prefill(
-            weights: list[Any], layers: list[jax.Array], tokens: jax.Array, lengths: jax.Array, all_logits: bool
-        ) -> tuple[jax.Array, list[jax.Array]]:
-            model = merged(weights)
-            mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            x, layers = model(tokens, None, layers, mask=mask)
-            if not all_logits:
-                x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
-            return model.logits(x), layers
-
-        def extend(
-            weights: list[Any], layers: list[jax.Array], starts: jax.Array, tokens: jax.Array, lengths: jax.Array
-        ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-            model = merged(weights)
-            mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            x, layers = model(tokens, starts, layers, mask=mask)
-            x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
-            return model.logits(x), layers, starts + lengths
+    def __init__(self, model: Model, *, store: ProgramStore | None = None):
+        self.model: Model = check_instance("model", model, Model)
+        check_instance("store", store, ProgramStore | None, "a ProgramStore, or None")
+        weights = Weights.of(model)
+        self._weights = weights.arrays
+        self._forward = Forward(model, weights, store)
 
         def decode(
-            weights: list[Any], layers: list[jax.Array], lengths: jax.Array, tokens: jax.Array
+            arrays: list[jax.Array], layers: list[jax.Array], lengths: jax.Array, tokens: jax.Array
         ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-            model = merged(weights)
+            model = weights.merge(arrays)
             x, layers = model(tokens[:, None], lengths, layers)
             return model.logits(x[:, 0]), layers, lengths + 1
 
         def steps(
-            weights: list[Any],
+            arrays: list[jax.Array],
             state: _State,
             numbers: dict[str, jax.Array],
             first: jax.Array,
             logprobs: int | None,
         ) -> tuple[_State, _Drawn]:
             def step(state: _State, number: jax.Array) -> tuple[_State, _Drawn]:
-                logits, layers, lengths = decode(weights, state.layers, state.lengths, state.tokens)
+                logits, layers, lengths = decode(arrays, state.layers, state.lengths, state.tokens)
                 tokens, counts, found = _draw(logits, numbers, number, state.counts, logprobs)
                 return _State(layers, lengths, tokens, counts), (tokens, found)
 
             return lax.scan(step, state, first + jnp.arange(CHUNK))
 
-        self._prefill = jax.jit(prefill, static_argnames="all_logits", donate_argnames="layers")
-        self._extend = jax.jit(extend, donate_argnames=("layers", "starts"))
-        self._decode = jax.jit(decode, donate_argnames=("layers", "lengths"))
-        self._steps = jax.jit(steps, static_argnames="logprobs", donate_argnames="state")
+        identity = repr(weights.graphdef)
+        self._decode = Program(
+            decode, weights.arrays, donate=("layers", "lengths"), identity=f"decode {identity}", store=store
+        )
+        self._steps = Program(
+            steps,
+            weights.arrays,
+            donate=("state",),
+            static=("logprobs",),
+            identity=f"steps {CHUNK} {identity}",
+            store=store,
+        )
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, cache: Cache | None = None, all_logits: bool = False
@@ -112,8 +101,10 @@ class Runner:
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, or a cache that does not fit.
         """
-        check_tokens(self.model.config, "prompts", prompts)
-        padded, lengths = _padded(prompts)
+        check_tokens("prompts", prompts, self.model.config.vocab_size)
+        check_instance("cache", cache, Cache | None, "a Cache, or None")
+        check_bool("all_logits", all_logits)
+        padded, lengths = padded_rows(prompts)
         if cache is None:
             cache = self.model.empty_cache(*padded.shape)
         if cache.batch != padded.shape[0] or cache.capacity < padded.shape[1]:
@@ -122,7 +113,7 @@ class Runner:
                 f"{padded.shape[1]}, the bucket of the longest prompt (={lengths.max()})"
             )
         on_device = jnp.asarray(lengths)
-        logits, layers = self._prefill(self._weights, cache.layers, jnp.asarray(padded), on_device, all_logits)
+        logits, layers = self._forward(jnp.asarray(padded), None, cache.layers, on_device, all_logits=all_logits)
         return logits, Cache(layers, on_device, int(lengths.max()))
 
     def extend(self, tokens: Sequence[Sequence[int]], cache: Cache) -> tuple[jax.Array, Cache]:
@@ -139,13 +130,15 @@ class Runner:
         Raises:
             ValueError: not one list for each row, an empty one, or ids outside the vocabulary.
         """
+        check_tokens("tokens", tokens, self.model.config.vocab_size)
+        check_instance("cache", cache, Cache)
         if len(tokens) != cache.batch:
             raise ValueError(f"`tokens` (of {len(tokens)} rows) must have {cache.batch} rows, those of the cache")
-        check_tokens(self.model.config, "tokens", tokens)
-        padded, lengths = _padded(tokens)
+        padded, lengths = padded_rows(tokens)
         cache = cache.reserve(cache.longest + padded.shape[1])
-        logits, layers, new_lengths = self._extend(self._weights, cache.layers, cache.lengths, padded, lengths)
-        return logits, Cache(layers, new_lengths, cache.longest + int(lengths.max()))
+        on_device = jnp.asarray(lengths)
+        logits, layers = self._forward(jnp.asarray(padded), cache.lengths, cache.layers, on_device)
+        return logits, Cache(layers, cache.lengths + on_device, cache.longest + int(lengths.max()))
 
     def decode(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; donates the old one.
@@ -155,6 +148,8 @@ class Runner:
         Raises:
             ValueError: `tokens` is not one token for each row of the cache.
         """
+        check_array("tokens", tokens, jnp.integer)
+        check_instance("cache", cache, Cache)
         if tokens.shape != (cache.batch,):
             raise ValueError(
                 f"`tokens` (shape {tokens.shape}) must have shape ({cache.batch},), one a row of the cache"
@@ -190,9 +185,8 @@ class Runner:
             ValueError: those of `prefill` and `extend`; `max_new_tokens`, `logprobs` or lengths in the cache out of
                 range.
         """
-        check_tokens(self.model.config, "prompts", prompts)
-        check_int("max_new_tokens", max_new_tokens, least=1)
-        check_count(logprobs, self.model.config.vocab_size)
+        self._check(prompts, sampler, max_new_tokens, logprobs)
+        check_instance("cache", cache, Cache | None, "a Cache, or None")
         known = [0] * len(prompts) if cache is None else np.asarray(cache.lengths).tolist()
         if len(known) != len(prompts):
             raise ValueError(f"`cache` (of {len(known)} rows) must have {len(prompts)} rows, those of `prompts`")
@@ -212,11 +206,23 @@ class Runner:
         logprobs: int | None = None,
     ) -> int:
         """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache."""
+        self._check(prompts, sampler, max_new_tokens, logprobs)
         state, _ = self._start(prompts, [0] * len(prompts), sampler, max_new_tokens, None, logprobs)
         if max_new_tokens > 1:
-            state, _ = self._steps(self._weights, state, jax.device_put(sampler.numbers), 1, logprobs)
+            state, _ = self._steps(
+                self._weights, state, jax.device_put(sampler.numbers), np.int32(1), logprobs=logprobs
+            )
         jax.block_until_ready(state)
         return sum(layer.nbytes for layer in state.layers)
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int, logprobs: int | None
+    ) -> None:
+        """Checks arguments that `generate` and `warm_up` share."""
+        check_tokens("prompts", prompts, self.model.config.vocab_size)
+        check_instance("sampler", sampler, Sampler)
+        check_int("max_new_tokens", max_new_tokens, least=1)
+        check_count(logprobs, self.model.config.vocab_size)
 
     def _chunks(
         self,
@@ -233,7 +239,7 @@ class Runner:
         longest = max(map(len, prompts))
         for step in range(1, max_new_tokens, CHUNK):
             jax.tree.map(lambda array: array.copy_to_host_async(), ready)
-            state, new = self._steps(self._weights, state, numbers, step, logprobs)
+            state, new = self._steps(self._weights, state, numbers, np.int32(step), logprobs=logprobs)
             longest += CHUNK
             tokens, found = jax.tree.map(np.asarray, ready)
             yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
@@ -251,14 +257,21 @@ class Runner:
         logprobs: int | None,
     ) -> tuple[_State, _Drawn]:
         """The state after the first new tokens, with capacity for all the others in whole chunks, and these tokens."""
-        if cache is None:
-            logits, cache = self.prefill(prompts)
-        else:
-            logits, cache = self.extend([prompt[n:] for prompt, n in zip(prompts, known, strict=True)], cache)
         counts = sampler.counts(prompts, self.model.config.vocab_size)
-        tokens, counts, found = _draw_first(logits, sampler.numbers, 0, counts, logprobs)
         chunks = -(-(max_new_tokens - 1) // CHUNK)
-        cache = cache.reserve(max(map(len, prompts)) + chunks * CHUNK)
+        needed = max(map(len, prompts)) + chunks * CHUNK
+        further = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
+        if chunks:  # compile them while the first tokens are computed, or compiled for
+            capacity = bucket(needed)
+            if cache is not None:
+                capacity = max(capacity, cache.capacity, bucket(cache.longest + bucket(max(map(len, further)))))
+            row: Any = jax.ShapeDtypeStruct((len(prompts),), jnp.int32)
+            layers: Any = self.model.cache_layers(len(prompts), capacity)
+            state = _State(layers, row, row, counts)
+            self._steps.compile(state, sampler.numbers, np.int32(1), logprobs=logprobs)
+        logits, cache = self.prefill(prompts) if cache is None else self.extend(further, cache)
+        tokens, counts, found = _draw_first(logits, sampler.numbers, 0, counts, logprobs)
+        cache = cache.reserve(needed)
         drawn = jax.tree.map(lambda array: array[None], (tokens, found))
         return _State(cache.layers, cache.lengths, tokens, counts), drawn
 
@@ -277,24 +290,3 @@ def _draw(
 
 
 _draw_first = jax.jit(_draw, static_argnames="logprobs")
-
-
-def check_tokens(config: Config, name: str, rows: Sequence[Sequence[int]]) -> None:
-    """ValueError, with the argument's name, unless there is a row, and each has a token, all of the vocabulary."""
-    if not rows:
-        raise ValueError(f"`{name}` must be at least one")
-    for number, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"`{name}[{number}]` must have at least one token")
-        for token in row:
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(f"`{name}[{number}]` has the id {token}, which must be in 0..{config.vocab_size - 1}")
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows as int32 (B, bucket of the longest), and their lengths, int32 (B,)."""
-    lengths = np.array([len(row) for row in rows], np.int32)
-    padded = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
-    for filled, row in zip(padded, rows, strict=True):
-        filled[: len(row)] = row
-    return padded, lengths

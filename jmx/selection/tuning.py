@@ -183,6 +183,15 @@ def override(engine_name: str, config: Any) -> Iterator[None]:
         yield
 
 
+# How often `reload` was called.
+_reloads = 0
+
+
+def state() -> tuple[Any, ...]:
+    """Hashable, and equal as long as problems are given the same configurations."""
+    return _reloads, _overrides.value
+
+
 class _Table(NamedTuple):
     source: Source
     file: Any  # a Path or another Traversable
@@ -210,9 +219,11 @@ def reload() -> None:
 
     For a process that continues after its tables were tuned. What was compiled ahead of time does not change.
     """
+    global _reloads
     _tables.cache_clear()
     _warn_once.cache_clear()
     jax.clear_caches()
+    _reloads += 1
 
 
 def cache_file(engine_name: str, device_kind: str) -> pathlib.Path:

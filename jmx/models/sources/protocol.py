@@ -1,12 +1,13 @@
 """The protocol of a source of weights, and its neutral names."""
 
 import contextlib
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from typing import Protocol, runtime_checkable
 
 import jax
 
 import jmx
+from jmx.checkpoint import ExpertLayer
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.config import Config
 from jmx.models.quantized_weights import QuantizedWeights
@@ -27,15 +28,36 @@ class Source[C: Config](Protocol):
     @property
     def config(self) -> C: ...
     @property
-    def layers(self) -> Collection[int]:
-        """Numbers of the layers that have experts."""
+    def layers(self) -> Mapping[int, ExpertLayer]:
+        """What is known of experts before they are read, by the number of their layer."""
         ...
 
-    def dense(self, name: str) -> jax.Array | QuantizedWeights: ...
+    def dense(self, name: str) -> jax.Array:
+        """A tensor outside the experts, in floats."""
+        ...
+
     def experts(self, layer: int) -> jmx.Experts | FloatExperts: ...
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
+        ...
+
+
+@runtime_checkable
+class QuantizedSource(Protocol):
+    """What a `Source` has besides if some of its tensors outside the experts are quantized."""
+
+    @property
+    def formats(self) -> Mapping[str, jmx.Format]:
+        """Formats of those tensors, by neutral name."""
+        ...
+
+    def quantized(self, name: str) -> QuantizedWeights:
+        """One of those tensors as it is stored."""
+        ...
+
+    def report(self, kept: Collection[str]) -> None:
+        """Takes notice of which of those tensors a model keeps as they are; it dequantizes the others."""
         ...
 
 

@@ -8,7 +8,7 @@ from jmx.pallas.sm90.tiles import TILE
 
 _LARGE_TILE = 3072  # bytes: between those of 4 bits and those of 8
 _BARRIER_BYTES = 2048  # an upper bound for barriers, alignment and unused buffers
-_BY_EIGHT = 192  # rows of a block, above which the kernel is compiled for half as many widths
+_BY_EIGHT = 64  # rows of a block, above which the kernel is compiled for half as many widths
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
 _OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator

@@ -1,0 +1,123 @@
+"""Programs: functions of arrays that are compiled before they are called, side by side, and kept between processes.
+
+`jax.jit` compiles when a function is called, one program after the other, and traces and lowers it again in every
+process, which takes as long as compiling: jax's compilation cache is keyed by what lowering returns.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.stages import Compiled
+
+from jmx.models.program_identity import default_device, tracing_context
+from jmx.models.program_store import ProgramStore
+
+Signature = tuple[Hashable, ...]
+
+
+class Program:
+    """A function of a list of weights and of pytrees of arrays, compiled once for each signature of its arguments.
+
+    A signature is shapes, dtypes and shardings, the static arguments, and the context: jax's configuration, the mesh
+    in scope, and what decides which backend runs (`jmx.use_backend`, tuned tables).
+
+    Args:
+        function: (weights, *arguments, **static).
+        weights: those of the first call, or others like them: all calls have weights of the same signature.
+        donate: names of arguments that are donated.
+        static: names of static arguments, which are passed by keyword.
+        identity: what tells this function from all others of jmx with the same signature.
+        store: keeps the compiled programs between processes; None: nothing does.
+
+    Attributes:
+        jitted: the function under `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        weights: Sequence[jax.Array],
+        *,
+        donate: Sequence[str] = (),
+        static: Sequence[str] = (),
+        identity: str = "",
+        store: ProgramStore | None = None,
+    ):
+        self.jitted = jax.jit(function, donate_argnames=tuple(donate), static_argnames=tuple(static))
+        self._weights = [_abstract(array) for array in weights]
+        self._identity, self._store = f"{identity} {_signature(self._weights)}", store
+        self._compiled: dict[Signature, Future[Compiled]] = {}
+
+    def __call__(self, weights: Sequence[jax.Array], *arguments: Any, **static: Hashable) -> Any:
+        """The function's results. It is compiled if it has not been."""
+        return self.compiled(*arguments, **static)(weights, *arguments)
+
+    def compiled(self, *arguments: Any, **static: Hashable) -> Callable[..., Any]:
+        """The compiled program for such arguments, which takes the weights and the arguments that are not static."""
+        return self.compile(*arguments, **static).result()
+
+    def compile(self, *arguments: Any, **static: Hashable) -> Future[Compiled]:
+        """Begins to compile the program for such arguments, which may be `jax.ShapeDtypeStruct`, unless it has begun.
+
+        Returns when the function is lowered: XLA compiles it in another thread.
+        """
+        signature = (_signature(arguments), *sorted(static.items()), tracing_context())
+        found = self._compiled.get(signature)
+        if found is None or (found.done() and found.exception() is not None):  # a failure may be one of memory
+            found = self._compiled[signature] = self._start(signature, arguments, static)
+        return found
+
+    def _start(self, signature: Signature, arguments: Any, static: dict[str, Hashable]) -> Future[Compiled]:
+        key = None
+        if self._store is not None and _on_one_device((self._weights, arguments)):
+            key = self._store.key(self._identity, signature)
+        if self._store is not None and key is not None and self._store.has(key):
+            return _compilers().submit(self._kept, self._store, key, arguments, static)
+        return _compilers().submit(self._compile, self._lower(arguments, static), key)
+
+    def _lower(self, arguments: Any, static: dict[str, Hashable]) -> jax.stages.Lowered:
+        return self.jitted.lower(self._weights, *jax.tree.map(_abstract, arguments), **static)
+
+    def _compile(self, lowered: jax.stages.Lowered, key: str | None) -> Compiled:
+        compiled = lowered.compile()
+        if self._store is not None and key is not None:
+            self._store.save(key, compiled)
+        return compiled
+
+    def _kept(self, store: ProgramStore, key: str, arguments: Any, static: dict[str, Hashable]) -> Compiled:
+        """The program that the store has, or if it is damaged, a compiled one in its place."""
+        return store.load(key) or self._compile(self._lower(arguments, static), key)
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="jmx-compile")
+
+
+def _abstract(array: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding, without the array, which may be donated before it is compiled for."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
+    if not isinstance(array, jax.Array):
+        array = np.asarray(array)
+        return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_sharding(array), weak_type=array.weak_type)
+
+
+def _sharding(array: jax.Array) -> jax.sharding.Sharding | None:
+    """Where an array is; None on the default device, where arrays without a sharding go."""
+    return None if array.sharding.device_set == {default_device()} else array.sharding
+
+
+def _signature(tree: Any) -> Signature:
+    leaves, treedef = jax.tree.flatten(tree)
+    abstract = map(_abstract, leaves)
+    return (treedef, *((leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type) for leaf in abstract))
+
+
+def _on_one_device(tree: Any) -> bool:
+    return all(_abstract(leaf).sharding is None for leaf in jax.tree.leaves(tree))
