@@ -43,6 +43,7 @@ class Worker:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.stderr: collections.deque[str] = collections.deque(maxlen=5)
+        self.failure: Exception | None = None
         self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
         for reader in self.readers:
             reader.start()
@@ -69,6 +70,13 @@ class Worker:
             raise RuntimeError(f"the process ended: {' '.join(self.stderr)[-200:]}")
         return json.loads(line)
 
+    def wait_for_compiling(self, until: float) -> None:
+        """Waits for the line that everything is compiled; if there is none, `failure` is the reason."""
+        try:
+            self.line(until)
+        except (TimeoutError, RuntimeError) as error:
+            self.failure = error
+
     def start(self) -> None:
         """Lets it run what it has compiled."""
         assert self.process.stdin is not None
@@ -87,11 +95,12 @@ class Worker:
                 pipe.close()
 
 
-def results(worker: Worker, cases: Sequence[Case], compiled_by: float, end: float) -> Iterator[dict[str, Any]]:
+def results(worker: Worker, cases: Sequence[Case], end: float) -> Iterator[dict[str, Any]]:
     """A row of each case; an error in it from where the process failed."""
     done = 0
     try:
-        worker.line(min(compiled_by, end))
+        if worker.failure is not None:
+            raise worker.failure
         worker.start()
         for case in cases:
             first = 30 if done == 0 else 0  # its arrays of random numbers
@@ -166,12 +175,13 @@ def main(argv: Sequence[str]) -> int:
     limits, workers = Worker("limits", []), [Worker(system, cases) for system in systems]
     rows: list[dict[str, Any]] = []
     try:
-        limits.line(start + COMPILING)
+        for worker in (limits, *workers):  # which use the card, too: XLA times products to choose among them
+            worker.wait_for_compiling(start + COMPILING)
         limits.start()
         machine = limits.line(end)
         print(json.dumps(machine), file=sys.stderr)
         for worker in workers:
-            for result in results(worker, cases, start + COMPILING, end):
+            for result in results(worker, cases, end):
                 rows.append(row_of(worker.system, result, machine))
                 print(f"{time.monotonic() - start:.0f} s: {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     finally:

@@ -78,7 +78,9 @@ def worker_of(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> a
     file.write_text(program)
     monkeypatch.setattr(attention, "WORKER", file)
     monkeypatch.setattr(attention, "SILENT", 0.5)
-    return attention.Worker("jmx", CASES[:3])
+    worker = attention.Worker("jmx", CASES[:3])
+    worker.wait_for_compiling(time.monotonic() + 60)
+    return worker
 
 
 def test_a_process_that_hangs_is_ended_and_one_that_fails_is_reported(
@@ -86,16 +88,19 @@ def test_a_process_that_hangs_is_ended_and_one_that_fails_is_reported(
 ) -> None:
     row = json.dumps({"us": 3.0})
     first = f"print('{{\"compiled\": 3}}', flush=True); input(); print('{row}', flush=True)\n"
-    end = time.monotonic() + 60
     hanging = worker_of(first + "import time; time.sleep(100)", monkeypatch, tmp_path)
-    found = [*attention.results(hanging, CASES[:3], end, time.monotonic() + 5)]
+    found = [*attention.results(hanging, CASES[:3], time.monotonic() + 20)]
     assert found[0]["us"] == 3
     assert "killed" in found[1]["error"]
     assert found[2]["error"].startswith(f"not run, since {CASES[1]} failed")
     assert hanging.process.poll() is not None
     failing = worker_of(first + "raise SystemExit('no memory')", monkeypatch, tmp_path)
-    found = [*attention.results(failing, CASES[:3], end, end)]
+    found = [*attention.results(failing, CASES[:3], time.monotonic() + 20)]
     assert "the process ended" in found[1]["error"]
+    never = worker_of("raise SystemExit('no device')", monkeypatch, tmp_path)
+    found = [*attention.results(never, CASES[:3], time.monotonic() + 20)]
+    assert "the process ended" in found[0]["error"]
+    assert len(found) == 3
 
 
 def test_tables_have_ratios_and_each_reason_once() -> None:
