@@ -195,8 +195,7 @@ CASES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
     ),
     "fused": (
         lambda t: t.update({"model.layers.2.mlp.experts.gate_up_proj": t["lm_head.weight"]}),
-        "holds all experts, in an order that files do not record; it is known for `model_type` 'gpt_oss', "
-        "and not for 'qwen3_moe'",
+        r"2.mlp.experts.gate_up_proj' \(shape .*\) must be \(E, out, in\), with gate and up rows",
     ),
     "nan": (
         lambda t: t["model.layers.1.mlp.experts.1.down_proj.weight"].__setitem__((5, 3), np.nan),

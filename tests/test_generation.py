@@ -109,8 +109,8 @@ def test_other_parameters_of_the_same_kind_compile_nothing(runner: Runner) -> No
         ({"logprobs": -1}, ValueError, "`logprobs` (=-1) must be at least 0"),
         ({"logprobs": 321}, ValueError, "`logprobs` (=321) must be at most 320"),
         ({"logprobs": math.nan}, TypeError, "`logprobs` (=nan, a float) must be an integer"),
-        ({"prompts": []}, ValueError, "`prompts` must be at least one"),
-        ({"prompts": [[1], []]}, ValueError, "`prompts[1]` must have at least one token"),
+        ({"prompts": []}, ValueError, "`prompts` (=[]) must be at least one"),
+        ({"prompts": [[1], []]}, ValueError, "`prompts[1]` (=[]) must have at least one token"),
         ({"prompts": [[1, 320]]}, ValueError, "`prompts[0]` has the id 320, which must be in 0..319"),
     ],
 )

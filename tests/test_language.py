@@ -50,6 +50,7 @@ PLACES = {
     "jmx/pallas/mosaic_sm90_fp8": ("jmx/pallas/mosaic_sm90_fp8/*.py",),
     "jmx/perf": ("jmx/perf/**/*.py",),
     "jmx/cli": ("jmx/cli/**/*.py",),
+    "jmx/parallel": ("jmx/parallel/**/*.py",),
     "jmx/engines": ("jmx/engines/*.py",),
     "jmx/ffi/cutlass": ("jmx/ffi/*.py", "jmx/ffi/cutlass/**/*.py", "jmx/ffi/cutlass/src/*"),
     "jmx/pallas/triton": ("jmx/pallas/triton/*.py",),

@@ -31,7 +31,14 @@ from jmx.models.quantized_weights import QuantizedWeights
 pytestmark = pytest.mark.costly
 
 DATA = Path(__file__).parent / "data"
-PLAIN = ("deepseek_v3/published", "deepseek_v3/other", "deepseek_v2/lite", "deepseek_v2/other")
+PLAIN = (
+    "deepseek_v3/published",
+    "deepseek_v3/other",
+    "deepseek_v2/lite",
+    "deepseek_v2/other",
+    "deepseek_v3/sparse",
+    "deepseek_v2/plain",
+)
 NAMES = (*PLAIN, "deepseek_v3/fp8")
 CAPACITY = 32  # tokens of a row's cache: prompt and continuation
 

@@ -343,8 +343,8 @@ def test_a_cache_that_is_written_over_leaves_no_trace(small: Runner) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "`prompts` must be at least one"),
-        ([[1], []], r"`prompts\[1\]` must have at least one token"),
+        ([], r"`prompts` \(=\[\]\) must be at least one"),
+        ([[1], []], r"`prompts\[1\]` \(=\[\]\) must have at least one token"),
         ([[1, 320]], r"`prompts\[0\]` has the id 320, which must be in 0..319"),
         ([[-1]], r"has the id -1"),
     ],

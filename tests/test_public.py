@@ -25,6 +25,7 @@ ORDER = [
     {"xla", "pallas", "ffi"},
     {"backends"},
     {"autodiff"},
+    {"parallel"},
     {"layer"},
     {"explain", "module_arguments"},
     {"module_call"},

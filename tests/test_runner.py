@@ -111,9 +111,9 @@ def test_a_turn_after_truncation_gives_the_logits_of_one_prefill(
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([], r"`tokens` \(of 0 rows\) must have 2 rows"),
+        ([], r"`tokens` \(=\[\]\) must be at least one"),
         ([[1]], r"`tokens` \(of 1 rows\) must have 2 rows"),
-        ([[1], []], r"`tokens\[1\]` must have at least one token"),
+        ([[1], []], r"`tokens\[1\]` \(=\[\]\) must have at least one token"),
         ([[1], [320]], r"`tokens\[1\]` has the id 320, which must be in 0..319"),
         ([[-1], [0]], r"`tokens\[0\]` has the id -1"),
     ],

@@ -1,6 +1,7 @@
 """Every argument of every public function with every kind of wrong value: jmx's own error names it and the value."""
 
 import atexit
+import dataclasses
 import functools
 import inspect
 import math
@@ -21,6 +22,7 @@ from float_checkpoints import float_gpt_oss
 
 import jmx
 import jmx.linen
+import jmx.models
 import jmx.nnx
 from jmx import checkpoint
 from jmx.backends import registered_backends
@@ -168,6 +170,36 @@ def of_linen(name: str | None) -> Callable[..., Any]:
 def problem(**changed: Any) -> jmx.Problem:
     fields = {"num_tokens": 1, **SIZES, "dtype": "bfloat16", "format": "mxfp4", "activation": jmx.SwiGLU()}
     return jmx.Problem(**fields | {"gate_up_order": "interleaved", "bias": True, "layout": "packed"} | changed)
+
+
+@functools.cache
+def runner() -> jmx.models.Runner:
+    family = jmx.models.FAMILIES["mixtral"]
+    config = dataclasses.replace(
+        next(iter(family.published.values())),
+        num_hidden_layers=1,
+        hidden_size=H,
+        intermediate_size=I,
+        moe_intermediate_size=I,
+        num_experts=E,
+        vocab_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    source = jmx.models.random_source(config, format=jmx.FORMATS["int8_channel"])
+    return jmx.models.Runner(jmx.models.from_source(source, dtype=jnp.float32))
+
+
+def model() -> jmx.models.Model:
+    return runner().model
+
+
+def cache() -> jmx.models.Cache:
+    return jmx.models.Cache.empty([(2, 1, 1, 16, 16)], jnp.float32)
+
+
+GENERATING = {"prompts": "prompts", "sampler": "object", "max_new_tokens": "size", "logprobs": "count or None"}
 
 
 def entered(manager: Any) -> None:
@@ -482,6 +514,103 @@ ROWS: dict[str, Row] = {
         },
         lambda: {"src": TINY, "dst": "/nowhere/at/all", "format": "mxfp4"},
     ),
+    # Whole models
+    "jmx.models.load": Row(
+        {
+            "path": "path",
+            "format": "named or None",
+            "declared_inputs": "flag",
+            "dequantize_dense": "flag",
+            "dtype": "model dtype",
+            "backend": "name or None",
+            "progress": "flag",
+        },
+        lambda: {"path": TINY},
+    ),
+    "jmx.models.find": Row({"name": "path"}),
+    "jmx.models.family_of": Row({"path": "path"}),
+    "jmx.models.random_source": Row(
+        {"config": "object", "seed": "seed", "format": "named"}, lambda: {"config": model().config}
+    ),
+    "jmx.models.from_source": Row(
+        {"source": "object", "dtype": "model dtype", "backend": "name or None", "dequantize_dense": "flag"},
+        lambda: {"source": jmx.models.random_source(model().config)},
+    ),
+    **{
+        f"jmx.models.{family.model.__name__}": Row(
+            {
+                "config": "object",
+                "format": "named or None",
+                "dtype": "model dtype",
+                "backend": "name or None",
+                "rngs": "object",
+            },
+            lambda family=family: {"config": next(iter(family.published.values())), "rngs": nnx.Rngs(0)},
+        )
+        for family in jmx.models.FAMILIES.values()
+    },
+    "jmx.models.Model.empty_cache": Row(
+        {"batch": "size", "capacity": "size"},
+        lambda: {"batch": 1, "capacity": 16},
+        lambda **a: model().empty_cache(**a),
+    ),
+    "jmx.models.Model.cache_layers": Row(
+        {"batch": "size", "capacity": "size"},
+        lambda: {"batch": 1, "capacity": 16},
+        lambda **a: model().cache_layers(**a),
+    ),
+    "jmx.models.ProgramStore": Row({"directory": "path"}),
+    "jmx.models.Model.logits": Row({"x": "floats"}, call=lambda x: model().logits(x)),
+    "jmx.models.Cache.empty": Row(
+        {"shapes": "sequence", "dtype": "dtype"}, lambda: {"shapes": [(2, 1, 1, 16, 4)], "dtype": "float32"}
+    ),
+    "jmx.models.Cache.reserve": Row({"length": "count"}, call=lambda length: cache().reserve(length)),
+    "jmx.models.Cache.truncate": Row({"lengths": "rows"}, call=lambda lengths: cache().truncate(lengths)),
+    "jmx.models.Runner": Row({"model": "object", "store": "object or None"}, lambda: {"model": model()}),
+    "jmx.models.Runner.prefill": Row(
+        {"prompts": "prompts", "cache": "object or None", "all_logits": "flag"},
+        lambda: {"prompts": [[1, 2]]},
+        lambda **a: runner().prefill(**a),
+    ),
+    "jmx.models.Runner.extend": Row(
+        {"tokens": "prompts", "cache": "object"},
+        lambda: {"tokens": [[1]], "cache": cache()},
+        lambda **a: runner().extend(**a),
+    ),
+    "jmx.models.Runner.decode": Row(
+        {"tokens": "integers", "cache": "object"},
+        lambda: {"tokens": jnp.zeros(1, jnp.int32), "cache": cache()},
+        lambda **a: runner().decode(**a),
+    ),
+    "jmx.models.Runner.generate": Row(
+        GENERATING | {"cache": "object or None"},
+        lambda: {"prompts": [[1]], "sampler": jmx.models.Sampler(), "max_new_tokens": 1},
+        lambda **a: runner().generate(**a),
+    ),
+    "jmx.models.Runner.warm_up": Row(
+        GENERATING,
+        lambda: {"prompts": [[1]], "sampler": jmx.models.Sampler(), "max_new_tokens": 1},
+        lambda **a: runner().warm_up(**a),
+    ),
+    "jmx.models.Sampler": Row(
+        {
+            **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), "number"),
+            **dict.fromkeys(("presence_penalty", "frequency_penalty"), "number"),
+            "seed": "seed",
+            "top_k": "size or None",
+        }
+    ),
+    "jmx.models.Sampler.counts": Row(
+        {"prompts": "prompts", "vocab_size": "size"},
+        lambda: {"prompts": [[1]], "vocab_size": 8},
+        lambda **a: jmx.models.Sampler(presence_penalty=1.0).counts(**a),
+    ),
+    "jmx.models.TokenCounts.of": Row(
+        {"prompts": "prompts", "vocab_size": "size"}, lambda: {"prompts": [[1]], "vocab_size": 8}
+    ),
+    "jmx.models.TokenCounts.add": Row(
+        {"tokens": "integers"}, call=lambda tokens: jmx.models.TokenCounts.of([[1]], 8).add(tokens)
+    ),
     "jmx.checkpoint.orbax.save": Row(
         {"path": "path", "module": "object"}, lambda: {"path": "/nowhere/at/all", "module": layer()}
     ),
@@ -496,6 +625,10 @@ KINDS |= {
     "mapping": [value for value in KINDS["object"] if not isinstance(value, dict)],
     "count or None": KINDS["count"][1:],
     "shape or None": KINDS["shape"][1:],
+    "model dtype": [*KINDS["dtype"], jnp.float16],
+    "seed": [*KINDS["count"], 1 << 32],
+    "prompts": [*KINDS["sequence"], "ab", b"ab", [], [[]], [[1], []], [3], [2.5], [["x"]], [[2.5]], [[True]], [[-1]]],
+    "rows": [*KINDS["sequence"], [2.5], [True], [-1], [10**6]],
     "index": [*KINDS["count"], 10**6],
     "index or None": [*KINDS["count"][1:], 10**6],
     "names": [None, "x", 3, ["x"], (3,), ("x", None), {}, Opaque()],
@@ -532,6 +665,19 @@ EXEMPT = {
     "jmx.checkpoint.quantizing.Report": MADE,
     "jmx.checkpoint.gpt_oss.Reader.check_scales": "of numpy arrays that it reads itself",
 }
+# What subclasses of `jmx.models.Model` define, or runners call, of arrays that are traced.
+HOOKS = ("angles", "embed", "make_attention", "make_block", "make_moe", "make_shared_experts")
+EXEMPT |= {
+    "jmx.models.Family": MADE,
+    "jmx.models.Generation": MADE,
+    "jmx.models.LogProbabilities": CONTAINER,
+    "jmx.models.MoERecord": CONTAINER,
+    "jmx.models.TokenCounts": CONTAINER,
+    "jmx.models.Cache": "made by `Cache.empty`, and by a runner",
+    "jmx.models.Model": "its families make it",
+    **{f"jmx.models.ProgramStore.{name}": "of keys that it makes" for name in ("has", "key", "load", "save")},
+    **{f"jmx.models.Model.{hook}": "no user calls it" for hook in HOOKS},
+}
 FLAX = {"parent", "name"}  # which every Linen module has
 
 
@@ -542,6 +688,7 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
         found = getattr(checkpoint, module)
         names = getattr(found, "__all__", ["save", "restore"])
         places[f"jmx.checkpoint.{module}"] = (found, [n for n in names if n != "CheckpointError"])
+    places["jmx.models"] = (jmx.models, jmx.models.__all__)
     places["jmx.checkpoint"] = (checkpoint, ["CheckpointError"])
     for place, (module, names) in places.items():
         for name in names:
@@ -561,6 +708,8 @@ def of_class(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
         is_call = attribute == "__call__" and value in (jmx.nnx.MoE, jmx.linen.MoE)
         if attribute.startswith("_") and not is_call:
             continue
+        if issubclass(value, jmx.models.Model) and value is not jmx.models.Model:
+            continue  # those of `Model` are its own, and others are `HOOKS`
         is_method = isinstance(found, classmethod | staticmethod) or inspect.isfunction(found)
         if is_method and (inspect.unwrap(getattr(value, attribute)).__module__ or "").startswith("jmx"):
             yield f"{name}.{attribute}", getattr(value, attribute)
@@ -568,8 +717,9 @@ def of_class(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def parameters(name: str, function: Callable[..., Any]) -> set[str]:
     ignored = {"self"} | (FLAX if name == "jmx.linen.MoE" else set())
-    # Flax's metaclass takes anything for `nnx.MoE`, and hands it on.
-    signature = inspect.signature(jmx.nnx.MoE.__init__ if function is jmx.nnx.MoE else function)
+    # Flax's metaclass takes anything for an `nnx.Module`, and hands it on.
+    is_module = inspect.isclass(function) and issubclass(function, nnx.Module)
+    signature = inspect.signature(function.__init__ if is_module else function)
     return {*signature.parameters} - ignored
 
 
@@ -611,7 +761,8 @@ def says(message: str, value: Any) -> bool:
     if isinstance(value, np.ndarray | jax.Array):
         parts += [str(value.dtype), str(tuple(value.shape))]
     if isinstance(value, list | tuple):
-        parts += [part for item in value for part in (repr(item), type(item).__name__)]
+        inner = [each for item in value for each in (item if isinstance(item, list) else [])]
+        parts += [part for item in (*value, *inner) for part in (repr(item), type(item).__name__)]
     if isinstance(value, dict):
         parts += [part for item in value.values() for part in (repr(item), type(item).__name__)]
     if callable(value):

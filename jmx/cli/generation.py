@@ -19,9 +19,9 @@ from jmx.cli import sampling_arguments
 from jmx.cli.common import EXIT_OK, check_directories, check_known, print_json
 from jmx.models import FAMILIES, Model, Runner, family_of, from_source, hub, load, random_source
 from jmx.models.config import Config
-from jmx.models.runner import check_tokens
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import IdStream, TextStream, read_tokenizer
+from jmx.models.token_rows import check_tokens
 from jmx.util import atomic_files
 
 RANDOM_PROMPT_LENGTH = 1024
@@ -81,7 +81,7 @@ def read_prompt(arguments: argparse.Namespace, config: Config) -> tuple[list[int
         if arguments.chat:
             text = ChatTemplate.read(Path(arguments.model)).render([{"role": "user", "content": text}])
         ids = stream.tokenizer.encode(text, add_special_tokens=False).ids
-    check_tokens(config, "prompts", [ids])
+    check_tokens("prompts", [ids], config.vocab_size)
     return ids, stream
 
 

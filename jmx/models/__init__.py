@@ -15,6 +15,7 @@ from jmx.models.block import MoERecord
 from jmx.models.cache import Cache
 from jmx.models.decoder import Model
 from jmx.models.families import FAMILIES
+from jmx.models.families.choice import family_of
 from jmx.models.families.deepseek_v3 import DeepseekV3
 from jmx.models.families.family import Family
 from jmx.models.families.glm4_moe import Glm4MoE
@@ -25,7 +26,7 @@ from jmx.models.families.qwen2_moe import Qwen2MoE
 from jmx.models.families.qwen3_moe import Qwen3MoE
 from jmx.models.generation import Generation
 from jmx.models.hub import find
-from jmx.models.loading import family_of, from_source, load, random_source
+from jmx.models.loading import from_source, load, random_source
 from jmx.models.logprobs import LogProbabilities
 from jmx.models.penalties import TokenCounts
 from jmx.models.program_store import ProgramStore

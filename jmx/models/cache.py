@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmx.util.checks import check_dtype, check_instance, check_int, check_shape
+
 SMALLEST_BUCKET = 16
 
 
@@ -49,7 +51,12 @@ class Cache:
     @classmethod
     def empty(cls, shapes: Sequence[tuple[int, ...]], dtype: jax.typing.DTypeLike) -> "Cache":
         """A cache of no tokens, of each layer's shape (parts, B, heads, C, W)."""
-        layers = [jnp.zeros(shape, dtype) for shape in shapes]
+        check_instance("shapes", shapes, list | tuple)
+        if not shapes:
+            raise ValueError(f"`shapes` (={shapes!r}) must have one for each layer")
+        found = [check_shape(f"shapes[{number}]", shape, 5) for number, shape in enumerate(shapes)]
+        dtype = check_dtype("dtype", dtype, jnp.bfloat16, jnp.float16, jnp.float32)
+        layers = [jnp.zeros(shape, dtype) for shape in found]
         return cls(layers, jnp.zeros(shapes[0][1], jnp.int32), 0)
 
     @property
@@ -70,7 +77,7 @@ class Cache:
 
         Arrays grow one by one, so that peak memory is the new cache and one array.
         """
-        if length <= self.capacity:
+        if check_int("length", length, least=0) <= self.capacity:
             return self
         return Cache([_grow(layer, bucket(length)) for layer in self.layers], self.lengths, self.longest)
 
@@ -80,13 +87,15 @@ class Cache:
         Waits until the device has computed this cache.
 
         Raises:
+            TypeError: `lengths` are no integers.
             ValueError: not one length for each row, or one outside 0..the row's length.
         """
+        check_instance("lengths", lengths, list | tuple)
         longest = np.asarray(self.lengths)
         if len(lengths) != self.batch:
             raise ValueError(f"`lengths` (of {len(lengths)} rows) must have {self.batch} rows, those of the cache")
         for row, (length, most) in enumerate(zip(lengths, longest, strict=True)):
-            if not 0 <= length <= most:
+            if not 0 <= check_int(f"lengths[{row}]", length) <= most:
                 raise ValueError(f"`lengths[{row}]` (={length}) must be in 0..{most}, the length of the row")
         return Cache(self.layers, jnp.asarray(lengths, jnp.int32), max(lengths))
 

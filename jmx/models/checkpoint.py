@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jmx
@@ -24,7 +23,7 @@ class Checkpoint:
     """Tensors by their names in the files.
 
     Quantized experts stay quantized; float experts stay floats, or are quantized to `format` on reading. Other
-    quantized modules stay in FP8, or are dequantized from other formats, with a UserWarning.
+    quantized modules can be read as they are, or dequantized.
 
     Args:
         path: a directory of safetensors files.
@@ -60,16 +59,15 @@ class Checkpoint:
     ) -> None:
         """CheckpointError unless there are tensors of such `shapes`, `experts` of such E, H, I, and nothing else.
 
-        Modules in `unused` may be there. UserWarnings name what is not run as the checkpoint has it.
+        Modules in `unused` may be there. UserWarnings name what is not run, or not as the checkpoint has it.
         """
-        quantized = [name for name in shapes if self._module_of(name) is not None]
         for name, shape in shapes.items():
             self._check_tensor(name, shape)
         for name, sizes in experts.items():
             its = self._expert_sizes(name)
             if its != sizes:
                 raise CheckpointError(self.path, f"experts {name!r} are E, H, I = {its}, but must be {sizes}")
-        parts = {name.rpartition(".")[0] for name in quantized}
+        parts = {name.rpartition(".")[0] for name in shapes if self._module_of(name) is not None}
         cache = isinstance(self.reader, compressed_tensors.Reader) and self.reader.quantization.kv_cache
         skipped = dict.fromkeys(name for name in self.tensors if name.startswith(tuple(f"{its}." for its in unused)))
         for name, tensor in self.tensors.items():
@@ -77,13 +75,6 @@ class Checkpoint:
             known = name in shapes or module in parts or name in skipped or (cache and last in _CACHE_SCALES)
             if not known and not name.startswith(tuple(f"{its}." for its in experts)):
                 raise CheckpointError(tensor.file, f"tensor {name!r} is not one of a model with this config")
-        for stays, what in ((True, "they stay so, but"), (False, "they are dequantized, and")):
-            names = [name for name in quantized if self._stays(name) is stays]
-            if names:
-                _warn(
-                    f"{self.path}: {len(names)} modules outside experts are quantized, such as {names[0]!r}: {what} "
-                    "their inputs are not quantized"
-                )
         if skipped:
             _warn(f"{self.path}: {len(skipped)} tensors, such as {min(skipped)!r}, are of modules that are not run")
         if cache:
@@ -116,12 +107,21 @@ class Checkpoint:
             np.array_equal(first[at : at + _CHUNK], second[at : at + _CHUNK]) for at in range(0, first.size, _CHUNK)
         )
 
-    def dense(self, name: str) -> jax.Array | QuantizedWeights:
-        """A tensor outside experts. A quantized one stays so in FP8, and is dequantized to float32 in other formats."""
+    def format_of(self, name: str) -> jmx.Format | None:
+        """The format of a tensor outside experts; None: floats."""
         module = self._module_of(name)
-        if module is not None and isinstance(self.reader, compressed_tensors.Reader) and self._stays(name):
-            return QuantizedWeights(self.reader.weight(module.name), module.format)
+        return None if module is None else module.format
+
+    def dense(self, name: str) -> jax.Array:
+        """A tensor outside experts. A quantized one is dequantized to float32."""
         return self.reader.dense(name)
+
+    def quantized(self, name: str) -> QuantizedWeights:
+        """A tensor outside experts that is quantized, as it is. ValueError if it is not quantized."""
+        module = self._module_of(name)
+        if module is None or not isinstance(self.reader, compressed_tensors.Reader):
+            raise ValueError(f"`name` (={name!r}) must be the name of a quantized tensor")
+        return QuantizedWeights(self.reader.weight(module.name), module.format)
 
     def experts(self, name: str) -> jmx.Experts | FloatExperts:
         """The experts of the module of that name, on the device."""
@@ -138,11 +138,6 @@ class Checkpoint:
     def _module_of(self, name: str) -> compressed_tensors.Module | None:
         """The quantized module whose weight has that name, or None."""
         return self.reader.module_of(name) if isinstance(self.reader, compressed_tensors.Reader) else None
-
-    def _stays(self, name: str) -> bool:
-        """Whether a quantized weight stays in its format: in FP8, which products dequantize at little cost."""
-        module = self._module_of(name)
-        return module is not None and module.format.element_dtype == jnp.float8_e4m3fn
 
     def _expert_sizes(self, name: str) -> tuple[int, int, int]:
         if name not in self.reader.layers:

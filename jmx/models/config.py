@@ -1,8 +1,11 @@
 """The protocol of configurations: the fields that every model has."""
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from jmx.util.checks import check_instance
 
 
+@runtime_checkable
 class Config(Protocol):
     """Sizes, the epsilon of norms, and the ids that end a generation: see `model_configs.qwen3_moe.Config`."""
 
@@ -30,6 +33,11 @@ class Config(Protocol):
     def tie_word_embeddings(self) -> bool: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+def check_config(name: str, value: Any) -> Any:
+    """TypeError unless `value` has the fields of a configuration."""
+    return check_instance(name, value, Config, "a configuration of a model, as a family's `read_config` returns it")
 
 
 def expert_layers(config: Config) -> list[int]:

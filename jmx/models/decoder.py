@@ -10,13 +10,19 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
+from jmx.backends import registered_backends
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.block import Block, DenseBlock, MoERecord
 from jmx.models.cache import Cache
-from jmx.models.config import expert_sizes
+from jmx.models.config import check_config, expert_sizes
 from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
 from jmx.models.shared_experts import SharedExperts
+from jmx.numerics import formats
+from jmx.selection.select import check_backend
+from jmx.util.checks import check_array, check_dtype, check_instance, check_int
+
+DTYPES = (jnp.bfloat16, jnp.float32)  # of activations
 
 
 class Model(nnx.Module):
@@ -27,22 +33,30 @@ class Model(nnx.Module):
 
     Args:
         config: sizes and constants.
-        format: of the experts' weights; None: they are floats of `dtype`.
+        format: of the experts' weights, or its name; None: they are floats of `dtype`.
         dtype: bfloat16 or float32.
         backend: name of the jmx backend that must run quantized experts, or None.
         rngs: `nnx.Rngs` with the stream `params`.
+
+    Raises:
+        TypeError, ValueError: an argument of another type, or an unknown format or backend.
     """
 
     def __init__(
         self,
         config: Any,
         *,
-        format: jmx.Format | None = None,
+        format: jmx.Format | str | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        self.config, self.format, self.dtype, self.backend = config, format, jnp.dtype(dtype), backend
+        self.config = check_config("config", config)
+        self.format = None if format is None else formats.get(format)
+        self.dtype = check_dtype("dtype", dtype, *DTYPES)
+        check_backend(backend, registered_backends())
+        self.backend = backend
+        check_instance("rngs", rngs, nnx.Rngs)
         self.embedding = nnx.Param(
             nnx.initializers.normal(1.0)(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
         )
@@ -152,6 +166,8 @@ class Model(nnx.Module):
 
     def cache_layers(self, batch: int, capacity: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtype of the arrays of a cache of `batch` rows with a capacity of `capacity` tokens each."""
+        check_int("batch", batch, least=1)
+        check_int("capacity", capacity, least=1)
         shapes = (layer.attention.cache_shape(batch, capacity) for layer in self.layers)
         return [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
 
@@ -161,6 +177,7 @@ class Model(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Next-token logits, float32 (..., vocab_size), of the residual stream (..., H)."""
+        check_array("x", x, jnp.floating)
         weights = self.embedding if self.unembedding is None else self.unembedding.weights
         return project(x, weights.get_value(), None, self.final_norm)
 

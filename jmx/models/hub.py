@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from jmx.util.checks import check_path
+
 # What a model in the Hugging Face form consists of: the files at the root of its repository, without copies of the
 # weights in the form of another program.
 _NEEDED = ("*.safetensors", "*.json", "*.jinja")
@@ -23,12 +25,14 @@ def find(name: str | os.PathLike[str]) -> Path:
             `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meaning.
 
     Raises:
+        TypeError: `name` is not a path.
         ValueError: neither a path nor of the form of a name on the Hub.
         FileNotFoundError: the Hub has no such repository or revision, or no model in it; or the Hub cannot be reached,
             and the model is not in the cache.
         PermissionError: the repository is gated.
         ImportError: huggingface_hub is not installed.
     """
+    check_path("name", name)
     if os.path.exists(name) or _is_path(os.fspath(name)):
         return Path(name)
     named = _NAME.fullmatch(os.fspath(name))

@@ -35,7 +35,7 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """x W^T + b in float32. Weights are (out, in), as in checkpoints; there is a bias unless `bias` is False.
 
-    Floats of `dtype` at first; `loading.fill` replaces them by `QuantizedWeights` where a checkpoint has these.
+    Floats of `dtype` at first; `loading.fill` replaces them by `QuantizedWeights` that stay as a checkpoint has them.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
@@ -77,7 +77,13 @@ class MLP(nnx.Module):
 def project(
     x: jax.Array, weights: jax.Array | QuantizedWeights, bias: jax.Array | None, norm: RMSNorm | None
 ) -> jax.Array:
-    """x W^T + b, or norm(x) W^T + b; see `Linear`."""
+    """x W^T + b, or norm(x) W^T + b; see `Linear`.
+
+    Quantized weights are rounded to x's dtype, whatever the number of rows. Those of several rows in float32 would be
+    more exact, and XLA's GPU compiler would write and read twice the bytes for their product.
+    """
+    if isinstance(weights, QuantizedWeights):
+        weights = weights.astype(x.dtype)
     if x.size == x.shape[-1]:
         # For one row, a plain sum reads the weights once, at memory bandwidth, and fuses with neighboring operations.
         # A product would be autotuned by XLA's GPU compiler, in buffers three times as large as the weights.
@@ -88,7 +94,6 @@ def project(
         out *= 1 if norm is None else norm.rate(x)
     else:
         x = x if norm is None else norm(x)
-        weights = weights.astype(x.dtype) if isinstance(weights, QuantizedWeights) else weights
         exact = precision(weights.dtype)
         out = jnp.einsum("...i,oi->...o", x, weights, precision=exact, preferred_element_type=jnp.float32)
     return out if bias is None else out + bias.astype(jnp.float32)

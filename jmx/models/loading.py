@@ -3,9 +3,10 @@
 import dataclasses
 import os
 import warnings
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,40 +14,46 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
-from jmx.checkpoint import CheckpointError
-from jmx.checkpoint.shards import read_object
+from jmx.backends import registered_backends
 from jmx.models import hub
 from jmx.models.checkpoint import Checkpoint
-from jmx.models.config import Config, expert_sizes
-from jmx.models.decoder import Model
+from jmx.models.config import Config, check_config, expert_sizes
+from jmx.models.decoder import DTYPES, Model
 from jmx.models.families import FAMILIES
+from jmx.models.families.choice import family_of
 from jmx.models.families.family import Family
 from jmx.models.families.tensors import TOP_NAMES
 from jmx.models.layers import Linear
-from jmx.models.quantized_weights import QuantizedWeights, concatenated
+from jmx.models.quantized_weights import concatenated, stays_quantized
 from jmx.models.sources.files import FileSource
-from jmx.models.sources.protocol import Source, in_layer
+from jmx.models.sources.protocol import QuantizedSource, Shape, Source, in_layer
 from jmx.models.sources.random import RandomSource
-
-_FILE = "config.json"
+from jmx.numerics import formats
+from jmx.selection.select import check_backend
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_path
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    format: jmx.Format | None = None,
+    format: jmx.Format | str | None = None,
     declared_inputs: bool = True,
+    dequantize_dense: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     progress: bool = False,
 ) -> Model:
     """The model of a checkpoint, of the family that its config.json names; experts stay quantized from disk to device.
 
+    A UserWarning names weights outside experts that are quantized in the files and stay so, or do not.
+
     Args:
         path: a directory of safetensors files, in floats or quantized by a tool that jmx supports; or the name of one
             on the Hugging Face Hub, as `jmx.models.find` takes.
-        format: what float experts are quantized to on reading; None: they stay floats.
+        format: what float experts are quantized to on reading, or its name; None: they stay floats.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
+        dequantize_dense: whether all weights outside experts become floats of `dtype` on reading. False: the weights of
+            a product stay in FP8 if files have all of them in one format of it.
         dtype: of activations, dense weights and float experts, bfloat16 or float32.
         backend: name of the jmx backend that must run quantized experts, or None.
         progress: whether to show a progress bar on stderr, if that is a terminal.
@@ -56,32 +63,18 @@ def load(
             quantized already.
         ValueError, FileNotFoundError, PermissionError, ImportError: no such model, see `jmx.models.find`.
     """
+    check_path("path", path)
+    _check_options(dtype, backend, dequantize_dense)
+    check_bool("progress", progress)
     source = file_source(hub.find(path), format=format, declared_inputs=declared_inputs)
     with source.progress(progress):
-        return from_source(source, dtype=dtype, backend=backend)
+        return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense)
 
 
-def family_of(path: str | os.PathLike[str]) -> Family:
-    """The family of a checkpoint, by the `architectures` of its config.json.
-
-    Raises:
-        CheckpointError: config.json is missing or broken, or names none of those that jmx has.
-    """
-    file = Path(path) / _FILE
-    entries = read_object(file)
-    named = entries.get("architectures")
-    if named is None and "model_type" not in entries:  # the original form of gpt-oss has neither
-        return FAMILIES["gpt_oss"]
-    names = named if isinstance(named, list) else []
-    for family in FAMILIES.values():
-        if any(name in family.architectures for name in names) or (not names and entries["model_type"] == family.name):
-            return family
-    known = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
-    raise CheckpointError(file, f"`architectures` (={named!r}) must be one of {known}")
-
-
-def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs: bool = True) -> Source:
+def file_source(path: Path, *, format: jmx.Format | str | None = None, declared_inputs: bool = True) -> Source:
     """The weights of a checkpoint. CheckpointError unless it holds exactly the tensors of a model with its config."""
+    format = None if format is None else formats.get(format)
+    check_bool("declared_inputs", declared_inputs)
     family = family_of(path)
     if format is None and (source := family.reader(path)) is not None:
         return source
@@ -91,17 +84,20 @@ def file_source(path: Path, *, format: jmx.Format | None = None, declared_inputs
     if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):
         more[TOP_NAMES["unembedding"]] = (config.vocab_size, config.hidden_size)
     shapes = family.shapes(config)
-    names = {name: stored.get(name) or family.file_name(name) for name in shapes}
-    sizes, unused = expert_sizes(config), family.unused(config)
-    return FileSource(checkpoint, config, shapes, names, family.experts(config), sizes, more, unused)
+    file_name = partial(family.stored_name, stored=checkpoint.tensors)
+    names = {name: stored.get(name) or file_name(family.file_name(name)) for name in shapes}
+    experts = {layer: file_name(name) for layer, name in family.experts(config).items()}
+    return FileSource(checkpoint, config, shapes, names, experts, expert_sizes(config), more, family.unused(config))
 
 
-def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4) -> RandomSource[Any]:
+def random_source(config: Config, seed: int = 0, format: jmx.Format | str = jmx.MXFP4) -> RandomSource[Any]:
     """Random weights of the shapes of `config`, made on the device.
 
-    ValueError for a `seed` outside 0..2^32 - 1.
+    Raises:
+        TypeError: `config` is not that of a family, or `seed` no integer.
+        ValueError: `seed` is outside 0..2^32 - 1; an unknown `format`.
     """
-    family = _family_with(config)
+    family, format = _family_with(config), formats.get(format)
     return RandomSource(
         config,
         seed,
@@ -114,15 +110,38 @@ def random_source(config: Config, seed: int = 0, format: jmx.Format = jmx.MXFP4)
     )
 
 
-def from_source(source: Source, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None) -> Model:
-    """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer."""
+def from_source(
+    source: Source,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    backend: str | None = None,
+    dequantize_dense: bool = False,
+) -> Model:
+    """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer.
+
+    Args:
+        source: the weights.
+        dtype, backend, dequantize_dense: as in `load`.
+    """
+    check_instance("source", source, Source, "a source of weights, see `jmx.models.sources.protocol`")
+    _check_options(dtype, backend, dequantize_dense)
     format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
     make = partial(_family_with(source.config).model, source.config, format=format, dtype=dtype, backend=backend)
-    return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source)
+    return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source, dequantize_dense=dequantize_dense)
+
+
+def _check_options(dtype: Any, backend: Any, dequantize_dense: Any) -> None:
+    check_dtype("dtype", dtype, *DTYPES)
+    check_backend(backend, registered_backends())
+    check_bool("dequantize_dense", dequantize_dense)
 
 
 def _family_with(config: Config) -> Family:
-    return next(family for family in FAMILIES.values() if isinstance(config, family.config))
+    check_config("config", config)
+    for family in FAMILIES.values():
+        if isinstance(config, family.config):
+            return family
+    raise TypeError(f"`config` (a {type(config).__name__}) must be of a family of {[*FAMILIES]}")
 
 
 def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, str]]:
@@ -149,16 +168,20 @@ def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, 
     ), {}
 
 
-def fill[M: Model](model: M, source: Source) -> M:
+def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
-    _put(model, source, "")
+    kept: Collection[str] = ()
+    if isinstance(source, QuantizedSource):
+        kept = () if dequantize_dense else _kept(model, source.formats)
+        source.report(kept)
+    _put(model, "", source, kept)
     for number, block in enumerate(model.layers):
         if number in source.layers:  # others have one MLP for all tokens
             experts = source.experts(number)
             if isinstance(experts, jmx.Experts):
                 experts = _with_biases_in(model.dtype, experts)
             block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
-        _put(block, source, in_layer(number, ""))  # after `moe`, of which some are
+        _put(block, in_layer(number, ""), source, kept)  # after `moe`, of which some are
     return model
 
 
@@ -167,15 +190,48 @@ def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Ex
     return experts.with_arrays(experts.arrays() | biases)
 
 
-def _put(module: Any, source: Source, prefix: str) -> None:
-    """Fills a module's `variables()`, which are shapes, with arrays in their dtypes, or weights that stay quantized."""
+class _Place(NamedTuple):
+    """A variable of a model, neutral names of the tensors whose rows it has, and the product that it belongs to."""
+
+    names: tuple[str, ...]
+    variable: nnx.Variable
+    linear: Linear | None
+
+
+def _places(module: Any, prefix: str) -> Iterator[_Place]:
+    """The variables of a module, whose names in the model begin with `prefix`."""
     linears = {id(its.weights): its for _, its in nnx.iter_modules(module) if isinstance(its, Linear)}
     for names, variable in module.variables().items():
-        linear, expected = linears.get(id(variable)), variable.get_value()
-        found = concatenated([source.dense(prefix + name) for name in names], keep=linear is not None)
-        if found.shape != expected.shape:
-            raise ValueError(f"{'|'.join(names)} (shape {found.shape}) must be {expected.shape}, as in the model")
-        if linear is not None and isinstance(found, QuantizedWeights):
+        yield _Place(tuple(prefix + name for name in names), variable, linears.get(id(variable)))
+
+
+def _kept(model: Model, formats: Mapping[str, jmx.Format]) -> set[str]:
+    """Neutral names of the tensors, of those in `formats`, that stay quantized in the model."""
+    modules = {"": model} | {in_layer(number, ""): block for number, block in enumerate(model.layers)}
+    return {
+        name
+        for prefix, module in modules.items()
+        for names, _, linear in _places(module, prefix)
+        if linear is not None and stays_quantized([formats.get(name) for name in names])
+        for name in names
+    }
+
+
+def _put(module: Any, prefix: str, source: Source, kept: Collection[str]) -> None:
+    """Fills a module's variables, which are shapes: with arrays in their dtypes, or with `kept` weights as they are."""
+    for names, variable, linear in _places(module, prefix):
+        expected = variable.get_value()
+        if linear is not None and isinstance(source, QuantizedSource) and names[0] in kept:
+            found = concatenated([source.quantized(name) for name in names])
+            _check_shape(names, found.shape, expected.shape)
             linear.weights = jmx.nnx.Quantized(found)
         else:
+            floats = [source.dense(name) for name in names]
+            found = jnp.concatenate(floats) if len(floats) > 1 else floats[0]
+            _check_shape(names, found.shape, expected.shape)
             variable.set_value(found.astype(expected.dtype))
+
+
+def _check_shape(names: tuple[str, ...], shape: Shape, expected: Shape) -> None:
+    if shape != expected:
+        raise ValueError(f"{'|'.join(names)} (shape {shape}) must be {expected}, as in the model")

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmx.models.token_rows import check_tokens
+from jmx.util.checks import check_array, check_int
+
 
 class TokenCounts(NamedTuple):
     """The tokens of each row so far.
@@ -21,7 +24,11 @@ class TokenCounts(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> "TokenCounts":
-        """The counts of B prompts, with nothing generated yet."""
+        """The counts of B prompts, with nothing generated yet.
+
+        TypeError or ValueError for arguments of other types, or ids outside the vocabulary.
+        """
+        check_tokens("prompts", prompts, check_int("vocab_size", vocab_size, least=1))
         found = np.zeros((len(prompts), vocab_size), bool)
         for row, prompt in zip(found, prompts, strict=True):
             row[np.asarray(prompt)] = True
@@ -29,6 +36,7 @@ class TokenCounts(NamedTuple):
 
     def add(self, tokens: jax.Array) -> "TokenCounts":
         """The counts after a token more of each row, int32 (B,)."""
+        check_array("tokens", tokens, jnp.integer, self.new.shape[:1])
         return TokenCounts(self.prompt, self.new + (tokens[:, None] == jnp.arange(self.new.shape[1])))
 
 

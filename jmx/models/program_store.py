@@ -14,6 +14,7 @@ from jax.stages import Compiled
 from jmx.backends import register_handlers
 from jmx.models.program_identity import default_device, process_identity
 from jmx.util import atomic_files
+from jmx.util.checks import check_path
 
 _MAGIC = b"jmx compiled program 1\n"  # and then the sha256 of the rest
 
@@ -29,11 +30,13 @@ class ProgramStore:
         directory: is made if it does not exist.
 
     Raises:
+        TypeError: `directory` is not a path.
         PermissionError: others than the user may write to the directory.
         OSError: it cannot be made.
     """
 
     def __init__(self, directory: Path):
+        directory = check_path("directory", directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
         if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o022):

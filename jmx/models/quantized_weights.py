@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import jmx
 
@@ -32,25 +33,26 @@ class QuantizedWeights:
         return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The matrix in bfloat16 or float32, computed in float32 and rounded once: see `jmx.dequantize`."""
-        return jmx.dequantize(self.arrays, dtype, self.format)
+        """The matrix in bfloat16 or float32, computed in float32 and rounded once, also inside a product."""
+        info = jnp.finfo(dtype)
+        # XLA may drop a conversion to bfloat16 and back (`xla_allow_excess_precision`), but not this.
+        rounded = lax.reduce_precision(jmx.dequantize(self.arrays, jnp.float32, self.format), info.nexp, info.nmant)
+        return rounded.astype(dtype)
 
 
-def can_concatenate(format: jmx.Format) -> bool:
-    """Whether all arrays of a format belong to rows, so that those of several matrices can follow each other."""
-    return "order" not in format.arrays
+def stays_quantized(formats: Sequence[jmx.Format | None]) -> bool:
+    """Whether matrices whose rows one product multiplies by stay as they are stored.
 
-
-def concatenated(parts: Sequence[jax.Array | QuantizedWeights], *, keep: bool) -> jax.Array | QuantizedWeights:
-    """The rows of all parts.
+    They do if all are in one format of FP8, which a product dequantizes at little cost.
 
     Args:
-        keep: whether parts that are all quantized to one format stay so; others become floats.
+        formats: of the matrices; None: floats.
     """
-    quantized = [part for part in parts if isinstance(part, QuantizedWeights)]
-    formats = {part.format for part in quantized}
-    if keep and len(quantized) == len(parts) and len(formats) == 1 and all(map(can_concatenate, formats)):
-        arrays = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(part.arrays for part in quantized))
-        return QuantizedWeights(arrays, *formats)
-    floats = [part.astype(jnp.float32) if isinstance(part, QuantizedWeights) else part for part in parts]
-    return jnp.concatenate(floats) if len(floats) > 1 else floats[0]
+    first = formats[0]
+    return first is not None and first.element_dtype == jnp.float8_e4m3fn and all(its == first for its in formats)
+
+
+def concatenated(parts: Sequence[QuantizedWeights]) -> QuantizedWeights:
+    """The rows of all parts, which are in one format whose arrays all belong to rows, as those of FP8 do."""
+    arrays = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(part.arrays for part in parts))
+    return QuantizedWeights(arrays, parts[0].format)

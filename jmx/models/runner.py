@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from jmx.models.cache import Cache, bucket
-from jmx.models.config import Config
 from jmx.models.decoder import Model
 from jmx.models.forward import Forward, Weights
 from jmx.models.generation import Chunk, Generation
@@ -18,7 +17,8 @@ from jmx.models.penalties import TokenCounts
 from jmx.models.program_store import ProgramStore
 from jmx.models.programs import Program
 from jmx.models.sampling import Sampler, choose
-from jmx.util.checks import check_int
+from jmx.models.token_rows import check_tokens, padded_rows
+from jmx.util.checks import check_array, check_bool, check_instance, check_int
 
 # Decoding steps per program when generating. A caller may wait for so many, and so many may follow an EOS.
 CHUNK = 16
@@ -44,7 +44,8 @@ class Runner:
     """
 
     def __init__(self, model: Model, *, store: ProgramStore | None = None):
-        self.model = model
+        self.model: Model = check_instance("model", model, Model)
+        check_instance("store", store, ProgramStore | None, "a ProgramStore, or None")
         weights = Weights.of(model)
         self._weights = weights.arrays
         self._forward = Forward(model, weights, store)
@@ -100,8 +101,10 @@ class Runner:
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, or a cache that does not fit.
         """
-        check_tokens(self.model.config, "prompts", prompts)
-        padded, lengths = _padded(prompts)
+        check_tokens("prompts", prompts, self.model.config.vocab_size)
+        check_instance("cache", cache, Cache | None, "a Cache, or None")
+        check_bool("all_logits", all_logits)
+        padded, lengths = padded_rows(prompts)
         if cache is None:
             cache = self.model.empty_cache(*padded.shape)
         if cache.batch != padded.shape[0] or cache.capacity < padded.shape[1]:
@@ -127,10 +130,11 @@ class Runner:
         Raises:
             ValueError: not one list for each row, an empty one, or ids outside the vocabulary.
         """
+        check_tokens("tokens", tokens, self.model.config.vocab_size)
+        check_instance("cache", cache, Cache)
         if len(tokens) != cache.batch:
             raise ValueError(f"`tokens` (of {len(tokens)} rows) must have {cache.batch} rows, those of the cache")
-        check_tokens(self.model.config, "tokens", tokens)
-        padded, lengths = _padded(tokens)
+        padded, lengths = padded_rows(tokens)
         cache = cache.reserve(cache.longest + padded.shape[1])
         on_device = jnp.asarray(lengths)
         logits, layers = self._forward(jnp.asarray(padded), cache.lengths, cache.layers, on_device)
@@ -144,6 +148,8 @@ class Runner:
         Raises:
             ValueError: `tokens` is not one token for each row of the cache.
         """
+        check_array("tokens", tokens, jnp.integer)
+        check_instance("cache", cache, Cache)
         if tokens.shape != (cache.batch,):
             raise ValueError(
                 f"`tokens` (shape {tokens.shape}) must have shape ({cache.batch},), one a row of the cache"
@@ -179,9 +185,8 @@ class Runner:
             ValueError: those of `prefill` and `extend`; `max_new_tokens`, `logprobs` or lengths in the cache out of
                 range.
         """
-        check_tokens(self.model.config, "prompts", prompts)
-        check_int("max_new_tokens", max_new_tokens, least=1)
-        check_count(logprobs, self.model.config.vocab_size)
+        self._check(prompts, sampler, max_new_tokens, logprobs)
+        check_instance("cache", cache, Cache | None, "a Cache, or None")
         known = [0] * len(prompts) if cache is None else np.asarray(cache.lengths).tolist()
         if len(known) != len(prompts):
             raise ValueError(f"`cache` (of {len(known)} rows) must have {len(prompts)} rows, those of `prompts`")
@@ -201,6 +206,7 @@ class Runner:
         logprobs: int | None = None,
     ) -> int:
         """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache."""
+        self._check(prompts, sampler, max_new_tokens, logprobs)
         state, _ = self._start(prompts, [0] * len(prompts), sampler, max_new_tokens, None, logprobs)
         if max_new_tokens > 1:
             state, _ = self._steps(
@@ -208,6 +214,15 @@ class Runner:
             )
         jax.block_until_ready(state)
         return sum(layer.nbytes for layer in state.layers)
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int, logprobs: int | None
+    ) -> None:
+        """Checks arguments that `generate` and `warm_up` share."""
+        check_tokens("prompts", prompts, self.model.config.vocab_size)
+        check_instance("sampler", sampler, Sampler)
+        check_int("max_new_tokens", max_new_tokens, least=1)
+        check_count(logprobs, self.model.config.vocab_size)
 
     def _chunks(
         self,
@@ -275,24 +290,3 @@ def _draw(
 
 
 _draw_first = jax.jit(_draw, static_argnames="logprobs")
-
-
-def check_tokens(config: Config, name: str, rows: Sequence[Sequence[int]]) -> None:
-    """ValueError, with the argument's name, unless there is a row, and each has a token, all of the vocabulary."""
-    if not rows:
-        raise ValueError(f"`{name}` must be at least one")
-    for number, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"`{name}[{number}]` must have at least one token")
-        for token in row:
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(f"`{name}[{number}]` has the id {token}, which must be in 0..{config.vocab_size - 1}")
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows as int32 (B, bucket of the longest), and their lengths, int32 (B,)."""
-    lengths = np.array([len(row) for row in rows], np.int32)
-    padded = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
-    for filled, row in zip(padded, rows, strict=True):
-        filled[: len(row)] = row
-    return padded, lengths

@@ -4,7 +4,8 @@
 
 Folders and files are as `make_models.py` describes them. `deepseek_v3/fp8` is `deepseek_v3/published` quantized as
 DeepSeek publishes its models: every linear layer except routers and `lm_head` in e4m3, with a scale for each block of
-128 x 128. Its answers are those of the weights times their scales.
+128 x 128. Its answers are those of the weights times their scales. Transformers ignores `moe_layer_freq`, and so its
+decoder layer is replaced by one that has an MLP where DeepSeek's published code has one.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
@@ -18,6 +19,7 @@ import torch
 from make_models import LIMIT, make_model, save_answers
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
@@ -37,6 +39,19 @@ SIZES: dict[str, Any] = {
 }
 V3 = DeepseekV3Config, DeepseekV3ForCausalLM
 V2 = DeepseekV2Config, DeepseekV2ForCausalLM
+SMALLER = {"intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+
+
+class DecoderLayer(modeling_deepseek_v3.DeepseekV3DecoderLayer):
+    """A layer with experts only if `moe_layer_freq` divides its number, as `DeepseekV3DecoderLayer` of DeepSeek."""
+
+    def __init__(self, config: Any, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if layer_idx % getattr(config, "moe_layer_freq", 1):
+            self.mlp = modeling_deepseek_v3.DeepseekV3MLP(config)
+
+
+modeling_deepseek_v3.DeepseekV3DecoderLayer = DecoderLayer
 
 
 def yarn(mscale: float, mscale_all_dim: float, beta_fast: float = 32, factor: float = 40) -> dict[str, Any]:
@@ -79,6 +94,20 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
         | yarn(1, 0.5, beta_fast=1, factor=32)
         | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
         | {"n_shared_experts": 1},
+    ),
+    "deepseek_v3/sparse": (
+        *V3,
+        SIZES
+        | SMALLER
+        | {"moe_layer_freq": 2, "first_k_dense_replace": 1, "num_hidden_layers": 5, "q_lora_rank": None}
+        | {"n_group": 2, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "deepseek_v2/plain": (
+        *V2,
+        SIZES
+        | SMALLER
+        | {"topk_method": "greedy", "n_shared_experts": 1, "routed_scaling_factor": 1.0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
 }
 

@@ -17,9 +17,14 @@ class DecoderEntries(ConfigObject):
     """The entries of config.json. One that is missing or null has the default of its key, if there is one.
 
     Methods raise CheckpointError for an entry that is missing without a default, of another type, or out of range.
+
+    Attributes:
+        defaults: of keys.
+        nulls: values of keys whose null is not their default.
     """
 
     defaults: Mapping[str, Any] = {}
+    nulls: Mapping[str, Any] = {}
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_type: str, defaults: Mapping[str, Any]) -> Self:
@@ -43,7 +48,13 @@ class DecoderEntries(ConfigObject):
         return self.check(key, lambda value: type(value) is int and value >= 0, "must be a whole number of at least 0")
 
     def flag(self, key: str) -> bool:
-        return self.one_of(key, (True, False), *self._default(key))
+        return self.one_of(key, (True, False))
+
+    def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
+        """An entry that equals one of `values`, also in type: 1 is not true in JSON, as it is in Python."""
+        if given := [*self._default(key), *(default if self.is_absent(key) else ())]:
+            return given[0]
+        return super().one_of(key, values)
 
     def number(self, key: str) -> float:
         """A positive number."""
@@ -127,4 +138,6 @@ class DecoderEntries(ConfigObject):
 
     def _default(self, key: str) -> list[Any]:
         """The default of an entry that is missing or null, in a list; empty if there is none."""
+        if key in self.nulls and key in self.entries and self.is_absent(key):
+            return [self.nulls[key]]
         return [self.defaults[key]] if self.is_absent(key) and key in self.defaults else []

@@ -37,6 +37,10 @@ _V2 = _V3 | {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {"deepseek_v3": _V3, "kimi_k2": _V3, "deepseek_v2": _V2}
 
+# DeepSeek's code and transformers read null as false in these, which are true by default.
+_NULLS_OF_V3: dict[str, Any] = {"norm_topk_prob": False, "rope_interleave": False}
+_NULLS: dict[str, dict[str, Any]] = {"deepseek_v3": _NULLS_OF_V3, "kimi_k2": _NULLS_OF_V3, "deepseek_v2": {}}
+
 # The values of keys that are supported, by `model_type`, where the published code of each has one definition.
 _ONLY_V3 = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _ONLY_V2 = {
@@ -198,7 +202,7 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     file = Path(path) / FILE
     entries = DecoderEntries(file, file.name, read_json(file))
     model_type = entries.one_of("model_type", (*DEFAULTS,))
-    entries.defaults = DEFAULTS[model_type]
+    entries.defaults, entries.nulls = DEFAULTS[model_type], _NULLS[model_type]
     for key, values in ({"hidden_act": ("silu",)} | _SUPPORTED[model_type]).items():
         if not entries.is_absent(key):
             entries.one_of(key, values)
@@ -259,6 +263,11 @@ def _check(entries: DecoderEntries, config: Config) -> None:
     heads = config.num_attention_heads
     must("num_key_value_heads", entries.size("num_key_value_heads", heads) == heads, f"must be {heads}, as many heads")
     must("qk_rope_head_dim", config.qk_rope_head_dim % 2 == 0, "must be even, for rotary pairs")
+    rotated, whole = config.qk_rope_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
+    # Transformers writes these two, and takes them for the number of rotated channels, and of all.
+    must("head_dim", entries.size("head_dim", rotated) == rotated, f"must be `qk_rope_head_dim` (={rotated})")
+    its_sum = f"`qk_nope_head_dim` (={config.qk_nope_head_dim}) + `qk_rope_head_dim` (={rotated})"
+    must("qk_head_dim", entries.size("qk_head_dim", whole) == whole, f"must be {its_sum}")
     has_query_latent = config.q_lora_rank is not None
     must("attention_bias", has_query_latent or not config.attention_bias, "must be false without a `q_lora_rank`")
     if config.yarn is not None and config.rope_theta <= 1:

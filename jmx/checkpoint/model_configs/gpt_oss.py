@@ -192,7 +192,8 @@ DEFAULTS: dict[str, Any] = {
 # Defaults of the Hugging Face form's rope object: unlike the reference model, transformers rounds.
 ROPE_DEFAULTS: dict[str, Any] = {"rope.truncate": True}
 
-# Keys of the Hugging Face form that would change the model, with the values that are supported.
+# Keys of the Hugging Face form that would change the model, with the values that are supported. Null is the
+# default.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt_oss",),
     "hidden_act": ("silu",),
@@ -259,7 +260,9 @@ def _flat(file: Path, contents: Any) -> dict[str, Any]:
             raise CheckpointError(file, f"`{key}` (={value!r}) must be an object")
         for inner, its_value in value.items():
             name = f"{prefix}.{inner}"
-            if flat.setdefault(name, its_value) != its_value:
+            if flat.get(name) is None:
+                flat[name] = its_value
+            elif its_value is not None and its_value != flat[name]:
                 raise CheckpointError(file, f"`{inner}` differs between `rope_scaling` and `rope_parameters`")
     return flat
 
@@ -279,13 +282,14 @@ def parse_config(
     quant_methods: Sequence[str] | None = (MXFP4.name,),
 ) -> Config:
     """The config of entries that `_flat` returned; see `read_config`."""
-    if "quantization_config.quant_method" not in entries and any(k.startswith("quantization_config") for k in entries):
+    is_quantized = any(key.startswith("quantization_config.") for key in entries)
+    if is_quantized and entries.get("quantization_config.quant_method") is None:
         raise CheckpointError(file, "`quantization_config.quant_method` is missing")
     required = REQUIRED_VALUES
     if quant_methods is not None:
         required = required | {"quantization_config.quant_method": tuple(quant_methods)}
     for key, values in required.items():
-        if key in entries and entries[key] not in values:
+        if entries.get(key) is not None and entries[key] not in values:
             raise CheckpointError(file, f"`{key}` (={entries[key]!r}) must be {values[0]!r}")
     if any(key.startswith("rope.") for key in entries):
         entries = {**ROPE_DEFAULTS, **entries}

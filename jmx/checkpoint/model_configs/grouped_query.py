@@ -55,8 +55,7 @@ def common_fields(entries: DecoderEntries, expert_size: str = "moe_intermediate_
     kv_heads = entries.size("num_key_value_heads", heads)
     head_dim = entries.size("head_dim", hidden // heads)
     check_heads(entries.file, heads, kv_heads, head_dim)
-    spellings = "n_routed_experts", "num_experts", "num_local_experts"
-    num_experts = entries.size(next((key for key in spellings if not entries.is_absent(key)), "num_experts"))
+    num_experts = _num_experts(entries)
     top_k = entries.size("num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(entries.file, f"`num_experts_per_tok` (={top_k}) must be at most {num_experts}")
@@ -76,3 +75,14 @@ def common_fields(entries: DecoderEntries, expert_size: str = "moe_intermediate_
         "tie_word_embeddings": entries.flag("tie_word_embeddings"),
         "eos_token_ids": entries.eos_token_ids(),
     }
+
+
+def _num_experts(entries: DecoderEntries) -> int:
+    """The number of experts, which files spell in three ways. CheckpointError if two differ."""
+    spellings = [key for key in ("n_routed_experts", "num_experts", "num_local_experts") if not entries.is_absent(key)]
+    first, *others = spellings or ["num_experts"]
+    number = entries.size(first)
+    for other in others:
+        if entries.size(other) != number:
+            raise entries.error(other, f"must be `{first}` (={number})")
+    return number

@@ -9,6 +9,7 @@ from jmx.checkpoint.shards import CheckpointError
 
 # Defaults of keys that a config may lack, from DeepSeek's published code and transformers.
 DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+NULLS: dict[str, Any] = {"truncate": False}  # as transformers reads it
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def read_yarn(entries: DecoderEntries) -> Yarn | None:
 def _parse(rope: DecoderEntries) -> Yarn | None:
     if "yarn" not in (rope.entries.get("rope_type"), rope.entries.get("type")):
         return None
-    rope.defaults = DEFAULTS
+    rope.defaults, rope.nulls = DEFAULTS, NULLS
     rope.one_of("attention_factor", (None,), None)
     names = "mscale", "mscale_all_dim"
     given = {name: rope.number(name) for name in names if not rope.is_absent(name)}

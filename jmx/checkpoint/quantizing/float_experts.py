@@ -1,8 +1,7 @@
 """Experts that a checkpoint holds as floats: their tensors, and the matrix of each projection.
 
-Files hold each projection of each expert separately ("experts.3.down_proj.weight"), weights (out, in); or, as the
-Hugging Face form of gpt-oss does, all experts in one tensor "experts.down_proj", (E, in, out), gate and up columns
-interleaved, with biases in other tensors.
+Files hold each projection of each expert separately ("experts.3.down_proj.weight"), weights (out, in); or all experts
+in one tensor ("experts.down_proj"), in an order that depends on the model: see `FUSED`.
 """
 
 import re
@@ -25,10 +24,39 @@ FLOATS = ("BF16", "F16", "F32")
 # Names of the projections, in the order of `PARTS`.
 _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _FUSED = ("gate_up_proj", "down_proj")
-_FUSED_MODEL = "gpt_oss"  # has transposed tensors of all experts, rows interleaved, which files do not record
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class FusedLayout:
+    """How tensors hold all experts, which files do not record.
+
+    Args:
+        transposed: whether a tensor is (E, in, out) instead of (E, out, in).
+        interleaved: whether gate and up rows alternate. False: all gate rows come first.
+        biased: whether other tensors hold biases.
+    """
+
+    transposed: bool
+    interleaved: bool
+    biased: bool
+
+
+# By `model_type`. That of gpt-oss is its Hugging Face form; transformers 5 writes the others with
+# `save_pretrained(save_original_format=False)`.
+_CONCATENATED = FusedLayout(transposed=False, interleaved=False, biased=False)
+FUSED: dict[str, FusedLayout] = {
+    "gpt_oss": FusedLayout(transposed=True, interleaved=True, biased=True),
+    "deepseek_v2": _CONCATENATED,
+    "deepseek_v3": _CONCATENATED,
+    "glm4_moe": _CONCATENATED,
+    "mixtral": _CONCATENATED,
+    "olmoe": _CONCATENATED,
+    "qwen2_moe": _CONCATENATED,
+    "qwen3_moe": _CONCATENATED,
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +69,7 @@ class Matrix:
         part: one of `PARTS`.
         weight, bias: the tensors that hold it; `bias` may be None.
         expert: its index along the first axis of tensors that hold all experts, else None.
+        layout: of these tensors.
     """
 
     module: str
@@ -49,19 +78,23 @@ class Matrix:
     weight: Tensor
     bias: Tensor | None = None
     expert: int | None = None
+    layout: FusedLayout = _CONCATENATED
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K), the contracted axis last."""
         if self.expert is None:
             return self.weight.shape[0], self.weight.shape[1]
-        _, columns, rows = self.weight.shape
+        rows, columns = self.weight.shape[1:][:: -1 if self.layout.transposed else 1]
         return rows // (1 if self.part == "down" else 2), columns
 
     def read(self) -> Float[np.ndarray, "N K"]:
         """The weight, in the file's dtype."""
         whole = self.weight.view()
-        return whole if self.expert is None else np.ascontiguousarray(whole[self.expert].T[self._rows])
+        if self.expert is None:
+            return whole
+        matrix = whole[self.expert]
+        return np.ascontiguousarray((matrix.T if self.layout.transposed else matrix)[self._rows])
 
     def read_bias(self) -> Float[np.ndarray, " N"] | None:
         """The bias, or None."""
@@ -72,7 +105,12 @@ class Matrix:
 
     @property
     def _rows(self) -> slice:
-        return {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[self.part]
+        if self.part == "down":
+            return slice(None)
+        if self.layout.interleaved:
+            return slice(0 if self.part == "gate" else 1, None, 2)
+        half = self.shape[0]
+        return slice(half) if self.part == "gate" else slice(half, None)
 
 
 @dataclass(frozen=True)
@@ -182,15 +220,16 @@ def _apart(directory: Path, name: str, found: Mapping[int, Mapping[str, Mapping[
     return layer
 
 
-def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> Layer:
+def _fused(name: str, tensors: Mapping[str, Tensor], model_type: Any) -> Layer:
     first = next(iter(tensors.values()))
-    if model_type != _FUSED_MODEL:
+    if not isinstance(model_type, str) or model_type not in FUSED:
         raise CheckpointError(
             first.file,
             f"tensor {first.name!r} holds all experts, in an order that files do not record; it is known for "
-            f"`model_type` {_FUSED_MODEL!r}, and not for {model_type!r}",
+            f"`model_type` {', '.join(FUSED)}, and not for {model_type!r}",
         )
-    known = {*_FUSED, *(f"{projection}_bias" for projection in _FUSED)}
+    layout = FUSED[model_type]
+    known = {*_FUSED, *(f"{projection}_bias" for projection in _FUSED if layout.biased)}
     for last, tensor in tensors.items():
         if last not in known:
             raise CheckpointError(tensor.file, f"tensor {tensor.name!r} is not one of float experts")
@@ -198,12 +237,15 @@ def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> 
         if projection not in tensors:
             raise CheckpointError(first.file, f"tensor '{name}.{projection}' is missing")
         tensor, bias = tensors[projection], tensors.get(f"{projection}_bias")
-        if len(tensor.shape) != 3 or 0 in tensor.shape or (projection == "gate_up_proj" and tensor.shape[2] % 2):
-            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} (shape {tensor.shape}) must be (E, in, out)")
-        if bias is not None and bias.shape != (tensor.shape[0], tensor.shape[2]):
-            raise CheckpointError(
-                bias.file, f"tensor {bias.name!r} has shape {bias.shape}, but must have {tensor.shape[::2]}"
-            )
+        rows = 2 if layout.transposed else 1  # the axis
+        halves = 2 if projection == "gate_up_proj" else 1
+        if len(tensor.shape) != 3 or 0 in tensor.shape or tensor.shape[rows] % halves:
+            form = "(E, in, out)" if layout.transposed else "(E, out, in)"
+            whole = ", with gate and up rows" if halves == 2 else ""
+            raise CheckpointError(tensor.file, f"tensor {tensor.name!r} (shape {tensor.shape}) must be {form}{whole}")
+        if bias is not None and bias.shape != (tensor.shape[0], tensor.shape[rows]):
+            expected = tensor.shape[0], tensor.shape[rows]
+            raise CheckpointError(bias.file, f"tensor {bias.name!r} has shape {bias.shape}, but must have {expected}")
     counts = {tensors[projection].shape[0] for projection in _FUSED}
     if len(counts) > 1:
         raise CheckpointError(first.file, f"tensors of {name!r} must be of one number of experts, not {sorted(counts)}")
@@ -211,7 +253,7 @@ def _fused(name: str, tensors: Mapping[str, Tensor], model_type: str | None) -> 
     def matrix(expert: int, part: str) -> Matrix:
         projection = "down_proj" if part == "down" else "gate_up_proj"
         weight, bias = tensors[projection], tensors.get(f"{projection}_bias")
-        return Matrix(f"{name}.{expert}.{part}_proj", name, part, weight, bias, expert)
+        return Matrix(f"{name}.{expert}.{part}_proj", name, part, weight, bias, expert, layout)
 
     layer = Layer(name, tuple({part: matrix(e, part) for part in PARTS} for e in range(counts.pop())), fused=True)
     _check(layer)

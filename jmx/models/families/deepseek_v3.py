@@ -107,7 +107,10 @@ def _shapes(config: Config) -> dict[str, Shape]:
 
 FAMILY = Family(
     name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
+    architectures={
+        "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
+        "DeepseekV2ForCausalLM": ("deepseek_v2",),
+    },
     config=Config,
     model=DeepseekV3,
     published=PUBLISHED,

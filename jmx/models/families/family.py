@@ -1,9 +1,10 @@
 """What jmx must know of a family of models: its configurations, its module, and the tensors of its checkpoints."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jmx.models.config import Config, expert_layers
@@ -24,8 +25,8 @@ class Family:
     """A family of models, as `load` and the command line use it.
 
     Args:
-        name: of the family, as `model_type` of config.json.
-        architectures: those of config.json that it reads.
+        name: of the family.
+        architectures: those of config.json that it reads, with the values of `model_type` that belong to each.
         config: the class of its configurations.
         model: of a config.
         published: configurations of published models, by short names.
@@ -33,6 +34,7 @@ class Family:
         shapes: of a config -> shapes of the tensors outside the experts, by neutral name.
         file_name: neutral name -> name in files of the Hugging Face form.
         expert_module: name of a layer's experts in files, with {} for the layer's number.
+        renamed: part of a name in files -> what transformers 5 writes for it without `save_original_format`.
         gate_up_order: the order of gate and up rows in one tensor, which files do not record; None where files hold
             them apart.
         expert_bias: whether experts have biases.
@@ -41,7 +43,7 @@ class Family:
     """
 
     name: str
-    architectures: tuple[str, ...]
+    architectures: Mapping[str, tuple[str, ...]]
     config: type
     model: type[Model]
     published: Mapping[str, Any]
@@ -49,10 +51,18 @@ class Family:
     shapes: Callable[[Any], dict[str, Shape]]
     file_name: Callable[[str], str]
     expert_module: str = "model.layers.{}.mlp.experts"
+    renamed: Mapping[str, str] = MappingProxyType({})
     gate_up_order: str | None = None
     expert_bias: bool = False
     unused: Callable[[Any], Sequence[str]] = _none
     reader: Callable[[Path], Source | None] = _no_reader
+
+    def stored_name(self, name: str, stored: Collection[str]) -> str:
+        """A name in files, as it is in files with tensors of the names `stored`."""
+        for part, other in self.renamed.items():
+            if not any(f".{part}." in its for its in stored):
+                name = name.replace(f".{part}.", f".{other}.")
+        return name
 
     def experts(self, config: Config) -> dict[int, str]:
         """Names in files of the experts of each layer that has some."""

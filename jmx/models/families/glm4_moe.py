@@ -71,7 +71,7 @@ _LAYER_NAMES = (
 
 FAMILY = Family(
     name="glm4_moe",
-    architectures=("Glm4MoeForCausalLM",),
+    architectures={"Glm4MoeForCausalLM": ("glm4_moe",)},
     config=Config,
     model=Glm4MoE,
     published=PUBLISHED,

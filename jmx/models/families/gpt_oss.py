@@ -52,7 +52,7 @@ def _published_form(path: Path) -> Reader | None:
 
 FAMILY = Family(
     name="gpt_oss",
-    architectures=("GptOssForCausalLM",),
+    architectures={"GptOssForCausalLM": ("gpt_oss",)},
     config=Config,
     model=GptOss,
     published=PUBLISHED,

@@ -42,7 +42,7 @@ _LAYER_NAMES = tensors.LAYER_NAMES | {"router_weight": "block_sparse_moe.gate.we
 
 FAMILY = Family(
     name="mixtral",
-    architectures=("MixtralForCausalLM",),
+    architectures={"MixtralForCausalLM": ("mixtral",)},
     config=Config,
     model=Mixtral,
     published=PUBLISHED,
@@ -50,4 +50,5 @@ FAMILY = Family(
     shapes=_shapes,
     file_name=partial(tensors.file_name, layer_names=_LAYER_NAMES),
     expert_module="model.layers.{}.block_sparse_moe.experts",
+    renamed={"block_sparse_moe": "mlp"},
 )

@@ -48,7 +48,7 @@ def _shapes(config: Config) -> dict[str, Shape]:
 
 FAMILY = Family(
     name="olmoe",
-    architectures=("OlmoeForCausalLM",),
+    architectures={"OlmoeForCausalLM": ("olmoe",)},
     config=Config,
     model=OLMoE,
     published=PUBLISHED,

@@ -55,7 +55,7 @@ _LAYER_NAMES = (
 
 FAMILY = Family(
     name="qwen2_moe",
-    architectures=("Qwen2MoeForCausalLM",),
+    architectures={"Qwen2MoeForCausalLM": ("qwen2_moe",)},
     config=Config,
     model=Qwen2MoE,
     published=PUBLISHED,

@@ -47,7 +47,7 @@ def _shapes(config: Config) -> dict[str, Shape]:
 
 FAMILY = Family(
     name="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM",),
+    architectures={"Qwen3MoeForCausalLM": ("qwen3_moe",)},
     config=Config,
     model=Qwen3MoE,
     published=PUBLISHED,

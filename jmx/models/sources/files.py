@@ -1,7 +1,8 @@
 """A checkpoint in the Hugging Face form as a source of weights."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
@@ -26,6 +27,9 @@ class FileSource[C: Config]:
         more: shapes of further tensors that files may hold, by their names in the files.
         unused: modules that files may hold and the model does not run.
 
+    Attributes:
+        formats: of the tensors outside the experts that are quantized, by neutral name.
+
     Raises:
         CheckpointError: files that do not hold all of these, or hold others.
     """
@@ -45,9 +49,27 @@ class FileSource[C: Config]:
         self._checkpoint, self._names, self._experts = checkpoint, names, experts
         expected = {names[name]: shape for name, shape in shapes.items()}
         checkpoint.check(expected | {**(more or {})}, dict.fromkeys(experts.values(), sizes), unused)
+        found = ((name, checkpoint.format_of(its)) for name, its in names.items())
+        self.formats = {name: format for name, format in found if format is not None}
 
-    def dense(self, name: str) -> jax.Array | QuantizedWeights:
+    def dense(self, name: str) -> jax.Array:
+        """A tensor outside the experts; a quantized one is dequantized to float32."""
         return self._checkpoint.dense(self._names[name])
+
+    def quantized(self, name: str) -> QuantizedWeights:
+        """A quantized tensor outside the experts, as it is stored."""
+        return self._checkpoint.quantized(self._names[name])
+
+    def report(self, kept: Collection[str]) -> None:
+        """UserWarnings name what is quantized outside the experts: what the model keeps, and what it dequantizes."""
+        for stay, what in ((True, "they stay so, but"), (False, "they are dequantized, and")):
+            names = [self._names[name] for name in self.formats if (name in kept) is stay]
+            if names:
+                warnings.warn(
+                    f"{self._checkpoint.path}: {len(names)} modules outside experts are quantized, such as "
+                    f"{names[0]!r}: {what} their inputs are not quantized",
+                    stacklevel=5,  # where a model is loaded
+                )
 
     def experts(self, layer: int) -> jmx.Experts | FloatExperts:
         return self._checkpoint.experts(self._experts[layer])

@@ -1,8 +1,8 @@
 """The protocol of a source of weights, and its neutral names."""
 
 import contextlib
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -14,6 +14,7 @@ from jmx.models.quantized_weights import QuantizedWeights
 Shape = tuple[int, ...]
 
 
+@runtime_checkable
 class Source[C: Config](Protocol):
     """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
 
@@ -31,11 +32,32 @@ class Source[C: Config](Protocol):
         """Numbers of the layers that have experts."""
         ...
 
-    def dense(self, name: str) -> jax.Array | QuantizedWeights: ...
+    def dense(self, name: str) -> jax.Array:
+        """A tensor outside the experts, in floats."""
+        ...
+
     def experts(self, layer: int) -> jmx.Experts | FloatExperts: ...
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
+        ...
+
+
+@runtime_checkable
+class QuantizedSource(Protocol):
+    """What a `Source` has besides if some of its tensors outside the experts are quantized."""
+
+    @property
+    def formats(self) -> Mapping[str, jmx.Format]:
+        """Formats of those tensors, by neutral name."""
+        ...
+
+    def quantized(self, name: str) -> QuantizedWeights:
+        """One of those tensors as it is stored."""
+        ...
+
+    def report(self, kept: Collection[str]) -> None:
+        """Takes notice of which of those tensors a model keeps as they are; it dequantizes the others."""
         ...
 
 

@@ -1,0 +1,21 @@
+"""Experts over many devices: where their copies are, how their load is balanced, and how their weights move."""
+
+from jmx.parallel.balancer import POLICIES, balance, choose_policy
+from jmx.parallel.loads import Comparison, compare, imbalance, rank_loads
+from jmx.parallel.placed_experts import PlacedExperts
+from jmx.parallel.placement import Placement
+from jmx.parallel.rebalancing import move, rebalance
+
+__all__ = [
+    "POLICIES",
+    "Comparison",
+    "PlacedExperts",
+    "Placement",
+    "balance",
+    "choose_policy",
+    "compare",
+    "imbalance",
+    "move",
+    "rank_loads",
+    "rebalance",
+]
