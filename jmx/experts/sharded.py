@@ -84,12 +84,21 @@ class ShardedExperts:
         return self.shards.gate_up.values.shape[0]
 
     def shard(self, index: int) -> Experts:
-        """One shard as experts of its own, the first one with the bias of the sum."""
-        check_int("index", index, least=0)
-        if index >= self.num_shards:
-            raise ValueError(f"`index` (={index}) must be in 0..{self.num_shards - 1}, the shards")
-        shard = jax.tree.map(lambda array: array[index], self.shards)
-        return dataclasses.replace(shard, down_bias=self.down_bias if index == 0 else None)
+        """One shard as experts of its own, the first one with the bias of the sum.
+
+        Raises:
+            ValueError, TypeError: `index` is not an integer in 0..S-1.
+        """
+        return self.part(check_int("index", index, least=0, most=self.num_shards - 1), index)
+
+    def part(self, index: int, number: Any) -> Experts:
+        """The shard at `index` of these, which has `number` among the shards of all devices: the bias is that of 0."""
+        bias = self.down_bias
+        if isinstance(number, int):
+            bias = bias if number == 0 else None
+        elif bias is not None:
+            bias = jnp.where(number == 0, bias, 0)
+        return dataclasses.replace(jax.tree.map(lambda array: array[index], self.shards), down_bias=bias)
 
     def prepare(self, layout: str, *, donate: bool = False) -> "ShardedExperts":
         """The same weights in another layout; see `Experts.prepare`."""
