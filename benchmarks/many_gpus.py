@@ -4,9 +4,9 @@
     python benchmarks/many_gpus.py gpt-oss-120b --tokens 1,4,16,64,256,1024,4096,8192 --json FILE
 
 A call is a chain of layers. For each number of tokens a GPU, in microseconds a layer, least and median of samples that
-take turns: the divided layer; its experts alone, with the tokens of all GPUs and no exchange; one GPU with the tokens of
-one, and with those of all. The exchange is the difference of the first two, and efficiency the time of one GPU with all
-tokens over that of all GPUs together.
+take turns: the divided layer; its experts alone, with the tokens of all GPUs and no exchange; one GPU with the tokens
+of one, and with those of all. The exchange is the difference of the first two, and efficiency the time of one GPU with
+all tokens over that of all GPUs together.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from jmx.parallel import EXCHANGES
 from jmx.parallel.over_mesh import expert_specs
 from jmx.perf.shapes import MODELS, Shape
 from jmx.util import atomic_files
+
+COMPILERS = ThreadPoolExecutor()
 
 
 def layers(
@@ -60,58 +63,63 @@ def experts_alone(
 def sample(call: Any, arguments: tuple[Any, ...], calls: int) -> float:
     """Seconds of a call, one after the other."""
     start = time.perf_counter()
+    result = None
     for _ in range(calls):
         result = call(*arguments)
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
 
 
-def measure(
-    shape: Shape, split: jmx.Split, mesh: Mesh, weights: Any, num_tokens: int, num_layers: int, repeats: int
-) -> dict[str, Any]:
-    """Times of one number of tokens a GPU."""
-    whole, divided = weights
-    ranks = mesh.size
-    keys = jax.random.split(jax.random.key(num_tokens), 2)
-    all_x = jax.random.normal(keys[0], (ranks * num_tokens, shape.hidden_size), jnp.bfloat16)
-    all_logits = jax.random.normal(keys[1], (num_layers, ranks * num_tokens, shape.num_experts), jnp.float32)
-    here, everywhere = jax.devices()[0], NamedSharding(mesh, P())
-    by_token = (
-        jax.device_put(all_x, NamedSharding(mesh, P("ep"))),
-        jax.device_put(all_logits, NamedSharding(mesh, P(None, "ep"))),
-    )
-    on_one = jax.jit(partial(layers, shape, None))
-    calls = {
-        "split": (jax.jit(partial(layers, shape, split)), (*by_token, divided)),
-        "experts": (
-            jax.jit(partial(experts_alone, shape, split, mesh)),
-            (jax.device_put(all_x, everywhere), jax.device_put(all_logits, everywhere), divided),
-        ),
-        "one": (on_one, (*jax.device_put((all_x[:num_tokens], all_logits[:, :num_tokens]), here), whole)),
-        "all_on_one": (on_one, (*jax.device_put((all_x, all_logits), here), whole)),
-    }
-    with jax.set_mesh(mesh):
-        divided_result = calls["split"][0](*calls["split"][1])
-    expected = calls["all_on_one"][0](*calls["all_on_one"][1]).astype(jnp.float32)
-    error = jnp.linalg.norm(jax.device_put(divided_result, here) - expected) / jnp.linalg.norm(expected)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, (call, arguments) in calls.items():
-            with jax.set_mesh(mesh):
+class Case:
+    """The calls of one number of tokens a GPU, which compile while the next case is lowered."""
+
+    def __init__(self, shape: Shape, split: jmx.Split, mesh: Mesh, weights: Any, num_tokens: int):
+        (whole, divided), ranks = weights, mesh.size
+        self.num_tokens, self.ranks, self.num_layers = num_tokens, ranks, len(whole)
+        keys = jax.random.split(jax.random.key(num_tokens), 2)
+        x = jax.random.normal(keys[0], (ranks * num_tokens, shape.hidden_size), jnp.bfloat16)
+        logits = jax.random.normal(keys[1], (len(whole), ranks * num_tokens, shape.num_experts), jnp.float32)
+        here, everywhere = jax.devices()[0], NamedSharding(mesh, P())
+        by_token = NamedSharding(mesh, P("ep")), NamedSharding(mesh, P(None, "ep"))
+        on_one = partial(layers, shape, None)
+        self.arguments = {
+            "split": (jax.device_put(x, by_token[0]), jax.device_put(logits, by_token[1]), divided),
+            "experts": (jax.device_put(x, everywhere), jax.device_put(logits, everywhere), divided),
+            "one": (*jax.device_put((x[:num_tokens], logits[:, :num_tokens]), here), whole),
+            "all_on_one": (*jax.device_put((x, logits), here), whole),
+        }
+        functions = {
+            "split": partial(layers, shape, split),
+            "experts": partial(experts_alone, shape, split, mesh),
+            "one": on_one,
+            "all_on_one": on_one,
+        }
+        self.calls = {
+            name: COMPILERS.submit(jax.jit(function).lower(*self.arguments[name]).compile)
+            for name, function in functions.items()
+        }
+
+    def measure(self, repeats: int) -> dict[str, Any]:
+        """Times, and the relative error of the divided layers beside those of one GPU."""
+        calls = {name: (call.result(), self.arguments[name]) for name, call in self.calls.items()}
+        results = {name: call(*arguments) for name, (call, arguments) in calls.items()}
+        expected = results["all_on_one"].astype(jnp.float32)
+        got = jax.device_put(results["split"], expected.sharding)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(repeats):
+            for name, (call, arguments) in calls.items():
                 once = sample(call, arguments, 2)
                 seconds = sample(call, arguments, max(2, min(50, int(0.02 / once))))
-            if turn:  # the first one compiles
-                times[name].append(seconds / num_layers * 1e6)
-    least = {name: round(min(its), 2) for name, its in times.items()}
-    median = {name: round(statistics.median(its), 2) for name, its in times.items()}
-    return {
-        "tokens": num_tokens,
-        "us": least,
-        "median_us": median,
-        "exchange_us": round(least["split"] - least["experts"], 2),
-        "efficiency": round(least["all_on_one"] / (ranks * least["split"]), 4),
-        "relative_error": float(error),
-    }
+                times[name].append(seconds / self.num_layers * 1e6)
+        least = {name: round(min(its), 2) for name, its in times.items()}
+        return {
+            "tokens": self.num_tokens,
+            "us": least,
+            "median_us": {name: round(statistics.median(its), 2) for name, its in times.items()},
+            "exchange_us": round(least["split"] - least["experts"], 2),
+            "efficiency": round(least["all_on_one"] / (self.ranks * least["split"]), 4),
+            "relative_error": float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)),
+        }
 
 
 def main() -> int:
@@ -127,9 +135,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.json:
         atomic_files.check_new(arguments.json)
-    split = jmx.Split(expert="ep", tokens="ep", exchange=arguments.exchange)
     shape = MODELS[arguments.model].in_formats(arguments.format)
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
+    split = jmx.Split(expert="ep", tokens="ep", exchange=arguments.exchange, mesh=mesh)
     with jax.default_device(jax.devices()[0]):
         layout = resolve_layout("auto", jmx.Environment.probe(), jmx.FORMATS[shape.format], shape.input_format)
         whole = [shape.experts(key).prepare(layout) for key in jax.random.split(jax.random.key(0), arguments.layers)]
@@ -139,9 +147,10 @@ def main() -> int:
         )
         for experts in whole
     ]
+    cases = [Case(shape, split, mesh, (whole, divided), int(tokens)) for tokens in arguments.tokens.split(",")]
     rows = []
-    for tokens in map(int, arguments.tokens.split(",")):
-        rows.append(measure(shape, split, mesh, (whole, divided), tokens, arguments.layers, arguments.repeats))
+    for case in cases:
+        rows.append(case.measure(arguments.repeats))
         print(json.dumps(rows[-1]), flush=True)
     devices = [device.device_kind for device in jax.devices()]
     result = vars(arguments) | {"mesh": {"ep": mesh.size}, "devices": devices, "jax": jax.__version__, "rows": rows}
