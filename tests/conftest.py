@@ -15,6 +15,8 @@ if CUDA_PLUGIN and not GPU_HERE:  # compiling for a GPU that is not there needs 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # pytest-xdist's workers share one card
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # meshes
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # commands would keep programs in this user's directory of caches
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's idle threads spin, on cores that workers share
 if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= make test` compiles as users do, for longer
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -41,6 +41,8 @@ RIGHT = {
     "seconds": {"9" * 30, "9" * 5000, "1e400", "1.5"},  # the two largest are infinite: as many as there are
     "seed": {"0"},
     "logits": NAMES,
+    "stop_id": {"0"},
+    "logprobs": {"0"},
     "temperature": {"0", "9" * 30, "1.5"},
     "generate-top_k": {"9" * 30},
     "chat-top_k": {"9" * 30},
@@ -90,7 +92,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(tuner, "choose_engine", stop)
     monkeypatch.setattr(build, "run", stop)
     monkeypatch.setattr(generation, "make_model", stop)
-    monkeypatch.setattr(conversation, "load", stop)
+    monkeypatch.setattr(conversation, "make_model", stop)
     monkeypatch.setattr(conversation.ChatTemplate, "read", lambda directory: None)  # TINY has none
     monkeypatch.setattr(gpt_oss_writer, "_write_weights", stop)
     monkeypatch.setattr(quantizing, "convert", stop)

@@ -109,7 +109,7 @@ def test_only_the_final_channel_is_kept_and_the_other_shown_apart(
     monkeypatch.setattr(Dialog, "_texts", texts)
     talk = dialog(parts)
     conversation._answer(talk, "Hello")
-    assert capsys.readouterr() == ("Yes\n", "Hm")
+    assert capsys.readouterr() == ("Yes\n", "Hm\n")
     assert talk.messages[-1] == {"role": "assistant", "content": "Yes"}
 
 
@@ -132,9 +132,10 @@ def test_each_line_is_a_message(
     out, err = capsys.readouterr()
     roles = [(message["role"], message["content"]) for message in talk[0].messages]
     assert [role for role, _ in roles] == ["system", "user", "assistant", "user", "assistant"]
-    assert out == f"{roles[2][1]}\n\n{roles[4][1]}\n"
-    assert err.splitlines()[-1].endswith("cannot be applied: no")
-    assert len([line for line in err.splitlines() if "error" in line]) == 1
+    assert out == f"{roles[2][1]}\n{roles[4][1]}\n"
+    (error,) = [line for line in err.splitlines() if "error" in line]
+    assert error.endswith("cannot be applied: no")
+    assert err.count("the answer was ended by --max-new-tokens") == 2
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def pressing(times: int) -> Iterator[Piece]:
 
 def test_the_first_ctrl_c_ends_an_answer_and_the_second_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    talk: Any = SimpleNamespace(answer=lambda message: pressing(int(message)))
+    talk: Any = SimpleNamespace(answer=lambda message: pressing(int(message)), finish_reason=None)
     conversation._answer(talk, "0")
     conversation._answer(talk, "1")
     with pytest.raises(KeyboardInterrupt):

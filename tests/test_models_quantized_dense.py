@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import quantized_dense
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file
 
 import jmx
 from jmx import cli
+from jmx.checkpoint import shards
 from jmx.models import FAMILIES, Model, load
 from jmx.models.families.family import Family
 from jmx.models.layers import Linear, RMSNorm, project
@@ -105,7 +108,7 @@ def reported(messages: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("name", SOURCES)
 def test_weights_in_one_format_of_fp8_stay_in_it(name: str, format: str, tmp_path: Path) -> None:
-    """Of all products, the head and the router included: logits are those of the dequantized weights."""
+    """Of all products, the head and the router included, with the numbers and the memory of the files."""
     modules = products(name)
     path = quantized_dense.write(tmp_path / "it", SOURCES[name], dict.fromkeys(modules, format))
     model, messages = loaded(path)
@@ -114,13 +117,23 @@ def test_weights_in_one_format_of_fp8_stay_in_it(name: str, format: str, tmp_pat
     family = FAMILIES[name]
     names = file_names(family, model.config)
     assert {names[its].removesuffix(".weight") for group in held for its in group} == {*modules}
-    for weights in held.values():
+    floats = {its: tensor.view() for its, tensor in shards.read_headers(path / "floats").items()}
+    for group, weights in held.items():
         rows, columns = weights.shape
         scales = -(-columns // 128) if format == "fp8_block" else 1
         assert weights.format == jmx.FORMATS[format]
         assert sum(array.nbytes for array in jax.tree.leaves(weights)) == rows * (columns + 4 * scales)
+        elements, factors = (np.asarray(its) for its in (weights.arrays.values, weights.arrays.scales))
+        found = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        found *= np.repeat(factors, 128 if scales > 1 else columns, axis=1)[:, :columns]
+        assert np.array_equal(found, np.concatenate([floats[names[its]] for its in group]))
+
+
+@pytest.mark.parametrize("format", FP8)
+def test_logits_are_those_of_the_dequantized_weights(format: str, tmp_path: Path) -> None:
+    path = quantized_dense.write(tmp_path / "it", SOURCES["mixtral"], dict.fromkeys(products("mixtral"), format))
     expected = logits(load(path / "floats", dtype=jnp.float32), TOKENS)
-    assert relative_error(logits(model, TOKENS), expected) <= 1e-5
+    assert relative_error(logits(loaded(path)[0], TOKENS), expected) <= 1e-5
 
 
 MIXED: list[tuple[dict[str, str], set[str]]] = [
@@ -181,8 +194,8 @@ def test_bfloat16_has_the_same_weights_whether_they_stay_or_not(tmp_path: Path) 
     modules = dict.fromkeys(products("mixtral"), "fp8_block")
     path = quantized_dense.write(tmp_path / "it", SOURCES["mixtral"], modules)
     one, other = (loaded(path, dtype=jnp.bfloat16, dequantize_dense=value)[0] for value in (False, True))
-    for tokens in (TOKENS, TOKENS[:1, :1]):
-        assert relative_error(logits(one, tokens), logits(other, tokens)) <= 1e-3
+    token = TOKENS[:1, :1]  # one row, whose products are sums
+    assert relative_error(logits(one, token), logits(other, token)) <= 1e-3
 
 
 # Products
@@ -210,6 +223,17 @@ def test_a_row_is_multiplied_by_the_same_weights_whatever_the_number_of_rows(
         assert relative_error(run(x[number : number + 1]), rows[number] @ rounded.T) <= 1e-6
     floats = np.asarray(jax.jit(lambda: weights.astype(jnp.bfloat16).astype(jnp.float32))())
     assert np.array_equal(floats, rounded)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("format", FP8)
+def test_one_row_reads_the_weights_where_they_are(format: str) -> None:
+    """On an H200: rounding is part of the kernel that sums, and no matrix of floats is written."""
+    weights = QuantizedWeights(jmx.FORMATS[format].abstract((1024, 1024), packed=True), jmx.FORMATS[format])
+    row = jax.ShapeDtypeStruct((1, 1, 1024), jnp.bfloat16)
+    compiled = aot.compile_for_h200(lambda x, weights: project(x, weights, None, None), row, weights)
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1024 * 4  # the row in float32
 
 
 @pytest.mark.parametrize("format", FP8)

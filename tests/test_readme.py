@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -154,7 +155,8 @@ def test_an_installed_backend_shows_everywhere(installed):
 
 def commands(start: str) -> list[list[str]]:
     lines = re.findall(rf"^    {start} (.*)$", "".join(page.read_text() for page in PAGES.values()), re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [[*itertools.takewhile(lambda word: word not in ("<", ">"), line)] for line in words]
 
 
 def test_commands_are_ones_that_exist():

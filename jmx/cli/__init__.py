@@ -9,12 +9,11 @@ import argparse
 import errno
 import io
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
 from jmx._version import __version__
-from jmx.cli import bench, chat, convert, explain, generate, machine, signals, tune
+from jmx.cli import bench, chat, compilation_cache, convert, explain, generate, machine, signals, tune
 from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser, fail, to_stderr
 from jmx.cli.completion import PrintCompletion
 
@@ -64,8 +63,7 @@ def _run(argv: Sequence[str]) -> int:
     arguments = whole.parse_args(argv)
     if not hasattr(arguments, "command"):
         whole.error("a COMMAND is required")
-    if hasattr(arguments, "compilation_cache"):
-        _use_compilation_cache(arguments.compilation_cache)
+    compilation_cache.use(arguments)
     return arguments.command(arguments)
 
 
@@ -96,12 +94,7 @@ def _flush() -> None:
 def parser() -> Parser:
     """The parser of the whole command line."""
     shared = Parser(add_help=False)
-    shared.add_argument(
-        "--compilation-cache",
-        metavar="DIR",
-        default=argparse.SUPPRESS,  # so that a default does not overwrite the one before the command
-        help="keep compiled programs in DIR, for later runs",
-    )
+    compilation_cache.add(shared)
     whole = Parser(
         prog="jmx",
         description="A mixture-of-experts layer for Flax whose expert weights stay in 4 bits.",
@@ -158,18 +151,3 @@ def parser() -> Parser:
         "compile a backend's kernels for this machine, and keep them for later calls",
     )
     return whole
-
-
-def _use_compilation_cache(directory: str) -> None:
-    try:
-        if not directory:
-            raise ValueError("it has no name")
-        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
-        raise ValueError(f"`--compilation-cache` (={directory!r}) cannot be a directory: {why}") from e
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

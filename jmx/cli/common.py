@@ -20,6 +20,26 @@ EXIT_SIGNAL = 128  # and the number of the signal that ended the command
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line.
+
+    Attributes:
+        interleaved: whether options may come between positional arguments, as in `MODEL --seed 1 PROMPT`.
+    """
+
+    interleaved = False
+    _splits = False
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] (overloads)
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        if not self.interleaved or self._splits:
+            return super().parse_known_args(args, namespace)
+        self._splits = True  # what follows calls this method
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._splits = False
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
 

@@ -7,13 +7,10 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import jax.numpy as jnp
-
-import jmx
-from jmx.backends import registered_backends
-from jmx.cli import sampling_arguments
-from jmx.cli.common import EXIT_OK, check_known, to_stderr
-from jmx.models import Runner, hub, load
+from jmx.cli import compilation_cache, model_arguments, sampling_arguments
+from jmx.cli.common import EXIT_OK, to_stderr
+from jmx.models import Model, Runner
+from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.dialog import Dialog, Piece
 from jmx.models.text.harmony import FINAL
@@ -21,65 +18,71 @@ from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import read_tokenizer
 
 _PROMPT = "> "
-_HELP = "Ctrl-C ends an answer, Ctrl-D or /exit the conversation."
+_COMMANDS = {"/clear": "forgets the conversation", "/help": "lists these", "/exit": "ends jmx, as Ctrl-D does"}
+_GREETING = "Ctrl-C ends an answer, Ctrl-D the conversation; /help lists commands."
+_ENDED = {"length": "--max-new-tokens", "context": "the end of the model's context; /clear begins a new conversation"}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     dialog = _start(arguments)
-    on_terminal = sys.stdin.isatty()
+    on_terminal = sys.stdin is not None and sys.stdin.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (lets `input` edit lines, and recall earlier ones)
-        to_stderr(_HELP)
+        to_stderr(_GREETING)
     for line in _lines(on_terminal):
-        if line.strip() == "/exit":
+        command = line.strip()
+        if command == "/exit":
             break
-        if line.strip():
+        if command == "/clear":
+            dialog.clear()
+        elif command == "/help":
+            to_stderr("\n".join(f"{name:8}{what}" for name, what in _COMMANDS.items()))
+        elif command:
             _answer(dialog, line)
     return EXIT_OK
 
 
 def _start(arguments: argparse.Namespace) -> Dialog:
     """The dialog of parsed arguments. All of them are checked before weights are read."""
-    if arguments.format is not None:
-        check_known("--format", arguments.format, jmx.FORMATS)
-    if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
+    model_arguments.check(arguments)
     try:
         StopStrings(arguments.stop)
     except ValueError as error:
         raise ValueError(f"`--stop`: {error}") from error
     sampler = sampling_arguments.sampler(arguments)
-    directory = hub.find(arguments.model)
-    if not directory.is_dir():
-        raise FileNotFoundError(f"`MODEL` (={arguments.model}) is not a directory")
-    template = ChatTemplate.read(directory)
-    tokenizer = read_tokenizer(directory)
-    model = load(
-        directory,
-        progress=True,
-        format=None if arguments.format is None else jmx.FORMATS[arguments.format],
-        dtype=jnp.dtype(arguments.dtype),
-        backend=arguments.backend,
-    )
+    directory = model_arguments.find(arguments.model)
+    template, tokenizer = ChatTemplate.read(directory), read_tokenizer(directory)
+    model = make_model(arguments, model_arguments.source(arguments, directory))
     return Dialog(
-        Runner(model),
+        Runner(model, store=compilation_cache.program_store()),
         tokenizer,
         template,
         sampler=sampler,
         max_new_tokens=arguments.max_new_tokens,
         system=arguments.system,
         stops=arguments.stop,
+        context_length=model_arguments.context_length(directory),
     )
 
 
+def make_model(arguments: argparse.Namespace, source: Source) -> Model:
+    """The model with its weights, if they fit beside the cache of one answer."""
+    return model_arguments.make(arguments, source, [1])
+
+
 def _lines(on_terminal: bool) -> Iterator[str]:
-    """The lines of a user, until Ctrl-D or the end of a file. On a terminal, Ctrl-C begins a line again."""
+    """The lines of a user, until Ctrl-D or the end of a file. On a terminal, Ctrl-C begins a line again.
+
+    Raises:
+        ValueError: a line of a file is not text in the encoding of stdin.
+    """
     if not on_terminal:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        try:
+            yield from (line.rstrip("\n") for line in sys.stdin or ())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin must be text in {error.encoding}: {error.reason} at byte {error.start}") from error
         return
     while True:
         try:
@@ -87,6 +90,8 @@ def _lines(on_terminal: bool) -> Iterator[str]:
         except EOFError:
             print()
             return
+        except UnicodeDecodeError as error:
+            to_stderr(f"jmx: error: the line must be text in {error.encoding}: {error.reason}")
         except KeyboardInterrupt as error:
             if type(error) is not KeyboardInterrupt:  # a signal that ends the command
                 raise
@@ -94,16 +99,23 @@ def _lines(on_terminal: bool) -> Iterator[str]:
 
 
 def _answer(dialog: Dialog, message: str) -> None:
-    """Prints an answer as it arrives. A message that the template rejects is reported, and the dialog goes on."""
+    """Prints an answer as it arrives. A message that cannot be answered is reported, and the dialog goes on."""
     with _interruptible() as interrupted, contextlib.closing(dialog.answer(message)) as parts:
         try:
+            channel = FINAL
             for part in parts:
+                if channel not in ("", FINAL, part.channel):
+                    print(file=sys.stderr)
+                channel = part.channel
                 _show(part)
                 if interrupted.is_set():
                     break
         except ValueError as error:
             to_stderr(f"jmx: error: {' '.join(str(error).split())}")
+            return
     print(flush=True)
+    if dialog.finish_reason in _ENDED:
+        to_stderr(f"jmx: the answer was ended by {_ENDED[dialog.finish_reason]}")
 
 
 def _show(piece: Piece) -> None:

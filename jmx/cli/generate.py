@@ -3,61 +3,58 @@
 import argparse
 from pathlib import Path
 
-from jmx.cli import sampling_arguments
+from jmx.cli import model_arguments, prompts, sampling_arguments
 from jmx.cli.common import Parser, number
 
 
 def add(parser: Parser) -> None:
     """Adds the arguments of `jmx generate`."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a directory of safetensors files, or owner/name[@revision] on the Hugging Face Hub",
-    )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="raw text for the checkpoint's tokenizer.json")
-    parser.add_argument(
-        "--chat", action="store_true", help="PROMPT is a user's message, for the checkpoint's chat template"
-    )
+    parser.interleaved = True
+    parser.set_defaults(keeps_programs=True)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=model_arguments.MODEL_HELP)
     parser.add_argument(
         "--random", metavar="NAME", help="instead of MODEL, random weights of a published model's shape: gpt-oss-20b"
     )
-    parser.add_argument(
-        "--prompt-ids",
-        type=_ids,
-        metavar="1,2,3",
-        help="token ids; new ids are then shown as ids. Default with --random: 1024 random ones",
+    prompts.add(parser)
+    group = parser.add_argument_group("where an answer ends")
+    group.add_argument(
+        "--max-new-tokens", type=number, default=64, metavar="N", help="of each prompt; default: %(default)s"
     )
-    parser.add_argument("--max-new-tokens", type=number, default=64, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="before this text, which is not shown; may be given several times",
+    )
+    group.add_argument(
+        "--stop-id",
+        type=number,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="at this token id, as at an end-of-sequence id of the model; may be given several times",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence id")
     sampling_arguments.add(parser)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
+    model_arguments.add(parser)
     parser.add_argument(
-        "--format",
-        metavar="NAME",
-        help="weight format of random experts (default: mxfp4), or what float experts of a checkpoint are quantized to",
+        "--logprobs",
+        type=number,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="compute log probabilities of new tokens, and of the N likeliest of each step (default: 0)",
     )
-    parser.add_argument(
-        "--inputs",
-        choices=("declared", "float"),
-        default="declared",
-        help="whether experts quantize their inputs as the checkpoint declares (the default), or not at all",
-    )
-    parser.add_argument("--backend", metavar="NAME", help="the backend that must run the experts")
-    parser.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence id")
     parser.add_argument(
         "--logits",
         type=Path,
         metavar="FILE.npy",
-        help="write the prompt's logits to a new file, float32 (length, vocab)",
+        help="write the logits of the only prompt to a new file, float32 (length, vocab)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and all else on stderr")
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+    parser.add_argument(
+        "--json", action="store_true", help="print an object of JSON for each prompt, one a line, on stdout"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,50 +1,60 @@
-"""What `jmx generate` runs: a model, from a prompt to new tokens and how long they took."""
+"""What `jmx generate` runs: a model, from prompts to new tokens."""
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 
 import jmx
-import jmx.nnx
-from jmx.backends import registered_backends
-from jmx.cli import sampling_arguments
-from jmx.cli.common import EXIT_OK, check_directories, check_known, print_json
-from jmx.models import FAMILIES, Model, Runner, family_of, from_source, hub, load, random_source
+from jmx.cli import compilation_cache, model_arguments, prompts, sampling_arguments
+from jmx.cli.common import EXIT_OK, check_directories, check_known
+from jmx.cli.generation_report import Report, Timing
+from jmx.cli.prompts import Prompt
+from jmx.cli.row_output import RowOutput
+from jmx.models import FAMILIES, Generation, Model, Runner, random_source
 from jmx.models.config import Config
+from jmx.models.logprobs import check_count
+from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
-from jmx.models.text.stream import IdStream, TextStream, read_tokenizer
+from jmx.models.text.continuation import Continuation
+from jmx.models.text.stops import StopStrings
+from jmx.models.text.stream import read_tokenizer
 from jmx.models.token_rows import check_tokens
 from jmx.util import atomic_files
 
 RANDOM_PROMPT_LENGTH = 1024
 
 
+class Job(NamedTuple):
+    """All that is known before weights are read; the tokenizer is None if prompts are ids."""
+
+    source: Source
+    prompts: list[Prompt]
+    tokenizer: Any
+
+
 def check_arguments(arguments: argparse.Namespace) -> None:
     """ValueError for arguments that are wrong by themselves: nothing is read for it."""
     if (arguments.model is None) == (arguments.random is None):
         raise ValueError("give either MODEL or --random")
-    if arguments.prompt is not None and arguments.prompt_ids is not None:
-        raise ValueError("give either PROMPT or --prompt-ids")
     if arguments.random is not None:
         check_known("--random", arguments.random, _published())
-    elif arguments.prompt is None and arguments.prompt_ids is None:
-        raise ValueError("give PROMPT, or --prompt-ids")
-    if arguments.chat and arguments.prompt is None:
-        raise ValueError("`--chat` needs PROMPT, a user's message")
-    if arguments.format is not None:
-        check_known("--format", arguments.format, jmx.FORMATS)
-    if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
-    if arguments.max_new_tokens < 1:
-        raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
+    prompts.check(arguments)
+    model_arguments.check(arguments)
+    if arguments.stop and (arguments.prompt_ids or arguments.random is not None):
+        raise ValueError("`--stop` needs prompts of text; with --prompt-ids give --stop-id")
+    try:
+        StopStrings(arguments.stop)
+    except ValueError as error:
+        raise ValueError(f"`--stop`: {error}") from error
+    if arguments.logprobs is not None and arguments.logprobs < 0:
+        raise ValueError(f"`--logprobs` (={arguments.logprobs}) must be at least 0")
     if arguments.logits:
         try:
             atomic_files.check_new(arguments.logits)
@@ -58,61 +68,61 @@ def _published() -> dict[str, Config]:
     return {name: config for family in FAMILIES.values() for name, config in family.published.items()}
 
 
-def read_config(arguments: argparse.Namespace) -> Config:
-    """The config of the model that is asked for."""
+def read_job(arguments: argparse.Namespace) -> Job:
+    """The prompts and the model that parsed arguments name. All of them are checked, and no weights are read."""
+    texts = prompts.read_texts(arguments)
     if arguments.random is not None:
-        return _published()[arguments.random]
-    return family_of(arguments.model).read_config(arguments.model)
-
-
-def read_prompt(arguments: argparse.Namespace, config: Config) -> tuple[list[int], TextStream | IdStream]:
-    """The prompt's ids, checked, and the stream that shows new ones."""
-    stream: TextStream | IdStream = IdStream()
-    if arguments.prompt_ids is not None:
-        ids = arguments.prompt_ids
-    elif arguments.prompt is None:
-        ids = np.random.default_rng(arguments.seed).integers(config.vocab_size, size=RANDOM_PROMPT_LENGTH).tolist()
+        return _random_job(arguments)
+    directory = model_arguments.find(arguments.model)
+    tokenizer = None
+    if arguments.prompt_ids:
+        asked = [Prompt(ids, None) for ids in arguments.prompt_ids]
     else:
         try:
-            stream = TextStream(read_tokenizer(Path(arguments.model)))
+            tokenizer = read_tokenizer(directory)
         except (FileNotFoundError, ImportError) as error:
             raise ValueError(f"{error}; or give --prompt-ids") from error
-        text = arguments.prompt
-        if arguments.chat:
-            text = ChatTemplate.read(Path(arguments.model)).render([{"role": "user", "content": text}])
-        ids = stream.tokenizer.encode(text, add_special_tokens=False).ids
-    check_tokens("prompts", [ids], config.vocab_size)
-    return ids, stream
+        asked = prompts.encode(texts, tokenizer, ChatTemplate.read(directory) if arguments.chat else None)
+    source = model_arguments.source(arguments, directory)
+    _check_ids(arguments, source.config, asked)
+    _check_lengths(asked, arguments.max_new_tokens, model_arguments.context_length(directory))
+    return Job(source, asked, tokenizer)
 
 
-def make_model(arguments: argparse.Namespace, config: Config) -> Model:
-    format = None if arguments.format is None else jmx.FORMATS[arguments.format]
-    made = {"dtype": jnp.dtype(arguments.dtype), "backend": arguments.backend}
-    if arguments.random is not None:
-        return from_source(random_source(config, arguments.seed, format or jmx.MXFP4), **made)
-    declared = arguments.inputs == "declared"
-    return load(arguments.model, progress=True, declared_inputs=declared, format=format, **made)
+def _random_job(arguments: argparse.Namespace) -> Job:
+    config = _published()[arguments.random]
+    drawn = np.random.default_rng(arguments.seed).integers(config.vocab_size, size=RANDOM_PROMPT_LENGTH).tolist()
+    asked = [Prompt(ids, None) for ids in arguments.prompt_ids or [drawn]]
+    _check_ids(arguments, config, asked)
+    format = jmx.MXFP4 if arguments.format is None else jmx.FORMATS[arguments.format]
+    return Job(random_source(config, arguments.seed, format), asked, None)
 
 
-def explain(model: Model, tokens: int) -> jmx.Explanation | None:
-    """Which backend runs the experts for that number of tokens, and why; None if they are not quantized."""
-    moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), jmx.nnx.MoE)), None)
-    if moe is None:
-        return None
-    x = jax.ShapeDtypeStruct((1, tokens, model.config.hidden_size), model.dtype)
-    return jmx.explain(moe, x)
+def _check_lengths(asked: Sequence[Prompt], max_new_tokens: int, context: int | None) -> None:
+    """ValueError for prompts and new tokens of more than the model's context."""
+    for number, (ids, _) in enumerate(asked, 1):
+        if context is None or len(ids) + max_new_tokens <= context:
+            continue
+        remedy = f"it leaves {context - len(ids)} new tokens, and --max-new-tokens is {max_new_tokens}"
+        if len(ids) >= context:
+            remedy = "it must be shorter"
+        raise ValueError(f"prompt {number} has {len(ids)} tokens, and the model's context {context}: {remedy}")
 
 
-def weights_read(model: Model) -> float:
-    """Bytes of weights that a step of one token reads, without the embedding table and experts that are not used."""
-    experts = _nbytes([nnx.state(layer.moe) for layer in model.layers if hasattr(layer, "moe")])
-    unused = 1 - model.config.top_k / model.config.num_experts
-    table = 0 if model.unembedding is None else _nbytes(model.embedding[...])
-    return _nbytes(nnx.state(model)) - table - unused * experts
+def _check_ids(arguments: argparse.Namespace, config: Config, asked: Sequence[Prompt]) -> None:
+    check_tokens("prompts", [prompt.ids for prompt in asked], config.vocab_size)
+    for id in arguments.stop_id:
+        if not 0 <= id < config.vocab_size:
+            raise ValueError(f"`--stop-id` (={id}) must be in 0..{config.vocab_size - 1}")
+    check_count(arguments.logprobs, config.vocab_size)
+    if arguments.logits and len(asked) > 1:
+        raise ValueError(f"`--logits` is of one prompt, and there are {len(asked)}")
 
 
-def _nbytes(arrays: Any) -> int:
-    return sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(arrays))
+def make_model(arguments: argparse.Namespace, job: Job) -> Model:
+    """The model with its weights, if they fit."""
+    lengths = [len(prompt.ids) for prompt in job.prompts]
+    return model_arguments.make(arguments, job.source, lengths, all_logits=arguments.logits is not None)
 
 
 def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
@@ -123,83 +133,53 @@ def write_logits(runner: Runner, ids: list[int], file: Path) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    console = Console(file=sys.stderr if arguments.json else sys.stdout)
-    result = _generate(arguments, console)
+    check_arguments(arguments)
+    sampler = sampling_arguments.sampler(arguments)
+    job = read_job(arguments)
+    model = make_model(arguments, job)
+    runner = Runner(model, store=compilation_cache.program_store())
+    if arguments.logits:
+        write_logits(runner, job.prompts[0].ids, arguments.logits)
+    asked: dict[str, Any] = {
+        "prompts": [prompt.ids for prompt in job.prompts],
+        "sampler": sampler,
+        "max_new_tokens": arguments.max_new_tokens,
+        "logprobs": arguments.logprobs,
+    }
+    cache_bytes = runner.warm_up(**asked)
+    rows = _rows(arguments, job)
+    started = time.perf_counter()
+    with RowOutput(job.prompts, sys.stderr if arguments.json else sys.stdout) as output:
+        timing, logprobs = _generate(runner.generate(**asked), rows, output, started)
+    report = Report.of(model, job.prompts, job.tokenizer, rows, timing, logprobs, cache_bytes)
+    report.show(Console(stderr=True))
     if arguments.json:
-        print_json(result)
+        report.print_json()
     return EXIT_OK
 
 
-def _generate(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Prints to the console. Returns what --json prints."""
-    check_arguments(arguments)
-    if arguments.model is not None:
-        arguments.model = hub.find(arguments.model)
-    sampler = sampling_arguments.sampler(arguments)
-    config = read_config(arguments)
-    ids, stream = read_prompt(arguments, config)
-    model = make_model(arguments, config)
-    runner = Runner(model)
-    if arguments.logits:
-        write_logits(runner, ids, arguments.logits)
-    generation = {"prompts": [ids], "sampler": sampler, "max_new_tokens": arguments.max_new_tokens}
-    cache_bytes = runner.warm_up(**generation)
-
-    console.out(stream.prompt(ids), end="", style="dim", highlight=False)
-    new: list[int] = []
-    arrivals = []
-    started = time.perf_counter()
-    for (token,) in runner.generate(**generation):
-        arrivals.append(time.perf_counter())
-        new.append(int(token))
-        console.out(stream.step(new[-1]), end="", highlight=False)
-        if new[-1] in config.eos_token_ids and not arguments.ignore_eos:
-            break
-    console.out(stream.flush(), highlight=False)
-
-    decode = explain(model, 1)
-    rate = (len(new) - 1) / (arrivals[-1] - arrivals[0]) if len(new) > 1 else None
-    result = {
-        "prompt_ids": ids,
-        "ids": new,
-        "backend": "ragged_dot" if decode is None else decode.chosen,
-        "prefill_ms": 1e3 * (arrivals[0] - started),
-        "decode_tokens_per_s": rate,
-        "weight_bytes_a_token": weights_read(model),
-        "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+def _rows(arguments: argparse.Namespace, job: Job) -> list[Continuation]:
+    ends = {
+        "eos_ids": () if arguments.ignore_eos else job.source.config.eos_token_ids,
+        "stop_ids": arguments.stop_id,
+        "stops": arguments.stop,
     }
-    console.print()
-    if decode is None:
-        console.print("experts are not quantized: XLA's ragged_dot runs them")
-    else:
-        console.print(decode)
-    prefill = explain(model, len(ids))
-    if prefill is not None and decode is not None and prefill.chosen != decode.chosen:
-        console.print(prefill)
-    _summarize(result, _nbytes(nnx.state(model)), cache_bytes, decode, console)
-    return result
+    return [Continuation(job.tokenizer, arguments.max_new_tokens, **ends) for _ in job.prompts]
 
 
-def _summarize(
-    result: dict[str, Any], weight_bytes: int, cache_bytes: int, decode: jmx.Explanation | None, console: Console
-) -> None:
-    rate, peak = result["decode_tokens_per_s"], result["peak_device_bytes"]
-    read = result["weight_bytes_a_token"]
-    share = ""
-    if rate is not None and decode is not None and decode.floor is not None:
-        bandwidth = decode.floor.peak.bandwidth
-        share = f", {rate * read / bandwidth:.0%} of what {bandwidth / 1e12:.1f} TB/s (by data sheet) allow"
-    part = "" if peak is None else f" ({peak / (weight_bytes + cache_bytes):.3f} of both)"
-    for line in (
-        f"prefill: {len(result['prompt_ids'])} tokens in {result['prefill_ms']:.1f} ms",
-        f"decode: {len(result['ids'])} tokens, {'-' if rate is None else f'{rate:.1f}'} a second",
-        f"weights read: {_size(read)} a token{share}",
-        f"device memory: weights {_size(weight_bytes)}, cache {_size(cache_bytes)}, peak {_size(peak)}{part}",
-    ):
-        console.print(line, soft_wrap=True)
-
-
-def _size(size: float | None) -> str:
-    if size is None:
-        return "not known here"
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+def _generate(
+    steps: Generation, rows: Sequence[Continuation], output: RowOutput, start: float
+) -> tuple[Timing, list[list[Any]]]:
+    """Fills the rows, up to the end of the last one. Returns when, and the log probabilities of each row's tokens."""
+    timing, logprobs = Timing(start, []), [[] for _ in rows]
+    for tokens in steps:
+        timing.steps.append(time.perf_counter())
+        for number, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+            if row.finish_reason is not None:
+                continue
+            if steps.logprobs is not None:
+                logprobs[number].append(jax.tree.map(lambda array: array[number].tolist(), steps.logprobs))  # noqa: B023
+            output.step(number, row, row.step(token))
+        if all(row.finish_reason for row in rows):
+            break
+    return timing, logprobs

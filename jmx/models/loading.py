@@ -30,7 +30,7 @@ from jmx.models.sources.protocol import QuantizedSource, Shape, Source, in_layer
 from jmx.models.sources.random import RandomSource
 from jmx.numerics import formats
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_bool, check_dtype, check_instance, check_path
+from jmx.util.checks import check_bool, check_dtype, check_path, shown
 
 
 def load(
@@ -123,11 +123,18 @@ def from_source(
         source: the weights.
         dtype, backend, dequantize_dense: as in `load`.
     """
-    check_instance("source", source, Source, "a source of weights, see `jmx.models.sources.protocol`")
+    for member in ("config", "layers", "dense", "experts"):
+        if not hasattr(source, member):
+            raise TypeError(f"`source` ({shown(source)}) must be a source of weights, and has no `{member}`")
     _check_options(dtype, backend, dequantize_dense)
+    return fill(shapes_of(source.config, dtype=dtype, backend=backend), source, dequantize_dense=dequantize_dense)
+
+
+def shapes_of(config: Config, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None) -> Model:
+    """A model of shapes in place of arrays (`nnx.eval_shape`); those of experts stand for experts in any format."""
     format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
-    make = partial(_family_with(source.config).model, source.config, format=format, dtype=dtype, backend=backend)
-    return fill(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), source, dequantize_dense=dequantize_dense)
+    make = partial(_family_with(config).model, config, format=format, dtype=dtype, backend=backend)
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
 def _check_options(dtype: Any, backend: Any, dequantize_dense: Any) -> None:
@@ -207,14 +214,21 @@ def _places(module: Any, prefix: str) -> Iterator[_Place]:
 
 def _kept(model: Model, formats: Mapping[str, jmx.Format]) -> set[str]:
     """Neutral names of the tensors, of those in `formats`, that stay quantized in the model."""
+    return {name for place in _kept_places(model, formats) for name in place.names}
+
+
+def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[_Place]:
     modules = {"": model} | {in_layer(number, ""): block for number, block in enumerate(model.layers)}
-    return {
-        name
-        for prefix, module in modules.items()
-        for names, _, linear in _places(module, prefix)
-        if linear is not None and stays_quantized([formats.get(name) for name in names])
-        for name in names
-    }
+    for prefix, module in modules.items():
+        for place in _places(module, prefix):
+            if place.linear is not None and stays_quantized([formats.get(name) for name in place.names]):
+                yield place
+
+
+def num_kept(model: Model, source: Source) -> int:
+    """How many weights outside the experts `fill` keeps in FP8."""
+    formats = source.formats if isinstance(source, QuantizedSource) else {}
+    return sum(place.variable.get_value().size for place in _kept_places(model, formats))
 
 
 def _put(module: Any, prefix: str, source: Source, kept: Collection[str]) -> None:

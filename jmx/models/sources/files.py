@@ -45,10 +45,11 @@ class FileSource[C: Config]:
         more: Mapping[str, Shape] | None = None,
         unused: Sequence[str] = (),
     ):
-        self.config, self.layers = config, experts.keys()
+        self.config = config
         self._checkpoint, self._names, self._experts = checkpoint, names, experts
         expected = {names[name]: shape for name, shape in shapes.items()}
         checkpoint.check(expected | {**(more or {})}, dict.fromkeys(experts.values(), sizes), unused)
+        self.layers = {number: checkpoint.reader.layers[name] for number, name in experts.items()}
         found = ((name, checkpoint.format_of(its)) for name, its in names.items())
         self.formats = {name: format for name, format in found if format is not None}
 

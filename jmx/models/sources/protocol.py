@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 import jmx
+from jmx.checkpoint import ExpertLayer
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.config import Config
 from jmx.models.quantized_weights import QuantizedWeights
@@ -14,7 +15,6 @@ from jmx.models.quantized_weights import QuantizedWeights
 Shape = tuple[int, ...]
 
 
-@runtime_checkable
 class Source[C: Config](Protocol):
     """A source of weights: a `jmx.checkpoint.Reader`, or any object with these members.
 
@@ -28,8 +28,8 @@ class Source[C: Config](Protocol):
     @property
     def config(self) -> C: ...
     @property
-    def layers(self) -> Collection[int]:
-        """Numbers of the layers that have experts."""
+    def layers(self) -> Mapping[int, ExpertLayer]:
+        """What is known of experts before they are read, by the number of their layer."""
         ...
 
     def dense(self, name: str) -> jax.Array:

@@ -3,6 +3,7 @@
 import contextlib
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -13,6 +14,18 @@ from jmx.backends import resolve_layout
 from jmx.models.config import Config
 from jmx.models.sampling import check_seed
 from jmx.models.sources.protocol import Shape, in_layer
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The experts of each layer; see `jmx.checkpoint.ExpertLayer`."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gate_up_order: str
+    format: jmx.Format
+    has_bias: bool
 
 
 class RandomSource[C: Config]:
@@ -48,10 +61,10 @@ class RandomSource[C: Config]:
         bias: bool,
     ):
         check_seed("seed", seed)
-        self.config, self.layers = config, layers
+        self.config = config
+        self.layers = dict.fromkeys(layers, _Layer(*sizes, gate_up_order, format, bias))
         self._key = jax.random.key(seed)
-        self._shapes, self._sizes = shapes, sizes
-        self._made: tuple[str, jmx.Format, bool] = gate_up_order, format, bias
+        self._shapes = shapes
 
     def dense(self, name: str) -> jax.Array:
         shape, last = self._shapes[name], name.rpartition(".")[2]
@@ -62,8 +75,9 @@ class RandomSource[C: Config]:
 
     def experts(self, layer: int) -> jmx.Experts:
         """A layer's experts, in the layout of this machine."""
-        layout = resolve_layout("auto", jmx.Environment.probe(), self._made[1])
-        return _random_experts(self._named(in_layer(layer, "experts")), *self._sizes, *self._made, layout)
+        its = self.layers[layer]
+        layout = resolve_layout("auto", jmx.Environment.probe(), its.format)
+        return _random_experts(self._named(in_layer(layer, "experts")), its, layout)
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Does nothing: nothing is read."""
@@ -78,16 +92,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], mean: float, deviation: floa
     return (mean + deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(jnp.bfloat16)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6, 7))
-def _random_experts(
-    key: jax.Array,
-    num_experts: int,
-    hidden: int,
-    intermediate: int,
-    gate_up_order: str,
-    format: jmx.Format,
-    bias: bool,
-    layout: str,
-) -> jmx.Experts:
-    sizes = num_experts, hidden, intermediate
-    return jmx.Experts.random(key, *sizes, gate_up_order=gate_up_order, format=format, bias=bias).prepare(layout)
+@partial(jax.jit, static_argnums=(1, 2))
+def _random_experts(key: jax.Array, its: _Layer, layout: str) -> jmx.Experts:
+    sizes = its.num_experts, its.hidden_size, its.intermediate_size
+    made = {"gate_up_order": its.gate_up_order, "format": its.format, "bias": its.has_bias}
+    return jmx.Experts.random(key, *sizes, **made).prepare(layout)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jmx.models.cache import Cache
 from jmx.models.generation import Generation
@@ -37,10 +37,13 @@ class Dialog:
         max_new_tokens: of an answer, at least 1.
         system: instructions before the first message.
         stops: an answer ends before the first of these texts.
+        context_length: the most tokens of all messages together that the model takes, or None.
 
     Attributes:
         messages: all of them so far. An answer is added when it ends or is given up.
         reused: how many tokens of the last prompt the cache had.
+        finish_reason: what ended the last answer: "eos", "stop_string", "length" (`max_new_tokens`), or "context"
+            (`context_length`); None if it was given up.
     """
 
     def __init__(
@@ -53,14 +56,22 @@ class Dialog:
         max_new_tokens: int = 1024,
         system: str | None = None,
         stops: Sequence[str] = (),
+        context_length: int | None = None,
     ):
         StopStrings(stops)  # checks them
+        self._context_length = context_length
+        self._system = [] if system is None else [{"role": "system", "content": system}]
         self._runner, self._tokenizer, self._template = runner, tokenizer, template
         self._sampler, self._max_new_tokens, self._stops = sampler or Sampler(), max_new_tokens, tuple(stops)
         self._ids: list[int] = []  # of the tokens in the cache
         self._cache: Cache | None = None
-        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = [*self._system]
         self.reused = 0
+        self.finish_reason: Literal["eos", "stop_string", "length", "context"] | None = None
+
+    def clear(self) -> None:
+        """Begins a new dialog: forgets all messages but the instructions."""
+        self.messages = [*self._system]
 
     def answer(self, message: str) -> Generator[Piece]:
         """Yields the answer to a message, a piece for each token.
@@ -68,14 +79,20 @@ class Dialog:
         If it is closed early, the part so far becomes the answer. Only the final channel is kept in `messages`.
 
         Raises:
-            ValueError: the template or the model does not take the message, which is then not part of the dialog.
+            ValueError: the message is not text (bytes of another encoding), the template or the model does not take it,
+                or it leaves no token of the context for an answer. It is then not part of the dialog.
         """
+        try:
+            message.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the message must be text: {error.reason} at character {error.start}") from error
         messages = [*self.messages, {"role": "user", "content": message}]
         text = self._template.render(messages)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        count = self._count(len(ids))
         known = self._known(ids)
-        generation = self._runner.generate([ids], self._sampler, self._max_new_tokens, cache=known)
-        self.messages, self._cache = messages, None  # the cache is donated
+        generation = self._runner.generate([ids], self._sampler, count, cache=known)
+        self.messages, self._cache, self.finish_reason = messages, None, None  # the cache is donated
         parts: list[str] = []
         try:
             with contextlib.closing(self._texts(generation, ids)) as texts:
@@ -84,6 +101,17 @@ class Dialog:
                     yield part
         finally:
             self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    def _count(self, length: int) -> int:
+        """The most new tokens after a prompt of that length."""
+        if self._context_length is None:
+            return self._max_new_tokens
+        if length >= self._context_length:
+            raise ValueError(
+                f"the dialog has {length} tokens with this message, and the model's context of {self._context_length} "
+                "leaves none for an answer"
+            )
+        return min(self._max_new_tokens, self._context_length - length)
 
     def _known(self, ids: list[int]) -> Cache | None:
         """The cache of the first of these ids, as many as it has; not of the last one, whose logits are needed."""
@@ -103,10 +131,14 @@ class Dialog:
             for (token,) in generation:
                 new.append(int(token))
                 if new[-1] in ends:
+                    self.finish_reason = "eos"
                     break
                 yield reader.step(new[-1])
                 if reader.stopped:
+                    self.finish_reason = "stop_string"
                     break
+            else:
+                self.finish_reason = "length" if len(new) == self._max_new_tokens else "context"
             yield reader.flush()
         finally:
             if new:

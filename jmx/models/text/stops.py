@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from jmx.util.checks import check_str
+
 
 class StopStrings:
     """Passes on streamed text up to the first stop string, and holds back what may be the beginning of one.
@@ -9,14 +11,21 @@ class StopStrings:
     The first one is the one that is complete first; of several complete at the same character, the longest.
 
     Args:
-        strings: the stop strings; none of them may be empty.
+        strings: the stop strings, each of at least one character.
 
     Attributes:
         found: the stop string at which the text ended, or None. Nothing is passed on after it.
+
+    Raises:
+        TypeError: not a list of strings.
+        ValueError: one of them is empty.
     """
 
     def __init__(self, strings: Sequence[str] = ()):
+        if isinstance(strings, str):  # whose characters would be taken for them
+            raise TypeError(f"`strings` (={strings!r}) must be a list of strings")
         for number, string in enumerate(strings):
+            check_str(f"strings[{number}]", string)
             if not string:
                 raise ValueError(f"`strings[{number}]` (='') must have at least one character")
         self._strings = tuple(strings)

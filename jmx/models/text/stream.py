@@ -56,16 +56,3 @@ class TextStream:
     def _pending(self) -> str:
         known = self.tokenizer.decode(self.ids[self.context : self.held], skip_special_tokens=False)
         return self.tokenizer.decode(self.ids[self.context :], skip_special_tokens=False)[len(known) :]
-
-
-class IdStream:
-    """Shows ids themselves, with the interface of `TextStream`."""
-
-    def prompt(self, ids: list[int]) -> str:
-        return f"{len(ids)} ids given, new ones: "
-
-    def step(self, token: int) -> str:
-        return f"{token} "
-
-    def flush(self) -> str:
-        return ""

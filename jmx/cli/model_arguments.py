@@ -1,0 +1,117 @@
+"""The model of `jmx generate` and `jmx chat`: its arguments, its weights, and whether they fit."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jmx.cli.common import Parser, check_known
+
+if TYPE_CHECKING:
+    from jmx.models import Model
+    from jmx.models.memory import Needs
+    from jmx.models.sources.protocol import Source
+
+MODEL_HELP = "a directory of safetensors files, or owner/name[@revision] on the Hugging Face Hub"
+
+
+def add(parser: Parser) -> None:
+    """Adds the options; MODEL itself is each command's own."""
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but the experts")
+    parser.add_argument(
+        "--format",
+        metavar="NAME",
+        help="what float experts of a checkpoint are quantized to; of random experts, their format (default: mxfp4)",
+    )
+    parser.add_argument(
+        "--inputs",
+        choices=("declared", "float"),
+        default="declared",
+        help="whether experts quantize their inputs as the checkpoint declares (the default), or not at all",
+    )
+    parser.add_argument("--backend", metavar="NAME", help="the backend that must run the experts")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """ValueError for options that are wrong by themselves. Nothing is read."""
+    import jmx
+    from jmx.backends import registered_backends
+
+    if arguments.format is not None:
+        check_known("--format", arguments.format, jmx.FORMATS)
+    if arguments.backend is not None:
+        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
+    if arguments.max_new_tokens < 1:
+        raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
+
+
+def find(name: str) -> Path:
+    """The directory of MODEL, as `jmx.models.find` finds it. FileNotFoundError if it is not there."""
+    from jmx.models import find
+
+    directory = find(name)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"`MODEL` (={name}) is not a directory")
+    return directory
+
+
+def source(arguments: argparse.Namespace, directory: Path) -> "Source":
+    """The checkpoint's weights, of which only headers have been read."""
+    import jmx
+    from jmx.models.loading import file_source
+
+    format = None if arguments.format is None else jmx.FORMATS[arguments.format]
+    return file_source(directory, format=format, declared_inputs=arguments.inputs == "declared")
+
+
+def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int], all_logits: bool = False) -> "Model":
+    """The model, for prompts of these lengths. Whether it fits is checked before weights are read.
+
+    Raises:
+        MemoryError: the device's memory is too small.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jmx.models import from_source, memory
+
+    device, dtype = jax.devices()[0], jnp.dtype(arguments.dtype)
+    needs = memory.needed(source, lengths, arguments.max_new_tokens, dtype=dtype, all_logits=all_logits)
+    has = memory.available(device)
+    if has is not None and needs.total > has:
+        raise MemoryError(_too_large(needs, has, device, lengths))
+    with source.progress(True):
+        return from_source(source, dtype=dtype, backend=arguments.backend)
+
+
+def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int]) -> str:
+    """The message with both numbers of bytes, and what there is to do."""
+    of_cache = f"the cache of {len(lengths)} rows" if len(lengths) > 1 else "the cache"
+    parts = f"weights {size(needs.weights)}, {of_cache} {size(needs.cache)}, activations {size(needs.activations)}"
+    remedies = ["a smaller model, or a --format of fewer bits if its experts are floats"]
+    if needs.weights < has:
+        fewer = "fewer or shorter prompts" if len(lengths) > 1 else "a shorter prompt"
+        remedies = [f"a smaller --max-new-tokens or {fewer}"]
+    if device.platform == "gpu":
+        remedies.append("a larger XLA_PYTHON_CLIENT_MEM_FRACTION (by default jax takes 0.75 of the device)")
+    return (
+        f"the model needs at least {size(needs.total)} ({parts}), and {device.platform} {device.id} has {size(has)} "
+        f"free; what helps: {'; or '.join(remedies)}"
+    )
+
+
+def size(size: float | None) -> str:
+    """A number of bytes for people."""
+    if size is None:
+        return "not known here"
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def context_length(directory: Path) -> int | None:
+    """The tokens that the model was made for, prompt and answer, by its config.json; None if that has no number."""
+    from jmx.checkpoint.shards import read_object
+
+    entries = read_object(directory / "config.json")
+    entries = entries.get("text_config", entries)
+    length = entries.get("max_position_embeddings") if isinstance(entries, dict) else None
+    return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
