@@ -76,7 +76,7 @@ def _lanes(array: Shaped[Array, "T n"], size: int) -> UInt[Array, "T m"]:
     return lax.bitcast_convert_type(array, _UNSIGNED[size]).reshape(array.shape[0], -1)
 
 
-def _from_lanes(lanes: UInt[Array, "T m"], like: Shaped[Array, "T n"]) -> Shaped[Array, "T n"]:
+def _from_lanes(lanes: UInt[Array, "T m"], like: Shaped[Array, "t n"]) -> Shaped[Array, "T n"]:
     """Rows of the dtype of `like` from their bits."""
     each = like.dtype.itemsize // lanes.dtype.itemsize
     rows = lanes if each == 1 else lanes.reshape(lanes.shape[0], -1, each)

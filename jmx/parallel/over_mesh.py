@@ -83,7 +83,7 @@ def split_of_types(num_leading: int, by_token: meshes.NamedArrays, experts: mesh
         if (entry[0] if entry else ()) != wanted:
             raise ValueError(
                 f"`experts.{name}` ({jax.typeof(experts[name])}) must be split along its first axis over {wanted}, as "
-                f"`experts.{first}` is"
+                f"`experts.{first}` is: give all arrays of the experts one sharding, with jax.reshard"
             )
         meshes.check_whole({f"experts.{name}": experts[name]}, 1)
     tokens = meshes.leading_split(num_leading, by_token, {})
