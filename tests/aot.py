@@ -18,10 +18,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 TARGETS = pathlib.Path(__file__).parent / "data"  # a description of each device, by its name
 
 
-def mesh_of(device: str) -> Mesh:
-    """A mesh of one "a100", "l4" or "h200" that is not here."""
+def mesh_of(device: str, count: int = 1) -> Mesh:
+    """A mesh of `count` devices "a100", "l4" or "h200", of one host, that are not here."""
     target = (TARGETS / f"{device}.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x{count}x1", target_config=target)
     return Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
 
 

@@ -1,6 +1,7 @@
 """The balancer: equal loads, against bounds and all placements of tiny layers; rules of hosts; few moves; errors."""
 
 import itertools
+import pathlib
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placements import random_placement
 
+from benchmarks import balance_picture
 from jmx.parallel import Placement, balance, choose_policy, compare, imbalance, rank_loads
 from jmx.parallel.packing import replicate
 
@@ -277,6 +279,20 @@ def test_a_comparison_prints_loads_and_moves():
     assert (stacked.moved, stacked.num_slots) == (4, 12)
     assert "220.0" in str(stacked)
     assert imbalance(np.zeros(3)) == 1
+
+
+def test_the_docs_picture_can_be_drawn_again_and_its_numbers_are_theirs(tmp_path):
+    pytest.importorskip("matplotlib")
+    balance_picture.draw(str(tmp_path / "picture.svg"))
+    assert (tmp_path / "picture.svg").read_text().count("<svg") == 1
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "balancing.md").read_text()
+    _, balanced, with_copies = balance_picture.loads().values()
+    assert f"better than {imbalance(balanced):.2f}, since" in page
+    counts = balance_picture.counts()
+    assert f"{counts.max() / balanced.mean():.2f} times the average load" in page
+    fewest = np.sort(counts)[:15].sum() + counts.max()  # those that a rank of 16 slots has beside it
+    assert balanced.max() == pytest.approx(fewest)
+    assert imbalance(with_copies) <= 1.01
 
 
 # Errors

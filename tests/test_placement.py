@@ -89,6 +89,19 @@ def test_layers_are_stacked_and_taken_apart(rng):
                 assert np.array_equal(getattr(stack.layer(i), name), getattr(other, name))
 
 
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_placement_on_a_mesh_is_the_same(rng, kind):
+    placement = random_placement(rng, 6, 4, 3)
+    there = placement.on(jax.make_mesh((8,), ("a",), axis_types=(kind,)))
+    there.check()
+    assert all(array.is_fully_replicated for array in jax.tree.leaves(there))
+    ids = rng.integers(0, 6, (8, 2))
+    assert np.array_equal(there.slot_ids(ids), placement.slot_ids(ids))
+    with pytest.raises(TypeError, match=r"`mesh` \(=3, an int\) must be a jax.sharding.Mesh"):
+        placement.on(3)  # pyright: ignore[reportArgumentType]
+
+
 # Errors
 
 

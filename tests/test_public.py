@@ -77,7 +77,7 @@ def test_the_package_is_typed():
 
 def test_importing_all_of_it_touches_no_device():
     """And so compiles nothing."""
-    everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint, jmx.models"
+    everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint, jmx.models, jmx.parallel"
     nowhere = {"JAX_PLATFORMS": "nowhere"}  # initializing any device fails
     done = run(
         f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')\n"

@@ -1,9 +1,17 @@
 """Weights that move between ranks: the bits of each slot, memory, programs compiled, and what an interrupt leaves."""
 
+import contextlib
 import dataclasses
+import os
+import pathlib
 import re
+import socket
+import subprocess
+import sys
+from functools import partial
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from memory import abstract_experts
 from placements import random_placement
 
 import jmx
@@ -35,20 +44,13 @@ def mesh_of(shape: tuple[int, ...] = (RANKS,), kind: AxisType = AxisType.Auto) -
     return jax.make_mesh(shape, ("ep", "tp")[: len(shape)], axis_types=(kind,) * len(shape), devices=devices)
 
 
-def split(placed: PlacedExperts, mesh: Mesh, spec: P = P("ep")) -> PlacedExperts:  # noqa: B008
-    """The arrays of slots split over the mesh, others on all of it."""
-    arrays = {
-        name: jax.device_put(array, NamedSharding(mesh, P() if name.endswith("input_scale") else spec))
-        for name, array in placed.experts.arrays().items()
-    }
-    return PlacedExperts(placed.experts.with_arrays(arrays), placed.placement)
-
-
-def draw(rng, placement: Placement, mesh: Mesh | None = None, **case: Any) -> tuple[jmx.Experts, PlacedExperts]:
-    """Random experts, and the same in the slots of a placement, split over a mesh."""
+def draw(
+    rng, placement: Placement, mesh: Mesh | None = None, axes: str | tuple[str, ...] = "ep", **case: Any
+) -> tuple[jmx.Experts, PlacedExperts]:
+    """Random experts, and the same in the slots of a placement, split over axes of a mesh."""
     drawn = dataclasses.replace(CASE, num_experts=placement.num_experts, **case)
     experts = draw_weights(rng, drawn).experts(drawn)
-    return experts, split(PlacedExperts.of(experts, placement), mesh_of() if mesh is None else mesh)
+    return experts, PlacedExperts.of(experts, placement).split(mesh_of() if mesh is None else mesh, axes)
 
 
 def two_placements(rng) -> tuple[Placement, Placement]:
@@ -149,24 +151,42 @@ def test_slots_have_the_bits_of_their_experts(rng, format, layout):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
-    ("shape", "spec", "ranks", "per_rank"),
+    ("shape", "axes", "ranks", "per_rank"),
     [
-        ((8,), P("ep"), 8, 2),
-        ((2, 4), P("ep"), 2, 6),
-        ((4, 2), P("ep", "tp"), 4, 3),
-        ((4, 2), P(("ep", "tp")), 8, 2),
-        ((4, 2), P(("tp", "ep")), 8, 2),
-        ((1, 2), P("ep"), 1, 12),
+        ((8,), "ep", 8, 2),
+        ((2, 4), "ep", 2, 6),
+        ((4, 2), ("ep", "tp"), 8, 2),
+        ((4, 2), ("tp", "ep"), 8, 2),
+        ((1, 2), "ep", 1, 12),
     ],
 )
-def test_meshes_of_each_kind_and_shape(rng, shape, spec, ranks, per_rank, kind):
+def test_meshes_of_each_kind_and_shape(rng, shape, axes, ranks, per_rank, kind):
     before, after = (random_placement(rng, EXPERTS, ranks, per_rank) for _ in range(2))
-    experts, placed = draw(rng, before, mesh_of(shape, kind), bias=(False, False))
-    placed = split(placed, mesh_of(shape, kind), spec)
+    experts, placed = draw(rng, before, mesh_of(shape, kind), axes, bias=(False, False))
     moved = move(placed, after)
     assert_in_slots(moved, experts)
     for name, array in moved.experts.arrays().items():
         assert array.sharding.is_equivalent_to(placed.experts.arrays()[name].sharding, array.ndim)
+
+
+def test_everything_is_on_the_devices_of_the_mesh(rng):
+    before, after = two_placements(rng)
+    _, placed = draw(rng, before, format="fp8_tensor", input_format="fp8_static")
+    for layer in (placed, move(placed, after), move(placed, before)):
+        for array in jax.tree.leaves(layer):
+            assert array.sharding.device_set == {*mesh_of().devices.flat}
+        assert all(array.is_fully_replicated for array in jax.tree.leaves(layer.placement))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_another_mesh_axis_splits_stay_split(rng, kind):
+    before, after = two_placements(rng)
+    experts, placed = draw(rng, before, mesh_of((RANKS, 2), kind), bias=(False, False))
+    columns = NamedSharding(mesh_of((RANKS, 2), kind), P("ep", None, "tp"))
+    arrays = {name: jax.device_put(array, columns) for name, array in placed.experts.arrays().items()}
+    moved = move(PlacedExperts(placed.experts.with_arrays(arrays), before), after)
+    assert_in_slots(moved, experts)
+    assert all(array.sharding.is_equivalent_to(columns, 3) for array in moved.experts.arrays().values())
 
 
 def test_every_bit_pattern_of_a_bias_survives(rng):
@@ -177,7 +197,7 @@ def test_every_bit_pattern_of_a_bias_survives(rng):
     patterns = rng.integers(0, 2**16, experts.down_bias.shape, np.uint16).view(jnp.bfloat16)
     experts = dataclasses.replace(experts, down_bias=jnp.asarray(patterns))
     assert np.array_equal(bits(experts.down_bias), bits(patterns))
-    assert_in_slots(move(split(PlacedExperts.of(experts, before), mesh_of()), after), experts)
+    assert_in_slots(move(PlacedExperts.of(experts, before).split(mesh_of(), "ep"), after), experts)
 
 
 def test_scales_of_inputs_stay(rng):
@@ -188,19 +208,27 @@ def test_scales_of_inputs_stay(rng):
     assert moved.experts.gate_up_input_scale is placed.experts.gate_up_input_scale
 
 
-def test_a_layer_computes_the_same_in_every_placement(rng):
-    """Tokens routed to the slots of their experts, on one device with all slots."""
+def test_a_layer_computes_the_same_in_every_placement_by_one_program(rng):
+    """Each rank with its slots, all tokens on each."""
     before, after = two_placements(rng)
     experts, placed = draw(rng, before)
     case = dataclasses.replace(CASE, num_experts=EXPERTS)
-    x, routing = jnp.asarray(draw_x(rng, case)), draw_routing(rng, case)
-    ids, weights = jnp.asarray(routing.expert_ids), jnp.asarray(routing.weights)
-    expected = jmx.moe(x, jmx.Routing(ids, weights), experts, activation=case.activation, backend="xla")
+    x, routing = jnp.asarray(draw_x(rng, case)), jax.tree.map(jnp.asarray, draw_routing(rng, case))
+    compute = partial(jmx.moe, activation=case.activation, backend="xla")
+    expected = compute(x, routing, experts)
+    traced = []
+
+    def on_rank(x, routing, placed):
+        traced.append(1)
+        first = placed.placement.slots_per_rank * jax.lax.axis_index("ep")
+        slots = routing._replace(expert_ids=placed.placement.slot_ids(routing.expert_ids) - first)
+        return jax.lax.psum(compute(x, slots, placed.experts), "ep")
+
+    specs = (P(), P(), PlacedExperts(P("ep"), P()))  # pyright: ignore[reportArgumentType]
+    run = jax.jit(jax.shard_map(on_rank, mesh=mesh_of(), in_specs=specs, out_specs=P()))
     for layer in (placed, move(placed, after)):
-        whole = jax.device_put(layer.experts, jax.devices()[0])
-        slots = jmx.Routing(layer.placement.slot_ids(ids), weights)
-        y = jmx.moe(x, slots, whole, activation=case.activation, backend="xla")
-        assert np.linalg.norm(y - expected) <= 2e-6 * np.linalg.norm(expected)
+        assert np.linalg.norm(run(x, routing, layer) - expected) <= 2e-6 * np.linalg.norm(expected)
+    assert len(traced) == 1
 
 
 # Programs and memory
@@ -221,29 +249,56 @@ def test_another_placement_compiles_nothing(rng, kind):
     assert compilations.count == 1
 
 
-@pytest.mark.parametrize(("layout", "slots"), [("packed", 3), ("mosaic_sm90", 3)])
-def test_no_weights_are_gathered_and_memory_is_bounded_by_slots(layout, slots):
-    """By the compiler's own analysis, of 8 ranks with 16 slots each."""
-    mesh, spec = mesh_of((8,)), P("ep")
-    experts = jax.eval_shape(
-        lambda key: jmx.Experts.random(key, 128, 256, 256, gate_up_order="interleaved").prepare(layout),
-        jax.random.key(0),
+def compiled_transfer(mesh: Mesh, layout: str, size: int, per_rank: int) -> tuple[Any, float]:
+    """A layer's transfer, of experts with H = I = `size`, as compiled for a mesh, and the bytes of one slot."""
+    num_ranks, spec = mesh.devices.size, P(mesh.axis_names)
+    experts = abstract_experts(num_ranks * per_rank, size, layout)
+    tables = schedule(np.arange(num_ranks * per_rank, dtype=np.int32), num_ranks)
+    arrays, tables = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
+        (tuple(experts.arrays().values()), tables),
     )
-    shape = lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
-    arrays = tuple(shape(array, spec) for array in experts.arrays().values())
-    tables = jax.tree.map(lambda table: shape(table, spec), schedule(np.arange(128, dtype=np.int32), 8))
-    compiled = _transfer.lower(arrays, tables, mesh=mesh, axes=("ep",), specs=(spec,) * len(arrays)).compile()  # pyright: ignore[reportFunctionMemberAccess]
-    one = sum(array.size * array.dtype.itemsize for array in arrays) / 128
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = _transfer.lower(arrays, tables, mesh=mesh, axes=mesh.axis_names, specs=(spec,) * len(arrays))  # pyright: ignore[reportFunctionMemberAccess]
+        compiled = lowered.compile()
+    memory = compiled.memory_analysis()
     assert memory is not None
-    assert text is not None
-    assert memory.output_size_in_bytes <= 16.1 * one
-    assert memory.temp_size_in_bytes <= slots * one
+    return compiled, memory.output_size_in_bytes / per_rank
+
+
+def assert_nothing_is_gathered(compiled: Any) -> None:
+    text = compiled.as_text()
     assert "collective-permute" in text
     assert not re.search("all-gather|all-to-all", text)
-    reduced = re.findall(r"= (\S+) all-reduce", text)  # of the tables only
-    assert reduced
-    assert all(re.match(r"\(?[su]32\[", kind) for kind in reduced), reduced
+    reduced = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+    assert {dtype for kind in reduced for dtype in re.findall(r"(\w+)\[", kind)} <= {"s32"}  # those of the tables
+
+
+@pytest.mark.parametrize("layout", ["packed", "mosaic_sm90"])
+def test_no_weights_are_gathered_and_memory_is_bounded_by_slots(layout):
+    """By the compiler's own analysis, of 8 ranks with 16 slots each."""
+    compiled, slot = compiled_transfer(mesh_of((8,)), layout, 256, 16)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 3 * slot
+    assert_nothing_is_gathered(compiled)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("layout", ["packed", "canonical", "mosaic_sm90"])
+def test_on_eight_gpus_memory_is_two_slots(layout):
+    compiled, slot = compiled_transfer(aot.mesh_of("h200", 8), layout, 2880, 17)
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2.1 * slot
+    assert_nothing_is_gathered(compiled)
+
+
+def test_indexing_a_split_axis_gathers_all_slots():
+    """Why there is a program for it: what XLA makes of `jnp.take` has all slots on each device."""
+    by_slot, whole = (NamedSharding(mesh_of((8,)), spec) for spec in (P("ep"), P()))
+    array = jax.ShapeDtypeStruct((128, 512), jnp.uint8, sharding=by_slot)
+    source = jax.ShapeDtypeStruct((128,), jnp.int32, sharding=whole)
+    take = jax.jit(lambda array, source: jnp.take(array, source, axis=0, mode="clip"), out_shardings=by_slot)
+    memory = take.lower(array, source).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes >= 128 * 512
 
 
 def test_layers_are_replaced_one_after_the_other_and_old_ones_freed(rng):
@@ -271,7 +326,9 @@ def test_an_interrupt_leaves_every_layer_valid(rng):
 
     with pytest.raises(KeyboardInterrupt):
         rebalance(layers, Placement.stack([after] * 3), progress=interrupt)
-    assert [placed.placement is before for placed in layers] == [False, False, True]
+    assert [placed is old for placed, (_, old) in zip(layers, drawn, strict=True)] == [False, False, True]
+    for placed, expected in zip(layers, (after, after, before), strict=True):
+        assert placed.placement.expert_of_slot.tolist() == expected.expert_of_slot.tolist()
     for placed, (experts, _) in zip(layers, drawn, strict=True):
         assert_in_slots(placed, experts)
     rebalance(layers, Placement.stack([after] * 3))
@@ -393,7 +450,7 @@ def small() -> PlacedExperts:
     """Six experts in the eight slots of two ranks."""
     placement = Placement.identity(6, 2, 2)
     experts = jmx.Experts.random(jax.random.key(0), 6, 32, 32, gate_up_order="interleaved")
-    return split(PlacedExperts.of(experts, placement), mesh_of((2,)))
+    return PlacedExperts.of(experts, placement).split(mesh_of((2,)), "ep")
 
 
 @pytest.mark.parametrize(
@@ -449,8 +506,9 @@ def test_arrays_that_are_not_split_over_the_ranks_are_named(small, how):
     with pytest.raises(ValueError, match=rf"`experts.{name}` .*{named}"):
         move(placed, after)
     layers = [small, placed]
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=named) as raised:
         rebalance(layers, Placement.stack([after] * 2))
+    assert raised.value.__notes__ == ["This is about layers[1]; no layer was moved."]
     assert layers[0] is small  # nothing moved
 
 
@@ -474,6 +532,23 @@ def test_wrong_arguments_of_rebalance_are_named(small, wrong, message):
         rebalance(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axes", "message"),
+    [
+        (3, "ep", "`mesh` (=3, an int) must be a jax.sharding.Mesh"),
+        (None, "ep", "`mesh` (=None, a NoneType) must be a jax.sharding.Mesh"),
+        ((2,), "tp", "`axes` (='tp') must be axes of the mesh, which has ('ep',)"),
+        ((2,), (), "`axes` (=()) must be axes of the mesh"),
+        ((2,), None, "`axes` (=None) must be axes of the mesh"),
+        ((4, 2), "ep", "`axes` (='ep', of 4 devices) must be of 2, one a rank"),
+        ((4, 2), ("ep", "tp"), "`axes` (=('ep', 'tp'), of 8 devices) must be of 2, one a rank"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named(small, mesh, axes, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        small.split(mesh_of(mesh) if isinstance(mesh, tuple) else mesh, axes)
+
+
 def test_wrong_arguments_of_placed_experts_are_named(small):
     experts = jmx.Experts.random(jax.random.key(0), 6, 32, 32, gate_up_order="interleaved")
     wrong: list[tuple[Any, Any, str]] = [
@@ -487,3 +562,46 @@ def test_wrong_arguments_of_placed_experts_are_named(small):
     for given_experts, placement, message in wrong:
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             PlacedExperts.of(given_experts, placement)
+
+
+# Several processes
+
+
+@pytest.fixture(scope="module")
+def printed() -> tuple[list[str], list[str]]:
+    """What each of the processes of rebalancing_process.py prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = pathlib.Path(__file__).with_name("rebalancing_process.py")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(file.parents[1])}
+    command = [sys.executable, "-W", "error", str(file)]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen([*command, str(i), str(port)], env=environment, stdout=subprocess.PIPE, text=True)
+            )
+            for i in range(2)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        out = processes[1].communicate(timeout=500)[0]
+        processes[0].kill()
+        outputs = processes[0].communicate(timeout=60)[0], out
+    first, second = ([line for line in text.splitlines() if not line.startswith("[Gloo]")] for text in outputs)
+    return first, second
+
+
+def test_two_processes_move_weights_together(printed):
+    for lines in printed:
+        assert lines[0] == "same [5, 4, 3, 2, 1, 0, 5, -1] "
+
+
+def test_processes_with_different_placements_keep_the_old_one(printed):
+    for lines in printed:
+        assert lines[1].startswith("different [5, 4, 3, 2, 1, 0, 5, -1] RuntimeError: processes passed different")
+
+
+def test_a_process_alone_stops_waiting(printed):
+    assert len(printed[0]) == 2
+    assert printed[1][2].startswith("alone [5, 4, 3, 2, 1, 0, 5, -1] TimeoutError: weights were still moving after")

@@ -34,9 +34,9 @@ def balance(
 ) -> Placement:
     """The placement whose fullest rank has little load for tokens routed as `counts`, and that moves few weights.
 
-    The load of an expert is divided equally among its copies. The fullest rank has no more load than with `before`, or
-    (unless policy is "hierarchical") than with `Placement.identity`. Among placements within 1 % of the best one found
-    the one that moves the fewest slots from `before` is returned; slots whose expert stays keep their place. The same
+    The load of an expert is divided equally among its copies. The fullest rank has no more load than with `before` and
+    with `Placement.identity`, where these keep to the policy. Among placements within 1 % of the best one found the one
+    that moves the fewest slots from `before` is returned; an expert that stays on its rank keeps its slot. The same
     arguments give the same placement.
 
     Args:

@@ -58,8 +58,8 @@ def adjust(loads: Float[np.ndarray, " E"], copies: Int[np.ndarray, " E"], table:
     A copy that no rank has a slot for is left out. All other slots keep their experts.
     """
     table = table.copy()
-    totals = rank_totals(loads, table)
     shares = loads / copies
+    totals = np.append(shares, 0)[table].sum(1)
     present = np.bincount(table[table != EMPTY], minlength=len(loads))
     for expert in np.flatnonzero(present > copies).tolist():
         ranks = np.flatnonzero((table == expert).any(1))

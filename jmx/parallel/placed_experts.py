@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmx.experts import Experts
 from jmx.parallel.placement import Placement, check_placement
@@ -32,8 +33,8 @@ class PlacedExperts:
     def of(cls, experts: Experts, placement: Placement) -> "PlacedExperts":
         """The E `experts` of one layer in the slots of `placement`: copies of their weights, in the same layout.
 
-        Empty slots get the weights of expert 0. The arrays must not be split along experts; those of the result are on
-        the same devices, and `jax.device_put` with a `NamedSharding` splits them over the ranks.
+        Empty slots get the weights of expert 0. The arrays must not be split; those of the result are on the same
+        devices.
 
         Raises:
             ValueError, TypeError: a stack of layers, another number of experts, or arrays that are split.
@@ -51,6 +52,27 @@ class PlacedExperts:
         chosen = np.maximum(np.asarray(placement.expert_of_slot), 0)
         filled = {name: jnp.take(array, chosen, axis=0, mode="clip") for name, array in arrays.items()}
         return cls(experts.with_arrays(experts.arrays() | filled), placement)
+
+    def split(self, mesh: Mesh, axes: str | tuple[str, ...]) -> "PlacedExperts":
+        """The same with its slots split over mesh axes, one device along them a rank, and the rest on every device.
+
+        Raises:
+            ValueError, TypeError: no such axes, or not as many devices along them as the placement has ranks.
+        """
+        check_instance("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+        names = axes if isinstance(axes, tuple) else (axes,)
+        if not names or not {*names} <= {*mesh.axis_names}:
+            raise ValueError(f"`axes` (={axes!r}) must be axes of the mesh, which has {mesh.axis_names}")
+        if (ranks := prod(mesh.shape[name] for name in names)) != self.placement.num_ranks:
+            raise ValueError(
+                f"`axes` (={axes!r}, of {ranks} devices) must be of {self.placement.num_ranks}, one a rank"
+            )
+        slots = by_slot(self.experts)
+        arrays = {
+            name: jax.device_put(array, NamedSharding(mesh, P(names) if name in slots else P()))
+            for name, array in self.experts.arrays().items()
+        }
+        return PlacedExperts(self.experts.with_arrays(arrays), self.placement.on(mesh))
 
     def check(self) -> None:
         """Raises ValueError or TypeError unless there are as many experts, of one layer, as the placement has slots."""

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
 from jmx.routing.routing import NOWHERE, as_int32
@@ -33,8 +35,8 @@ class Placement:
 
     A slot holds the weights of one expert, or none. An expert is in one slot or, with spare slots, in several, its
     copies, each on another rank. Only the number of ranks is static: a function compiled for one placement runs with
-    any other of the same sizes. Made by `identity`, `of` and `jmx.parallel.balance`, which check it; their arrays are
-    numpy's, and `jax.device_put` puts them on devices.
+    any other of the same sizes. Made by `identity`, `of` and `jmx.parallel.balance`, which check it, with arrays of
+    numpy; `on` puts them on devices.
 
     Arrays, with a leading axis of layers (L,) in a placement of several:
         slots_of_expert: (E, C) int32, the slots of each expert in ascending order, then -1. C is min(ranks, 1 + S - E),
@@ -116,6 +118,17 @@ class Placement:
             raise ValueError("`layer` must be called on a placement of several layers; this one is of one layer")
         index = check_int("index", index, least=-self.layers[0], most=self.layers[0] - 1)
         return jax.tree.map(lambda array: array[index], self)
+
+    def on(self, mesh: Mesh) -> "Placement":
+        """The same with its arrays whole on every device of a mesh, so that calls do not copy them there."""
+        check_instance("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+        everywhere = NamedSharding(mesh, P())
+
+        def put(array: Int32[AnyArray, "..."]) -> Int32[Array, "..."]:
+            values = np.asarray(array)
+            return jax.make_array_from_callback(values.shape, everywhere, lambda part: values[part])
+
+        return jax.tree.map(put, self)
 
     # Sizes
 

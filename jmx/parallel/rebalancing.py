@@ -18,7 +18,8 @@ def move(placed: PlacedExperts, after: Placement, *, timeout_s: float = TIMEOUT_
     """The experts of one layer in the slots of another placement, complete on return. `placed` is not changed.
 
     Only slots whose expert changes are sent, each from one rank to another, and nothing is gathered. A program that
-    was compiled for one placement moves to any other. In several processes each must call this with the same one.
+    was compiled for one placement moves to any other. In several processes each must call this with the same one. The
+    placement of the result is on all devices of the mesh.
 
     Args:
         placed: experts whose arrays are split along slots over the ranks of the placement, by a `NamedSharding`; other
@@ -29,7 +30,7 @@ def move(placed: PlacedExperts, after: Placement, *, timeout_s: float = TIMEOUT_
     Raises:
         ValueError, TypeError: arguments that are wrong or do not fit each other, before anything moves.
         RuntimeError: processes passed different placements.
-        TimeoutError: the transfer is not complete in time.
+        TimeoutError: the transfer is not complete in time, for example because another process does not call this.
     """
     timeout_s = _check_timeout(timeout_s)
     _check_move("placed", placed, after)
@@ -37,11 +38,11 @@ def move(placed: PlacedExperts, after: Placement, *, timeout_s: float = TIMEOUT_
     source = sources(placed.placement, after)
     # One process of several may not leave out a transfer that another one takes part in.
     if jax.process_count() == 1 and np.array_equal(source, np.arange(len(source))):
-        return PlacedExperts(placed.experts, after)
+        return PlacedExperts(placed.experts, after.on(mesh))
     arrays = by_slot(placed.experts)
     moved = transfer([*arrays.values()], schedule(source, after.num_ranks), mesh, axes, timeout_s)
     new = dict(zip(arrays, moved, strict=True))
-    return PlacedExperts(placed.experts.with_arrays(placed.experts.arrays() | new), after)
+    return PlacedExperts(placed.experts.with_arrays(placed.experts.arrays() | new), after.on(mesh))
 
 
 def rebalance(
@@ -89,8 +90,12 @@ def _check_layers(layers: MutableSequence[PlacedExperts], after: Placement) -> N
         raise TypeError(f"`layers` ({shown(layers)}) must be a list of jmx.parallel.PlacedExperts")
     check_placement("after", after, layers=(len(layers),))
     for i, placed in enumerate(layers):
-        _check_move(f"layers[{i}]", placed, after.layer(i))
-        placed.mesh_axes()
+        try:
+            _check_move(f"layers[{i}]", placed, after.layer(i))
+            placed.mesh_axes()
+        except (TypeError, ValueError) as error:
+            error.add_note(f"This is about layers[{i}]; no layer was moved.")
+            raise
 
 
 def _check_timeout(timeout_s: float) -> float:

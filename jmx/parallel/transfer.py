@@ -25,8 +25,8 @@ def transfer(
 ) -> tuple[Shaped[Array, "S ..."], ...]:
     """New arrays, whose slot s is slot `schedule.sources[s]` of the old ones, complete on return.
 
-    The old arrays are not changed. Beside the new ones a rank needs memory for three of its slots; for arrays of 4-bit
-    elements, which most platforms cannot slice, also for those of its old and new slots as bytes.
+    The old arrays are not changed. Beside the new ones a rank needs memory for two of its slots. On a CPU it is three,
+    and for arrays of 4-bit elements the bytes of all its old and new slots, too.
 
     Args:
         arrays: (S, ...) of any dtypes, their first axis split over `axes` and others over other axes of the mesh.
