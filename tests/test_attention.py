@@ -1,21 +1,13 @@
-"""Grouped-query attention: the plain code against numpy, and the kernels against the plain code."""
+"""Grouped-query attention: the plain code against numpy."""
 
 import math
-from functools import partial
 
-import aot
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_steps import relative_error
 
 from jmx.models.attention.functions import QUERIES, attend
-from jmx.pallas.attention.decode import flash_decode
-from jmx.pallas.attention.prefill import flash_prefill
-from jmx.selection.environment import Environment
-
-ON_HOPPER = Environment.probe().compute_capability == (9, 0)
 
 
 def plain_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: np.ndarray, window: int | None):
@@ -51,43 +43,3 @@ def test_attention_refuses_lengths_between_blocks() -> None:
     odd = jnp.ones((1, QUERIES + 1, 2, 8))
     with pytest.raises(ValueError, match=f"of {QUERIES + 1} tokens"):
         attend(odd, jnp.ones((1, 2, 256, 8)), jnp.ones((1, 2, 256, 8)), jnp.ones(2), jnp.zeros(1, jnp.int32), None)
-
-
-def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int) -> list[jax.Array]:
-    """bfloat16 (B, T, heads, D): queries, and the keys and values of two heads that groups of them share."""
-    shapes = [(batch, length, heads, dim) for heads in (2 * group, 2, 2)]
-    return [jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-
-
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("window", [None, 1, 128, 300])
-@pytest.mark.parametrize(("length", "group", "dim"), [(128, 1, 64), (384, 8, 64), (2048, 16, 64), (640, 8, 128)])
-def test_the_kernels_attend_as_the_plain_code_does(
-    rng: np.random.Generator, length: int, group: int, dim: int, window: int | None
-) -> None:
-    query, keys, values = qkv(rng, 2, length, group, dim)
-    sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
-    held = jnp.stack([keys, values]).swapaxes(2, 3)
-    wide = held.astype(jnp.float32)
-    expected = attend(query.astype(jnp.float32), wide[0], wide[1], sinks, jnp.zeros(2, jnp.int32), window)
-    expected = np.asarray(expected)
-    assert relative_error(flash_prefill(query, keys, values, sinks, window), expected) <= 4e-3
-    if group % 8 == 0:
-        at = np.array([length - 1, rng.integers(length)])
-        got = flash_decode(query[np.arange(2), at], held, sinks, jnp.asarray(at), window)
-        assert relative_error(got, expected[np.arange(2), at]) <= 4e-3
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize(("window", "heads", "dim"), [(None, 64, 64), (128, 64, 64), (None, 32, 128)])
-def test_the_kernels_compile_for_an_h200_and_keep_scores_on_the_chip(window: int | None, heads: int, dim: int) -> None:
-    shape, dtype, sinks = jax.ShapeDtypeStruct, jnp.bfloat16, jax.ShapeDtypeStruct((heads,), jnp.float32)
-    query, keys = shape((1, 8192, heads, dim), dtype), shape((1, 8192, heads // 8, dim), dtype)
-    prefill = aot.compile_for_h200(partial(flash_prefill, window=window), query, keys, keys, sinks)
-    one, position = shape((1, heads, dim), dtype), shape((1,), jnp.int32)
-    cache = shape((2, 1, heads // 8, 8192, dim), dtype)
-    decode = aot.compile_for_h200(partial(flash_decode, window=window), one, cache, sinks, position)
-    for compiled in (prefill, decode):
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        assert memory.temp_size_in_bytes < 1e6

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from jmx import cli
+from jmx._version import __version__
 from jmx.cli import compilation_cache
 from jmx.models.program_store import ProgramStore
 
@@ -34,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", None)
-    yield tmp_path / "caches" / "jmx" / "compiled"
+    yield tmp_path / "caches" / "jmx" / "compiled" / __version__
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -141,7 +142,7 @@ def start(cache: Path, *arguments: str, shell: str = "exec {}") -> "subprocess.P
 def test_later_runs_use_programs_and_end_well_in_pipes_and_by_signals(tmp_path: Path) -> None:
     arguments = ("Licensed", "--max-new-tokens", "2000", "--ignore-eos")
     first = start(tmp_path, *arguments, "--json")
-    (out, err), programs = first.communicate(timeout=200), tmp_path / "jmx" / "compiled" / "programs"
+    (out, err), programs = first.communicate(timeout=200), tmp_path / "jmx" / "compiled" / __version__ / "programs"
     assert first.returncode == 0, err
     made = {file: file.stat().st_mtime_ns for file in programs.iterdir()}
     assert len(made) > 2

@@ -98,6 +98,23 @@ def test_a_rejected_message_leaves_the_dialog_as_it_was(parts: tuple[Runner, Any
     assert talk.reused > 0
 
 
+def test_a_dialog_ends_with_the_context_and_begins_again(parts: tuple[Runner, Any, ChatTemplate]) -> None:
+    length = len(parts[1].encode("user: Hello\nassistant:", add_special_tokens=False).ids)
+    talk = dialog(parts, context_length=length + 3)
+    assert joined(talk.answer("Hello")) == joined(dialog(parts, max_new_tokens=3).answer("Hello"))
+    assert talk.finish_reason == "context"
+    before = [*talk.messages]
+    with pytest.raises(ValueError, match=rf"and the model's context of {length + 3} leaves none for an answer"):
+        list(talk.answer("More"))
+    with pytest.raises(ValueError, match="the message must be text"):
+        list(talk.answer("\udcff"))
+    assert talk.messages == before
+    talk.clear()
+    assert talk.messages == []
+    list(talk.answer("Hello"))
+    assert talk.messages == before
+
+
 def test_only_the_final_channel_is_kept_and_the_other_shown_apart(
     parts: tuple[Runner, Any, ChatTemplate], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,14 +145,15 @@ def test_each_line_is_a_message(
     start = conversation._start
     monkeypatch.setattr(conversation, "_start", lambda arguments: talk.append(start(arguments)) or talk[0])
     arguments = [put_template(tmp_path), "--max-new-tokens", "4", "--system", "s", "--dtype", "float32"]
-    assert chat(monkeypatch, "Hello\n\nbad\nMore\n/exit\nNot read\n", *arguments) == 0
+    assert chat(monkeypatch, "Old\n/clear\n/help\nHello\n\nbad\nMore\n/exit\nNot read\n", *arguments) == 0
     out, err = capsys.readouterr()
     roles = [(message["role"], message["content"]) for message in talk[0].messages]
     assert [role for role, _ in roles] == ["system", "user", "assistant", "user", "assistant"]
-    assert out == f"{roles[2][1]}\n{roles[4][1]}\n"
+    assert out.endswith(f"\n{roles[2][1]}\n{roles[4][1]}\n")
+    assert "/clear  forgets the conversation" in err
     (error,) = [line for line in err.splitlines() if "error" in line]
     assert error.endswith("cannot be applied: no")
-    assert err.count("the answer was ended by --max-new-tokens") == 2
+    assert err.count("the answer was ended by --max-new-tokens") == 3
 
 
 @pytest.mark.parametrize(

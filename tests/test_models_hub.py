@@ -189,7 +189,7 @@ def test_a_model_of_the_cache_loads_and_generates(
     offline(monkeypatch)
     assert load("owner/tiny").config == load(TINY).config
     assert cli.main(["generate", "owner/tiny", "Licensed", "--max-new-tokens", "1"]) == 0
-    assert "Licensed" in capsys.readouterr().out
+    assert capsys.readouterr().err.startswith("Licensed\n")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from model_steps import relative_error
 
@@ -152,6 +153,36 @@ def test_what_a_program_depends_on_is_in_its_name(store: ProgramStore) -> None:
     with jmx.use_backend("xla"):
         program(store)(WEIGHTS, *arguments())
     assert len(files(store)) == 6
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[Path]:
+    """A directory of jax's compilation cache, which a process opens once."""
+    new = {"enable_compilation_cache": True, "compilation_cache_dir": str(tmp_path / "jax")}
+    new |= {"persistent_cache_min_compile_time_secs": 0, "persistent_cache_min_entry_size_bytes": -1}
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in new}
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    for name, value in new.items():
+        jax.config.update(f"jax_{name}", value)
+    yield tmp_path / "jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_program_that_jax_has_kept_is_not_kept_again(store: ProgramStore, jax_cache: Path, tmp_path: Path) -> None:
+    """Serialized twice, some lose functions on a CPU."""
+    expected = program(store, "read")(WEIGHTS, *arguments())
+    assert (len(files(store)), len([*jax_cache.glob("jit_scaled-*")])) == (1, 1)
+    jax.clear_caches()
+    empty = ProgramStore(tmp_path / "others")
+    for _ in range(2):
+        got = program(empty, "read")(WEIGHTS, *arguments())
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, expected))
+    assert not files(empty)
+    program(empty, "read")(WEIGHTS, *arguments(rows=5))  # which jax has not
+    assert len(files(empty)) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"jmx", None], ids=["empty", "short", "changed"])

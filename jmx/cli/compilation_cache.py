@@ -9,6 +9,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING
 
+from jmx._version import __version__
 from jmx.cli.common import Parser, to_stderr
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _use_default() -> None:
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return
     try:
-        directory = cache_directory() / "compiled"
+        directory = cache_directory() / "compiled" / __version__  # another one's programs are of other files
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(f"{directory} may not be written to")

@@ -5,11 +5,13 @@ process, which takes as long as compiling: jax's compilation cache is keyed by w
 """
 
 import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.monitoring
 import numpy as np
 from jax.stages import Compiled
 
@@ -83,14 +85,41 @@ class Program:
         return self.jitted.lower(self._weights, *jax.tree.map(_abstract, arguments), **static)
 
     def _compile(self, lowered: jax.stages.Lowered, key: str | None) -> Compiled:
-        compiled = lowered.compile()
+        compiled, read = _compile_or_read(lowered)
         if self._store is not None and key is not None:
-            self._store.save(key, compiled)
+            if read:
+                _read.add(key)
+            elif key not in _read:
+                self._store.save(key, compiled)
         return compiled
 
     def _kept(self, store: ProgramStore, key: str, arguments: Any, static: dict[str, Hashable]) -> Compiled:
         """The program that the store has, or if it is damaged, a compiled one in its place."""
         return store.load(key) or self._compile(self._lower(arguments, static), key)
+
+
+_thread = threading.local()
+# Keys of programs that this process has read from jax's compilation cache: jit may return them again.
+_read: set[str] = set()
+
+
+def _compile_or_read(lowered: jax.stages.Lowered) -> tuple[Compiled, bool]:
+    """The program, and whether it was read from jax's compilation cache.
+
+    Of one that was read, serializing loses functions on a CPU: it fails when it is called (jax 0.12).
+    """
+    _listen()
+    _thread.read = False
+    return lowered.compile(), _thread.read
+
+
+@functools.cache
+def _listen() -> None:
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            _thread.read = True
+
+    jax.monitoring.register_event_listener(note)
 
 
 @functools.cache

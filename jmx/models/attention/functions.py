@@ -1,4 +1,4 @@
-"""Grouped-query attention as functions, with or without windows and sinks."""
+"""Grouped-query and latent attention as functions, with or without windows and sinks."""
 
 from functools import partial
 
@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import jmx
+from jmx.models.attention.choice import Case, choose
 from jmx.models.layers import precision
-from jmx.pallas.attention import decode, prefill
+from jmx.pallas.attention import decode, latent_decode, prefill
 
 # Queries per block: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
@@ -59,30 +60,67 @@ def attend(
     return out.swapaxes(0, 1).reshape(batch, length, heads, -1)
 
 
-def attend_cache(
-    query: jax.Array, cache: jax.Array, sinks: jax.Array, starts: jax.Array, window: int | None
+def attend_prompt(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    sinks: jax.Array | None,
+    window: int | None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """`attend` over a layer's cache (2, B, kv_heads, C, D), with the decoding kernel if it can run."""
-    group = query.shape[2] // cache.shape[2]
-    fits = group in range(8, decode.ROWS + 1, 8) and cache.shape[3] % decode.KEYS == 0
-    if query.shape[1] == 1 and fits and _have_kernels(query):
+    """`attend` of rows that start at position 0 over their own keys and values, by the implementation of `choice`.
+
+    query (B, T, heads, D), keys (B, T, kv_heads, D), values (B, T, kv_heads, V) -> (B, T, heads, V). `sinks` as in
+    `attend`, or None for none.
+    """
+    batch, length, heads, dim = query.shape
+    kv_heads, value_dim = values.shape[2:]
+    case = Case("prompt", length, length, heads, kv_heads, dim, value_dim, query.dtype, window, sinks is not None)
+    implementation = choose(case, jmx.Environment.probe(query)).implementation
+    if implementation == "cudnn":
+        left = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            query, keys, values, scale=scale, is_causal=True, local_window_size=left, implementation="cudnn"
+        )
+    sinks = no_sinks(heads) if sinks is None else sinks
+    if implementation == "mosaic":
+        return prefill.flash_prefill(query, keys, values, sinks, window, scale)
+    starts = jnp.zeros(batch, jnp.int32)
+    return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window, scale)
+
+
+def attend_cache(
+    query: jax.Array, cache: jax.Array, sinks: jax.Array | None, starts: jax.Array, window: int | None
+) -> jax.Array:
+    """`attend` over a layer's cache (2, B, kv_heads, C, D), by the implementation of `choice`."""
+    (_, length, heads, dim), (kv_heads, capacity) = query.shape, cache.shape[2:4]
+    case = Case("step", length, capacity, heads, kv_heads, dim, dim, query.dtype, window, sinks is not None)
+    sinks = no_sinks(heads) if sinks is None else sinks
+    if choose(case, jmx.Environment.probe(query)).implementation == "mosaic":
         return decode.flash_decode(query[:, 0], cache, sinks, starts, window)[:, None]
     return attend(query, cache[0], cache[1], sinks, starts, window)
 
 
-def attend_prompt(
-    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, window: int | None
-) -> jax.Array:
-    """`attend` of rows that start at position 0 over their own keys and values, (B, T, kv_heads, D) like query."""
-    if query.shape[1] % prefill.BLOCK == 0 and _have_kernels(query):
-        return prefill.flash_prefill(query, keys, values, sinks, window)
-    starts = jnp.zeros(query.shape[0], jnp.int32)
-    return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window)
+def attend_latents(query: jax.Array, cache: jax.Array, starts: jax.Array, rank: int, scale: float) -> jax.Array:
+    """`attend` of all heads over one latent a position, by the implementation of `choice`.
+
+    query (B, T, heads, W), cache (1, B, 1, C, W), of which the first `rank` channels are the values -> (B, T, heads,
+    rank).
+    """
+    (_, length, heads, width), capacity = query.shape, cache.shape[3]
+    case = Case("latent_step", length, capacity, heads, 1, width, rank, query.dtype)
+    environment = jmx.Environment.probe(query)
+    if choose(case, environment).implementation == "mosaic":
+        cores = environment.core_count
+        assert cores is not None  # or another implementation were chosen
+        return latent_decode.flash_decode_latent(query[:, 0], cache[0, :, 0], starts, rank, scale, cores)[:, None]
+    # The product with the other channels as a part of the value is not used. It is cheaper than a copy of the latents.
+    return attend(query, cache[0], cache[0], no_sinks(heads), starts, None, scale)[..., :rank]
 
 
-def _have_kernels(query: jax.Array) -> bool:
-    on_hopper = jmx.Environment.probe(query).compute_capability == (9, 0)
-    return on_hopper and query.dtype == jnp.bfloat16 and query.shape[-1] in prefill.STAGES
+def no_sinks(heads: int) -> jax.Array:
+    """Sinks of heads without one."""
+    return jnp.full(heads, NO_SINK, jnp.float32)
 
 
 def _attend_block(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.checkpoint.model_configs.yarn import Yarn
-from jmx.models.attention.functions import NO_SINK, attend
+from jmx.models.attention.functions import attend_latents, attend_prompt
 from jmx.models.cache import write
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables, precision
@@ -103,8 +103,7 @@ class LatentAttention(nnx.Module):
         keys, values = jnp.split(up, (self.key_dim,), axis=-1)
         keys = jnp.concatenate([keys, jnp.broadcast_to(key, (*keys.shape[:3], self.rotated))], axis=-1)
         query = jnp.concatenate([query, rotated], axis=-1)
-        starts = jnp.zeros(query.shape[0], jnp.int32)
-        return self._attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), starts)
+        return attend_prompt(query, keys, values, sinks=None, window=None, scale=self.scale)
 
     def _absorbed(self, query: jax.Array, rotated: jax.Array, cache: jax.Array, starts: jax.Array) -> jax.Array:
         """Attention over a cache (1, B, 1, C, W), whose latents are the keys and values of one head.
@@ -115,13 +114,8 @@ class LatentAttention(nnx.Module):
         key_up, value_up = jnp.split(up, (self.key_dim,), axis=1)
         query = _of_heads(key_up, query, axis=1).astype(query.dtype)
         query = jnp.concatenate([query, rotated], axis=-1)
-        # The product with the rotated key as a part of the value is not used. It is cheaper than a copy of the latents.
-        out = self._attend(query, cache[0], cache[0], starts)[..., : self.rank]
+        out = attend_latents(query, cache, starts, self.rank, self.scale)
         return _of_heads(value_up, out, axis=2).astype(query.dtype)
-
-    def _attend(self, query: jax.Array, keys: jax.Array, values: jax.Array, starts: jax.Array) -> jax.Array:
-        sinks = jnp.full(self.heads, NO_SINK, jnp.float32)
-        return attend(query, keys, values, sinks, starts, window=None, scale=self.scale)
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Shape of this layer's cache: latents and rotated keys, (1, B, 1, C, kv_lora_rank + qk_rope_head_dim)."""

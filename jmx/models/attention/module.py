@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jmx.models.attention.functions import NO_SINK, attend_cache, attend_prompt
+from jmx.models.attention.functions import attend_cache, attend_prompt
 from jmx.models.cache import write
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             query, key, value = (jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value))
         query, key = rotate(query, angles), rotate(key, angles)
         cache = write(cache, (key, value), starts)
-        sinks = jnp.full(query.shape[2], NO_SINK, jnp.float32) if self.sinks is None else self.sinks[...]
+        sinks = None if self.sinks is None else self.sinks[...]
         if starts is None:
             out = attend_prompt(query, key, value, sinks, self.window)
         else:

@@ -1,1 +1,1 @@
-"""Attention on Hopper GPUs, in Pallas Mosaic GPU: whole prompts (`prefill`) and one new token a row (`decode`)."""
+"""Attention on Hopper GPUs, in Pallas Mosaic GPU: whole prompts, and one new token a row over a cache."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.pallas.attention.softmax import (
+    TILE,
     TO_BITS,
     Ref,
     RunningSoftmax,
@@ -28,6 +29,12 @@ ROWS = 64  # of a tensor core's product: the query heads that share keys, and un
 KEYS = 128  # of one step
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 SPLITS = 8  # CTAs that share a long row's keys, at most
+MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
+
+
+def fits(group: int, dim: int) -> bool:
+    """Whether the kernel has `group` query heads of this size to a key head."""
+    return group <= ROWS and dim % 16 == 0 and dim <= MOST_CHANNELS
 
 
 def flash_decode(
@@ -36,7 +43,8 @@ def flash_decode(
     """Attention of one token a row over positions 0 to its own.
 
     Args:
-        query: bfloat16 or float16 (B, heads, D), rotated; 8 to `ROWS` heads to a key head, by eights; D by 64.
+        query: bfloat16 or float16 (B, heads, D), rotated; heads to a key head, and D, as in `fits`. Heads that are not
+            a multiple of `TILE` to a key head are padded with zeros.
         cache: (2, B, kv_heads, C, D), keys and values of the same dtype, the token's own included; C by `KEYS`.
         sinks: float32 (heads,), one more logit a head, without a value.
         positions: int32 (B,), each token's own.
@@ -48,7 +56,13 @@ def flash_decode(
     batch, heads, dim = query.shape
     _, _, kv_heads, capacity, _ = cache.shape
     splits = min(SPLITS, capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1)
-    call = _Call(batch, heads // kv_heads, kv_heads, capacity, dim, splits, window)
+    group = heads // kv_heads
+    padded_group = -(-group // TILE) * TILE
+    padded = query
+    if padded_group != group:
+        padded = query.reshape(batch, kv_heads, group, dim)
+        padded = jnp.pad(padded, ((0, 0), (0, 0), (0, padded_group - group), (0, 0))).reshape(batch, -1, dim)
+    call = _Call(batch, padded_group, kv_heads, capacity, dim, splits, window)
 
     def entry(*refs: Ref) -> None:
         pl.run_scoped(
@@ -63,20 +77,28 @@ def flash_decode(
             plgpu.Barrier(num_barriers=STAGES),
         )
 
-    per_head = jax.ShapeDtypeStruct((splits, batch, heads), jnp.float32)
-    gathered, peaks, totals = plgpu.kernel(
+    per_head = jax.ShapeDtypeStruct((splits, *padded.shape[:2]), jnp.float32)
+    parts = plgpu.kernel(
         entry,
-        out_type=(jax.ShapeDtypeStruct((splits, *query.shape), jnp.float32), per_head, per_head),
+        out_type=(jax.ShapeDtypeStruct((splits, *padded.shape), jnp.float32), per_head, per_head),
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, cache.reshape(-1, dim), positions)
-    return _combine(gathered, peaks, totals, sinks).astype(query.dtype)
+    )(padded, cache.reshape(-1, dim), positions)
+    if padded_group != group:
+        parts = [_without_padding(part, kv_heads, group) for part in parts]
+    return _combine(*parts, sinks).astype(query.dtype)
+
+
+def _without_padding(part: jax.Array, kv_heads: int, group: int) -> jax.Array:
+    """(splits, B, padded heads, ...) -> (splits, B, heads, ...)."""
+    by_kv_head = part.reshape(*part.shape[:2], kv_heads, -1, *part.shape[3:])
+    return by_kv_head[:, :, :, :group].reshape(*part.shape[:2], kv_heads * group, *part.shape[3:])
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static of a call. `group`: query heads to a key head."""
+    """What is static of a call. `group`: query heads to a key head, with padding."""
 
     batch: int
     group: int

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.pallas.attention.softmax import (
+    TILE,
     TO_BITS,
     Ref,
     RunningSoftmax,
@@ -29,45 +30,66 @@ from jmx.pallas.attention.softmax import (
 
 ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
 BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
-STAGES = {64: 4, 128: 2}  # of the pipeline, by size of a head: as many as shared memory holds
+MOST_STAGES = 4  # of the pipeline; fewer where shared memory holds fewer
+MOST_CHANNELS = 128  # of values: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
+SHARED_MEMORY = 220 * 1024  # bytes for queries, keys and values; a CTA has 227 KiB, of which barriers take a part
+
+
+def stages(key_dim: int, value_dim: int) -> int:
+    """Stages of the pipeline that shared memory holds, at most `MOST_STAGES`. The kernel needs two."""
+    queries, keys_and_values = 2 * ROWS * key_dim, BLOCK * (key_dim + value_dim)  # 2 bytes each
+    return min(MOST_STAGES, (SHARED_MEMORY // 2 - queries) // keys_and_values)
+
+
+def fits(key_dim: int, value_dim: int) -> bool:
+    """Whether the kernel has heads of these sizes."""
+    whole = key_dim % 16 == 0 and value_dim % 16 == 0
+    return whole and value_dim <= min(key_dim, MOST_CHANNELS) and stages(key_dim, value_dim) >= 2
 
 
 def flash_prefill(
-    query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, window: int | None
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    sinks: jax.Array,
+    window: int | None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention of T tokens among themselves; only blocks of keys that some query sees are read.
 
     Args:
-        query: bfloat16 or float16 (B, T, heads, D), rotated; T a multiple of `BLOCK`, D a key of `STAGES`.
-        keys, values: (B, T, kv_heads, D), of the same dtype.
+        query: bfloat16 or float16 (B, T, heads, D), rotated; T a multiple of `BLOCK`.
+        keys, values: (B, T, kv_heads, D) and (B, T, kv_heads, V), of the same dtype; D and V as in `fits`.
         sinks: float32 (heads,), one more logit a head, without a value.
         window: how many positions a query sees, its own included; None for all.
+        scale: multiplies the scores; None for D^-0.5.
 
     Returns:
-        (B, T, heads, D) of query's dtype.
+        (B, T, heads, V) of query's dtype.
     """
     batch, length, heads, dim = query.shape
-    stages = STAGES[dim]
-    call = _Call(length, heads // keys.shape[2], dim, window)
+    value_dim = values.shape[-1]
+    factor = dim**-0.5 if scale is None else scale
+    call = _Call(length, heads // keys.shape[2], dim, value_dim, window, factor)
 
     def entry(*refs: Ref) -> None:
         pl.run_scoped(
             lambda *shared: _kernel(call, _Global(*refs), _Shared(*shared)),
             shared_memory(2, ROWS, dim, dtype=query.dtype),
-            shared_memory(stages, BLOCK, dim, dtype=query.dtype),
-            shared_memory(stages, BLOCK, dim, dtype=query.dtype),
+            shared_memory(call.stages, BLOCK, dim, dtype=query.dtype),
+            shared_memory(call.stages, BLOCK, value_dim, dtype=query.dtype),
             plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_barriers=call.stages),
+            plgpu.Barrier(num_barriers=call.stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
             plgpu.Barrier(num_arrivals=2),
             collective_axes="warpgroup",
         )
 
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        out_type=jax.ShapeDtypeStruct((batch, length, heads, value_dim), query.dtype),
         grid=(heads, length // BLOCK, batch),
         grid_names=("heads", "tile", "batch"),
         num_threads=3,
@@ -78,16 +100,18 @@ def flash_prefill(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static of a call. `group`: query heads to a key head."""
+    """What is static of a call. `group`: query heads to a key head; `dim`: of queries and keys."""
 
     length: int
     group: int
     dim: int
+    value_dim: int
     window: int | None
+    scale: float
 
     @property
     def stages(self) -> int:
-        return STAGES[self.dim]
+        return stages(self.dim, self.value_dim)
 
 
 class _Global(NamedTuple):
@@ -103,7 +127,8 @@ class _Global(NamedTuple):
 class _Shared(NamedTuple):
     """References to the shared memory of a CTA, and its barriers.
 
-    Rows are by consumer warpgroup, keys and values by stage. At `turn` the two consumers meet.
+    Rows are by consumer warpgroup: the queries, and then the result. Keys and values are by stage. At `turn` the two
+    consumers meet.
     """
 
     rows: Ref
@@ -169,7 +194,7 @@ def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: 
     plgpu.barrier_wait(rows_full)
     # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
     softmax = RunningSoftmax(
-        filled((ROWS, call.dim), 0), filled((ROWS,), gmem.sinks[work.head] * TO_BITS), filled((ROWS,), 1)
+        filled((ROWS, call.value_dim), 0), filled((ROWS,), gmem.sinks[work.head] * TO_BITS), filled((ROWS,), 1)
     )
     pl.when(warpgroup == 1)(smem.take_turns)
 
@@ -181,9 +206,13 @@ def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: 
         softmax = lax.fori_loop(0, masked_from, partial(attend, masked=False), softmax)
     gathered, _, total = lax.fori_loop(masked_from, work.steps, partial(attend, masked=True), softmax)
     pl.when(warpgroup == 0)(smem.take_turns)
-    rows[...] = (gathered / lax.broadcast_in_dim(total, gathered.shape, [0])).astype(rows.dtype)
+    out = rows if call.value_dim == call.dim else rows.at[:, pl.ds(0, call.value_dim)]
+    out[...] = (gathered / lax.broadcast_in_dim(total, gathered.shape, [0])).astype(rows.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(rows, gmem.out.at[work.row, pl.ds(start, ROWS), work.head])
+    count = ROWS if call.value_dim == call.dim else TILE  # what is copied must be contiguous
+    for first in range(0, ROWS, count):
+        target = gmem.out.at[work.row, pl.ds(start + first, count), work.head]
+        plgpu.copy_smem_to_gmem(out.at[pl.ds(first, count)], target)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -213,7 +242,7 @@ def _attend_block(
         queries, keys = element_ids(scores.shape, 0), element_ids(scores.shape, 1)
         distance = (queries + start) - (keys + (work.first + step) * BLOCK)
         scores = hide_unseen(scores, distance, call.window)
-    (gathered, peak, total), weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
+    (gathered, peak, total), weights = softmax.add_scores(scores, TO_BITS * call.scale)
     weights = weights.astype(rows.dtype)
     gathered, total, peak, weights = lax.optimization_barrier((gathered, total, peak, weights))
     plgpu.barrier_arrive(smem.turn)

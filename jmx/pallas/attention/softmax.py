@@ -1,4 +1,4 @@
-"""What both attention kernels for Hopper GPUs share: shared memory as wgmma reads it, and the running softmax."""
+"""What the attention kernels for Hopper GPUs share: shared memory as wgmma reads it, and the running softmax."""
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 # (Mosaic's transforms and accumulators are public, but not so declared.)
@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+TILE = 8  # rows of a tile of shared memory
 TO_BITS = math.log2(math.e)  # exponentials are powers of two: those the hardware has
 
 Ref = Any  # a reference to memory, as Pallas passes it to kernels
@@ -71,6 +72,11 @@ def add_values(gathered: jax.Array, weights: jax.Array, values: Ref) -> Any:
 
 
 def shared_memory(*shape: int, dtype: jax.typing.DTypeLike) -> Any:
-    """Shared memory in the tiles that wgmma reads, swizzled so that its loads do not conflict."""
-    tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+    """Shared memory in the tiles that wgmma reads, swizzled so that its loads do not conflict.
+
+    A row of a tile is the largest of 128, 64 and 32 bytes that divides a row of `shape`.
+    """
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(swizzle for swizzle in (128, 64, 32) if shape[-1] * size % swizzle == 0)
+    tiles = plgpu.TilingTransform((TILE, swizzle // size)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=tiles)

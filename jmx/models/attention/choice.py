@@ -1,0 +1,150 @@
+"""Which implementation of attention a call takes, chosen while it is traced, and why it takes none of the others."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+import jmx
+from jmx.pallas.attention import decode, latent_decode, prefill
+
+# Rows from position 0 over their own keys and values; one token a row over a cache of keys and values; the same over a
+# cache of latents, of which the first channels are the values.
+Kind = Literal["prompt", "step", "latent_step"]
+
+# Kernels of `jmx.pallas.attention`; cuDNN's, through `jax.nn.dot_product_attention`; the plain code in `functions`.
+Implementation = Literal["mosaic", "cudnn", "xla"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "cudnn", "xla")
+
+# The implementations of each kind that may be chosen, the fastest first: `benchmarks/attention.py` times them all.
+ORDER: dict[Kind, tuple[Implementation, ...]] = {
+    "prompt": ("mosaic", "xla"),
+    "step": ("mosaic", "xla"),
+    "latent_step": ("mosaic", "xla"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of a call of attention while it is traced.
+
+    Args:
+        kind: of queries and keys, see `Kind`.
+        tokens: queries of a row.
+        length: keys of a row: the tokens of a prompt, or the capacity of a cache.
+        heads, kv_heads: of queries, and of keys.
+        key_dim, value_dim: channels of a head's queries and keys, and of its values.
+        dtype: of queries, keys and values.
+        window: how many positions a query attends to, its own included; None for all.
+        sinks: whether heads have sinks.
+    """
+
+    kind: Kind
+    tokens: int
+    length: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: jax.typing.DTypeLike
+    window: int | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that a call takes, and for each other one the reason why not."""
+
+    implementation: Implementation
+    reasons: dict[Implementation, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.implementation}: chosen", *(f"{name}: {reason}" for name, reason in self.reasons.items())]
+        return "\n".join(lines)
+
+
+def choose(case: Case, environment: jmx.Environment) -> Choice:
+    """The first implementation of `ORDER` that can run a case on a machine. `print(choose(...))` explains it."""
+    order: tuple[Implementation, ...] = ORDER[case.kind]
+    reasons: dict[Implementation, str] = {}
+    chosen: Implementation = next(name for name in order if reject_reason(name, case, environment) is None)
+    for name in IMPLEMENTATIONS:
+        if name != chosen:
+            reason = reject_reason(name, case, environment)
+            reasons[name] = reason or (f"{chosen} is faster" if name in order else "not among the fastest measured")
+    return Choice(chosen, reasons)
+
+
+def reject_reason(implementation: Implementation, case: Case, environment: jmx.Environment) -> str | None:
+    """Why an implementation cannot run a case on a machine; None if it can. "xla" runs all cases everywhere."""
+    if implementation == "xla":
+        return None
+    if implementation == "cudnn":
+        return _cudnn_reason(case, environment)
+    capability = environment.compute_capability
+    if capability != (9, 0):
+        this = environment.platform if capability is None else ".".join(map(str, capability))
+        return f"needs a GPU of compute capability 9.0 (this is {this})"
+    if case.dtype != jnp.bfloat16:
+        return f"`dtype` (={jnp.dtype(case.dtype).name}) must be bfloat16"
+    return {"prompt": _prefill_reason, "step": _decode_reason, "latent_step": _latent_reason}[case.kind](
+        case, environment
+    )
+
+
+def _prefill_reason(case: Case, environment: jmx.Environment) -> str | None:
+    if case.tokens % prefill.BLOCK:
+        return f"the prompt's length (={case.tokens}) must be a multiple of {prefill.BLOCK}"
+    if not prefill.fits(case.key_dim, case.value_dim):
+        sizes = f"`key_dim` (={case.key_dim}) and `value_dim` (={case.value_dim}) must be multiples of 16"
+        most = f"values no larger than keys or {prefill.MOST_CHANNELS}"
+        return f"{sizes}, {most}, and fit in shared memory"
+    return None
+
+
+def _decode_reason(case: Case, environment: jmx.Environment) -> str | None:
+    if case.tokens != 1:
+        return f"`tokens` (={case.tokens}) must be 1"
+    if case.length % decode.KEYS:
+        return f"the cache's capacity (={case.length}) must be a multiple of {decode.KEYS}"
+    if case.key_dim != case.value_dim:
+        return f"`value_dim` (={case.value_dim}) must be `key_dim` (={case.key_dim})"
+    if not decode.fits(1, case.key_dim):
+        return f"`key_dim` (={case.key_dim}) must be a multiple of 16 and at most {decode.MOST_CHANNELS}"
+    group = case.heads // case.kv_heads
+    if not decode.fits(group, case.key_dim):
+        return f"heads to a key head (={group}) must be at most {decode.ROWS}"
+    return None
+
+
+def _latent_reason(case: Case, environment: jmx.Environment) -> str | None:
+    if case.tokens != 1:
+        return f"`tokens` (={case.tokens}) must be 1"
+    if case.length % latent_decode.KEYS:
+        return f"the cache's capacity (={case.length}) must be a multiple of {latent_decode.KEYS}"
+    if not latent_decode.fits(case.key_dim, case.value_dim):
+        latent = f"a latent (of {case.key_dim} channels, of which {case.value_dim} are values)"
+        return f"{latent} must be a multiple of 64, its values one of 128 and at most 512, and fit in shared memory"
+    if environment.core_count is None:
+        return "the GPU's number of SMs is unknown"
+    return None
+
+
+def _cudnn_reason(case: Case, environment: jmx.Environment) -> str | None:
+    capability = environment.compute_capability
+    if capability is None or capability < (8, 0):
+        this = environment.platform if capability is None else ".".join(map(str, capability))
+        return f"needs an NVIDIA GPU of compute capability 8.0 or higher (this is {this})"
+    if case.kind != "prompt":
+        return "reads caches in another order of axes"
+    if case.sinks:
+        return "has no sinks"
+    if case.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"`dtype` (={jnp.dtype(case.dtype).name}) must be bfloat16 or float16"
+    most = 256 if capability >= (9, 0) else 128
+    if case.key_dim % 8 or case.key_dim > most:
+        return f"`key_dim` (={case.key_dim}) must be a multiple of 8 and at most {most}"
+    if case.key_dim != case.value_dim:
+        return f"`value_dim` (={case.value_dim}) must be `key_dim` (={case.key_dim})"
+    return None

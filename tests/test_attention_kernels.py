@@ -1,0 +1,254 @@
+"""Attention kernels for Hopper GPUs against the plain code: interpreted, on a Hopper GPU, and compiled without one."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import aot
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sass
+from model_steps import relative_error
+
+from jmx.models.attention.functions import attend
+from jmx.pallas.attention import decode, latent_decode, prefill
+from jmx.pallas.attention.decode import flash_decode
+from jmx.pallas.attention.latent_decode import flash_decode_latent
+from jmx.pallas.attention.prefill import flash_prefill
+from jmx.selection.environment import Environment
+
+BF16 = jnp.bfloat16
+CORES = 132
+SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
+TOLERANCE = 4e-3
+on_hopper = pytest.mark.skipif(Environment.probe().compute_capability != (9, 0), reason="needs a Hopper GPU")
+
+
+def qkv(rng: np.random.Generator, batch: int, length: int, group: int, dim: int, value_dim: int) -> list[jax.Array]:
+    """bfloat16 (B, T, heads, D or V): queries, and the keys and values of two heads that groups of them share."""
+    shapes = ((2 * group, dim), (2, dim), (2, value_dim))
+    return [jnp.asarray(2 * rng.standard_normal((batch, length, *shape)), BF16) for shape in shapes]
+
+
+def plain(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array, *rest: Any) -> np.ndarray:
+    """`attend` of prompts in float32."""
+    query, keys, values = (array.astype(jnp.float32) for array in (query, keys, values))
+    starts = jnp.zeros(len(query), jnp.int32)
+    return np.asarray(attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, *rest))
+
+
+def check_prompt(
+    rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None, batch: int = 2
+) -> None:
+    """Both kernels for keys and values of heads on one problem, the one for a token at two positions."""
+    query, keys, values = qkv(rng, batch, length, group, *sizes)
+    sinks = jnp.asarray(3 * rng.standard_normal(2 * group), jnp.float32)
+    expected = plain(query, keys, values, sinks, window, 0.1)
+    assert relative_error(flash_prefill(query, keys, values, sinks, window, 0.1), expected) <= TOLERANCE
+    if sizes[0] == sizes[1]:
+        expected = plain(query, keys, values, sinks, window)
+        held, rows = jnp.stack([keys, values]).swapaxes(2, 3), np.arange(batch)
+        at = np.append(rng.integers(length, size=batch - 1), length - 1)
+        got = flash_decode(query[rows, at], held, sinks, jnp.asarray(at, jnp.int32), window)
+        assert relative_error(got, expected[rows, at]) <= TOLERANCE
+
+
+def check_latent(
+    rng: np.random.Generator, heads: int, capacity: int, positions: list[int], sizes: tuple[int, int], cores: int
+) -> None:
+    """The kernel for latents; those beyond a row's position are large, and have no effect."""
+    (width, rank), batch = sizes, len(positions)
+    latents = jnp.asarray(rng.standard_normal((batch, capacity, width)), BF16)
+    beyond = jnp.arange(capacity)[:, None] > jnp.asarray(positions)[:, None, None]
+    latents = jnp.where(beyond, jnp.asarray(1e4, BF16), latents)
+    query = jnp.asarray(rng.standard_normal((batch, heads, width)), BF16)
+    starts = jnp.asarray(positions, jnp.int32)
+    wide, keys = query[:, None].astype(jnp.float32), latents[:, None].astype(jnp.float32)
+    expected = attend(wide, keys, keys[..., :rank], jnp.full(heads, -1e30), starts, None, 0.1)[:, 0]
+    got = flash_decode_latent(query, latents, starts, rank, 0.1, cores)
+    assert got.shape == (batch, heads, rank)
+    for row in range(batch):
+        assert relative_error(got[row], expected[row]) <= TOLERANCE
+
+
+# Interpreted
+
+
+@contextlib.contextmanager
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs kernels on a CPU, where memory begins as NaN and races are found.
+
+    jax's interpreter has no product whose first operand is in registers.
+    """
+
+    def add_values(gathered: jax.Array, weights: jax.Array, values: Any) -> jax.Array:
+        return gathered + jnp.dot(weights.astype(values.dtype), values[...], preferred_element_type=jnp.float32)
+
+    for module in (prefill, decode, latent_decode):
+        monkeypatch.setattr(module, "add_values", add_values)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("length", "group", "sizes", "window"),
+    [
+        (256, 1, (192, 128), None),
+        (256, 4, (64, 64), 100),
+        (128, 3, (80, 80), None),
+        (128, 8, (128, 128), 1),
+        (128, 1, (96, 96), 200),
+    ],
+)
+def test_interpreted_kernels_attend_as_the_plain_code_does(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    group: int,
+    sizes: tuple[int, int],
+    window: int | None,
+) -> None:
+    with interpreted(monkeypatch):
+        check_prompt(rng, length, group, sizes, window, batch=1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("heads", [1, 16, 24, 80])
+def test_the_interpreted_kernel_attends_to_latents_as_the_plain_code_does(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, heads: int
+) -> None:
+    with interpreted(monkeypatch):
+        check_latent(rng, heads, 256, [int(rng.integers(256)), 255], (192, 128), cores=8)
+
+
+# On a GPU
+
+
+@pytest.fixture
+def poisoned() -> None:
+    """Fills the memory that results get next with NaN."""
+    jax.block_until_ready([jnp.full(1 << 24, jnp.nan, jnp.float32) for _ in range(16)])
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("window", [None, 1, 128, 300])
+@pytest.mark.parametrize(
+    ("length", "group", "sizes"),
+    [
+        (128, 1, (64, 64)),
+        (384, 8, (64, 64)),
+        (2048, 16, (64, 64)),
+        (640, 8, (128, 128)),
+        (640, 4, (128, 128)),  # Mixtral's
+        (384, 1, (128, 128)),
+        (384, 3, (96, 96)),
+        (384, 2, (80, 80)),
+        (384, 1, (192, 128)),  # DeepSeek-V2's
+        (1024, 1, (192, 128)),
+        (256, 1, (128, 64)),
+    ],
+)
+def test_the_kernels_attend_as_the_plain_code_does(
+    rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None
+) -> None:
+    check_prompt(rng, length, group, sizes, window)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("capacity", [64, 192, 1024, 8192])
+@pytest.mark.parametrize("heads", [1, 16, 20, 64, 96, 128])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_kernel_attends_to_latents_as_the_plain_code_does(
+    rng: np.random.Generator, heads: int, capacity: int, batch: int
+) -> None:
+    positions = [capacity - 1, 0, int(rng.integers(capacity))][:batch]
+    check_latent(rng, heads, capacity, positions, (576, 512), CORES)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+def test_the_kernel_attends_to_latents_of_more_rows_than_the_gpu_has_sms(rng: np.random.Generator) -> None:
+    check_latent(rng, 128, 256, rng.integers(256, size=150).tolist(), (576, 512), CORES)
+
+
+# Compiled without one
+
+
+def assert_sound(kernel: aot.Kernel) -> None:
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
+    assert "wgmma" not in kernel.report, kernel.report  # C7510 and similar: products that were serialized
+    assert kernel.shared_memory <= SHARED_MEMORY
+    program = sass.parse(kernel.sass)
+    assert sass.hazards(program) == []
+    limits = sass.register_limits(program)
+    assert all(used <= limit for limit, used in limits), limits
+
+
+def compiled(
+    capfd: pytest.CaptureFixture[str], function: Callable[..., Any], *shapes: Any, largest_temporary: float
+) -> None:
+    """Compiles a kernel for an H200, and checks its machine code and that scores are on the chip."""
+    program, (kernel,) = aot.kernels_for_h200(capfd, function, *shapes)
+    assert_sound(kernel)
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < largest_temporary
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("window", "heads", "kv_heads", "sizes"),
+    [
+        (None, 64, 8, (64, 64)),
+        (128, 64, 8, (64, 64)),
+        (None, 32, 4, (128, 128)),
+        (None, 6, 2, (80, 80)),
+        (None, 4, 4, (96, 96)),
+        (None, 16, 16, (192, 128)),
+    ],
+)
+def test_the_kernel_of_prompts_compiles_for_an_h200(
+    window: int | None, heads: int, kv_heads: int, sizes: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    shape, (dim, value_dim), batch = jax.ShapeDtypeStruct, sizes, (1, 8192)
+    query, keys = shape((*batch, heads, dim), BF16), shape((*batch, kv_heads, dim), BF16)
+    values, sinks = shape((*batch, kv_heads, value_dim), BF16), shape((heads,), jnp.float32)
+    compiled(capfd, partial(flash_prefill, window=window), query, keys, values, sinks, largest_temporary=1e6)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("window", "heads", "kv_heads", "dim"),
+    [(None, 64, 8, 64), (128, 64, 8, 64), (None, 32, 4, 128), (None, 32, 8, 128), (None, 6, 2, 80), (None, 4, 4, 96)],
+)
+def test_the_kernel_of_steps_compiles_for_an_h200(
+    window: int | None, heads: int, kv_heads: int, dim: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shape = jax.ShapeDtypeStruct
+    query, cache = shape((1, heads, dim), BF16), shape((2, 1, kv_heads, 8192, dim), BF16)
+    rest = shape((heads,), jnp.float32), shape((1,), jnp.int32)
+    compiled(capfd, partial(flash_decode, window=window), query, cache, *rest, largest_temporary=1e6)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_kernel_of_latents_compiles_for_an_h200(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def call(query: jax.Array, latents: jax.Array, positions: jax.Array) -> jax.Array:
+        return flash_decode_latent(query, latents, positions, 512, 0.1, CORES)
+
+    batch, shape = 2, jax.ShapeDtypeStruct
+    query, latents = shape((batch, heads, 576), BF16), shape((batch, 8192, 576), BF16)
+    results = 1.1 * CORES * 64 * 512 * 4  # of at most one CTA an SM
+    compiled(capfd, call, query, latents, shape((batch,), jnp.int32), largest_temporary=results)
