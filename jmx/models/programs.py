@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
+from jax.core import Tracer
 from jax.stages import Compiled
 
 from jmx.models.program_identity import default_device, tracing_context
@@ -131,6 +132,8 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding, without the array, which may be donated before it is compiled for."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
+    if isinstance(array, Tracer):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=array.weak_type)
     if not isinstance(array, jax.Array):
         array = np.asarray(array)
         return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
