@@ -56,7 +56,9 @@ class Program:
         self._compiled: dict[Signature, Future[Compiled]] = {}
 
     def __call__(self, weights: Sequence[jax.Array], *arguments: Any, **static: Hashable) -> Any:
-        """The function's results. It is compiled if it has not been."""
+        """The function's results. It is compiled if it has not been, or traced into what the caller compiles."""
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((weights, arguments))):
+            return self.jitted(weights, *arguments, **static)
         return self.compiled(*arguments, **static)(weights, *arguments)
 
     def compiled(self, *arguments: Any, **static: Hashable) -> Callable[..., Any]:
@@ -132,8 +134,6 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding, without the array, which may be donated before it is compiled for."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
-    if isinstance(array, Tracer):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=array.weak_type)
     if not isinstance(array, jax.Array):
         array = np.asarray(array)
         return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
