@@ -15,6 +15,7 @@ from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.parallel import over_mesh
 from jmx.parallel.over_mesh import AnyExperts
+from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.environment import Environment
@@ -49,7 +50,8 @@ def moe(
     Args:
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
-        experts: the weights; or shards of them, whose results are added.
+        experts: the weights; or shards of them, whose results are added; or weights in the slots of a placement, in
+            which ids of the routing are still those of experts.
         activation: gated if and only if the experts are; or its name in `jmx.ACTIVATIONS`.
         weights_on: "output": routing weights multiply an expert's output; "input": its input.
         input_format: the format that both products' inputs are rounded to: a key of `input_formats.INPUT_FORMATS`, or a
@@ -71,9 +73,9 @@ def moe(
     activation = activations.get(activation)
     check_instance("split", split, Split | None, "a jmx.Split, or None")
     settings = _Settings(activation, weights_on, input_format, backend)
-    if split is None and isinstance(experts, Experts):
+    if split is None and isinstance(experts, Experts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, _by_token(x, routing, mask), experts.arrays())
-    if split is not None or isinstance(experts, ShardedExperts):
+    if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
         return _divided(x, routing, experts, mask, settings, split or Split())
     check_arguments(x, routing, experts, activation, weights_on)
     check_backend(backend, registered_backends())
@@ -107,7 +109,7 @@ def _divided(
     split: Split,
 ) -> Float[Array, "*tokens H"]:
     """`moe` with experts, or their shards, on several devices; or with shards on one."""
-    check_instance("experts", experts, AnyExperts, "jmx.Experts or jmx.ShardedExperts")
+    check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
     manual = split.is_manual()
     one = over_mesh.one_device(experts)
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))

@@ -14,12 +14,13 @@ from jmx import meshes
 from jmx.experts import Experts, ShardedExperts
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import choose
+from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import AnyMesh, Split
 from jmx.routing import Routing
 from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float
 
-AnyExperts = Experts | ShardedExperts
+AnyExperts = Experts | ShardedExperts | PlacedExperts
 
 # The layer on one device: x (T, H), routing (T, k), experts -> (T, H).
 OneDevice = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
@@ -121,11 +122,17 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
 
 def one_device(experts: AnyExperts) -> Experts:
     """Experts like those of one device, for checks; of shards abstract ones."""
-    return jax.eval_shape(lambda all: all.shard(0), experts) if isinstance(experts, ShardedExperts) else experts
+    if isinstance(experts, PlacedExperts):
+        return experts.experts
+    if isinstance(experts, ShardedExperts):
+        return jax.eval_shape(lambda sharded: sharded.shard(0), experts)
+    return experts
 
 
 def total_experts(split: Split, experts: AnyExperts) -> int:
-    """The number of experts of all devices."""
+    """The number of experts of all devices, without copies."""
+    if isinstance(experts, PlacedExperts):
+        return experts.placement.num_experts
     ranks = prod(lax.axis_size(name) for name in split.names("expert")) if split.is_manual() else 1
     return num_experts(experts) * ranks
 
@@ -139,6 +146,9 @@ def expert_specs(split: Split, experts: AnyExperts) -> Any:
         by_name = {n: P(intermediate) if n.endswith("_input_scale") else P(intermediate, expert) for n in names}
         bias = None if experts.down_bias is None else P(expert)
         return ShardedExperts(shards.with_arrays(by_name), bias, experts.intermediate_size)
+    if isinstance(experts, PlacedExperts):
+        whole = jax.tree.map(lambda _: P(), experts.placement)
+        return PlacedExperts(expert_specs(split, experts.experts), whole)
     return experts.with_arrays({n: P() if n.endswith("_input_scale") else P(expert) for n in experts.arrays()})
 
 
@@ -156,7 +166,10 @@ def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
 
 
 def num_experts(experts: AnyExperts) -> int:
-    return experts.shards.gate_up.values.shape[1] if isinstance(experts, ShardedExperts) else experts.num_experts
+    """The number of experts, or of slots, that these arrays hold."""
+    if isinstance(experts, ShardedExperts):
+        return experts.shards.gate_up.values.shape[1]
+    return one_device(experts).num_experts
 
 
 def on_this_device(
@@ -170,6 +183,10 @@ def on_this_device(
         moe: the layer on one device.
     """
     first = num_experts(experts) * _index(split.names("expert"))
+    if isinstance(experts, PlacedExperts):  # each device chooses other copies for its tokens
+        first_token = x.shape[0] * _index(split.names("tokens"))
+        ids = experts.placement.slot_ids(routing.expert_ids, first_token)
+        routing, experts = routing._replace(expert_ids=ids), experts.experts
 
     def local(x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
         mine = routing._replace(expert_ids=routing.expert_ids - first)
@@ -193,7 +210,7 @@ def on_this_device(
 
 
 def _parts(split: Split, experts: AnyExperts) -> list[Experts]:
-    """This device's experts, whose results are added: one, or its shards."""
+    """This device's experts, or shards of them, whose results are added."""
     if not isinstance(experts, ShardedExperts):
         return [experts]
     first = experts.num_shards * _index(split.names("intermediate"))

@@ -9,7 +9,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jmx.experts import MeshAxes
-from jmx.util.checks import check_instance
+from jmx.parallel.exchanges import EXCHANGES
+from jmx.util.checks import check_instance, check_one_of
 
 AnyMesh = Mesh | AbstractMesh
 Names = tuple[str, ...]
@@ -51,7 +52,7 @@ class Split:
                 raise ValueError(f"`{field}` (={given!r}) must not name a mesh axis twice")
         if both := {*self.names("expert")} & {*self.names("intermediate")}:
             raise ValueError(f"`intermediate` (={self.intermediate!r}) must not name {_quoted(both)}, as `expert` does")
-        check_instance("exchange", self.exchange, str | None, "the name of an exchange, or None")
+        check_one_of("exchange", self.exchange, (*EXCHANGES, None))
         check_instance("mesh", self.mesh, AnyMesh | None, "a jax.sharding.Mesh, or None")
 
     def names(self, field: str) -> Names:
