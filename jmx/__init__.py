@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jmx._version import __version__
 from jmx.activations import ACTIVATIONS, GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
 from jmx.backends import register_backend
-from jmx.experts import Experts
+from jmx.experts import Experts, ShardedExperts
 from jmx.explain import Explanation, explain
 from jmx.grouping import Groups, group
 from jmx.layer import moe
@@ -25,6 +25,7 @@ from jmx.numerics.formats import (
     unpad,
 )
 from jmx.numerics.quantization import dequantize, quantize
+from jmx.parallel.split import Split
 from jmx.routing import (
     NOWHERE,
     ROUTING_METHODS,
@@ -74,10 +75,12 @@ __all__ = [
     "Rejection",
     "Routing",
     "Selection",
+    "ShardedExperts",
     "SiLU",
     "SiLUAndMul",
     "SigmoidTopK",
     "SoftmaxTopK",
+    "Split",
     "SwiGLU",
     "TopKSoftmax",
     "__version__",

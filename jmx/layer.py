@@ -11,40 +11,47 @@ import jax.numpy as jnp
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.experts import Experts
+from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
+from jmx.parallel import over_mesh
+from jmx.parallel.over_mesh import AnyExperts
+from jmx.parallel.placed_experts import PlacedExperts
+from jmx.parallel.split import Split
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, with_tokens
 from jmx.selection.select import check_backend, select
-from jmx.util.checks import check_array, check_instance, check_one_of
+from jmx.util.checks import check_array, check_instance, check_one_of, is_array
 from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
 
 
 def moe(
     x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
-    experts: Experts,
+    experts: AnyExperts,
     *,
     activation: Activation | str,
     weights_on: str = "output",
     input_format: str | None = None,
     mask: Bool[AnyArray, "*tokens"] | None = None,
     backend: str | None = None,
+    split: Split | None = None,
 ) -> Float[Array, "*tokens H"]:
     """y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t]), the backend chosen while tracing.
 
     An expert computes down(activation(gate_up(x) + gate_up_bias)) + down_bias. Expert ids outside 0..E-1 contribute
     nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, and the biases.
 
-    If Explicit mesh axes split the tokens of x, routing or mask, each device computes its own tokens, and y is split
-    likewise. Inside `jax.shard_map` experts may be split along their first axis: ids then count from the first of the
-    experts that are passed.
+    With a `split`, mesh axes divide experts and tokens between devices, see docs/many_gpus.md; of Explicit axes it is
+    read off the types of the arrays. If they split the tokens of x, routing or mask alone, each device computes its own
+    tokens, and y is split likewise. Inside `jax.shard_map` without a `split`, ids count from the first of the experts
+    that are passed.
 
     Args:
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
-        experts: the weights.
+        experts: the weights; or shards of them, whose results are added; or weights in the slots of a placement, in
+            which ids of the routing are still those of experts.
         activation: gated if and only if the experts are; or its name in `jmx.ACTIVATIONS`.
         weights_on: "output": routing weights multiply an expert's output; "input": its input.
         input_format: the format that both products' inputs are rounded to: a key of `input_formats.INPUT_FORMATS`, or a
@@ -52,6 +59,8 @@ def moe(
             gradient.
         mask: (...) bool or None; False is a padding token, which routes nowhere and gets y = 0.
         backend: name of the backend that must run; None: that of the `use_backend` context, else the first that can.
+        split: how mesh axes divide experts and tokens. Inside `jax.shard_map` over these axes, arrays are those of one
+            device; elsewhere they are whole arrays, which may be on devices so already.
 
     Returns:
         (..., H) of x's dtype.
@@ -62,18 +71,75 @@ def moe(
         NoBackendError: the requested backend cannot run, or none can; the message has the reasons and remedies.
     """
     activation = activations.get(activation)
+    check_instance("split", split, Split | None, "a jmx.Split, or None")
+    settings = _Settings(activation, weights_on, input_format, backend)
+    if split is None and isinstance(experts, Experts) and is_array(x):
+        split = over_mesh.split_of_types(x.ndim - 1, _by_token(x, routing, mask), experts.arrays())
+    if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
+        return _divided(x, routing, experts, mask, settings, split or Split())
     check_arguments(x, routing, experts, activation, weights_on)
     check_backend(backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
     problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format)
     static = _Static(problem, environment, backend)
-    split = _split(x, routing, experts, mask)
-    if split is None:
+    of_tokens = _token_split(x, routing, experts, mask)
+    if of_tokens is None:
         return _on_one_device(x, routing, experts, mask, static)
     if isinstance(routing, Routing):
         routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
-    return _on_devices(x, routing, experts, mask, static, split)
+    return _on_devices(x, routing, experts, mask, static, of_tokens)
+
+
+class _Settings(NamedTuple):
+    """Static arguments of `moe`, by their names there."""
+
+    activation: Activation
+    weights_on: str
+    input_format: str | None
+    backend: str | None
+
+
+def _divided(
+    x: Float[AnyArray, "*tokens H"],
+    routing: Routing | Logits,
+    experts: AnyExperts,
+    mask: Bool[AnyArray, "*tokens"] | None,
+    settings: _Settings,
+    split: Split,
+) -> Float[Array, "*tokens H"]:
+    """`moe` with experts, or their shards, on several devices; or with shards on one."""
+    check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
+    manual = split.is_manual()
+    one = over_mesh.one_device(experts)
+    check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
+    check_backend(settings.backend, registered_backends())
+    check_routing(routing, x.shape[:-1], mask)
+    if isinstance(routing, Routing):
+        routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
+    by_token, rest = (x, _arrays(routing), mask), _with_arrays(routing, dict.fromkeys(_arrays(routing)))
+    if manual or not split.all_names:
+        return _of_this_device(by_token, rest, experts, settings=settings, split=split)
+    static = over_mesh.static_of(split, x.ndim - 1, _by_token(x, routing, mask), experts)
+    return _of_all_devices(by_token, rest, experts, settings, static)
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _of_all_devices(
+    by_token: Any, rest: Any, experts: AnyExperts, settings: _Settings, static: over_mesh.Static
+) -> Float[Array, "*tokens H"]:
+    body = partial(_of_this_device, settings=settings, split=static.split)
+    return over_mesh.over_mesh(static, body, by_token, rest, experts)
+
+
+def _of_this_device(
+    by_token: Any, rest: Any, experts: AnyExperts, *, settings: _Settings, split: Split
+) -> Float[Array, "*tokens H"]:
+    """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
+    x, arrays, mask = by_token
+    routing = flat_routing(_with_arrays(rest, arrays), x.shape[:-1], mask)
+    on_one = partial(moe, **settings._asdict())
+    return over_mesh.on_this_device(split, x.reshape(-1, x.shape[-1]), routing, experts, on_one).reshape(x.shape)
 
 
 class _Static(NamedTuple):
@@ -104,7 +170,7 @@ def _on_devices(
     experts: Experts,
     mask: Bool[AnyArray, "*tokens"] | None,
     static: _Static,
-    split: meshes.Split,
+    split: meshes.TokenSplit,
 ) -> Float[Array, "*tokens H"]:
     """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
@@ -116,15 +182,20 @@ def _on_devices(
     return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts))
 
 
-def _split(
+def _token_split(
     x: Float[Any, "*tokens H"], routing: Routing | Logits, experts: Experts, mask: Bool[Any, "*tokens"] | None
-) -> meshes.Split | None:
+) -> meshes.TokenSplit | None:
     """How Explicit mesh axes split the tokens; ValueError if they split anything else."""
-    by_token = {"x": x, **_arrays(routing), "mask": mask}
+    by_token = _by_token(x, routing, mask)
     whole = {f"experts.{name}": array for name, array in experts.arrays().items()}
     whole["correction_bias"] = routing.correction_bias if isinstance(routing, Logits) else None
-    given = ({name: array for name, array in named.items() if array is not None} for named in (by_token, whole))
-    return meshes.leading_split(x.ndim - 1, *given)
+    return meshes.leading_split(x.ndim - 1, by_token, {n: array for n, array in whole.items() if array is not None})
+
+
+def _by_token(x: Any, routing: Any, mask: Any) -> dict[str, Shaped[Any, "..."]]:
+    """The arrays with axes of tokens, by name; without those that are no arrays, which are rejected later."""
+    arrays = _arrays(routing) if isinstance(routing, Routing | Logits) else {}
+    return {name: array for name, array in {"x": x, **arrays, "mask": mask}.items() if is_array(array)}
 
 
 @partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
@@ -188,15 +259,26 @@ def _with_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing |
     return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
 
 
-def check_arguments(x: Float[Any, "*tokens H"], routing: Any, experts: Any, activation: Any, weights_on: str) -> None:
-    """Raises ValueError or TypeError, naming the argument, for arguments that `moe` rejects; these may be abstract."""
+def check_arguments(
+    x: Float[Any, "*tokens H"],
+    routing: Any,
+    experts: Any,
+    activation: Any,
+    weights_on: str,
+    num_experts: int | None = None,
+) -> None:
+    """Raises ValueError or TypeError, naming the argument, for arguments that `moe` rejects; these may be abstract.
+
+    `num_experts`: those of all devices; None: `experts`.
+    """
     check_instance("routing", routing, Routing | Logits, "a jmx.Routing or jmx.Logits")
     check_instance("experts", experts, Experts, "jmx.Experts")
     check_arrays(experts)
     check_x(x, experts.hidden_size)
     if isinstance(routing, Logits):
         values = check_array("values", routing.values)
-        if values.shape[-1:] != (experts.num_experts,):
-            raise ValueError(f"`values` (shape {values.shape}) must be (..., {experts.num_experts}), one an expert")
+        number = experts.num_experts if num_experts is None else num_experts
+        if values.shape[-1:] != (number,):
+            raise ValueError(f"`values` (shape {values.shape}) must be (..., {number}), one an expert")
     experts.check_activation(activation)
     check_one_of("weights_on", weights_on, WEIGHTS_ON)

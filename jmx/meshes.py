@@ -21,7 +21,7 @@ Entry = tuple[str, ...]  # names of the Explicit mesh axes that split one axis o
 
 
 @dataclass(frozen=True)
-class Split:
+class TokenSplit:
     """How the devices of a mesh share the tokens of a call; static.
 
     Args:
@@ -33,7 +33,7 @@ class Split:
     leading: tuple[Entry, ...]
 
 
-def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -> Split | None:
+def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -> TokenSplit | None:
     """How Explicit mesh axes split the leading axes of a call's arrays; None if they split none.
 
     An array that is replicated while another one is split is then split likewise, which moves nothing.
@@ -50,7 +50,7 @@ def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -
     first = [""] * num_leading
     for name, array in by_token.items():
         check_whole({name: array}, num_leading)
-        for axis, entry in enumerate(_entries(array)[:num_leading]):
+        for axis, entry in enumerate(entries(array)[:num_leading]):
             if not entry or entry == leading[axis]:
                 continue
             if leading[axis]:
@@ -66,15 +66,15 @@ def leading_split(num_leading: int, by_token: NamedArrays, whole: NamedArrays) -
                 )
             leading[axis], first[axis] = entry, name
     check_whole(whole)
-    split = (array for array in (*by_token.values(), *whole.values()) if any(_entries(array)))
+    split = (array for array in (*by_token.values(), *whole.values()) if any(entries(array)))
     meshes = [jax.typeof(array).sharding.mesh for array in split]  # an axis of size 1 may "split" any axis of any array
-    return Split(meshes[0], tuple(leading)) if meshes else None
+    return TokenSplit(meshes[0], tuple(leading)) if meshes else None
 
 
 def check_whole(arrays: NamedArrays, num_leading: int = 0) -> None:
     """Raises ValueError for arrays, by name, that an Explicit mesh axis splits after the first `num_leading` axes."""
     for name, array in arrays.items():
-        for axis, entry in enumerate(_entries(array)):
+        for axis, entry in enumerate(entries(array)):
             names = [mesh_axis for mesh_axis in entry if jax.typeof(array).sharding.mesh.shape[mesh_axis] > 1]
             if axis >= num_leading and names:
                 raise ValueError(
@@ -89,7 +89,7 @@ def check_whole(arrays: NamedArrays, num_leading: int = 0) -> None:
             )
 
 
-def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: Any, whole: Any) -> Any:
+def over_devices(split: TokenSplit, function: Callable[[Any, Any], Any], by_token: Any, whole: Any) -> Any:
     """`function` (by_token, whole) of pytrees, on each device with its part of `by_token`; results are split likewise.
 
     To be called while tracing. Cotangents of `whole` are summed over the devices.
@@ -102,7 +102,7 @@ def over_devices(split: Split, function: Callable[[Any, Any], Any], by_token: An
     body = jax.shard_map(function, mesh=split.mesh, in_specs=(tokens, P()), out_specs=tokens, axis_names=names)
 
     def place(tree: Any, spec: P) -> Any:
-        return jax.tree.map(lambda array: _placed(array, NamedSharding(split.mesh, spec)), tree)
+        return jax.tree.map(lambda array: placed(array, NamedSharding(split.mesh, spec)), tree)
 
     return body(place(by_token, tokens), place(whole, P()))
 
@@ -119,7 +119,8 @@ def over_batch(
     return function(batched, whole) if split is None else over_devices(split, function, batched, whole)
 
 
-def _placed(array: Shaped[Any, "*shape"], sharding: NamedSharding) -> Shaped[Any, "*shape"]:
+def placed(array: Shaped[Any, "*shape"], sharding: NamedSharding) -> Shaped[Any, "*shape"]:
+    """The array, resharded unless its type has this split; entries for its last axes may be missing."""
     wanted = P(*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
     return array if _spec(array) == wanted else jax.reshard(array, NamedSharding(sharding.mesh, wanted))
 
@@ -130,7 +131,7 @@ def beside(array: Shaped[Array, "*shape"], tokens: Shaped[Array, "..."]) -> Shap
     Without it the type of a product's gradient would have no mesh if none is in scope.
     """
     mesh = jax.typeof(tokens).sharding.mesh
-    outside = any(_entries(tokens)) and jax.typeof(array).sharding.mesh.empty
+    outside = any(entries(tokens)) and jax.typeof(array).sharding.mesh.empty
     return jax.reshard(array, NamedSharding(mesh, P(*(None,) * len(array.shape)))) if outside else array
 
 
@@ -181,7 +182,7 @@ def _spec(array: Shaped[Any, "..."]) -> P:
     return jax.typeof(array).sharding.spec
 
 
-def _entries(array: Shaped[Any, "..."]) -> list[Entry]:
+def entries(array: Shaped[Any, "..."]) -> list[Entry]:
     """Names of the Explicit mesh axes that split each axis of an array."""
     return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in _spec(array)]
 

@@ -276,7 +276,7 @@ def test_a_decoding_step_is_one_cuda_graph_on_an_h200(tmp_path: Path) -> None:
         model = nnx.eval_shape(lambda: from_source(random_source(config), backend="mosaic"))
         cache = jax.eval_shape(lambda: model.empty_cache(1, 1024).layers)
     runner, row = Runner(model), jax.ShapeDtypeStruct((1,), jnp.int32)
-    (graph,) = aot.launches_on_h200(tmp_path, runner._decode, runner._weights, cache, row, row)
+    (graph,) = aot.launches_on_h200(tmp_path, runner._decode.jitted, runner._weights, cache, row, row)
     assert graph[0] == "kCommandBuffer"
     assert graph.count("kCustomCall") == 4  # each layer's attention and experts
 

@@ -99,6 +99,12 @@ def test_a_program_is_compiled_again_where_a_trace_may_differ(context: Any) -> N
     assert not compiled
 
 
+def test_a_program_is_traced_into_a_caller_that_is_compiled() -> None:
+    x, rest = arguments()
+    y = jax.jit(lambda weights, x: program()(weights, x, rest)["y"])(WEIGHTS, x)
+    assert (y == 2 * x).all()
+
+
 def test_donated_arguments_are_donated() -> None:
     donating = Program(lambda weights, x: x + weights[0], WEIGHTS, donate=("x",))
     x = jnp.ones(3)

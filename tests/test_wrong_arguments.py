@@ -66,6 +66,7 @@ KINDS: dict[str, list[Any]] = {
     "named": [None, "no such", 3, 2.5, [], {}, Opaque(), np.ones(3), jax.nn.silu, jmx.Routing],
     "named or None": ["no such", 3, 2.5, [], {}, Opaque(), np.ones(3), jax.nn.silu, jmx.Routing],
     "axes": ["x", 3, [("expert", "x")], Opaque(), {"experts": "x"}, {"expert": 3}, {"expert": ["x"]}],
+    "mesh axes": [3, 2.5, ["x"], {}, Opaque(), np.ones(2), ("a", 3), ("a", "a")],
     "sharding": ["x", 3, 2.5, [None], Opaque(), np.ones(2)],
     "sequence": [None, "x", 3, 2.5, {}, Opaque(), [None], ["x"], [Opaque()]],
     "function": [None, "x", 3, [], {}, Opaque(), np.ones(2)],
@@ -89,6 +90,11 @@ class Row:
 @functools.cache
 def experts(order: str | None = "interleaved") -> jmx.Experts:
     return jmx.Experts.random(jax.random.key(0), E, H, I, gate_up_order=order)
+
+
+@functools.cache
+def shards() -> jmx.ShardedExperts:
+    return jmx.ShardedExperts.of(experts(), 2)
 
 
 @functools.cache
@@ -318,6 +324,8 @@ ROWS: dict[str, Row] = {
     "jmx.Experts.prepare": method("prepare", {"layout": "name", "donate": "flag"}, lambda: {"layout": "packed"}),
     "jmx.Experts.canonical": method("canonical", {"donate": "flag"}),
     "jmx.Experts.update": method("update", {"new": "object"}),
+    "jmx.Experts.pad": method("pad", {"intermediate_size": "size"}),
+    "jmx.Experts.unpad": method("unpad", {"intermediate_size": "size"}),
     "jmx.Experts.dequantize": method("dequantize", {"dtype": "dtype"}),
     # Routing
     "jmx.route": Row({"logits": "object", "mask": "mask"}, lambda: {"logits": LOGITS}),
@@ -409,8 +417,25 @@ ROWS: dict[str, Row] = {
             "input_format": "name or None",
             "mask": "mask",
             "backend": "name or None",
+            "split": "object or None",
         },
         lambda: {"x": X, "routing": ROUTING, "experts": experts(), "activation": jmx.SwiGLU()},
+    ),
+    "jmx.Split": Row(
+        {
+            "expert": "mesh axes",
+            "tokens": "mesh axes",
+            "intermediate": "mesh axes",
+            "exchange": "name or None",
+            "mesh": "object or None",
+        }
+    ),
+    "jmx.ShardedExperts.of": Row(
+        {"experts": "object", "num_shards": "size"}, lambda: {"experts": experts(), "num_shards": 2}
+    ),
+    "jmx.ShardedExperts.shard": Row({"index": "count"}, call=lambda index: shards().shard(index)),
+    "jmx.ShardedExperts.prepare": Row(
+        {"layout": "name", "donate": "flag"}, lambda: {"layout": "packed"}, lambda **a: shards().prepare(**a)
     ),
     "jmx.nnx.MoE": Row(MODULE | {"rngs": "object"}, lambda: SIZES | {"rngs": nnx.Rngs(0)}),
     "jmx.nnx.MoE.__call__": Row(CALL, lambda: {"x": X}, lambda **a: layer()(**a)),
@@ -652,6 +677,9 @@ EXEMPT = {
     "jmx.Rejection": "printed",
     "jmx.Selection": MADE,
     "jmx.Experts.layer": "tests/test_experts.py has it",
+    "jmx.ShardedExperts": CONTAINER,
+    "jmx.ShardedExperts.part": "of a device's own number",
+    **{f"jmx.Split.{name}": "of fields and meshes that a call has" for name in ("check_sizes", "mesh_of", "names")},
     "jmx.checkpoint.CheckpointError": "printed",
     "jmx.checkpoint.compressed_tensors.Layer": MADE,
     "jmx.checkpoint.compressed_tensors.Module": MADE,

@@ -3,6 +3,7 @@
 from jmx.experts.arrays import Axes, MeshAxes, check_axes, partition_names
 from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
 from jmx.experts.experts import OTHER_ARRAYS, ROLES, Experts
+from jmx.experts.sharded import ShardedExperts
 
 __all__ = [
     "BIAS_DTYPES",
@@ -12,6 +13,7 @@ __all__ = [
     "Axes",
     "Experts",
     "MeshAxes",
+    "ShardedExperts",
     "check_axes",
     "check_sizes",
     "partition_names",

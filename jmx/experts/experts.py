@@ -11,14 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.activations import Activation
-from jmx.experts import conversion, creation
+from jmx.experts import conversion, creation, padding
 from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
 from jmx.experts.stacking import check_alike, layer_index
 from jmx.numerics import formats, layouts, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS, check_static_range
 from jmx.numerics.layouts import WeightSpec
-from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_key, check_one_of, shown
+from jmx.util.checks import (
+    check_array,
+    check_bool,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_key,
+    check_one_of,
+    shown,
+)
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer, Key, Shaped, UInt32
 
 ROLES = ("gate_up", "down")
@@ -378,6 +387,41 @@ class Experts:
         for role in ROLES:
             conversion.warn_of_rounding(getattr(prepared, role), prepared.spec(role), target)
         return prepared
+
+    def pad(self, intermediate_size: int) -> "Experts":
+        """The same experts with a larger intermediate axis, in the layout "packed": results do not change.
+
+        Gate and up each have further rows, and "down" further columns, of weights with the value 0, and biases of 0.
+
+        Raises:
+            ValueError, TypeError: a size that is smaller than the present one, or not a whole number of blocks.
+        """
+        size = check_int("intermediate_size", intermediate_size, least=self.intermediate_size)
+        return self.prepare("packed")._resized(size, formats.pad)
+
+    def unpad(self, intermediate_size: int) -> "Experts":
+        """The experts without the last part of their intermediate axis: the inverse of `pad`, in the layout "packed".
+
+        Raises:
+            ValueError, TypeError: a size that is larger than the present one, or not a whole number of blocks.
+        """
+        size = check_int("intermediate_size", intermediate_size, least=1)
+        if size > self.intermediate_size:
+            raise ValueError(f"`intermediate_size` (={size}) must be at most {self.intermediate_size}, the present one")
+        return self.prepare("packed")._resized(size, formats.unpad)
+
+    def _resized(self, intermediate_size: int, resize: padding.Resize) -> "Experts":
+        order = self.gate_up_order
+        self.format.check_size("intermediate_size", intermediate_size)
+        if self.input_format is not None:
+            INPUT_FORMATS[self.input_format].check_size("intermediate_size", intermediate_size)
+        return dataclasses.replace(
+            self,
+            gate_up=padding.resize_gate_up(self.gate_up, order, intermediate_size, self.format, resize),
+            down=resize(self.down, (self.hidden_size, intermediate_size), self.format),
+            gate_up_bias=padding.resize_gate_up_bias(self.gate_up_bias, order, intermediate_size),
+            intermediate_size=intermediate_size,
+        )
 
     def canonical(self, *, donate: bool = False) -> "Experts":
         """The same weights in the layout "canonical", in the dtypes of their format."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
+from jax.core import Tracer
 from jax.stages import Compiled
 
 from jmx.models.program_identity import default_device, tracing_context
@@ -55,7 +56,9 @@ class Program:
         self._compiled: dict[Signature, Future[Compiled]] = {}
 
     def __call__(self, weights: Sequence[jax.Array], *arguments: Any, **static: Hashable) -> Any:
-        """The function's results. It is compiled if it has not been."""
+        """The function's results. It is compiled if it has not been, or traced into what the caller compiles."""
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((weights, arguments))):
+            return self.jitted(weights, *arguments, **static)
         return self.compiled(*arguments, **static)(weights, *arguments)
 
     def compiled(self, *arguments: Any, **static: Hashable) -> Callable[..., Any]:

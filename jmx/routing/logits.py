@@ -90,6 +90,6 @@ def _route(by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | N
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _route_on_devices(
-    by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method, split: meshes.Split
+    by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method, split: meshes.TokenSplit
 ) -> Routing:
     return meshes.over_devices(split, lambda by_token, bias: _route(by_token, bias, method), by_token, bias)

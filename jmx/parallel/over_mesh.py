@@ -1,0 +1,222 @@
+"""The layer over a mesh: each device routes its own tokens, and computes what its own experts add to those of all."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmx import meshes
+from jmx.experts import Experts, ShardedExperts
+from jmx.parallel.exchange import Call
+from jmx.parallel.exchanges import choose
+from jmx.parallel.placed_experts import PlacedExperts
+from jmx.parallel.split import AnyMesh, Split
+from jmx.routing import Routing
+from jmx.util.checks import is_array
+from jmx.util.typing import Array, Float
+
+AnyExperts = Experts | ShardedExperts | PlacedExperts
+
+# The layer on one device: x (T, H), routing (T, k), experts -> (T, H).
+OneDevice = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
+
+
+class Static(NamedTuple):
+    """Static arguments of a call over a mesh.
+
+    Args:
+        split: how arrays are divided.
+        mesh: over which.
+        leading: mesh axes that divide each leading axis of x, routing and mask.
+    """
+
+    split: Split
+    mesh: AnyMesh
+    leading: tuple[tuple[str, ...], ...]
+
+
+def over_mesh(
+    static: Static, body: Callable[[Any, Any, AnyExperts], Any], by_token: Any, whole: Any, experts: Any
+) -> Any:
+    """`body` (by_token, whole, experts) on each device, with its tokens and its experts; the result is by token.
+
+    To be called while tracing.
+
+    Args:
+        by_token: a pytree of arrays with the leading axes of tokens.
+        whole: a pytree of arrays that every device needs whole.
+    """
+    mesh = static.mesh
+    tokens = P(*(entry or None for entry in static.leading))
+    specs = expert_specs(static.split, experts)
+
+    def place(tree: Any, specs: Any) -> Any:
+        """Explicit axes have to be in types already; Auto ones follow what is asked for here."""
+        if AxisType.Explicit not in mesh.axis_types:
+            return tree
+        return jax.tree.map(lambda array, spec: meshes.placed(array, NamedSharding(mesh, spec)), tree, specs)
+
+    by_token, whole = (
+        place(tree, jax.tree.map(lambda _, spec=spec: spec, tree)) for tree, spec in ((by_token, tokens), (whole, P()))
+    )
+    run = jax.shard_map(body, mesh=mesh, in_specs=(tokens, P(), specs), out_specs=tokens)
+    return run(by_token, whole, place(experts, specs))
+
+
+def split_of_types(num_leading: int, by_token: meshes.NamedArrays, experts: meshes.NamedArrays) -> Split | None:
+    """The split that Explicit mesh axes make of experts, by their types; None if they do not split experts.
+
+    Raises:
+        ValueError: arrays of experts that are split differently from each other, or along another axis.
+    """
+    found = {name: meshes.entries(array) for name, array in experts.items() if is_array(array)}
+    axes = {name: entry[0] for name, entry in found.items() if entry and entry[0] and not name.endswith("_input_scale")}
+    if not axes:
+        return None
+    first, expert = next(iter(axes.items()))
+    for name, entry in found.items():
+        wanted = () if name.endswith("_input_scale") else expert
+        if (entry[0] if entry else ()) != wanted:
+            raise ValueError(
+                f"`experts.{name}` ({jax.typeof(experts[name])}) must be split along its first axis over {wanted}, as "
+                f"`experts.{first}` is: give all arrays of the experts one sharding, with jax.reshard"
+            )
+        meshes.check_whole({f"experts.{name}": experts[name]}, 1)
+    tokens = meshes.leading_split(num_leading, by_token, {})
+    names = () if tokens is None else tuple(name for entry in tokens.leading for name in entry)
+    return Split(expert=expert, tokens=names)
+
+
+def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, experts: AnyExperts) -> Static:
+    """The mesh of a call, and how its axes divide the tokens.
+
+    Raises:
+        ValueError: no mesh, sizes that it does not divide, or Explicit axes that split tokens otherwise.
+    """
+    mesh = split.mesh_of([*by_token.values(), *jax.tree.leaves(experts)])
+    check_experts(split, mesh, experts)
+    leading = (split.names("tokens"), *((),) * (num_leading - 1))[:num_leading]
+    typed = meshes.leading_split(num_leading, by_token, {})
+    if typed is not None and any(typed.leading):
+        if {name for entry in typed.leading for name in entry} != {*split.names("tokens")}:
+            raise ValueError(
+                f"`split.tokens` (={split.tokens!r}) must be the Explicit mesh axes that split the arrays of tokens, "
+                f"{typed.leading}"
+            )
+        leading = typed.leading
+    for axis, entry in enumerate(leading):
+        size = next(iter(by_token.values())).shape[axis]
+        devices = prod(mesh.shape[name] for name in entry)
+        if size % devices:
+            raise ValueError(
+                f"`tokens` (={entry!r}) must divide axis {axis} of x, of size {size}, evenly over {devices} devices: "
+                "add padding tokens, with a mask"
+            )
+    return Static(split, mesh, leading)
+
+
+def one_device(experts: AnyExperts) -> Experts:
+    """Experts like those of one device, for checks; of shards abstract ones."""
+    if isinstance(experts, PlacedExperts):
+        return experts.experts
+    if isinstance(experts, ShardedExperts):
+        return jax.eval_shape(lambda sharded: sharded.shard(0), experts)
+    return experts
+
+
+def total_experts(split: Split, experts: AnyExperts) -> int:
+    """The number of experts of all devices, without copies."""
+    if isinstance(experts, PlacedExperts):
+        return experts.placement.num_experts
+    ranks = prod(lax.axis_size(name) for name in split.names("expert")) if split.is_manual() else 1
+    return num_experts(experts) * ranks
+
+
+def expert_specs(split: Split, experts: AnyExperts) -> Any:
+    """How the mesh axes of a split divide the arrays of experts: a pytree like these."""
+    expert, intermediate = split.names("expert") or None, split.names("intermediate") or None
+    if isinstance(experts, ShardedExperts):
+        shards = experts.shards
+        names = shards.arrays()
+        by_name = {n: P(intermediate) if n.endswith("_input_scale") else P(intermediate, expert) for n in names}
+        bias = None if experts.down_bias is None else P(expert)
+        return ShardedExperts(shards.with_arrays(by_name), bias, experts.intermediate_size)
+    if isinstance(experts, PlacedExperts):
+        whole = jax.tree.map(lambda _: P(), experts.placement)
+        return PlacedExperts(expert_specs(split, experts.experts), whole)
+    return experts.with_arrays({n: P() if n.endswith("_input_scale") else P(expert) for n in experts.arrays()})
+
+
+def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
+    """Raises ValueError unless the mesh divides the experts, and their shards, evenly."""
+    sizes = {"expert": num_experts(experts)}
+    if isinstance(experts, ShardedExperts):
+        sizes["intermediate"] = experts.num_shards
+    elif split.names("intermediate"):
+        raise ValueError(
+            f"`intermediate` (={split.intermediate!r}) must be None for jmx.Experts: gate and up have to be divided "
+            "each by itself, as in jmx.ShardedExperts.of(experts, num_shards)"
+        )
+    split.check_sizes(mesh, sizes)
+
+
+def num_experts(experts: AnyExperts) -> int:
+    """The number of experts, or of slots, that these arrays hold."""
+    if isinstance(experts, ShardedExperts):
+        return experts.shards.gate_up.values.shape[1]
+    return one_device(experts).num_experts
+
+
+def on_this_device(
+    split: Split, x: Float[Array, "T H"], routing: Routing, experts: AnyExperts, moe: OneDevice
+) -> Float[Array, "T H"]:
+    """The results of this device's tokens, inside `jax.shard_map` over the axes of `split`.
+
+    Args:
+        x, routing: this device's tokens, and their experts among those of all devices.
+        experts: this device's.
+        moe: the layer on one device.
+    """
+    first = num_experts(experts) * _index(split.names("expert"))
+    if isinstance(experts, PlacedExperts):  # each device chooses other copies for its tokens
+        first_token = x.shape[0] * _index(split.names("tokens"))
+        ids = experts.placement.slot_ids(routing.expert_ids, first_token)
+        routing, experts = routing._replace(expert_ids=ids), experts.experts
+
+    def local(x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
+        mine = routing._replace(expert_ids=routing.expert_ids - first)
+        parts = [moe(x, mine, part) for part in _parts(split, experts)]
+        return parts[0] if len(parts) == 1 else jnp.sum(jnp.stack(parts), axis=0, dtype=jnp.float32).astype(x.dtype)
+
+    axes = split.exchanged
+    if axes:
+        call = Call(
+            num_ranks=prod(lax.axis_size(axis) for axis in axes),
+            num_tokens=x.shape[0],
+            top_k=routing.expert_ids.shape[1],
+            hidden_size=x.shape[1],
+            itemsize=x.dtype.itemsize,
+            whole_experts=not {*axes} & {*split.names("intermediate")},
+        )
+        y = choose(call, split.exchange).exchange.apply(x, routing, axes, local)
+    else:
+        y = local(x, routing)
+    return lax.psum(y, split.summed) if split.summed else y
+
+
+def _parts(split: Split, experts: AnyExperts) -> list[Experts]:
+    """This device's experts, or shards of them, whose results are added."""
+    if not isinstance(experts, ShardedExperts):
+        return [experts]
+    first = experts.num_shards * _index(split.names("intermediate"))
+    return [experts.part(index, first + index) for index in range(experts.num_shards)]
+
+
+def _index(axes: tuple[str, ...]) -> Any:
+    """This device's number along mesh axes, the first one the major."""
+    return lax.axis_index(axes) if axes else 0

@@ -1,0 +1,139 @@
+"""How the arrays of a layer are divided over the axes of a mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jmx.experts import MeshAxes
+from jmx.parallel.exchanges import EXCHANGES
+from jmx.util.checks import check_instance, check_one_of
+
+AnyMesh = Mesh | AbstractMesh
+Names = tuple[str, ...]
+
+# The fields of `Split` that name mesh axes.
+LOGICAL_AXES = ("expert", "tokens", "intermediate")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which mesh axes divide the experts, the tokens and the experts' intermediate axis of a call. Static.
+
+    Args:
+        expert: a mesh axis, or several, the major one first: each device along them has a part of the experts.
+        tokens: likewise, for the first axis of x, routing and mask. Along axes that are not among these, every device
+            has the same tokens.
+        intermediate: likewise, for `jmx.ShardedExperts`: each device has a shard of its experts (tensor parallelism).
+        exchange: the name of the exchange that must run; None: the first of `jmx.parallel.EXCHANGES` that can.
+        mesh: the mesh; None: the one in scope (`jax.set_mesh`), else that of the arrays.
+
+    Raises:
+        TypeError: axes that are not names.
+        ValueError: an axis that is named twice in one field, or divides experts and their intermediate axis.
+    """
+
+    expert: MeshAxes = None
+    tokens: MeshAxes = None
+    intermediate: MeshAxes = None
+    exchange: str | None = None
+    mesh: AnyMesh | None = None
+
+    def __post_init__(self) -> None:
+        for field in LOGICAL_AXES:
+            given = getattr(self, field)
+            for name in given if isinstance(given, tuple) else (given,):
+                check_instance(field, name, str | None, "the name of a mesh axis, a tuple of those, or None")
+            names = self.names(field)
+            if len({*names}) < len(names):
+                raise ValueError(f"`{field}` (={given!r}) must not name a mesh axis twice")
+        if both := {*self.names("expert")} & {*self.names("intermediate")}:
+            raise ValueError(f"`intermediate` (={self.intermediate!r}) must not name {_quoted(both)}, as `expert` does")
+        check_one_of("exchange", self.exchange, (*EXCHANGES, None))
+        check_instance("mesh", self.mesh, AnyMesh | None, "a jax.sharding.Mesh, or None")
+
+    def names(self, field: str) -> Names:
+        """The mesh axes of "expert", "tokens" or "intermediate", the major one first."""
+        given = getattr(self, field)
+        return given if isinstance(given, tuple) else () if given is None else (given,)
+
+    @property
+    def all_names(self) -> Names:
+        """All mesh axes, each once."""
+        return tuple(dict.fromkeys(name for field in LOGICAL_AXES for name in self.names(field)))
+
+    @property
+    def exchanged(self) -> Names:
+        """Axes along which devices have other experts, or shards, and other tokens."""
+        return tuple(name for name in self.names("tokens") if name in self._of_weights)
+
+    @property
+    def summed(self) -> Names:
+        """Axes along which devices have other experts, or shards, and the same tokens."""
+        return tuple(name for name in self._of_weights if name not in self.names("tokens"))
+
+    @property
+    def _of_weights(self) -> Names:
+        return (*self.names("expert"), *self.names("intermediate"))
+
+    def is_manual(self) -> bool:
+        """Whether the call is inside `jax.shard_map` over these axes: arrays are those of one device.
+
+        Raises:
+            ValueError: only some of the axes are Manual.
+        """
+        manual = {*jax.sharding.get_abstract_mesh().manual_axes}
+        inside = [name for name in self.all_names if name in manual]
+        if inside and len(inside) < len(self.all_names):
+            others = [name for name in self.all_names if name not in manual]
+            raise ValueError(
+                f"`split` (={self}) must name Manual mesh axes only, or none: {_quoted(inside)} are, {_quoted(others)} "
+                "are not. Name all of them in jax.shard_map"
+            )
+        return bool(inside)
+
+    def mesh_of(self, arrays: Sequence[Any]) -> AnyMesh:
+        """The mesh of a call that is not inside `jax.shard_map`.
+
+        Raises:
+            ValueError: there is none, or it lacks an axis.
+        """
+        mesh = self.mesh
+        if mesh is None and not jax.sharding.get_abstract_mesh().empty:
+            mesh = jax.sharding.get_abstract_mesh()
+        if mesh is None:
+            found = (jax.typeof(array).sharding.mesh for array in arrays)
+            mesh = next((mesh for mesh in found if not mesh.empty), None)
+        if mesh is None:
+            raise ValueError(
+                f"`split` (={self}) must have a mesh: call within `jax.set_mesh(mesh)`, or pass jmx.Split(mesh=...)"
+            )
+        if missing := [name for name in self.all_names if name not in mesh.axis_names]:
+            raise ValueError(f"`split` (={self}) must name axes of the mesh, {mesh.axis_names}, not {_quoted(missing)}")
+        return mesh
+
+    def check_sizes(self, mesh: AnyMesh, sizes: dict[str, int]) -> None:
+        """Raises ValueError unless the mesh divides sizes, by "expert" or "intermediate", evenly."""
+        remedies = {
+            "expert": "place them in slots, of which there may be more than experts: jmx.parallel.PlacedExperts",
+            "intermediate": "make as many shards, or a multiple: jmx.ShardedExperts.of(experts, num_shards)",
+        }
+        whats = {"expert": "experts", "intermediate": "shards"}
+        for field, size in sizes.items():
+            devices = prod(mesh.shape[name] for name in self.names(field))
+            if size % devices:
+                raise ValueError(
+                    f"`{field}` (={getattr(self, field)!r}) must divide the {size} {whats[field]} evenly, over "
+                    f"{devices} devices: {remedies[field]}"
+                )
+
+    def __repr__(self) -> str:
+        given = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "mesh")
+        return f"Split({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+
+
+def _quoted(names: Sequence[str] | set[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
