@@ -186,12 +186,16 @@ def on_this_device(
     if isinstance(experts, PlacedExperts):  # each device chooses other copies for its tokens
         first_token = x.shape[0] * _index(split.names("tokens"))
         ids = experts.placement.slot_ids(routing.expert_ids, first_token)
-        routing, experts = routing._replace(expert_ids=ids), experts.experts
+        routing, parts = routing._replace(expert_ids=ids), [experts.experts]
+    else:
+        parts = _parts(split, experts)
 
     def local(x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
         mine = routing._replace(expert_ids=routing.expert_ids - first)
-        parts = [moe(x, mine, part) for part in _parts(split, experts)]
-        return parts[0] if len(parts) == 1 else jnp.sum(jnp.stack(parts), axis=0, dtype=jnp.float32).astype(x.dtype)
+        results = [moe(x, mine, part) for part in parts]
+        if len(results) == 1:
+            return results[0]
+        return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
 
     axes = split.exchanged
     if axes:
@@ -209,7 +213,7 @@ def on_this_device(
     return lax.psum(y, split.summed) if split.summed else y
 
 
-def _parts(split: Split, experts: AnyExperts) -> list[Experts]:
+def _parts(split: Split, experts: Experts | ShardedExperts) -> list[Experts]:
     """This device's experts, or shards of them, whose results are added."""
     if not isinstance(experts, ShardedExperts):
         return [experts]
