@@ -7,9 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jmx.checkpoint.host_arrays import aligned_copy, is_aligned
 from jmx.util.typing import Array, Shaped
-
-_ALIGNMENT = 64  # bytes; XLA's, on a CPU
 
 Index = tuple[slice, ...]
 ShardingLike = Sharding | Mapping[str, Sharding | None] | Callable[[str], Sharding | None] | None
@@ -45,13 +44,16 @@ def sharding_of(name: str, sharding: ShardingLike) -> Sharding | None:
     return found
 
 
-def place(
-    name: str,
-    view: View,
-    sharding: ShardingLike,
-    check: Callable[[Shaped[np.ndarray, "..."], Index], None] | None = None,
-) -> Shaped[Array, "..."]:
-    """Puts an array on its devices and waits for it, so that the host holds one at a time.
+Check = Callable[[Shaped[np.ndarray, "..."], Index], None]
+
+
+def place(name: str, view: View, sharding: ShardingLike, check: Check | None = None) -> Shaped[Array, "..."]:
+    """Puts an array on its devices and waits for it, so that the host holds one at a time; see `send`."""
+    return jax.block_until_ready(send(name, view, sharding, check))
+
+
+def send(name: str, view: View, sharding: ShardingLike, check: Check | None = None) -> Shaped[Array, "..."]:
+    """Starts to put an array on its devices: the next one can be read meanwhile. The host holds it until it is there.
 
     Args:
         name: of the array, for `sharding` and errors.
@@ -79,18 +81,9 @@ def place(
         part = view[index]
         if check is not None:
             check(part, index)
-        # Without a copy, arrays on a CPU would stay maps of the file, and change with it.
-        return _aligned_copy(part) if on_cpu else part
+        # Without a copy, arrays on a CPU would stay maps of the file, and change with it: these are read-only.
+        return aligned_copy(part) if on_cpu and not (part.flags.writeable and is_aligned(part)) else part
 
     if its_sharding is None:
-        return jax.block_until_ready(jax.device_put(read(None)))
-    return jax.block_until_ready(jax.make_array_from_callback(view.shape, its_sharding, read))
-
-
-def _aligned_copy(array: Shaped[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
-    """A copy in aligned memory, which JAX uses as a CPU array without copying it again."""
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+        return jax.device_put(read(None))
+    return jax.make_array_from_callback(view.shape, its_sharding, read)

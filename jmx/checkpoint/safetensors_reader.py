@@ -6,12 +6,13 @@ import numpy as np
 
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.progress import CountsBytes
+from jmx.checkpoint.read_ahead import ReadsAhead
 from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.util.checks import check_str
 from jmx.util.typing import Array, Shaped
 
 
-class SafetensorsReader(CountsBytes):
+class SafetensorsReader(CountsBytes, ReadsAhead):
     """Tensors by their names in the files. A family's reader sets `path` and `tensors`."""
 
     path: Path

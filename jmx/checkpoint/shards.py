@@ -15,7 +15,7 @@ import reprlib
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from jmx.util.atomic_files import named_errors, write_json
 from jmx.util.checks import check_int
-from jmx.util.typing import Shaped
+from jmx.util.typing import Shaped, UInt8
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -76,6 +76,17 @@ class CheckpointError(ValueError):
         self.file, self.problem = file, problem
 
 
+@dataclass
+class Buffered:
+    """What is in memory already of the tensors of a checkpoint, which share this object.
+
+    Attributes:
+        find: returns the bytes of a tensor, or None; itself None unless `jmx.checkpoint.read_ahead` is reading.
+    """
+
+    find: "Callable[[Tensor], UInt8[np.ndarray, ' bytes'] | None] | None" = None
+
+
 @dataclass(frozen=True)
 class Tensor:
     """Where a tensor is stored.
@@ -86,6 +97,7 @@ class Tensor:
         dtype: in safetensors' spelling, a key of `DTYPES`.
         shape: row-major.
         offset: of its first byte from the start of the file.
+        buffered: where its bytes may be in memory already.
     """
 
     file: Path
@@ -93,20 +105,26 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    buffered: Buffered = field(default_factory=Buffered, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def view(self) -> Shaped[np.ndarray, "..."]:
-        """The tensor as a read-only memory map of the file: bytes are read on access, and none is copied."""
+        """The tensor as a read-only memory map of the file: bytes are read on access, and none is copied.
+
+        If it was read ahead (see `jmx.checkpoint.read_ahead`), it is in memory of its own.
+        """
         dtype = DTYPES[self.dtype]
         if not self.nbytes:
             return np.empty(self.shape, dtype)
-        try:
-            raw = np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(self.file, f"tensor {self.name!r} can no longer be read: {error}") from error
+        raw = None if self.buffered.find is None else self.buffered.find(self)
+        if raw is None:
+            try:
+                raw = np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=(self.nbytes,))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(self.file, f"tensor {self.name!r} can no longer be read: {error}") from error
         return raw.view(dtype).view(np.ndarray).reshape(self.shape)
 
 
@@ -202,8 +220,12 @@ def _errors_named(file: Path) -> Iterator[None]:
         raise CheckpointError(file, f"the file cannot be read: {error}") from error
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
+def read_header(file: Path, buffered: Buffered | None = None) -> dict[str, Tensor]:
     """The tensors of one safetensors file, by name, in the order of their bytes.
+
+    Args:
+        file: the file.
+        buffered: of the checkpoint that it belongs to; None: of its own.
 
     Raises:
         CheckpointError: not a regular file; an invalid header (its length, which is at most `MAX_JSON_BYTES`, its JSON,
@@ -222,7 +244,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(file, "the header's __metadata__ must be an object of strings")
-    tensors, end = [], start
+    tensors, end, buffered = [], start, buffered or Buffered()
     for name, (begin, stop, dtype, shape) in sorted(
         ((name, _entry(file, name, entry)) for name, entry in header.items()), key=lambda item: item[1][:2]
     ):
@@ -236,7 +258,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             raise CheckpointError(
                 file, f"tensor {name!r} must end within the file, at byte {end} of {size}: the file is cut short"
             )
-        tensors.append(Tensor(file, name, dtype, shape, start + begin))
+        tensors.append(Tensor(file, name, dtype, shape, start + begin, buffered))
     if end != size:
         raise CheckpointError(file, f"the file has {size} bytes, but its header accounts for {end}")
     return {tensor.name: tensor for tensor in tensors}
@@ -283,8 +305,9 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         raise CheckpointError(directory, "must hold *.safetensors files, but holds none")
     _check_numbers(directory, files)
     tensors: dict[str, Tensor] = {}
+    buffered = Buffered()
     for file in files:
-        for name, tensor in read_header(file).items():
+        for name, tensor in read_header(file, buffered).items():
             if name in tensors:
                 raise CheckpointError(file, f"tensor {name!r} must be in one file, but is in {tensors[name].file} too")
             tensors[name] = tensor
@@ -305,9 +328,10 @@ def _read_index(directory: Path) -> dict[str, Tensor]:
     for place, names in expected.items():
         _check_shard(index, min(names), place)
     tensors: dict[str, Tensor] = {}
+    buffered = Buffered()
     for place in sorted(expected):
         file = directory / place
-        found = read_header(file)
+        found = read_header(file, buffered)
         for name in sorted(expected[place] - found.keys()):
             raise CheckpointError(file, f"tensor {name!r} is missing, which {INDEX} places here")
         for name in sorted(found.keys() - expected[place]):

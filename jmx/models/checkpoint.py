@@ -131,6 +131,10 @@ class Checkpoint:
             return self.reader.experts(name)
         return self.reader.floats(name)
 
+    def read_ahead(self, order: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """A context in which experts, by their modules' names, and other tensors are read ahead in this order."""
+        return self.reader.read_ahead(order)
+
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
         return self.reader.progress(enabled)

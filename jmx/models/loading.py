@@ -4,6 +4,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from jmx.models.families.tensors import TOP_NAMES
 from jmx.models.layers import Linear
 from jmx.models.quantized_weights import concatenated, stays_quantized
 from jmx.models.sources.files import FileSource
-from jmx.models.sources.protocol import QuantizedSource, Shape, Source, in_layer
+from jmx.models.sources.protocol import QuantizedSource, Shape, Source, StoredSource, in_layer
 from jmx.models.sources.random import RandomSource
 from jmx.numerics import formats
 from jmx.selection.select import check_backend
@@ -181,15 +182,26 @@ def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) 
     if isinstance(source, QuantizedSource):
         kept = () if dequantize_dense else _kept(model, source.formats)
         source.report(kept)
-    _put(model, "", source, kept)
-    for number, block in enumerate(model.layers):
-        if number in source.layers:  # others have one MLP for all tokens
-            experts = source.experts(number)
-            if isinstance(experts, jmx.Experts):
-                experts = _with_biases_in(model.dtype, experts)
-            block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
-        _put(block, in_layer(number, ""), source, kept)  # after `moe`, of which some are
+    with source.read_ahead(_order(model, source)) if isinstance(source, StoredSource) else nullcontext():
+        _put(model, "", source, kept)
+        for number, block in enumerate(model.layers):
+            if number in source.layers:  # others have one MLP for all tokens
+                experts = source.experts(number)
+                if isinstance(experts, jmx.Experts):
+                    experts = _with_biases_in(model.dtype, experts)
+                block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
+            _put(block, in_layer(number, ""), source, kept)  # after `moe`, of which some are
     return model
+
+
+def _order(model: Model, source: Source) -> list[int | str]:
+    """The layers whose experts `fill` reads, and neutral names of other tensors, in its order."""
+    order: list[int | str] = [name for names, _, _ in _places(model, "") for name in names]
+    for number, block in enumerate(model.layers):
+        if number in source.layers:
+            order.append(number)
+        order += [name for names, _, _ in _places(block, in_layer(number, "")) for name in names]
+    return order
 
 
 def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Experts:

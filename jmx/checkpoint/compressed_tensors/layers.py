@@ -17,6 +17,7 @@ import numpy as np
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.module import Module, Piece, Shape
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
+from jmx.checkpoint.host_arrays import stacked
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
 from jmx.numerics.formats import Format
@@ -117,16 +118,26 @@ class Stacked:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         experts = range(len(self._modules))[index[0]]
-        found: np.ndarray | None = None
-        for i, expert in enumerate(experts):
-            part = self._expert(expert)[index[1:]]
-            if found is None:
-                found = np.empty((len(experts), *part.shape), self.dtype)
-            found[i] = part
-        return self._expert(0)[None, *index[1:]][:0] if found is None else found
+        if not experts:
+            return self._expert(0)[None, *index[1:]][:0]
+        held = [tensor.view() for tensor in self._of_all()]
+        found = stacked(experts, lambda expert: self._expert(expert)[index[1:]], self.dtype)
+        del held
+        return found
 
     def whole(self) -> Shaped[np.ndarray, "E ..."]:
         return self[(slice(None),) * self.ndim]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that the array is made of, in the order of their use."""
+        for modules in self._modules:
+            for module in modules:
+                yield from (piece.tensor for piece in module.sources(self._name))
+
+    def _of_all(self) -> set[Tensor]:
+        """Those that hold all experts. They are used again for each expert, and so must be held until the last."""
+        pieces = (piece for module in self._modules[0] for piece in module.sources(self._name))
+        return {piece.tensor for piece in pieces if piece.expert is not None}
 
     def _expert(self, expert: int) -> Shaped[np.ndarray, "..."]:
         modules = self._modules[expert]

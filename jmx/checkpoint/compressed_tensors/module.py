@@ -180,6 +180,18 @@ class Module:
         """
         return getattr(self, f"_{name}")()
 
+    def sources(self, name: str) -> list[Piece]:
+        """The tensors that one of the arrays, or "bias", is made of."""
+        names = {
+            "values": (self._values_name, *["weight_g_idx"] * ("order" in self.format.arrays)),
+            "scales": ("weight_scale",),
+            "global_scales": ("weight_global_scale",),
+            "zero_points": ("weight_zero_point",),
+            "order": ("weight_g_idx",),
+            "bias": ("bias",),
+        }
+        return [self.pieces[its] for its in names[name]]
+
     def abstract(self, name: str) -> tuple[Shape, np.dtype]:
         """Shape and dtype of one of the arrays, or of "bias"."""
         (rows, columns), blocks = self.shape, self.format.num_blocks(self.shape[1], "columns")

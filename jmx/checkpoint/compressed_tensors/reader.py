@@ -16,9 +16,9 @@ from jmx.checkpoint.compressed_tensors.module import Module, Piece
 from jmx.checkpoint.compressed_tensors.quantization_config import quantization_of
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.model_configs.common_keys import check_model_sizes
-from jmx.checkpoint.placement import ShardingLike, place, sharding_of
+from jmx.checkpoint.placement import ShardingLike, send, sharding_of
 from jmx.checkpoint.safetensors_reader import SafetensorsReader
-from jmx.checkpoint.shards import CheckpointError
+from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.experts import ORDERS, ROLES, Experts
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS, reduce_static_scales
@@ -177,9 +177,18 @@ class Reader(SafetensorsReader):
             ValueError: an unknown `layer`, a `sharding` that cannot split an array.
         """
         found = self._layer(layer)
-        arrays = {key: place(key, array, sharding) for key, array in found.arrays().items()}
+        arrays = {key: send(key, array, sharding) for key, array in found.arrays().items()}
+        jax.block_until_ready(arrays)
         self._advance(sum(tensor.nbytes for tensor in found.tensors()))
         return arrays
+
+    def _stored(self, item: int | str) -> list[Tensor]:
+        if item in self.layers:
+            return [tensor for array in self.layers[str(item)].arrays().values() for tensor in array.tensors()]
+        module = self.module_of(str(item))
+        if module is None:
+            return [self._tensor(str(item))]
+        return [piece.tensor for name in module.format.arrays for piece in module.sources(name)]
 
     def _layer(self, layer: str) -> Layer:
         return self.layers[check_one_of("layer", layer, self.layers)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import jax
 import numpy as np
 
 from jmx.checkpoint import shards
@@ -14,9 +15,10 @@ from jmx.checkpoint.gpt_oss import tensor_names
 from jmx.checkpoint.gpt_oss.storage import open_store
 from jmx.checkpoint.gpt_oss.tensor_names import EXPERT_NAMES, layer_name
 from jmx.checkpoint.model_configs.gpt_oss import read_config
-from jmx.checkpoint.placement import Index, ShardingLike, place
+from jmx.checkpoint.placement import Index, ShardingLike, send
 from jmx.checkpoint.progress import CountsBytes
-from jmx.checkpoint.shards import CheckpointError
+from jmx.checkpoint.read_ahead import ReadsAhead
+from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.experts import Experts
 from jmx.numerics import element_codes
 from jmx.numerics.formats import MXFP4, Format
@@ -36,7 +38,7 @@ class Layer:
     has_bias: bool = True
 
 
-class Reader(CountsBytes):
+class Reader(CountsBytes, ReadsAhead):
     """A `jmx.checkpoint.Reader` of gpt-oss, in the Hugging Face, the original or the Orbax form (see `convert`).
 
     The constructor reads config.json and the headers of the files and checks that every tensor is present. Tensors are
@@ -82,17 +84,18 @@ class Reader(CountsBytes):
         if check_str("name", name) not in self._dense:
             known = "a tensor outside the experts, such as 'embedding' or 'layers.0.router_weight'"
             raise ValueError(f"`name` (={name!r}) must be {known}")
-        return self._read(name, name, sharding)
+        return jax.block_until_ready(self._send(name, name, sharding))
 
     def top(self, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "..."]]:
         """The arrays outside layers, by name (see the class). `sharding` as in `experts`."""
-        return {name: self._read(name, name, sharding) for name in tensor_names.top_shapes(self.config)}
+        names = tensor_names.top_shapes(self.config)
+        return {name: jax.block_until_ready(self._send(name, name, sharding)) for name in names}
 
     def layer(self, layer: int, sharding: ShardingLike = None) -> dict[str, Shaped[Array, "..."]]:
         """A layer's arrays except its experts, by their names after "layers.n.". `sharding` as in `experts`."""
         self._check_layer(layer)
         names = tensor_names.dense_shapes(self.config)
-        return {name: self._read(layer_name(layer, name), name, sharding) for name in names}
+        return jax.block_until_ready({name: self._send(layer_name(layer, name), name, sharding) for name in names})
 
     def experts(self, layer: int, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
         """A layer's experts, which stay quantized throughout.
@@ -111,7 +114,8 @@ class Reader(CountsBytes):
         self._check_layer(layer)
 
         def read() -> dict[str, Shaped[Array, "E ..."]]:
-            return {name: self._read(layer_name(layer, name), name, sharding) for name in EXPERT_NAMES}
+            arrays = {name: self._send(layer_name(layer, name), name, sharding) for name in EXPERT_NAMES}
+            return jax.block_until_ready(arrays)
 
         return experts_of(read, MXFP4, "interleaved", layout, sharding)
 
@@ -138,9 +142,13 @@ class Reader(CountsBytes):
         if not 0 <= check_int("layer", layer) < self.config.num_hidden_layers:
             raise ValueError(f"`layer` (={layer}) must be 0 to {self.config.num_hidden_layers - 1}")
 
-    def _read(self, name: str, short_name: str, sharding: ShardingLike) -> Shaped[Array, "..."]:
+    def _stored(self, item: int | str) -> list[Tensor]:
+        names = [item] if isinstance(item, str) else [layer_name(item, name) for name in EXPERT_NAMES]
+        return [tensor for name in names if (tensor := self.store.stored(name)) is not None]
+
+    def _send(self, name: str, short_name: str, sharding: ShardingLike) -> Shaped[Array, "..."]:
         view = self.store.view(name)
-        array = place(short_name, view, sharding, partial(self.check_scales, name))
+        array = send(short_name, view, sharding, partial(self.check_scales, name))
         self._advance(view.nbytes)
         return array
 

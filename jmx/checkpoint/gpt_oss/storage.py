@@ -17,6 +17,7 @@ from jmx.checkpoint import orbax_arrays, shards
 from jmx.checkpoint.gpt_oss import tensor_names
 from jmx.checkpoint.gpt_oss.tensor_names import Shape
 from jmx.checkpoint.model_configs.gpt_oss import Config
+from jmx.checkpoint.shards import Tensor
 from jmx.numerics import formats
 from jmx.numerics.formats import MXFP4, BlockScaled
 from jmx.util.checks import check_path
@@ -42,6 +43,10 @@ class TensorStore(Protocol):
 
     def where(self, name: str) -> tuple[Path, str]:
         """The file that holds it, and its name there, for errors."""
+        ...
+
+    def stored(self, name: str) -> Tensor | None:
+        """The tensor of a file that holds it; None if it cannot be read ahead."""
         ...
 
 
@@ -84,8 +89,11 @@ class SafetensorsStore:
         return self._places[name][0].dtype
 
     def where(self, name: str) -> tuple[Path, str]:
-        tensor, _ = self._places[name]
+        tensor = self.stored(name)
         return tensor.file, tensor.name
+
+    def stored(self, name: str) -> Tensor:
+        return self._places[name][0]
 
 
 class OrbaxStore:
@@ -124,6 +132,9 @@ class OrbaxStore:
 
     def where(self, name: str) -> tuple[Path, str]:
         return self._places[name]
+
+    def stored(self, name: str) -> None:
+        """None: tensorstore has threads of its own."""
 
 
 def orbax_groups(directory: Path, config: Config) -> Iterator[tuple[Path, str, Mapping[str, Shape]]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,16 +11,20 @@ from jmx.backends import resolve_layout
 from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import put
 from jmx.checkpoint.compressed_tensors.config import FILE
+from jmx.checkpoint.host_arrays import stacked
 from jmx.checkpoint.placement import ShardingLike, place
 from jmx.checkpoint.quantizing import float_experts
-from jmx.checkpoint.quantizing.float_experts import Layer
+from jmx.checkpoint.quantizing.float_experts import PARTS, Layer, Matrix
 from jmx.checkpoint.safetensors_reader import SafetensorsReader
+from jmx.checkpoint.shards import DTYPES, Tensor
 from jmx.experts import Experts
 from jmx.numerics import formats
 from jmx.numerics.formats import Format
 from jmx.selection.environment import Environment
 from jmx.util.checks import check_one_of, check_path
 from jmx.util.typing import Array, Float
+
+_ROLES = (PARTS[:2], PARTS[2:])  # gate and up, and down
 
 
 class FloatExperts(NamedTuple):
@@ -65,15 +69,21 @@ class Reader(SafetensorsReader):
         found = float_experts.find(self.path, self.tensors, self.config)
         self.layers = {layer.name: dataclasses.replace(layer, format=self.format) for layer in found}
 
+    def _stored(self, item: int | str) -> list[Tensor]:
+        if item not in self.layers:
+            return [self._tensor(str(item))]
+        experts = self.layers[str(item)].experts
+        weights = [matrices[part].weight for parts in _ROLES for matrices in experts for part in parts]
+        biases = [matrices[part].bias for parts in _ROLES for matrices in experts for part in parts]
+        return weights + [bias for bias in biases if bias is not None]
+
     def floats(self, layer: str) -> FloatExperts:
         """A layer's experts, unchanged, on the default device. ValueError unless `layer` is a key of `layers`."""
         found = self.layers[check_one_of("layer", layer, self.layers)]
         self._advance(sum(self.tensors[name].nbytes for name in found.tensors()))
         return FloatExperts(
-            _weights(found, ("gate", "up")),
-            _weights(found, ("down",)),
-            _biases(found, ("gate", "up")),
-            _biases(found, ("down",)),
+            *(_weights(found, parts) for parts in _ROLES),
+            *(_biases(found, parts) for parts in _ROLES),
         )
 
     def experts(self, layer: str, layout: str = "auto", sharding: ShardingLike = None) -> Experts:
@@ -97,8 +107,14 @@ class Reader(SafetensorsReader):
 
 
 def _weights(layer: Layer, parts: Sequence[str]) -> Float[Array, "E N K"]:
-    rows = [np.concatenate([matrices[part].read() for part in parts]) for matrices in layer.experts]
-    return place(layer.name, np.stack(rows), None)
+    def rows(matrices: Mapping[str, Matrix]) -> Float[np.ndarray, "N K"]:
+        return np.concatenate([matrices[part].read() for part in parts])
+
+    first = layer.experts[0][parts[0]].weight
+    held = first.view() if layer.fused else None  # used again for each expert
+    weights = stacked(layer.experts, rows, DTYPES[first.dtype])
+    del held
+    return place(layer.name, weights, None)
 
 
 def _biases(layer: Layer, parts: Sequence[str]) -> Float[Array, "E N"] | None:

@@ -75,5 +75,10 @@ class FileSource[C: Config]:
     def experts(self, layer: int) -> jmx.Experts | FloatExperts:
         return self._checkpoint.experts(self._experts[layer])
 
+    def read_ahead(self, order: Sequence[int | str]) -> contextlib.AbstractContextManager[None]:
+        """A context in which the experts of layers, and tensors by neutral name, are read ahead in this order."""
+        names = [self._experts[item] if isinstance(item, int) else self._names[item] for item in order]
+        return self._checkpoint.read_ahead(names)
+
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return self._checkpoint.progress(enabled)

@@ -1,7 +1,7 @@
 """The protocol of a source of weights, and its neutral names."""
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -40,6 +40,15 @@ class Source[C: Config](Protocol):
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""
+        ...
+
+
+@runtime_checkable
+class StoredSource(Protocol):
+    """What a `Source` has besides if it reads files."""
+
+    def read_ahead(self, order: Sequence[int | str]) -> contextlib.AbstractContextManager[None]:
+        """A context in which the experts of layers, and tensors by neutral name, are read ahead in this order."""
         ...
 
 
