@@ -81,10 +81,9 @@ class _Batch:
 
     def start(self) -> list[tuple[Tensor, int]]:
         """Allocates memory, and returns the pieces to read: tensors, and first bytes in each."""
-        self.started = True
         self.memory = {tensor: np.empty(tensor.nbytes + ALIGNMENT, np.uint8) for tensor in self.tensors}
         pieces = [(tensor, at) for tensor in self.tensors for at in range(0, tensor.nbytes, _PIECE)]
-        self.unread = len(pieces)
+        self.started, self.unread = True, len(pieces)
         return pieces
 
 
@@ -140,12 +139,12 @@ class _Reads:
                 memory = self._taken.get(tensor)
                 return None if memory is None else aligned(memory)
             batch = self._batch_of[tensor]
-            if not batch.started:  # others of an earlier place in the order are not used yet: do not wait for them
-                self._batches.remove(batch)
+            if not batch.started and self._error is None:
+                self._batches.remove(batch)  # its place in the order is later, but waiting for that could be in vain
                 self._start(batch)
             while batch.unread and self._error is None:
                 self._changed.wait()
-            if batch.unread:
+            if batch.unread or not batch.started:
                 assert self._error is not None
                 raise self._error
             del self._batch_of[tensor]
