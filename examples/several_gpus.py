@@ -1,4 +1,4 @@
-"""Tokens split over the devices of a mesh, with the experts on each: `jax.shard_map` keeps the tokens local.
+"""Experts divided over the devices of a mesh, and tokens too: each device computes what its own experts add.
 
 On a machine without GPUs: `JAX_NUM_CPU_DEVICES=4 python examples/several_gpus.py`.
 """
@@ -6,30 +6,29 @@ On a machine without GPUs: `JAX_NUM_CPU_DEVICES=4 python examples/several_gpus.p
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import jmx.nnx
+import jmx
 
-TOKENS = PartitionSpec("data")
+mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
+by_device = NamedSharding(mesh, PartitionSpec("ep"))
+experts = jmx.Experts.random(jax.random.key(0), 8 * jax.device_count(), 128, 64, gate_up_order="interleaved")
+x = jax.random.normal(jax.random.key(1), (16 * jax.device_count(), 128))
+logits = jax.random.normal(jax.random.key(2), (x.shape[0], experts.num_experts))
 
-mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-layer = jmx.nnx.MoE(128, 64, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
-graphdef, state = nnx.split(layer)
-x = jax.random.normal(jax.random.key(0), (16 * jax.device_count(), 128))
+
+def layer(x: jax.Array, logits: jax.Array, experts: jmx.Experts, split: jmx.Split | None = None) -> jax.Array:
+    """x (T, H), logits (T, E) -> (T, H)."""
+    return jmx.moe(x, jmx.Logits(logits, jmx.TopKSoftmax(2)), experts, activation="swiglu", split=split)
 
 
 @jax.jit
-def split(state: nnx.State, x: jax.Array) -> jax.Array:
-    """x (T, H) in equal parts, one a device -> (T, H), split in the same way."""
-    local = jax.shard_map(
-        lambda state, x: nnx.merge(graphdef, state)(x), mesh=mesh, in_specs=(PartitionSpec(), TOKENS), out_specs=TOKENS
-    )
-    return local(state, x)
+def divided(x: jax.Array, logits: jax.Array, experts: jmx.Experts) -> jax.Array:
+    """The layer, of which each device has some of the experts and some of the tokens."""
+    return layer(x, logits, experts, jmx.Split(expert="ep", tokens="ep", mesh=mesh))
 
 
-everywhere = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
-out = split(everywhere, jax.device_put(x, NamedSharding(mesh, TOKENS)))
-error = jnp.max(jnp.abs(np.asarray(out) - layer(x)))
+out = divided(*jax.device_put((x, logits, experts), by_device))
+error = jnp.max(jnp.abs(np.asarray(out) - layer(x, logits, experts)))
 print(f"{jax.device_count()} devices, output {out.shape} as {out.sharding.spec}")
 print(f"largest difference from one device: {error:.1e}")

@@ -110,8 +110,8 @@ def _sharding_hint() -> str:
     if not axes:
         return ""
     return (
-        f". Inside jax.shard_map (over {', '.join(map(repr, axes))}) weights cannot be split along 'hidden' or "
-        "'intermediate' yet: split every array along 'expert' only, or gather it with jax.lax.all_gather"
+        f". Inside jax.shard_map (over {', '.join(map(repr, axes))}) the arrays of jmx.Experts can be split along "
+        "'expert' only, and those of jmx.ShardedExperts along their shards, too: gather others with jax.lax.all_gather"
     )
 
 
