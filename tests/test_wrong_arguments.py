@@ -706,6 +706,10 @@ EXEMPT |= {
     **{f"jmx.models.ProgramStore.{name}": "of keys that it makes" for name in ("has", "key", "load", "save")},
     **{f"jmx.models.Model.{hook}": "no user calls it" for hook in HOOKS},
 }
+EXEMPT |= {
+    f"jmx.checkpoint.{family}.Reader.read_ahead": "of what a loader is about to read"
+    for family in ("compressed_tensors", "gpt_oss", "quantizing")
+}
 FLAX = {"parent", "name"}  # which every Linen module has
 
 
