@@ -396,7 +396,7 @@ def test_weights_cut_inside_shard_map_are_named(axis, order, check, rng):
     def body(experts):
         return jax.lax.psum(jmx.moe(arrays["x"], routing, experts, activation=CASE.activation), "a")
 
-    with pytest.raises(ValueError, match=r"`experts\.gate_up_values` \(shape \(4, .*those of jmx\.ShardedExperts along their shards"):
+    with pytest.raises(ValueError, match=r"`experts\.gate_up_values` \(shape \(4, .*jmx\.ShardedExperts along"):
         sharded(body, on_mesh((2,), AUTO), (specs,), P(), check)(experts)
 
 
@@ -419,7 +419,7 @@ def test_a_stack_split_inside_shard_map_keeps_its_layers(layout, axis, rng):
         y = jmx.moe(x, Routing(ids, weights), experts, activation=CASE.activation)
         assert near(run(stack, jnp.int32(1)), y)
     else:
-        with pytest.raises(ValueError, match=r"`experts\.\w+` .*jmx\.ShardedExperts along their shards|not evenly divisible"):
+        with pytest.raises(ValueError, match=r"`experts\.\w+` .*jmx\.ShardedExperts along|not evenly divisible"):
             run(stack, jnp.int32(1))
 
 
