@@ -78,7 +78,7 @@ def floats(layer: compressed_tensors.Layer, role: str) -> np.ndarray:
         elements = np.where(codes < 8, codes, codes - 16.0) if kind == "int4" else magnitudes
     else:
         elements = values.view(np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn).astype(np.float64)
-    if kind == "mxfp4":
+    if kind in ("mxfp4", "mxfp8"):
         factors = np.exp2(scales.astype(np.float64) - 127)
     else:
         factors = (scales.view(ml_dtypes.float8_e4m3fn) if kind == "nvfp4" else scales).astype(np.float64)
@@ -135,7 +135,7 @@ def test_arrays_have_the_shapes_that_the_format_declares(name):
     assert [*layer.arrays()] == names
 
 
-def test_experts_that_differ_stay_apart_and_gate_stands_over_up():
+def test_experts_that_differ_stay_apart_and_gate_rows_come_before_up_rows():
     arrays, _ = golden("mxfp4")
     found = wholes(reader("mxfp4").layers[LAYER])
     for expert in range(3):
@@ -408,7 +408,7 @@ def test_experts_in_one_tensor(tmp_path, name, order):
         arrays |= {n.replace("gate", "up"): a for n, a in arrays.items() if n.endswith("gate_proj.weight_global_scale")}
         expected["gate_up_global_scales"][:, 64:] = expected["gate_up_global_scales"][:, :1]
     path = write(tmp_path / "one", together(arrays, order), config)
-    with pytest.raises(ValueError, match=r"`gate_up_order` \(=None\) must be 'concatenated' or 'interleaved'"):
+    with pytest.raises(ValueError, match=r"`gate_up_order` \(=None\) must be one of .'interleaved', 'concatenated'"):
         compressed_tensors.Reader(path)
     ours = compressed_tensors.Reader(path, order)
     layer = ours.layers[LAYER]

@@ -34,6 +34,7 @@ SCHEMES = {
     "nvfp4a16": Scheme("nvfp4", None, "nvfp4-pack-quantized"),
     "mxfp4": Scheme("mxfp4", "mxfp4", "mxfp4-pack-quantized"),
     "mxfp4a16": Scheme("mxfp4", None, "mxfp4-pack-quantized"),
+    "mxfp8": Scheme("mxfp8", "mxfp8", "mxfp8-quantized"),
     "fp8_tensor_static": Scheme("fp8_tensor", "fp8_static", "float-quantized"),
     "fp8_tensor_dynamic": Scheme("fp8_tensor", "fp8_token", "float-quantized"),
     "fp8_channel_static": Scheme("fp8_channel", "fp8_static", "float-quantized"),
@@ -110,7 +111,9 @@ def inputs(**given: Any) -> dict[str, Any]:
 
 
 def test_every_golden_checkpoint_is_listed():
-    assert {path.name for path in GOLDEN.iterdir() if path.is_dir()} == (SCHEMES | OTHERS).keys()
+    """Those of GPTQ and AWQ are in tests/test_checkpoint_gptq.py."""
+    names = {path.name for path in GOLDEN.iterdir() if path.is_dir() and not path.name.startswith(("awq", "gptq"))}
+    assert names == (SCHEMES | OTHERS).keys()
 
 
 @pytest.mark.parametrize("name", [*SCHEMES, *OTHERS])
@@ -140,6 +143,8 @@ def test_static_inputs_name_the_tensor_of_their_scale():
     [
         ({"strategy": None}, "int4_g128"),
         ({"strategy": None, "group_size": -1}, "int4_channel"),
+        ({"group_size": 16, "symmetric": False}, "int4_g16_asym"),
+        ({"group_size": 48, "num_bits": 8, "actorder": "group"}, "int8_g48_order"),
         ({"strategy": "channel", "group_size": None}, "int4_channel"),
         ({"strategy": "channel", "group_size": -1, "num_bits": 8}, "int8_channel"),
         ({"group_size": 64, "symmetric": False, "actorder": "dynamic"}, "int4_g64_asym_order"),
@@ -372,7 +377,7 @@ def test_a_place_that_is_not_known_is_named():
         ({"quantization_config": {}, "compression_config": {}}, "`quantization_config.quant_method` is missing"),
         ({"quantization_config": 3}, "`quantization_config` (=3) must be an object"),
         (config(quant_method=...), "`quantization_config.quant_method` is missing"),
-        (config(quant_method="gptq"), "`quantization_config.quant_method` (='gptq') must be one of"),
+        (config(quant_method="hqq"), "`quantization_config.quant_method` (='hqq') must be one of"),
         (config(quantization_status="calibration"), "quantization_status` (='calibration') must be one of"),
         (config(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config` (={'format'"),
         (config(transform_config={"config_groups": {}}), "must be empty: it would change the model"),
@@ -401,19 +406,22 @@ def test_a_place_that_is_not_known_is_named():
         (weights(num_bits=3), "group_0.weights.num_bits` (=3) must be one of [4, 8]"),
         (weights(num_bits=4.0), "group_0.weights.num_bits` (=4.0) must be a positive whole number"),
         (weights(type="bfloat"), "group_0.weights.type` (='bfloat') must be one of"),
-        (weights(group_size=48), "group_0.weights.group_size` (=48) must be one of [32, 64, 128]"),
-        (weights(group_size=0), "group_0.weights.group_size` (=0) must be positive, or -1"),
-        (weights(group_size=True), "group_0.weights.group_size` (=True) must be positive, or -1"),
+        (weights(group_size=10**9), "group_0.weights.group_size` (=1000000000) must be positive and below 1000000000"),
+        (weights(group_size=0), "group_0.weights.group_size` (=0) must be positive and below 1000000000, or -1"),
+        (weights(group_size=True), "group_0.weights.group_size` (=True) must be positive and below 1000000000, or -1"),
         (weights(group_size=None), "group_0.weights.group_size` must be given for strategy 'group'"),
         (weights(strategy="channel"), "group_0.weights.group_size` must not be given for strategy 'channel'"),
         (weights(strategy="tensor", group_size=None), "(int4 by tensor, static) must be weights of a format"),
         (weights(strategy="attn_head"), "group_0.weights.strategy` (='attn_head') must be one of"),
-        (weights(strategy="block", group_size=None), "block_structure` (=None) must be [128, 128]"),
         (
-            weights(strategy="block", group_size=None, block_structure=[64, 128]),
-            "block_structure` (=[64, 128]) must be",
+            weights(strategy="block", group_size=None),
+            "block_structure` (=None) must be [rows, columns] for strategy 'block' alone",
         ),
-        (weights(block_structure=[128, 128]), "must be [128, 128] for strategy 'block' alone"),
+        (
+            weights(strategy="block", group_size=None, block_structure=[64, 0]),
+            "block_structure` (=[64, 0]) must be two positive whole numbers",
+        ),
+        (weights(block_structure=[128, 128]), "must be [rows, columns] for strategy 'block' alone"),
         (weights(symmetric=1), "group_0.weights.symmetric` (=1) must be one of"),
         (weights(dynamic=True), "(int4 by group of 128, dynamic) must be weights of a format"),
         (weights(actorder="random"), "group_0.weights.actorder` (='random') must be one of"),
@@ -421,7 +429,11 @@ def test_a_place_that_is_not_known_is_named():
         (weights(zp_bits=4), "group_0.weights.zp_bits` (=4) is not a known key"),
         (weights(observer_kwargs=[]), "group_0.weights.observer_kwargs` (=[]) must be an object"),
         (weights(type="float", group_size=32, symmetric=False), "(asymmetric float4 by group of 32, static) must be"),
-        (weights(type="float", num_bits=8, group_size=32, scale_dtype="torch.uint8"), "(float8 by group of 32, static"),
+        (weights(type="float", num_bits=8, group_size=64, scale_dtype="torch.uint8"), "(float8 by group of 64, static"),
+        (
+            weights(type="float", num_bits=8, group_size=32, scale_dtype="torch.uint8"),
+            "group_0.weights` is mxfp8, which must not be stored as 'pack-quantized'",
+        ),
         (weights(type="float", group_size=32, scale_dtype="torch.int8"), "torch.int8 scales) must be weights"),
         (weights(scale_dtype="half"), "group_0.weights.scale_dtype` (='half') must be a dtype, such as 'torch.uint8'"),
         (weights(zp_dtype="int8"), "group_0.weights.zp_dtype` (='int8') must be a dtype, such as 'torch.uint8'"),
@@ -625,7 +637,7 @@ def test_quarks_inputs_of_no_format_that_is_known_are_put_in_words(inputs):
 def test_other_tools_configs_are_refused_by_name(tmp_path):
     weight = {"weight": MX | {"group_size": 64}}
     for contents, message in (
-        (MODELOPT | {"quant_algo": "MXFP8"}, "`quantization_config.quant_algo` (='MXFP8') must be one of"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "`quantization_config.quant_algo` (='W4A8_AWQ') must be one of"),
         (MODELOPT | {"quant_algo": "FP8"}, "config_groups.group_0.weights.num_bits` (=4) must be one of [8]"),
         (MODELOPT | {"quant_algo": "FP8", "group_size": 16}, "`quantization_config.group_size` (=16) must be one of"),
         (MODELOPT | {"group_size": 32}, "`quantization_config.group_size` (=32) must be one of"),
@@ -655,14 +667,14 @@ def test_other_tools_configs_are_refused_by_name(tmp_path):
         (QUARK | {"scheme": 1}, "`quantization_config.scheme` (=1) is not a known key"),
         (FP8 | {"activation_scheme": "none"}, "`quantization_config.activation_scheme` (='none') must be one of"),
         (FP8 | {"fmt": "e5m2"}, "`quantization_config.fmt` (='e5m2') must be one of"),
-        (FP8 | {"expert_dtype": "fp4"}, "`quantization_config.expert_dtype` (='fp4') must be one of"),
-        (FP8 | {"weight_block_size": [64, 64]}, "`quantization_config.weight_block_size` (=[64, 64]) must be one of"),
+        (FP8 | {"expert_dtype": "fp6"}, "`quantization_config.expert_dtype` (='fp6') must be one of"),
+        (FP8 | {"weight_block_size": [64]}, "`quantization_config.weight_block_size` (=[64]) must be two positive"),
         (FP8 | {"scale_fmt": "e5m3"}, "`quantization_config.scale_fmt` (='e5m3') must be one of"),
         (FP8 | {"modules_to_not_convert": [""]}, "a target must have 1 to 1000 characters, not 0"),
         (FP8 | {"rotate": 1}, "`quantization_config.rotate` (=1) is not a known key"),
         (
-            {"quant_method": "gptq"},
-            "`quantization_config.quant_method` (='gptq') must be one of ['comp",
+            {"quant_method": "hqq"},
+            "`quantization_config.quant_method` (='hqq') must be one of ['comp",
         ),
     ):
         with pytest.raises(CheckpointError, match=re.escape(message)):
@@ -746,7 +758,8 @@ def test_a_field_that_is_null_missing_or_of_another_type_changes_no_number_in_si
             assert found.inputs in DEFAULTS[key], (key, contents)
         if found.weights != wanted.weights and found.weights not in others:
             others.add(found.weights)
-            check_weights_are_refused_or_equal(tmp_path / found.weights, GOLDEN / name, contents)
+            files = GOLDEN.parent / "qwen3_moe" / "fp8_block" if name == "fp8" else GOLDEN / name
+            check_weights_are_refused_or_equal(tmp_path / found.weights, files, contents)
 
 
 def check_weights_are_refused_or_equal(directory: Path, golden: Path, contents: dict[str, Any]) -> None:

@@ -304,7 +304,7 @@ def trusting(file: Path, name: str, entry: dict[str, Any]) -> tuple[int, int, st
         (shards.Tensor, "view", zeros, None),
         (shards, "_entry", trusting, None),
         (Module, "_positive", lambda module, piece, **_: piece.view(), "scale"),
-        (Module, "_order", lambda module: np.arange(module.shape[1], dtype=np.int32), "weight_g_idx"),
+        (Module, "_order", lambda module: np.arange(module.shape[1], dtype=np.int32), "g_idx"),
     ],
     ids=["bytes", "headers", "scales", "order"],
 )

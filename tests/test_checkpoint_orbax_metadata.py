@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import jmx
 import jmx.nnx
 from jmx.checkpoint import CheckpointError, orbax, orbax_arrays
-from jmx.checkpoint.orbax_metadata import KEY, VERSION, Layer, layouts_of, note_of
+from jmx.checkpoint.orbax_metadata import KEY, VERSION, Layer, note_of, saved_as
 from jmx.experts import Experts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import LAYOUTS
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 def layouts_in(custom_metadata, layers):
     stored = orbax_arrays.Stored({}, custom_metadata)
-    return layouts_of(orbax_arrays.note(pathlib.Path("saved"), stored, KEY), layers)
+    return [its.layout for its in saved_as(orbax_arrays.note(pathlib.Path("saved"), stored, KEY), layers)]
 
 
 def abstract(layout="packed", *, inputs=None, lead=(), scales=None, **options):

@@ -69,7 +69,7 @@ def test_bad_shardings_are_named(mesh):
     assert placement.sharding_of("x", None) is None
 
 
-def test_a_nan_scale_is_named_where_it_lies_whichever_device_wants_it(mesh, tmp_path):
+def test_a_nan_scale_is_named_where_it_is_whichever_device_reads_it(mesh, tmp_path):
     path = tmp_path / "nan"
     shutil.copytree(TINY, path)
     file, name = path / "model-00001-of-00002.safetensors", "model.layers.1.mlp.experts.down_proj_scales"

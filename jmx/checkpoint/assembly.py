@@ -1,12 +1,17 @@
 """The last step of every loader: from packed arrays to `jmx.Experts` in the layout of this machine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jmx.backends import resolve_layout
 from jmx.checkpoint.placement import ShardingLike, sharding_of
-from jmx.experts import ROLES, Experts
+from jmx.experts import ROLES, Experts, conversion, padding
+from jmx.numerics import layouts
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Shaped
@@ -15,10 +20,12 @@ from jmx.util.typing import Array, Shaped
 def experts_of(
     read: Callable[[], Mapping[str, Shaped[Array, "..."]]],
     format: Format,
-    gate_up_order: str,
+    gate_up_order: str | None,
     layout: str,
     sharding: ShardingLike,
     input_format: str | None = None,
+    *,
+    pad: bool = False,
 ) -> Experts:
     """Experts made of arrays that a loader reads.
 
@@ -29,6 +36,7 @@ def experts_of(
         layout: a name in `jmx.numerics.layouts.LAYOUTS`; "auto" is chosen for this machine.
         sharding: of the arrays, before and after they are converted to the layout; see `sharding_of`.
         input_format: the inputs' format that the checkpoint declares, on which "auto" depends; None: 16 bits.
+        pad: whether sizes are padded to whole blocks of weights and inputs; see `Experts.pad`.
 
     Raises:
         ValueError: an unknown `layout`, or one that does not support `format`.
@@ -44,10 +52,71 @@ def experts_of(
         gate_up_order=gate_up_order,
         format=format,
     )
+    if pad:
+        unit = padding.unit_of(format, input_format)
+        experts = experts.pad(*(-(-size // unit) * unit for size in experts.array_sizes))
     wanted = {name: sharding_of(name, sharding) for name in arrays}
     del arrays, gate_up, down  # the layout's arrays replace them one by one
-    experts = experts.prepare(resolve_layout(layout, Environment.probe(experts), format, input_format), donate=True)
+    layout = resolve_layout(layout, Environment.probe(experts), format, input_format)
+    mesh = mesh_of_experts(wanted.values())
+    experts = experts.prepare(layout, donate=True) if mesh is None else prepared_over(mesh, experts, layout)
     return put(experts, wanted)
+
+
+class ExpertMesh(NamedTuple):
+    """The devices that have parts of a layer's experts: a mesh, and its axes that divide them."""
+
+    mesh: Mesh
+    axes: Any
+
+
+def mesh_of_experts(shardings: Iterable[Sharding | None]) -> ExpertMesh | None:
+    """Those of arrays with these shardings; None unless the first axis of each, and no other, is divided alike."""
+    found = [*dict.fromkeys(shardings)]
+    if len(found) != 1 or not isinstance(found[0], NamedSharding) or not isinstance(found[0].mesh, Mesh):
+        return None
+    mesh, (first, *others) = found[0].mesh, (*found[0].spec, None)
+    return None if first is None or any(others) else ExpertMesh(mesh, first)
+
+
+def prepared_over(its: ExpertMesh, experts: Experts, layout: str) -> Experts:
+    """Experts in another layout, which each device makes of its own; no array moves. Frees the old arrays.
+
+    Also while tracing, in which nothing is freed.
+    """
+    if layout == experts.layout:
+        return experts
+    found = _prepared(its, experts, layout)
+    if not isinstance(experts.gate_up.values, Tracer):
+        jax.block_until_ready(found)
+        kept = {id(array) for array in found.arrays().values()}
+        for array in experts.arrays().values():
+            if id(array) not in kept:
+                array.delete()
+    for role in ROLES:
+        conversion.warn_of_rounding(getattr(found, role), found.spec(role), layouts.get(layout))
+    return found
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _prepared(its: ExpertMesh, experts: Experts, layout: str) -> Experts:
+    mesh = Mesh(its.mesh.devices, its.mesh.axis_names, axis_types=(AxisType.Auto,) * len(its.mesh.axis_names))
+    spec = PartitionSpec(its.axes)
+    return jax.shard_map(lambda experts: experts.prepare(layout), mesh=mesh, in_specs=spec, out_specs=spec)(experts)
+
+
+def per_device[Tree](floats: Tree, sharding: Sharding, make: Callable[[Tree], Experts]) -> Experts:
+    """What `make` returns of each device's slice of arrays, as experts with that sharding of their first axis."""
+    leaves, treedef = jax.tree.flatten(floats)
+    by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
+    parts = [make(jax.tree.unflatten(treedef, [its[device] for its in by_device])) for device in by_device[0]]
+    num_experts = leaves[0].shape[0]
+
+    def joined(*arrays: Shaped[Array, "e ..."]) -> Shaped[Array, "E ..."]:
+        shape = (num_experts, *arrays[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, [*arrays])
+
+    return jax.tree.map(joined, *parts)
 
 
 def put(experts: Experts, sharding: ShardingLike) -> Experts:

@@ -31,6 +31,10 @@ class ConfigObject:
             raise self.error(key, rule)
         return self.entries[key]
 
+    def ignore(self, *keys: str) -> None:
+        """Accepts entries, whatever they are, or that they are missing."""
+        self._left.difference_update(keys)
+
     def one_of(self, key: str, values: tuple[Any, ...], *default: Any) -> Any:
         """An entry that equals one of `values`, also in type: 1 is not true in JSON, as it is in Python."""
 

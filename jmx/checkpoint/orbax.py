@@ -12,9 +12,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jmx.checkpoint import orbax_arrays
-from jmx.checkpoint.orbax_metadata import KEY, Layer, layouts_of, note_of
-from jmx.experts import ROLES, Experts
+from jmx.checkpoint.orbax_metadata import KEY, Layer, Saved, note_of, saved_as
+from jmx.experts import ROLES
 from jmx.nnx import MoE
+from jmx.parallel.experts_form import AnyExperts, inner, whole_experts
+from jmx.parallel.placed_experts import PlacedExperts
 from jmx.util.atomic_files import check_new, new_path
 from jmx.util.checks import check_instance, check_path
 
@@ -55,7 +57,8 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
             split over a mesh is made under `jax.set_mesh`. Variables without a sharding are replicated over the mesh
             of the others, else put on the default device. Experts that were saved in another layout are read with the
             sharding of `module` if their shapes allow it, else split along the axis of experts alone, and resharded
-            after the conversion.
+            after the conversion. So are experts in other shards or slots than those of `module`; spare slots are then
+            empty, unless both have the same slots.
 
     Returns:
         A new module; expert weights have the bits that were saved, in the layouts of `module`.
@@ -70,22 +73,23 @@ def restore[M: nnx.Module](path: str | os.PathLike[str], module: M) -> M:
     arrays, layers = _flatten(module)
     graph, state = nnx.split(module)
     stored = orbax_arrays.describe(path)
-    layouts = layouts_of(orbax_arrays.note(path, stored, KEY), layers)
+    found = saved_as(orbax_arrays.note(path, stored, KEY), layers)
     places = _places(arrays)
     wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name]) for name, a in arrays.items()}
-    as_saved = [_prepared(layer, layout) for layer, layout in zip(layers, layouts, strict=True)]
+    as_saved = [_in_form(layer, saved) for layer, saved in zip(layers, found, strict=True)]
     for layer, saved in zip(layers, as_saved, strict=True):
-        if saved.experts.layout != layer.experts.layout:
-            kept = len(layer.experts.canonical_shape()) - 2
+        if _kind(saved) != _kind(layer):
+            for name in layer.named():
+                wanted.pop(name)
             wanted |= {
-                name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_reading_place(places[name], a.shape, kept))
+                name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_reading_place(layer, name, a.shape, places))
                 for name, a in saved.named().items()
             }
     orbax_arrays.check(path, stored.arrays, wanted)
     read = orbax_arrays.read(path, wanted)
     for layer, saved in zip(layers, as_saved, strict=True):
-        experts = saved.experts.with_arrays({n.removeprefix(layer.prefix): read.pop(n) for n in saved.named()})
-        moved = Layer(layer.path, _moved(experts, layer.experts.layout)).named()
+        held = saved.experts.with_arrays({n.removeprefix(layer.prefix): read.pop(n) for n in saved.named()})
+        moved = Layer(layer.path, _moved(held, saved, layer)).named()
         read |= {name: jax.device_put(array, places[name]) for name, array in moved.items()}
     flat = [(key, variable.replace(read[_name(key)])) for key, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -112,16 +116,26 @@ def _layer(path: str, moe: MoE, arrays: Mapping[str, Any]) -> Layer:
     """The layer at `path`, with shapes in place of arrays and without shardings."""
     prefix = Layer(path, moe.skeleton).prefix
     shapes = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-    for name in (f"{role}_{name}" for role in ROLES for name in moe.skeleton.format.arrays):
+    for name in (f"{role}_{name}" for role in ROLES for name in inner(moe.skeleton).format.arrays):
         if name not in shapes:
             raise ValueError(f"`module` must have {prefix + name!r} in one place only, but shares it with another")
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in shapes.items()}
-    return Layer(path, moe.skeleton.with_arrays(shapes))
+    return Layer(path, moe.skeleton.with_arrays(shapes), moe.form)
 
 
-def _prepared(layer: Layer, layout: str) -> Layer:
-    """The shapes of a layer in a layout."""
-    return Layer(layer.path, jax.eval_shape(lambda experts: experts.prepare(layout), layer.experts))
+def _in_form(layer: Layer, saved: Saved) -> Layer:
+    """The shapes of a layer in another layout and form."""
+    if saved.form == layer.form:
+        return Layer(layer.path, jax.eval_shape(lambda its: its.prepare(saved.layout), layer.experts), saved.form)
+    experts = jax.eval_shape(whole_experts, layer.experts)
+    return Layer(
+        layer.path, jax.eval_shape(lambda its: saved.form.apply(its).prepare(saved.layout), experts), saved.form
+    )
+
+
+def _kind(layer: Layer) -> tuple[Any, ...]:
+    """What decides on the names and shapes of a layer's arrays."""
+    return inner(layer.experts).layout, layer.form
 
 
 def _places(arrays: Mapping[str, Any]) -> dict[str, Sharding]:
@@ -149,28 +163,45 @@ def _of_devices(name: str, sharding: Sharding) -> Sharding:
     return NamedSharding(mesh, sharding.spec)
 
 
-def _reading_place(place: Sharding, shape: tuple[int, ...], kept: int) -> Sharding:
-    """The sharding with which an array of `shape` is read, before it is converted and moved to `place`.
+def _reading_place(layer: Layer, name: str, shape: tuple[int, ...], places: Mapping[str, Sharding]) -> Sharding:
+    """The sharding with which an array of `shape` is read, before it is converted and moved to those of `layer`.
 
-    It is that of `place` if the shape allows it, else split along the first `kept` axes alone, which every layout has.
-    Mesh axes are not Explicit, since jax rejects most operations of a layout under those.
+    It is that of the layer's array of this name if the shape allows it, else split along the axis of experts alone,
+    which every layout has. Mesh axes are not Explicit, since jax rejects most operations of a layout under those.
     """
+    of_values = f"{layer.prefix}gate_up_values"
+    place = places.get(name, places[of_values])
     if not isinstance(place, NamedSharding):
         return place
     mesh = Mesh(np.asarray(place.mesh.devices), place.mesh.axis_names)
+    if name not in places or len(layer.named()[name].shape) != len(shape):  # in other shards, or no slots
+        return NamedSharding(mesh, PartitionSpec())
     spec = [*place.spec]
     while spec and spec[-1] is None:
         spec.pop()
-    with contextlib.suppress(ValueError):
-        if len(spec) <= len(shape):
-            sharding = NamedSharding(mesh, PartitionSpec(*spec))
-            sharding.shard_shape(shape)
-            return sharding
-    return NamedSharding(mesh, PartitionSpec(*spec[:kept]))
+    kept = len(inner(layer.experts).canonical_shape()) - 2
+    for entries in (spec, spec[:kept]):
+        with contextlib.suppress(ValueError):
+            if len(entries) <= len(shape):
+                sharding = NamedSharding(mesh, PartitionSpec(*entries))
+                sharding.shard_shape(shape)
+                return sharding
+    return NamedSharding(mesh, PartitionSpec())
 
 
-def _moved(experts: Experts, layout: str) -> Experts:
-    """`experts` in another layout, on their own mesh, whichever is in scope. Frees the old arrays."""
-    mesh = getattr(experts.gate_up.values.sharding, "mesh", None)
+def _moved(held: AnyExperts, saved: Layer, wanted: Layer) -> AnyExperts:
+    """What was saved in the layout and the form of `wanted`, on its own mesh, whichever is in scope.
+
+    Frees the old arrays.
+    """
+    layout, mesh = inner(wanted.experts).layout, getattr(inner(held).gate_up.values.sharding, "mesh", None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return experts.prepare(layout, donate=True)
+        if saved.form == wanted.form:
+            return held.prepare(layout, donate=True)
+        same = ("spare_experts", "num_ranks")
+        alike = all(getattr(saved.form, name) == getattr(wanted.form, name) for name in same)
+        placement = held.placement if isinstance(held, PlacedExperts) and alike else None
+        experts = whole_experts(held)
+        if mesh is not None:
+            experts = jax.device_put(experts, NamedSharding(mesh, PartitionSpec()))
+        return wanted.form.apply(experts, placement).prepare(layout)

@@ -21,9 +21,13 @@ It is the entry "jmx_experts" of an Orbax checkpoint's custom metadata, such as
 
 where `arrays` are those of the canonical layout, whatever the layout of the checkpoint. These sizes are needed since
 layouts pad: arrays of different experts may have the same shape. On restoring they are compared with the module's.
+Of a layer that holds shards of experts, or slots for copies of them, the entry also has "num_shards", "spare_experts"
+and "num_ranks", those of its `jmx.parallel.experts_form.Form`; all else is that of the whole experts.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,16 +35,29 @@ import jax
 from jmx.checkpoint.config_object import ConfigObject
 from jmx.experts import Experts
 from jmx.numerics import layouts
+from jmx.parallel.experts_form import AnyExperts, Form, inner, whole_experts
 
 KEY = "jmx_experts"
 VERSION = 1
 
 
+_MOST = 1 << 20  # of shards, slots or ranks: no layer has more
+_FORM = {"num_shards": 1, "spare_experts": 0, "num_ranks": 1}  # of whole experts
+
+
+class Saved(NamedTuple):
+    """How a checkpoint has the experts of a layer."""
+
+    layout: str
+    form: Form
+
+
 class Layer(NamedTuple):
-    """A MoE layer of a module: its path there, with dots (empty for the module itself), and its experts."""
+    """A MoE layer of a module: its path there, with dots (empty for the module itself), its experts and their form."""
 
     path: str
-    experts: Experts
+    experts: AnyExperts
+    form: Form = Form()
 
     @property
     def prefix(self) -> str:
@@ -59,33 +76,45 @@ def note_of(layers: Sequence[Layer]) -> dict[str, Any]:
         ValueError: a layer in an unknown layout, or in one that does not support its format.
     """
     for layer in layers:
-        layout, format = layouts.get(layer.experts.layout), layer.experts.format
+        experts = inner(layer.experts)
+        layout, format = layouts.get(experts.layout), experts.format
         if not layout.holds(format):
             raise ValueError(f"`layout` (={layout.name!r}) of {layer.path!r} must hold {format.name!r}")
-    entries = {layer.path: {"layout": layer.experts.layout, **_facts(layer.experts)} for layer in layers}
+    entries = {
+        layer.path: {"layout": inner(layer.experts).layout, **_facts(layer.experts), **_form_entries(layer.form)}
+        for layer in layers
+    }
     return {KEY: {"version": VERSION, "layers": entries}}
 
 
-def layouts_of(note: ConfigObject, layers: Sequence[Layer]) -> list[str]:
-    """The layouts of these layers in the checkpoint of a note.
+def saved_as(note: ConfigObject, layers: Sequence[Layer]) -> list[Saved]:
+    """The layouts and forms of these layers in the checkpoint of a note.
 
     Raises:
-        CheckpointError: the note has another version, or differs from the layers in anything but the layout. It names
+        CheckpointError: the note has another version, or differs from the layers in anything but these. It names
             the file and the first key.
     """
     note.equal({"version": VERSION}, "which is what this jmx reads and writes")
     stored = note.object("layers")
     note.close()
-    found = [_layout_of(stored.object(layer.path), layer.experts) for layer in layers]
+    found = [_saved_as(stored.object(layer.path), layer) for layer in layers]
     stored.close()
     return found
 
 
-def _facts(experts: Experts) -> dict[str, Any]:
-    """A description of experts that does not depend on their layout, as JSON. Equal ones have the same arrays."""
+def _form_entries(form: Form) -> dict[str, int]:
+    """Entries of a form, none of whole experts."""
+    entries = {key: getattr(form, key) for key in _FORM}
+    return {} if entries == _FORM else entries
+
+
+def _facts(held: AnyExperts) -> dict[str, Any]:
+    """A description of experts that does not depend on their layout and form, as JSON. Equal ones have equal arrays."""
+    experts = jax.eval_shape(whole_experts, held)
     canonical = jax.eval_shape(Experts.canonical, experts)
     *leading_axes, num_experts, _, _ = canonical.gate_up.values.shape
-    return {
+    padded = {} if experts.padded_to is None else {"padded_to": [*experts.padded_to]}
+    return padded | {
         "leading_axes": leading_axes,
         "num_experts": num_experts,
         "hidden_size": experts.hidden_size,
@@ -97,10 +126,17 @@ def _facts(experts: Experts) -> dict[str, Any]:
     }
 
 
-def _layout_of(entries: ConfigObject, experts: Experts) -> str:
-    entries.equal(_facts(experts), "as in `module`")
-    layout = entries.one_of(
-        "layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(experts.format))
-    )
+def _saved_as(entries: ConfigObject, layer: Layer) -> Saved:
+    format = inner(layer.experts).format
+    entries.equal(_facts(layer.experts), "as in `module`")
+    layout = entries.one_of("layout", tuple(name for name, each in layouts.LAYOUTS.items() if each.holds(format)))
+    found = {
+        key: entries.check(key, partial(_is_count, least=least), f"must be an integer of at least {least}", least)
+        for key, least in _FORM.items()
+    }
     entries.close()
-    return layout
+    return Saved(layout, dataclasses.replace(layer.form, **found))
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST

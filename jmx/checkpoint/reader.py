@@ -16,9 +16,9 @@ class ExpertLayer(Protocol):
     Attributes:
         num_experts: E.
         hidden_size: H, the experts' inputs and outputs.
-        intermediate_size: I, so that gate_up is (E, 2 I, H) and down (E, H, I).
+        intermediate_size: I, so that gate_up is (E, 2 I, H), or (E, I, H) without a gate, and down (E, H, I).
         format: of the weights that `Reader.experts` returns; None where they are floats.
-        gate_up_order: of those weights, "interleaved" or "concatenated", as `jmx.Experts` has it.
+        gate_up_order: of those weights, as `jmx.Experts` has it; None without a gate.
         has_bias: whether both products have biases.
     """
 
@@ -31,7 +31,7 @@ class ExpertLayer(Protocol):
     @property
     def format(self) -> Format | None: ...
     @property
-    def gate_up_order(self) -> str: ...
+    def gate_up_order(self) -> str | None: ...
     @property
     def has_bias(self) -> bool: ...
 

@@ -39,6 +39,7 @@ DTYPES: dict[str, np.dtype] = {
         "U64": np.uint64,
         "I64": np.int64,
         "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
         "F8_E5M2": ml_dtypes.float8_e5m2,
         "F8_E8M0": ml_dtypes.float8_e8m0fnu,
         "F16": np.float16,

@@ -12,8 +12,10 @@ the uint8 bytes of checkpoints: two 4-bit elements in a byte, the even one of th
 """
 
 import itertools
+import re
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
+from math import lcm, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
-from jmx.util.typing import AnyArray, Array, Float32, Int8, Int32, Shaped, UInt8
+from jmx.util.typing import AnyArray, Float32, Int8, Int32, Shaped, UInt8
 
 WHOLE_ROW = -1  # a block size, as in GPTQ's configs
 
@@ -58,6 +60,8 @@ class Format:
         scale_dtypes: dtypes that canonical scales may have, the usual one first.
         arrays: names of the arrays of a weight, among those of `BlockScaled`.
         short_block: whether the last block may be shorter.
+        block_rows: rows of a weight that share their scales in files and as `quantize` makes them; `WHOLE_ROW`: all.
+            In memory each row has its own.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Format:
     scale_dtypes: tuple[np.dtype, ...]
     arrays: tuple[str, ...] = ("values", "scales")
     short_block: bool = False
+    block_rows: int = 1
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -81,9 +86,18 @@ class Format:
     def check_size(self, name: str, size: int) -> None:
         """Raises ValueError, naming the argument `name`, unless `size` is a whole number of blocks and of bytes."""
         check_int(name, size, least=0)
-        whole = 8 // self.element_bits if self.block_size == WHOLE_ROW or self.short_block else self.block_size
+        a_byte = 8 // self.element_bits
+        whole = a_byte if self.block_size == WHOLE_ROW or self.short_block else lcm(a_byte, self.block_size)
         if size % whole:
             raise ValueError(f"`{name}` (={size}) must be a multiple of {whole} for {self.name.upper()}")
+
+    def whole_size(self, size: int) -> int:
+        """The least size of at least `size` that is a whole number of bytes and of blocks; of FP8, whose last block may
+        be short for all kernels, of bytes."""
+        check_int("size", size, least=0)
+        any_size = self.block_size == WHOLE_ROW or self.block_rows != 1
+        unit = lcm(8 // self.element_bits, 1 if any_size else self.block_size)
+        return -(-size // unit) * unit
 
     def num_blocks(self, size: int, what: str) -> int:
         """The number of blocks along an axis of `size` elements; ValueError naming `what` unless they are whole."""
@@ -131,30 +145,79 @@ NVFP4 = Format("nvfp4", _E2M1, 4, 16, (_E4M3,), ("values", "scales", "global_sca
 MXINT4 = Format("mxint4", _INT4, 4, 32, _FLOATS[:1])
 # One scale for a tensor, a row ("channel"), or 128 x 128 weights. All are stored for each row, so that rows of gate and
 # up may be from different tensors, in any order, and end within a block.
-FP8_TENSOR = Format("fp8_tensor", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
+FP8_TENSOR = Format("fp8_tensor", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1], block_rows=WHOLE_ROW)
 FP8_CHANNEL = Format("fp8_channel", _E4M3, 8, WHOLE_ROW, _FLOATS[::-1])
-FP8_BLOCK = Format("fp8_block", _E4M3, 8, 128, _FLOATS[::-1], short_block=True)
-
-# Of activations, for block-scaled products with MXFP4 weights. See `jmx.numerics.mxfp8`.
+FP8_BLOCK = Format("fp8_block", _E4M3, 8, 128, _FLOATS[::-1], short_block=True, block_rows=128)
+# Of activations, too, for block-scaled products with MXFP4 weights. See `jmx.numerics.mxfp8`.
 MXFP8 = Format("mxfp8", _E4M3, 8, 32, (_E8M0,))
 
 
-def _integers() -> list[Format]:
-    """INT4 and INT8 in groups or by rows, with or without zero points ("asym"), with or without activation order."""
-    dtypes = {4: _INT4, 8: _INT8}
-    groups = {"g32": 32, "g64": 64, "g128": 128, "channel": WHOLE_ROW}
-    more = {"": (), "_asym": ("zero_points",), "_order": ("order",), "_asym_order": ("zero_points", "order")}
-    return [
-        Format(f"int{bits}_{group}{kind}", dtypes[bits], bits, size, _FLOATS, ("values", "scales", *arrays))
-        for bits, (group, size), (kind, arrays) in itertools.product(dtypes, groups.items(), more.items())
-        if not (size == WHOLE_ROW and "order" in arrays)  # one group has no order
-    ]
+_GROUP_SIZES = (32, 64, 128)  # of the formats that tables list
+_MORE = {"": (), "_asym": ("zero_points",), "_order": ("order",), "_asym_order": ("zero_points", "order")}
+
+
+def _integers(bits: int, block_size: int, kind: str) -> Format:
+    """INT4 or INT8 in groups or by rows, with or without zero points ("asym"), with or without activation order."""
+    blocks = "channel" if block_size == WHOLE_ROW else f"g{block_size}"
+    arrays = ("values", "scales", *_MORE[kind])
+    element_dtype, is_short = {4: _INT4, 8: _INT8}[bits], block_size != WHOLE_ROW
+    return Format(f"int{bits}_{blocks}{kind}", element_dtype, bits, block_size, _FLOATS, arrays, short_block=is_short)
+
+
+def fp8_in_blocks(rows: int, columns: int) -> Format:
+    """FP8 with one scale for blocks of `rows` x `columns` weights, of which the last may be short: `FP8_BLOCK` if 128 x
+    128, else of a name such as "fp8_block_64x256"."""
+    if (rows, columns) == (FP8_BLOCK.block_rows, FP8_BLOCK.block_size):
+        return FP8_BLOCK
+    name = f"fp8_block_{rows}x{columns}"
+    return Format(name, _E4M3, 8, columns, _FLOATS[::-1], short_block=True, block_rows=rows)
+
+
+_SIZE = "([1-9][0-9]{0,8})"
+_INTEGERS = re.compile(f"int(4|8)_g{_SIZE}({'|'.join(_MORE)})")
+_BLOCKS = re.compile(f"fp8_block_{_SIZE}x{_SIZE}")
+
+
+@lru_cache(1024)
+def _parametrised(name: str) -> Format | None:
+    """The format of a name that has sizes in it; None for other names, and those that have a shorter one."""
+    if (match := _INTEGERS.fullmatch(name)) is not None:
+        return _integers(int(match[1]), int(match[2]), match[3])
+    match = _BLOCKS.fullmatch(name)
+    format = None if match is None else fp8_in_blocks(int(match[1]), int(match[2]))
+    return format if format is not None and format.name == name else None
+
+
+class FormatTable(dict[str, Format]):
+    """Formats by name. Beside those that it lists, it has those of any size: `also` says which."""
+
+    also = (
+        "int4_gN or int8_gN (also _asym, _order) for groups of any N, or fp8_block_RxC for blocks of R rows, C columns"
+    )
+
+    def __missing__(self, name: str) -> Format:
+        format = _parametrised(name) if isinstance(name, str) else None
+        if format is None:
+            raise KeyError(name)
+        return format
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and _parametrised(name) is not None)
 
 
 # Of weights.
-FORMATS: dict[str, Format] = {
-    format.name: format for format in (MXFP4, NVFP4, MXINT4, *_integers(), FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK)
-}
+FORMATS = FormatTable(
+    (format.name, format)
+    for format in (
+        *(MXFP4, NVFP4, MXINT4, MXFP8),
+        *(
+            _integers(bits, size, kind)
+            for bits, size, kind in itertools.product((4, 8), (*_GROUP_SIZES, WHOLE_ROW), _MORE)
+            if not (size == WHOLE_ROW and "order" in _MORE[kind])  # one group has no order
+        ),
+        *(FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK),
+    )
+)
 
 _ELEMENTS = {format.element_dtype: None for format in FORMATS.values()}  # in that order, each once
 _SCALE_BYTES = {_E8M0: 127, _E4M3: 0x38}  # of 1.0
@@ -179,6 +242,20 @@ def with_float_scales(*element_dtypes: Any) -> tuple[str, ...]:
         and format.block_size in (WHOLE_ROW, 32, 64, 128)
         and "global_scales" not in format.arrays
     )
+
+
+def decoded_alike(format: Format) -> str:
+    """The name of the listed format whose arrays kernels decode by the same code; the format's own if there is none.
+
+    Integers in larger groups of a power of two are decoded as those in groups of 128; how many rows of a block share
+    its scale in files does not matter in memory.
+    """
+    size = format.block_size
+    if size < _GROUP_SIZES[-1] or size & (size - 1):
+        return format.name
+    if format.element_dtype == _E4M3:
+        return FP8_BLOCK.name if size == FP8_BLOCK.block_size else format.name
+    return format.name.replace(f"_g{size}", f"_g{_GROUP_SIZES[-1]}")
 
 
 def is_packed(q: BlockScaled) -> bool:
@@ -319,65 +396,3 @@ def _of_bytes(array: UInt8[AnyArray, "*shape"], dtype: np.dtype) -> Shaped[AnyAr
 def one(format: Format, dtype: Any) -> float:
     """The value of an array of scales of that dtype that represents 1.0."""
     return _SCALE_BYTES[format.scale_dtype] if dtype == jnp.uint8 else 1.0
-
-
-def pad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) -> BlockScaled:
-    """Extends the last two axes (N, K) to `shape` with zero values and scales of 1.0, canonical or packed.
-
-    Raises:
-        ValueError: `shape` smaller than that of `q`, or its K not a whole number of blocks.
-    """
-    format = get(format)
-    (rows, columns), target = _resized(q, shape, format)
-    if shape[0] < rows or shape[1] < columns:
-        raise ValueError(f"`shape` (={tuple(shape)}) must be at least {(rows, columns)}, the weight's own")
-    # e8m0 has no zero: a scale filled with zeros would be NaN.
-    fills = {"scales": one(format, q.scales.dtype), "global_scales": 1.0}
-    extended = {
-        name: _extend(array, getattr(target, name).shape, fills.get(name, 0))
-        for name, array in q._asdict().items()
-        if array is not None
-    }
-    padded = q._replace(**extended)
-    if padded.zero_points is not None and format.block_size == WHOLE_ROW:  # weights of value 0 are the row's zero point
-        inside = jnp.arange(padded.values.shape[-1]) < q.values.shape[-1]
-        zero = padded.zero_points.astype(padded.values.dtype)
-        if is_packed(q) and format.element_bits == 4:
-            zero = (zero & 15) * jnp.uint8(0x11)
-        padded = padded._replace(values=jnp.where(inside, padded.values, zero))
-    if padded.order is not None:
-        padded = padded._replace(order=jnp.where(jnp.arange(shape[1]) < columns, padded.order, jnp.arange(shape[1])))
-    return padded
-
-
-def _resized(q: BlockScaled, shape: tuple[int, int], format: Format) -> tuple[tuple[int, int], BlockScaled]:
-    """N and K of `q`, and its arrays (`jax.ShapeDtypeStruct`) if these become `shape`.
-
-    Raises:
-        ValueError: `q` has no axis N, or the K of `shape` is not a whole number of blocks.
-    """
-    present = logical_shape(q, format)
-    if len(present) < 2:
-        raise ValueError(f"`q.values` (shape {q.values.shape}) must be (..., N, K)")
-    check_shape("shape", shape, 2)
-    scale_dtype = format.scale_dtype if q.scales.dtype == jnp.uint8 else q.scales.dtype
-    target = format.abstract((*present[:-2], *shape), packed=is_packed(q), scale_dtype=scale_dtype)
-    return (present[-2], present[-1]), target
-
-
-def _extend(array: Shaped[AnyArray, "..."], shape: tuple[int, ...], fill: float) -> Shaped[Array, "..."]:
-    widths = [(0, new - old, 0) for old, new in zip(array.shape, shape, strict=True)]
-    return lax.pad(array, jnp.array(fill, array.dtype), widths)
-
-
-def unpad(q: BlockScaled, shape: tuple[int, int], format: Format | str = MXFP4) -> BlockScaled:
-    """Slices the last two axes to `shape` (N, K), the inverse of `pad`.
-
-    Raises:
-        ValueError: `shape` larger than that of `q`, or its K not a whole number of blocks.
-    """
-    format = get(format)
-    (rows, columns), target = _resized(q, shape, format)
-    if shape[0] > rows or shape[1] > columns:
-        raise ValueError(f"`shape` (={tuple(shape)}) must be at most {(rows, columns)}, the weight's own")
-    return jax.tree.map(lambda array, t: lax.slice(array, [0] * array.ndim, t.shape), q, target)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jmx.numerics import formats
 from jmx.numerics.formats import BlockScaled, Format
+from jmx.numerics.gate_up import is_interleaved
 from jmx.util.checks import check_one_of
 from jmx.util.typing import Array, Int32
 
@@ -45,7 +46,7 @@ def rows_in_order(order: Int32[Array, "*lead I"], gate_up_order: str | None) -> 
     """
     if gate_up_order is None:
         return order
-    if gate_up_order == "interleaved":
+    if is_interleaved(gate_up_order):
         return (2 * order[..., None] + jnp.arange(2, dtype=order.dtype)).reshape(*order.shape[:-1], -1)
     return jnp.concatenate([order, order + order.shape[-1]], axis=-1)
 
@@ -75,7 +76,7 @@ class Layout:
     orders_rows: bool = False
 
     def holds(self, format: Format) -> bool:
-        return self.formats is None or format.name in self.formats
+        return self.formats is None or formats.decoded_alike(format) in self.formats
 
     def rows(self, order: Int32[Array, "*lead I"] | None, spec: WeightSpec) -> tuple[Int32[Array, "*lead N"], ...]:
         """The additional argument of `orders_rows`, or none; `order`: that of the columns of "down"."""

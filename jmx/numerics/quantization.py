@@ -16,11 +16,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jmx.numerics import element_codes, formats, rounding
+from jmx.numerics import element_codes, formats, mxfp8, rounding
 from jmx.numerics.formats import (
-    FP8_BLOCK,
-    FP8_TENSOR,
     MXFP4,
+    MXFP8,
     NVFP4,
     WHOLE_ROW,
     BlockScaled,
@@ -62,9 +61,10 @@ def quantize(
     Elements round to nearest, ties to even, and saturate; zeros keep their sign if elements have one. A block of
     zeros gets scale 1.0. Scales:
         MXFP4: a power of two by `scale_rule`, its exponent clamped to [-127, 127].
+        MXFP8: 2^ceil(log2(amax / 448)), at least 2^-127, which blocks of zeros have.
         NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
         MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, 0 in between.
-        FP8: amax / 448, of the whole tensor, a row, or 128 x 128 weights.
+        FP8: amax / 448, of the whole tensor, a row, or a block of rows and columns.
     All but MXFP4's follow compressed-tensors' observers. A scale that would round to zero is the least positive
     number of its dtype, for 16 and 32 bits the least normal one.
 
@@ -104,12 +104,14 @@ def quantize(
         _refuse_nonfinite(x)
     if format == MXFP4:
         return _quantize_mxfp4(x, format.block_size, SCALE_RULES[scale_rule])
+    if format == MXFP8:
+        return mxfp8.quantize(x)
     return _quantize(x, format)
 
 
 def rows_share_scales(format: Format) -> bool:
     """Whether rows of one tensor share scales, so that gate and up are quantized separately."""
-    return format in (NVFP4, FP8_TENSOR, FP8_BLOCK)
+    return format == NVFP4 or format.block_rows != 1
 
 
 def _refuse_nonfinite(x: Float[AnyArray, "..."]) -> None:
@@ -151,7 +153,6 @@ def _pairs(elements: UInt8[Array, "*lead K"]) -> UInt8[Array, "*lead bytes"]:
     return elements[..., 0::2] | elements[..., 1::2] << 4
 
 
-_BLOCK_ROWS = 128  # of FP8_BLOCK
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 
 
@@ -164,11 +165,8 @@ def _quantize(x: Float[Array, "*lead K"], format: Format) -> BlockScaled:
     bad = ~jnp.isfinite(blocks).all(axis=-1)
     blocks = jnp.where(bad[..., None], 0, blocks)
     amax = jnp.abs(blocks).max(axis=-1, initial=0)
-    if format == FP8_TENSOR:
-        amax = jnp.broadcast_to(amax.max(axis=-2, keepdims=True, initial=0), amax.shape)
-        bad = jnp.broadcast_to(bad.any(axis=-2, keepdims=True), bad.shape)
-    if format == FP8_BLOCK:
-        amax, bad = _over_rows(amax), _over_rows(bad)
+    if format.block_rows != 1:
+        amax, bad = _over_rows(amax, format.block_rows), _over_rows(bad, format.block_rows)
     global_scales, zero_points = None, None
     if format == NVFP4:
         total = jnp.broadcast_to(amax.max(axis=(-2, -1), keepdims=True, initial=0)[..., 0], amax.shape[:-1])
@@ -212,11 +210,12 @@ def _in_blocks(x: Float[Array, "*lead K"], format: Format) -> Float[Array, "*lea
     return jnp.pad(x, widths).reshape(*x.shape[:-1], format.num_blocks(size, "x.shape[-1]"), block)
 
 
-def _over_rows(array: Shaped[Array, "*lead N b"]) -> Shaped[Array, "*lead N b"]:
-    """Each 128 rows of (..., N, blocks) replaced by their maximum."""
+def _over_rows(array: Shaped[Array, "*lead N b"], block_rows: int) -> Shaped[Array, "*lead N b"]:
+    """Each `block_rows` rows of (..., N, blocks), or all of them if `WHOLE_ROW`, replaced by their maximum."""
     rows = array.shape[-2]
-    filled = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, -rows % _BLOCK_ROWS), (0, 0)])
-    grouped = filled.reshape(*array.shape[:-2], filled.shape[-2] // _BLOCK_ROWS, _BLOCK_ROWS, array.shape[-1])
+    count = max(rows, 1) if block_rows == WHOLE_ROW else block_rows
+    filled = jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, -rows % count), (0, 0)])
+    grouped = filled.reshape(*array.shape[:-2], filled.shape[-2] // count, count, array.shape[-1])
     spread = jnp.broadcast_to(grouped.max(axis=-2, keepdims=True, initial=0), grouped.shape)
     return spread.reshape(filled.shape)[..., :rows, :]
 
@@ -311,6 +310,9 @@ def expand(
         *rows, num_bytes = q.values.shape
         return element_codes.floats(blocks, q.scales[..., None], dtype).reshape(*rows, 2 * num_bytes), None
     weights = _elements(q.values, format)
+    if format == MXFP8:
+        blocks = weights.reshape(*q.scales.shape, format.block_size)
+        return element_codes.scaled(blocks, q.scales[..., None]).reshape(weights.shape).astype(dtype), None
     if q.zero_points is not None:
         weights -= _spread(q.zero_points.astype(jnp.float32), weights.shape, format)
     scales = q.scales
@@ -371,9 +373,9 @@ def _random(key: Key[Array, ""] | UInt32[AnyArray, "2"], shape: tuple[int, ...],
         columns = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), abstract.order.shape)
         order = jax.random.permutation(keys[3], columns, axis=-1, independent=True)
     above = jax.random.randint(keys[1], abstract.scales.shape, 0, 2, jnp.int32)
-    if format == FP8_BLOCK:
-        above = above[..., np.arange(shape[-2]) // _BLOCK_ROWS * _BLOCK_ROWS, :]
-    if format == MXFP4:
+    if format.block_rows > 1:
+        above = above[..., np.arange(shape[-2]) // format.block_rows * format.block_rows, :]
+    if format.scale_dtype == jnp.float8_e8m0fnu:
         scales = (_SCALE_ONE + exponent + above).astype(jnp.uint8)
     else:
         scales = (2.0**exponent * (1 + above)).astype(format.scale_dtype)

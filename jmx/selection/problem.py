@@ -13,7 +13,16 @@ from jmx.experts import ORDERS, Experts
 from jmx.numerics import layouts
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, resolve
-from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_one_of, check_str
+from jmx.util.checks import (
+    check_array,
+    check_bool,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_one_of,
+    check_shape,
+    check_str,
+)
 from jmx.util.typing import Float
 
 WEIGHTS_ON = ("output", "input")
@@ -29,8 +38,9 @@ class Problem:
         dtype: name of the activations' dtype.
         format: name of the weights' format.
         input_format: name of the format that activations are rounded to before each product; None: `dtype` itself.
+        padded_from: the sizes before padding, hidden and intermediate, if weights are padded; else None.
         activation: the activation between the two products.
-        gate_up_order: "interleaved", "concatenated", or None for un-gated experts.
+        gate_up_order: one of `gate_up.GATE_UP_ORDERS`, or None for un-gated experts.
         bias: whether the experts have biases.
         layout: name of the weights' layout.
         weights_on: whether routing weights multiply the experts' "output" or "input".
@@ -52,6 +62,7 @@ class Problem:
     layout: str
     weights_on: str = "output"
     input_format: str | None = None
+    padded_from: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.num_tokens is not None:
@@ -68,6 +79,8 @@ class Problem:
         check_one_of("gate_up_order", self.gate_up_order, ORDERS)
         self._set("bias", check_bool("bias", self.bias))
         layouts.get(self.layout)
+        if self.padded_from is not None:
+            self._set("padded_from", check_shape("padded_from", self.padded_from, 2))
         check_one_of("weights_on", self.weights_on, WEIGHTS_ON)
 
     def _set(self, name: str, value: Any) -> None:
@@ -91,10 +104,12 @@ class Problem:
         tokens: int | None = 1
         for size in x.shape[:-1]:
             tokens = tokens * size if isinstance(size, int) and tokens is not None else None
+        hidden_size, intermediate_size = experts.array_sizes
+        padded = experts.padded_to is not None
         return cls(
             num_tokens=tokens,
-            hidden_size=experts.hidden_size,
-            intermediate_size=experts.intermediate_size,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             num_experts=experts.num_experts,
             top_k=top_k,
             dtype=jnp.dtype(x.dtype).name,
@@ -105,7 +120,16 @@ class Problem:
             layout=experts.layout,
             weights_on=weights_on,
             input_format=resolve_input_format(experts, input_format),
+            padded_from=(experts.hidden_size, experts.intermediate_size) if padded else None,
         )
+
+    def without_padding(self) -> "Problem":
+        """The same problem of weights that are not padded."""
+        if self.padded_from is None:
+            return self
+        hidden_size, intermediate_size = self.padded_from
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        return dataclasses.replace(self, **sizes, padded_from=None)
 
     @property
     def on_input(self) -> bool:
@@ -114,9 +138,14 @@ class Problem:
 
     def __str__(self) -> str:
         tokens = {None: "a symbolic number of tokens", 1: "1 token"}.get(self.num_tokens, f"{self.num_tokens} tokens")
+        sizes = self.hidden_size, self.intermediate_size
+        h, i = (
+            f"{size}" if size == its else f"{size} (padded to {its})"
+            for size, its in zip(self.padded_from or sizes, sizes, strict=True)
+        )
         return (
-            f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={self.hidden_size}, "
-            f"I={self.intermediate_size}, {self.format} ({self.layout}) x {self.input_format or self.dtype}"
+            f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={h}, I={i}, "
+            f"{self.format} ({self.layout}) x {self.input_format or self.dtype}"
         )
 
 
@@ -149,10 +178,21 @@ def resolve_input_format(experts: Experts, wanted: str | None) -> str | None:
     if name is None:
         return None
     format = INPUT_FORMATS[name]
-    format.check_sizes(experts.hidden_size, experts.intermediate_size)
+    format.check_sizes(*experts.array_sizes)
     if format.static and experts.gate_up_input_scale is None:
         raise ValueError(
             f"`input_format` (={name!r}) is static, and `experts` have no scales for it: add them with "
             "`experts.with_inputs`"
         )
     return name
+
+
+def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Logical shapes of one expert's two weights."""
+    rows = problem.intermediate_size * (1 if problem.gate_up_order is None else 2)
+    return (rows, problem.hidden_size), (problem.hidden_size, problem.intermediate_size)
+
+
+def weight_bytes(problem: Problem, experts: float) -> float:
+    """Bytes of the values and scales of `experts` experts."""
+    return experts * sum(FORMATS[problem.format].bytes(shape) for shape in weight_shapes(problem))

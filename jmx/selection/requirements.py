@@ -7,6 +7,7 @@ format, dtype, routing weights, token count, the backend's own checks, and the l
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from jmx.numerics.formats import FORMATS, WHOLE_ROW, decoded_alike
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
@@ -46,11 +47,35 @@ class Limits:
 
         `more`: further checks of the backend.
         """
-        checks = (self._format, self._input_format, self._dtype, self._weights_on, self._tokens, *more, self._layout)
+        checks = (
+            self._format,
+            self._blocks,
+            self._input_format,
+            self._dtype,
+            self._weights_on,
+            self._tokens,
+            *more,
+            self._layout,
+        )
         found = self._environment(environment)
         for check in checks:
             found = found or check(problem)
         return found
+
+    @classmethod
+    def hopper(
+        cls, layout: str, formats: tuple[str, ...] | None, input_formats: tuple[str | None, ...] = (None,)
+    ) -> "Limits":
+        """The limits of kernels for Hopper GPUs that read weights in `layout`."""
+        return cls(
+            platform="gpu",
+            capabilities=((9, 0),),
+            machine="a Hopper GPU (H100, H200, GH200)",
+            formats=formats,
+            input_formats=input_formats,
+            dtypes=("bfloat16", "float16"),
+            layout=layout,
+        )
 
     def _environment(self, environment: Environment) -> Rejection | None:
         if self.platform not in (None, environment.platform):
@@ -65,10 +90,18 @@ class Limits:
         return None
 
     def _format(self, problem: Problem) -> Rejection | None:
-        if self.formats is None or problem.format in self.formats:
+        if self.formats is None or decoded_alike(FORMATS[problem.format]) in self.formats:
             return None
         wanted = " or ".join(self.formats)
         return Rejection(Reason.FORMAT, f"weights are {problem.format!r}", f"use xla, or quantize to {wanted}")
+
+    def _blocks(self, problem: Problem) -> Rejection | None:
+        """Kernels take a short last block of FP8 alone, where padding is 0 whatever the scale."""
+        format = FORMATS[problem.format]
+        if self.formats is None or format.block_rows != 1 or format.block_size == WHOLE_ROW:
+            return None
+        why = f"the columns that share a scale in {problem.format}"
+        return indivisible(hidden_and_intermediate(problem), format.block_size, why, "use xla, or experts.pad()")
 
     def _input_format(self, problem: Problem) -> Rejection | None:
         taken = self.input_formats

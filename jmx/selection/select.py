@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jmx.selection import vllm_names
 from jmx.selection.backend import Backend, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
@@ -60,7 +61,7 @@ def check_backend(backend: str | None, backends: Sequence[Backend]) -> None:
         if not (hasattr(engine, "name") and hasattr(engine, "supports")):
             raise TypeError(f"`backends[{i}]` ({shown(engine)}) must be a backend")
     if backend is not None:
-        check_one_of("backend", backend, [engine.name for engine in backends])
+        check_one_of("backend", backend, [engine.name for engine in backends], vllm_names.meant)
 
 
 def select(problem: Problem, environment: Environment, request: str | None, backends: Sequence[Backend]) -> Selection:

@@ -44,6 +44,7 @@ FP4 = {"num_bits": 4, "type": "float"}
 NVFP4 = FP4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": E4M3, "zp_dtype": E4M3}
 MXFP4 = FP4 | {"strategy": "group", "group_size": 32, "scale_dtype": UINT8, "zp_dtype": UINT8}
 FP8 = {"num_bits": 8, "type": "float"}
+MXFP8 = FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": UINT8, "zp_dtype": UINT8}
 BLOCK = FP8 | {"strategy": "block", "block_structure": [128, 128]}
 
 
@@ -93,6 +94,7 @@ CASES = {
     "w4afp8_g32": Case(integers(4, 32), FP8_TOKEN),
     "w8a8_channel": Case(integers(8, None), TOKEN),
     "fp8_block_groups": Case(BLOCK, FP8_GROUP, **WIDE),  # of inputs, which divide the sizes
+    "mxfp8": Case(MXFP8, MXFP8 | {"dynamic": True}),
 }
 ORDERED_CASES = {
     "w4a16_g32_order": Case(integers(4, 32, actorder="group")),

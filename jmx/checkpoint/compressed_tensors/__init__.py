@@ -1,4 +1,7 @@
-"""compressed-tensors checkpoints, and those of ModelOpt, Quark, DeepSeek and Qwen: the same bits under other names."""
+"""compressed-tensors checkpoints, and those of ModelOpt, Quark, DeepSeek, Qwen, GPTQ and AWQ.
+
+They hold the same bits under other names.
+"""
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
 from jmx.checkpoint.compressed_tensors.layers import Layer

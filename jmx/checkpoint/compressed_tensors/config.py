@@ -6,6 +6,7 @@ observed), and some would change the model: every key is checked, and an unknown
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,26 @@ from typing import Any
 from jmx.checkpoint.compressed_tensors.targets import Target, targets_of
 from jmx.checkpoint.config_object import ConfigObject
 from jmx.checkpoint.shards import CheckpointError
+from jmx.numerics.formats import fp8_in_blocks
 from jmx.numerics.input_formats import INPUT_FORMATS
 
 FILE = "config.json"
 METHOD = "compressed-tensors"
 FLOAT_QUANTIZED = "float-quantized"
+MXFP8_QUANTIZED = "mxfp8-quantized"
 MIXED = "mixed-precision"  # instead of one storage for all groups: each group names its own
 
-GROUP_SIZES = (32, 64, 128)  # of integers
-BLOCK = [128, 128]  # of FP8
-
+_BLOCK = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 _TORCH_DTYPE = re.compile(r"torch\.[a-z]+[0-9]+(_[a-z0-9]+)?")
 _FLOAT_SCALES = (None, "torch.bfloat16", "torch.float16", "torch.float32")  # `scale_dtype` of integers and FP8
+
+LARGEST = 10**9  # sizes of groups and blocks are below
 
 # How files store weights (the package's `format`) -> the kinds of weights that can be stored so.
 STORAGES: dict[str, tuple[str, ...]] = {
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
+    MXFP8_QUANTIZED: ("mxfp8",),
     "pack-quantized": ("int",),
     "int-quantized": ("int",),
     FLOAT_QUANTIZED: ("fp8",),
@@ -38,6 +42,8 @@ STORAGES: dict[str, tuple[str, ...]] = {
 
 # How files of other tools than compressed-tensors store weights.
 MODELOPT, QUARK, FP8, FP8_UE8M0 = "modelopt", "quark", "fp8", "fp8_ue8m0"
+GPTQ, GPTQ_V2, AWQ = "gptq", "gptq_v2", "awq"
+DEEPSEEK_FP4 = "deepseek_fp4"  # of DeepSeek-V4's experts
 
 # Input formats with a static scale, and the tensor that holds it, by compressed-tensors' name.
 GLOBAL = "input_global_scale"  # divides in compressed-tensors' files, unlike `input_scale`
@@ -63,7 +69,7 @@ class Scheme:
         weights: name of the weights' format, a key of `jmx.numerics.formats.FORMATS`.
         inputs: name of the inputs' format in `jmx.numerics.input_formats.INPUT_FORMATS`; None if activations are not
             quantized. For any other format of inputs, a description of the config's entry.
-        storage: how files store the weights: a key of `STORAGES`, `MODELOPT`, `QUARK`, `FP8` or `FP8_UE8M0`.
+        storage: how files store the weights: a key of `STORAGES`, or the constant of another tool, such as `MODELOPT`.
     """
 
     weights: str
@@ -87,11 +93,15 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of modules with one scheme: its name, the targets that select modules, and the scheme."""
+    """A group of modules with one scheme: its name, the targets that select modules, and the scheme.
+
+    `names`: of modules that are selected too, with all modules inside them, as their own names do.
+    """
 
     name: str
     targets: tuple[Target, ...]
     scheme: Scheme
+    names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,8 @@ class Quantization:
             return None
         found: dict[int, dict[Scheme, str]] = {}
         for group in self.groups:
+            if group.names and not group.names.isdisjoint(_with_outer(module)):
+                found.setdefault(0, {}).setdefault(group.scheme, group.name)
             for target in group.targets:
                 rank = target.rank(module, module_class)
                 if rank is not None:
@@ -134,6 +146,13 @@ class Quantization:
         if len(best) > 1:
             raise CheckpointError(self.file, f"module {module!r} must be of one group, but is of {[*best.values()]}")
         return next(iter(best))
+
+
+def _with_outer(module: str) -> Iterator[str]:
+    """The module's name, and those of all that it is inside of."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
@@ -198,12 +217,14 @@ class _Args:
     num_bits: int
     strategy: str
     group_size: int | None
+    block: tuple[int, int] | None
     symmetric: bool
     dynamic: bool | str
     scale_dtype: str | None
 
     def __str__(self) -> str:
         size = "" if self.group_size is None else f" of {self.group_size}"
+        size = size if self.block is None else f" of {self.block[0]} x {self.block[1]}"
         sign = "" if self.symmetric else "asymmetric "
         dtype = "" if self.scale_dtype is None else f", {self.scale_dtype} scales"
         dynamic = f"dynamic={self.dynamic!r}" if isinstance(self.dynamic, str) else ("static", "dynamic")[self.dynamic]
@@ -215,7 +236,10 @@ def _args(entries: ConfigObject) -> _Args:
     type_ = entries.one_of("type", ("int", "float"), "int")
     num_bits = entries.check("num_bits", lambda v: type(v) is int and v > 0, "must be a positive whole number", 8)
     group_size = entries.check(
-        "group_size", lambda v: v is None or (type(v) is int and (v == -1 or v > 0)), "must be positive, or -1", None
+        "group_size",
+        lambda v: v is None or (type(v) is int and (v == -1 or 0 < v < LARGEST)),
+        f"must be positive and below {LARGEST}, or -1",
+        None,
     )
     inferred = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
     known = ("tensor", "channel", "group", "block", "token", "tensor_group")
@@ -224,16 +248,36 @@ def _args(entries: ConfigObject) -> _Args:
     if (strategy in ("group", "tensor_group")) != (group_size is not None):
         rule = "must be given" if group_size is None else "must not be given"
         raise CheckpointError(entries.file, f"`{entries.place}.group_size` {rule} for strategy {strategy!r}")
-    block = entries.one_of("block_structure", (BLOCK, "x".join(map(str, BLOCK)), None), None)
+    block = block_of(entries, "block_structure", None)
     if (strategy == "block") != (block is not None):
-        rule = f"must be {BLOCK} for strategy 'block' alone"
+        rule = "must be [rows, columns] for strategy 'block' alone"
         raise CheckpointError(entries.file, f"`{entries.place}.block_structure` (={block}) {rule}")
     entries.check("observer", lambda v: v is None or isinstance(v, str), "must be a string", None)
     entries.object_or_none("observer_kwargs")
     _dtype(entries, "zp_dtype")
     symmetric = entries.one_of("symmetric", (True, False), True)
     dynamic = _dynamic(entries, strategy)
-    return _Args(type_, num_bits, strategy, group_size, symmetric, dynamic, _dtype(entries, "scale_dtype"))
+    return _Args(type_, num_bits, strategy, group_size, block, symmetric, dynamic, _dtype(entries, "scale_dtype"))
+
+
+def block_of(entries: ConfigObject, key: str, *default: Any) -> tuple[int, int] | None:
+    """The rows and columns of a block, "128x128" or a list of two; None if the entry is null.
+
+    Raises:
+        CheckpointError: another value, or none and no `default`.
+    """
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, str):
+            return _BLOCK.fullmatch(value) is not None
+        is_pair = isinstance(value, list) and len(value) == 2
+        return value is None or (is_pair and all(type(size) is int and 0 < size < LARGEST for size in value))
+
+    value = entries.check(key, fits, "must be two positive whole numbers, the rows and columns of a block", *default)
+    if value is None:
+        return None
+    rows, columns = value.split("x") if isinstance(value, str) else value
+    return int(rows), int(columns)
 
 
 def _dynamic(entries: ConfigObject, strategy: str) -> bool | str:
@@ -271,6 +315,9 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
     if args.num_bits not in (4, 8):
         raise entries.error("num_bits", "must be one of [4, 8]")
     unknown = CheckpointError(entries.file, f"`{entries.place}` ({args}) must be weights of a format that is known")
+    is_mxfp8 = (args.type, args.num_bits, args.strategy, args.group_size) == ("float", 8, "group", 32)
+    if is_mxfp8 and args.symmetric and args.dynamic is False and args.scale_dtype in ("torch.uint8", None):
+        return "mxfp8", "mxfp8"
     has_float_scales = args.type == "int" or args.num_bits == 8
     if args.dynamic is not False or (has_float_scales and args.scale_dtype not in _FLOAT_SCALES):
         raise unknown
@@ -278,8 +325,6 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
         raise entries.error("actorder", "must be of integers in groups")
     if args.type == "int":
         if args.strategy == "group":
-            if args.group_size not in GROUP_SIZES:
-                raise entries.error("group_size", f"must be one of {list(GROUP_SIZES)} for integers")
             blocks = f"g{args.group_size}"
         elif args.strategy == "channel":
             blocks = "channel"
@@ -297,8 +342,10 @@ def _weights(entries: ConfigObject) -> tuple[str, str]:
         key = (args.strategy, args.group_size, args.scale_dtype)
         if args.num_bits == 4 and key in four_bits:
             return four_bits[key], four_bits[key]
-        if args.num_bits == 8 and args.strategy in ("tensor", "channel", "block"):
+        if args.num_bits == 8 and args.strategy in ("tensor", "channel"):
             return f"fp8_{args.strategy}", "fp8"
+        if args.num_bits == 8 and args.block is not None:
+            return fp8_in_blocks(*args.block).name, "fp8"
     raise unknown
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors.config import BLOCK, INPUTS, METHOD, MIXED, STORAGES, Scheme
+from jmx.checkpoint.compressed_tensors.config import INPUTS, METHOD, MIXED, STORAGES, Scheme
+from jmx.numerics.formats import FORMATS
 
-_FOUR_BITS: dict[str, dict[str, Any]] = {
+_FLOATS: dict[str, dict[str, Any]] = {
     "nvfp4": {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
     "mxfp4": {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    "mxfp8": {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
 }
-_BLOCKS: dict[str, dict[str, Any]] = {"block": {"block_structure": BLOCK}}
 
 
 def entries(groups: Mapping[str, tuple[Sequence[str], Scheme]], ignore: Sequence[str] = ()) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def entries(groups: Mapping[str, tuple[Sequence[str], Scheme]], ignore: Sequence
 
 
 def _weights(format: str) -> dict[str, Any]:
-    if format in _FOUR_BITS:
-        return {"type": "float", "num_bits": 4, "symmetric": True, "dynamic": False, **_FOUR_BITS[format]}
+    if format in _FLOATS:
+        return {"type": "float", "num_bits": 4, "symmetric": True, "dynamic": False, **_FLOATS[format]}
     kind, blocks, *suffixes = format.split("_")
     found = {"type": "float", "num_bits": 8, "symmetric": "asym" not in suffixes, "dynamic": False}
     if kind.startswith("int"):
@@ -59,7 +60,9 @@ def _weights(format: str) -> dict[str, Any]:
     if blocks.startswith("g"):
         found |= {"strategy": "group", "group_size": int(blocks.removeprefix("g"))}
     else:
-        found |= {"strategy": blocks, **_BLOCKS.get(blocks, {})}
+        found |= {"strategy": blocks}
+    if blocks == "block":
+        found |= {"block_structure": [FORMATS[format].block_rows, FORMATS[format].block_size]}
     return found | ({"actorder": "group"} if "order" in suffixes else {})
 
 

@@ -15,19 +15,22 @@ from pathlib import Path
 import numpy as np
 
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.gptq_module import module_of
 from jmx.checkpoint.compressed_tensors.module import Module, Piece, Shape
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.host_arrays import stacked
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
 from jmx.numerics.formats import Format
+from jmx.numerics.gate_up import GATE_UP_ORDERS
 from jmx.util.typing import Float32, Shaped
 
-# Names of the projections of each role, gate before up.
+# Names of the projections of each role, gate before up; up alone where experts have no gate.
 PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)},
     {"gate_up": ("w1", "w3"), "down": ("w2",)},
     {"gate_up": ("gate_up_proj",), "down": ("down_proj",)},
+    {"gate_up": ("up_proj",), "down": ("down_proj",)},
 )
 
 WHOLE = "weight_shape"  # describes a whole tensor, also one that holds all experts
@@ -44,12 +47,12 @@ class Layer:
     Args:
         name: of the module that holds them, such as "model.layers.0.mlp.experts".
         modules: by role, for each expert the modules whose rows are concatenated.
-        gate_up_order: "concatenated" or "interleaved", as `jmx.Experts` has it.
+        gate_up_order: as `jmx.Experts` has it; None without a gate.
     """
 
     name: str
     modules: Mapping[str, Sequence[tuple[Module, ...]]]
-    gate_up_order: str
+    gate_up_order: str | None
 
     @property
     def _first(self) -> Module:
@@ -211,10 +214,12 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
         return None
     if len(spelling["gate_up"]) > 1:
         gate_up_order = "concatenated"  # here, from two tensors
+    elif spelling["gate_up"] == ("up_proj",):
+        gate_up_order = None
     elif gate_up_order is None:
         raise ValueError(
-            f"`gate_up_order` (=None) must be 'concatenated' or 'interleaved': experts of {name!r} hold gate and up in "
-            "one tensor, and files do not record the order of its rows"
+            f"`gate_up_order` (=None) must be one of {GATE_UP_ORDERS}: experts of {name!r} hold gate and up in one "
+            "tensor, and files do not record the order of its rows"
         )
 
     def module(its_name: str, pieces: Mapping[str, Mapping[str, Piece]], projection: str) -> Module:
@@ -222,10 +227,10 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
         if projection not in pieces:
             raise CheckpointError(file, f"module {full!r} is missing, which other experts have")
         assert scheme is not None
-        return Module(full, pieces[projection], scheme)
+        return module_of(full, pieces[projection], scheme)
 
     modules = {role: [tuple(module(*expert, p) for p in spelling[role]) for expert in experts] for role in ROLES}
-    _check_alike(file, name, modules)
+    _check_alike(file, name, modules, gate_up_order)
     return Layer(name, modules, gate_up_order)
 
 
@@ -268,7 +273,9 @@ def _check_unquantized(file: Path, name: str, found: _Found, schemes: Mapping[st
                     raise Piece(tensor).error(f"({tensor.dtype}) is of a module that no target of the config selects")
 
 
-def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]]) -> None:
+def _check_alike(
+    file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]], gate_up_order: str | None
+) -> None:
     """CheckpointError unless the experts' modules can be stacked, and gate, up and down agree in size."""
     first, down = modules["gate_up"][0][0], modules["down"][0][0]
     dtypes = {last: piece.dtype for last, piece in first.pieces.items()}
@@ -286,9 +293,9 @@ def _check_alike(file: Path, name: str, modules: Mapping[str, Sequence[tuple[Mod
                         f"{what} of {module.name!r} (={its}) must be {wanted}, as other experts of {name!r}",
                     )
     rows = len(modules["gate_up"][0]) * first.shape[0]
-    if down.shape[0] != first.shape[1] or rows != 2 * down.shape[1]:
+    what, halves = ("up (I, H)", 1) if gate_up_order is None else ("gate and up (2 I, H)", 2)
+    if down.shape[0] != first.shape[1] or rows != halves * down.shape[1]:
         raise CheckpointError(
             file,
-            f"experts of {name!r} must be gate and up (2 I, H) and down (H, I), but are {(rows, first.shape[1])} and "
-            f"{down.shape}",
+            f"experts of {name!r} must be {what} and down (H, I), but are {(rows, first.shape[1])} and {down.shape}",
         )

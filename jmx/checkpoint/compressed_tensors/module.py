@@ -8,9 +8,9 @@ from functools import cached_property
 import ml_dtypes
 import numpy as np
 
-from jmx.checkpoint.compressed_tensors import packing
-from jmx.checkpoint.compressed_tensors.config import BLOCK, FP8, FP8_UE8M0, GLOBAL, MODELOPT, Scheme
-from jmx.checkpoint.compressed_tensors.tensor_names import FLOATS, KEPT, NAMES, PACKED, is_packed
+from jmx.checkpoint.compressed_tensors import fnuz, packing
+from jmx.checkpoint.compressed_tensors.config import DEEPSEEK_FP4, FP8, FP8_UE8M0, GLOBAL, MODELOPT, Scheme
+from jmx.checkpoint.compressed_tensors.tensor_names import FLOATS, KEPT, PACKED, is_packed, names_of
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS, static_limits
@@ -18,10 +18,10 @@ from jmx.util.typing import Float, Float32, Int8, Int32, Shaped, UInt8
 
 Shape = tuple[int, ...]
 
-# Dtypes of FP8 weights' scales that are e8m0, beside floats. Bytes are e8m0 only if the config declares it.
-_EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8")}
+# Dtypes of scales that are e8m0, beside those of all files. Bytes of FP8 are e8m0 only if the config declares it.
+_EXPONENTS: dict[str, tuple[str, ...]] = {FP8: ("F8_E8M0",), FP8_UE8M0: ("F8_E8M0", "U8"), DEEPSEEK_FP4: ("F8_E8M0",)}
 _OF_INPUTS = ("input_", "activation_scale")  # prefixes of the tensors of inputs
-_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_E8M0, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
 
 _ONE = ((1,), (), (1, 1))
 _LEAST_NORMAL = np.finfo(np.float32).tiny
@@ -79,7 +79,7 @@ class Module:
         if not pieces:
             raise ValueError(f"`pieces` of {name!r} must hold a tensor")
         self.name, self.scheme = name, scheme
-        self._names = NAMES.get(scheme.storage, {})
+        self._names = names_of(scheme.storage, pieces)
         neutral = {theirs: ours for ours, theirs in self._names.items()}
         self.pieces = {neutral.get(its, its): piece for its, piece in pieces.items() if its not in self._names}
         self.format = FORMATS[scheme.weights]
@@ -92,10 +92,18 @@ class Module:
         self.shape = self._shape()
         rows, columns = self.shape
         try:
+            if not self._may_be_short and columns != self.format.whole_size(columns):
+                unit, name = self.format.whole_size(1), self.format.name.upper()
+                raise ValueError(f"`columns` (={columns}) must be a multiple of {unit} for {name}")
             self.format.check_size("columns", columns)
         except ValueError as error:
             raise self.pieces[self._values_name].error(f"does not fit its scheme: {error}") from error
         self._check_headers(rows, columns)
+
+    @property
+    def _may_be_short(self) -> bool:
+        """Whether the tool's files may hold a short last group of integers."""
+        return False
 
     # Required tensors
 
@@ -132,15 +140,17 @@ class Module:
         if storage == PACKED:
             yield "weight_packed", ("I32",), ((rows, packing.num_words(columns, bits)),)
         elif self._values_name == "weight_packed":
-            yield "weight_packed", ("U8",), ((rows, columns // 2),)
+            yield "weight_packed", ("I8",) if storage == DEEPSEEK_FP4 else ("U8",), ((rows, columns // 2),)
         else:
-            yield "weight", ("F8_E4M3",) if format.name.startswith("fp8") else ("I8",), ((rows, columns),)
-        scale_dtypes = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8",)}.get(format.name, FLOATS)
+            dtypes = ("F8_E4M3",) if format.element_dtype == _E4M3 else ("I8",)
+            dtypes += (fnuz.DTYPE,) if format.name.startswith("fp8") else ()
+            yield "weight", dtypes, ((rows, columns),)
+        scale_dtypes = {"nvfp4": ("F8_E4M3",), "mxfp4": ("U8",), "mxfp8": ("U8",)}.get(format.name, FLOATS)
         scale_dtypes = (*scale_dtypes, *_EXPONENTS.get(storage, ()))
         if format.name == "fp8_tensor":
             yield "weight_scale", scale_dtypes, _ONE
         else:
-            scale_rows = -(-rows // BLOCK[0]) if format.name == "fp8_block" else rows
+            scale_rows = -(-rows // format.block_rows)
             yield "weight_scale", scale_dtypes, ((scale_rows, blocks), *[(rows,)] * (format.name == "fp8_channel"))
         if "global_scales" in format.arrays:
             yield "weight_global_scale", ("F32",), _ONE
@@ -183,8 +193,12 @@ class Module:
     def sources(self, name: str) -> list[Piece]:
         """The tensors that one of the arrays, or "bias", is made of."""
         names = {
-            "values": (self._values_name, *["weight_g_idx"] * ("order" in self.format.arrays)),
-            "scales": ("weight_scale",),
+            "values": (
+                self._values_name,
+                *["weight_g_idx"] * ("order" in self.format.arrays),
+                *["weight_scale"] * self._is_fnuz,
+            ),
+            "scales": ("weight_scale", *[self._values_name] * self._is_fnuz),
             "global_scales": ("weight_global_scale",),
             "zero_points": ("weight_zero_point",),
             "order": ("weight_g_idx",),
@@ -240,7 +254,8 @@ class Module:
     def kept(self) -> dict[str, Shaped[np.ndarray, "..."]]:
         """The tensors that `module_tensors` needs, beside the arrays, to write the same bytes."""
         is_other_shape = self.format.name == "fp8_tensor" or len(self.pieces["weight_scale"].shape) == 1
-        names = (*KEPT, *self._unread, *["weight_scale"] * (is_other_shape or self._scales_are_e8m0))
+        is_other = is_other_shape or self._scales_are_e8m0 or self._is_fnuz
+        names = (*KEPT, *self._unread, *["weight_scale"] * is_other, *["weight"] * self._is_fnuz)
         return {name: self.pieces[name].view() for name in names if name in self.pieces}
 
     @property
@@ -251,7 +266,21 @@ class Module:
     @property
     def _scales_are_e8m0(self) -> bool:
         """Whether files hold the scales of FP8 weights as e8m0. They become float32, exactly."""
-        return self.pieces["weight_scale"].dtype in _EXPONENTS.get(self.scheme.storage, ())
+        stored = self.pieces["weight_scale"].dtype
+        return self.format.name.startswith("fp8") and stored in _EXPONENTS.get(self.scheme.storage, ())
+
+    @property
+    def _is_fnuz(self) -> bool:
+        """Whether files hold FP8 weights as e4m3fnuz. They become e4m3fn, exactly."""
+        return self.pieces[self._values_name].dtype == fnuz.DTYPE
+
+    def _of_fnuz(self) -> tuple[UInt8[np.ndarray, "N K"], Shaped[np.ndarray, "N b"]]:
+        """Values and scales in e4m3fn of weights that files hold as e4m3fnuz. Not cached: they are large."""
+        piece = self.pieces[self._values_name]
+        try:
+            return fnuz.to_e4m3fn(piece.view().view(np.uint8), self._file_scales(), self.format.block_size)
+        except ValueError as error:
+            raise piece.error(str(error)) from error
 
     def _positive(self, piece: Piece, *, or_zero: bool = False) -> Shaped[np.ndarray, "..."]:
         scales = piece.view()
@@ -265,6 +294,8 @@ class Module:
         return scales
 
     def _values(self) -> UInt8[np.ndarray, "N bytes"]:
+        if self._is_fnuz:
+            return self._of_fnuz()[0]
         piece = self.pieces[self._values_name]
         stored = piece.view()
         bits, columns = self.format.element_bits, self.shape[1]
@@ -273,12 +304,12 @@ class Module:
                 packed = packing.bytes_of_words(stored, bits, columns)
             except ValueError as error:
                 raise piece.error(str(error)) from error
-        elif stored.dtype == np.int8:
+        elif stored.dtype == np.int8 and not is_packed(self.scheme):
             self._check_bits(piece, stored)
             packed = packing.bytes_of_elements(stored, bits)
         else:
             packed = stored.view(np.uint8)
-            if self.format.name.startswith("fp8") and ((packed & 0x7F) == 0x7F).any():
+            if self.format.element_dtype == _E4M3 and ((packed & 0x7F) == 0x7F).any():
                 raise piece.error("must hold no NaN")
         if "order" not in self.format.arrays:
             return packed
@@ -290,10 +321,14 @@ class Module:
             raise piece.error(f"must hold integers of {self.format.element_bits} bits, {-limit} to {limit - 1}")
 
     def _scales(self) -> Shaped[np.ndarray, "N b"]:
+        return self._of_fnuz()[1] if self._is_fnuz else self._file_scales()
+
+    def _file_scales(self) -> Shaped[np.ndarray, "N b"]:
+        """Those of the file, one for each row and block."""
         piece = self.pieces["weight_scale"]
         rows, _ = self.shape
-        if self.format.name == "mxfp4":
-            codes = piece.view()
+        if self.format.name in ("mxfp4", "mxfp8"):
+            codes = piece.view().view(np.uint8)
             if codes.max() == 255:
                 place = tuple(int(i) for i in np.argwhere(codes == 255)[0])
                 raise piece.error(f"must have no scale of 255 (NaN), but has one at {place}")
@@ -303,8 +338,8 @@ class Module:
         scales = self._positive(piece)
         if self.format.name == "fp8_tensor":
             return np.broadcast_to(scales.reshape(1, 1), (rows, 1))
-        if self.format.name == "fp8_block":
-            return np.repeat(scales, BLOCK[0], axis=0)[:rows]
+        if self.format.block_rows > 1:
+            return np.repeat(scales, self.format.block_rows, axis=0)[:rows]
         return scales.reshape(rows, -1)
 
     def _global_scales(self) -> Float32[np.ndarray, " N"]:

@@ -5,10 +5,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.compressed_tensors import config, fp8_config, modelopt_config, quark_config
+from jmx.checkpoint.compressed_tensors import (
+    awq_config,
+    config,
+    fp8_config,
+    gptq_config,
+    modelopt_config,
+    quark_config,
+)
 from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
 from jmx.checkpoint.shards import CheckpointError, read_json, read_object
 from jmx.util.checks import check_path
+
+_OTHERS = (quark_config, fp8_config, gptq_config, awq_config)
 
 KEYS = ("quantization_config", "compression_config")  # in newer and in older files
 TEXT_CONFIG = "text_config"  # may hold them instead, in models with other inputs than text
@@ -55,8 +64,12 @@ def quantization_of(file: Path, contents: Mapping[str, Any]) -> Quantization:
     if method == quark_config.METHOD:
         return quark_config.parse_quark(file, place, value)
     if method == fp8_config.METHOD:
-        return fp8_config.parse_fp8(file, place, value)
-    known = [config.METHOD, *modelopt_config.METHODS, quark_config.METHOD, fp8_config.METHOD]
+        return fp8_config.parse_fp8(file, place, value, contents.get("expert_dtype"))
+    if method == gptq_config.METHOD:
+        return gptq_config.parse_gptq(file, place, value)
+    if method == awq_config.METHOD:
+        return awq_config.parse_awq(file, place, value)
+    known = [config.METHOD, *modelopt_config.METHODS, *(m.METHOD for m in _OTHERS)]
     if method is not None and method != config.METHOD:
         raise CheckpointError(file, f"`{place}.quant_method` (={method!r}) must be one of {known}")
     return config.parse_quantization(file, place, value)

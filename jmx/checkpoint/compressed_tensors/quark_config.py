@@ -62,16 +62,14 @@ def parse_quark(file: Path, place: str, value: Any) -> Quantization:
     """
     top = ConfigObject(file, place, value)
     top.one_of("quant_method", (METHOD,))
-    for key in _ELSEWHERE:
-        top.check(key, lambda _: True, "", None)
+    top.ignore(*_ELSEWHERE)
     top.one_of("quant_mode", (*_MODES, None), None)
     top.check("algo_config", _is_past, f"must be of algorithms that are done: {', '.join(_ALGORITHMS)}", None)
     if top.object_or_none("export") is not None:
         export = top.object("export")
         for key, known in _EXPORT.items():
             export.one_of(key, known, None)
-        for key in _SHARED_SCALES:
-            export.check(key, lambda _: True, "", None)
+        export.ignore(*_SHARED_SCALES)
         export.close()
     for key in _EMPTY:
         top.check(key, lambda value: value in (None, {}), "must be empty: all modules must be quantized alike", None)

@@ -11,6 +11,7 @@ from jmx.checkpoint import shards
 from jmx.checkpoint.assembly import experts_of
 from jmx.checkpoint.compressed_tensors import layers
 from jmx.checkpoint.compressed_tensors.config import FILE, Quantization
+from jmx.checkpoint.compressed_tensors.gptq_module import module_of
 from jmx.checkpoint.compressed_tensors.layers import Layer
 from jmx.checkpoint.compressed_tensors.module import Module, Piece
 from jmx.checkpoint.compressed_tensors.quantization_config import quantization_of
@@ -26,6 +27,8 @@ from jmx.numerics.quantization import dequantize
 from jmx.util.checks import check_bool, check_one_of, check_path, check_str
 from jmx.util.typing import Array, Float32, Shaped
 
+# Each quantized module has one of these.
+_OF_QUANTIZED = ("weight_scale", "weight_scale_inv", "scale", "qweight")
 _REMEDY = "; `inputs=False` loads the experts with inputs that are not quantized"
 
 
@@ -38,8 +41,8 @@ class Reader(SafetensorsReader):
 
     Args:
         path: the directory.
-        gate_up_order: "concatenated" or "interleaved": the order of rows in a tensor of gate and up, which files do
-            not record. Ignored if gate and up are separate tensors.
+        gate_up_order: the order of rows in a tensor of gate and up, as `jmx.Experts` has it, which files do not
+            record. Ignored if gate and up are separate tensors.
 
     Attributes:
         config: the contents of config.json.
@@ -70,7 +73,13 @@ class Reader(SafetensorsReader):
             check_model_sizes(self.path / FILE, self.config, name, **sizes)
 
     def experts(
-        self, layer: str, layout: str = "auto", sharding: ShardingLike = None, *, inputs: bool = True
+        self,
+        layer: str,
+        layout: str = "auto",
+        sharding: ShardingLike = None,
+        *,
+        inputs: bool = True,
+        pad: bool = False,
     ) -> Experts:
         """A layer's experts, which stay in their format throughout.
 
@@ -80,27 +89,32 @@ class Reader(SafetensorsReader):
             inputs: whether the experts declare the input format of their scheme, if it has one. Of static scales each
                 product takes the largest, with a UserWarning if those of experts differ. False: inputs are not
                 quantized.
+            pad: whether sizes are padded to whole blocks of weights and inputs, which some kernels and inputs need; see
+                `jmx.Experts.pad`.
 
         Raises:
             CheckpointError, ValueError: as `arrays`; an unknown `layout`, or one that does not support the format; with
                 `inputs`, the errors of `declared_inputs`, and invalid static scales.
         """
-        check_bool("inputs", inputs)
-        declared = self.declared_inputs(layer) if inputs else None
+        declared = self.declared_inputs(layer, pad=pad) if check_bool("inputs", inputs) else None
+        check_bool("pad", pad)
         found = self._layer(layer)
         scales = [] if declared is None else _static_scales(found)
         read = partial(self.arrays, layer, sharding)
-        experts = experts_of(read, found.format, found.gate_up_order, layout, sharding, declared)
+        experts = experts_of(read, found.format, found.gate_up_order, layout, sharding, declared, pad=pad)
         reduced = (None if s is None else jnp.asarray(reduce_static_scales(s)) for s in scales)
         return experts.with_inputs(declared, *reduced)
 
-    def declared_inputs(self, layer: str) -> str | None:
+    def declared_inputs(self, layer: str, *, pad: bool = False) -> str | None:
         """The input format of a layer's scheme, a key of `INPUT_FORMATS`; None if inputs are not quantized.
+
+        `pad`: whether sizes will be padded to whole blocks of inputs.
 
         Raises:
             CheckpointError: another format, or one whose blocks do not divide the sizes of the layer.
             ValueError: an unknown `layer`.
         """
+        check_bool("pad", pad)
         found = self._layer(layer)
         declared = found.scheme.inputs
         if declared is None:
@@ -108,6 +122,8 @@ class Reader(SafetensorsReader):
         if declared not in INPUT_FORMATS:
             problem = f"inputs of experts {layer!r} are {declared}, which is none of {[*INPUT_FORMATS]}{_REMEDY}"
             raise CheckpointError(self.quantization.file, problem)
+        if pad:
+            return declared
         try:
             INPUT_FORMATS[declared].check_sizes(found.hidden_size, found.intermediate_size)
         except ValueError as error:
@@ -125,7 +141,7 @@ class Reader(SafetensorsReader):
         scheme, pieces = self.quantization.scheme(name), self._modules.get(name)
         if scheme is None or pieces is None:
             raise ValueError(f"`name` (={name!r}) must be the name of a quantized module")
-        return Module(name, pieces, scheme)
+        return module_of(name, pieces, scheme)
 
     def module_of(self, name: str) -> Module | None:
         """The quantized module outside experts whose weight is the tensor `name`, such as "...q_proj.weight", or None.
@@ -133,7 +149,7 @@ class Reader(SafetensorsReader):
         The tensors in the files decide: a config may name modules that are not quantized, such as embeddings.
         """
         module, _, last = check_str("name", name).rpartition(".")
-        scaled = any(f"{module}.{scale}" in self.tensors for scale in ("weight_scale", "weight_scale_inv"))
+        scaled = any(f"{module}.{scale}" in self.tensors for scale in _OF_QUANTIZED)
         return self.module(module) if last == "weight" and scaled else None
 
     def weight(self, name: str) -> BlockScaled:

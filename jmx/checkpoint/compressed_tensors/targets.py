@@ -65,6 +65,17 @@ def parse_glob(text: str) -> Target:
     return Target(text, re.compile(fnmatch.translate(text)) if "*" in text else None)
 
 
+def parse_module(text: str) -> Target:
+    """The target of a module and all modules inside it, by its full name or the end of it after a dot.
+
+    Raises:
+        ValueError: `text` is empty or too long.
+    """
+    if not 0 < len(text) <= LONGEST:
+        raise ValueError(f"a target must have 1 to {LONGEST} characters, not {len(text)}")
+    return Target(text, re.compile(rf"(?:.*\.)?{re.escape(text)}(?:\..*)?$", re.DOTALL))
+
+
 def targets_of(
     entries: ConfigObject, key: str, texts: list[str], parse: Callable[[str], Target] = parse_target
 ) -> tuple[Target, ...]:

@@ -4,6 +4,7 @@ The compressed-tensors package writes these (its compressors' `compression_param
 columns:
 
     weight_packed       nvfp4, mxfp4: uint8 (N, K/2), the even element low; integers: int32 (N, ceil(K bits / 32))
+                        in DeepSeek-V4's files int8, and the scales e8m0
     weight              fp8: float8_e4m3fn (N, K); integers that are not packed: int8 (N, K)
     weight_scale        (N, blocks), multiplies; fp8_tensor: a scalar; fp8_block: (ceil(N/128), ceil(K/128)), in
                         DeepSeek's files floats or e8m0; with one block a row, (N,) in other tools' files
@@ -15,13 +16,33 @@ columns:
     bias                (N,)
 """
 
-from jmx.checkpoint.compressed_tensors.config import FP8, FP8_UE8M0, GLOBAL, MODELOPT, QUARK, Scheme
+from collections.abc import Collection, Mapping
+
+from jmx.checkpoint.compressed_tensors.config import (
+    AWQ,
+    DEEPSEEK_FP4,
+    FP8,
+    FP8_UE8M0,
+    GLOBAL,
+    GPTQ,
+    GPTQ_V2,
+    MODELOPT,
+    QUARK,
+    Scheme,
+)
 
 FLOATS = ("BF16", "F16", "F32")
 PACKED = "pack-quantized"
 
 # Tensors that cannot be written from the arrays bit for bit: reciprocals round, and a scalar has several shapes.
 KEPT = ("weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "bias")
+
+_GPTQ = {
+    "weight_packed": "qweight",
+    "weight_scale": "scales",
+    "weight_zero_point": "qzeros",
+    "weight_g_idx": "g_idx",
+}
 
 # Other tools' names of the same tensors. ModelOpt's weight_scale_2 and input_scale are reciprocals: they multiply.
 NAMES: dict[str, dict[str, str]] = {
@@ -33,7 +54,21 @@ NAMES: dict[str, dict[str, str]] = {
     QUARK: {"weight_packed": "weight"},
     FP8: {"weight_scale": "weight_scale_inv"},  # not an inverse
     FP8_UE8M0: {"weight_scale": "weight_scale_inv"},
+    GPTQ: _GPTQ,
+    GPTQ_V2: _GPTQ,
+    AWQ: {ours: theirs for ours, theirs in _GPTQ.items() if ours != "weight_g_idx"},
+    DEEPSEEK_FP4: {"weight_packed": "weight", "weight_scale": "scale"},
 }
+
+_OWN_SCALE = "scale"  # in the files of DeepSeek's own code, instead of weight_scale_inv
+
+
+def names_of(storage: str, found: Collection[str]) -> Mapping[str, str]:
+    """A tool's names of a module's tensors, by compressed-tensors'; `found`: those of the module."""
+    if storage in (FP8, FP8_UE8M0) and _OWN_SCALE in found:
+        return {"weight_scale": _OWN_SCALE}
+    return NAMES.get(storage, {})
+
 
 # Tensors that only quantized modules have, by any tool's names.
 QUANTIZED = (
@@ -45,6 +80,8 @@ QUANTIZED = (
     "weight_shape",
     "weight_zero_point",
     "weight_g_idx",
+    "qweight",
+    "qzeros",
     "input_scale",
     "input_global_scale",
 )

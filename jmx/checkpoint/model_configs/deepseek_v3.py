@@ -140,8 +140,8 @@ def _published_v3(**fields: Any) -> Config:
     )
 
 
-# The sizes of published models: their numbers of parameters are checked, by tests. Not checked against the config.json
-# that each was published with: end-of-sequence ids, and constants that are not sizes.
+# Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
+# names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
     "deepseek-v3": _published_v3(
         num_experts=256,

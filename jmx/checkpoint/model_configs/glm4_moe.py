@@ -75,8 +75,8 @@ def _published(layers: int, dense: int, *, routed_scaling_factor: float, use_qk_
     )
 
 
-# The sizes of published models: their numbers of parameters are checked, by tests. Not checked against the config.json
-# that each was published with: end-of-sequence ids, and constants that are not sizes.
+# Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
+# names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
     "glm-4.5": _published(
         92,

@@ -121,7 +121,8 @@ def _published(num_hidden_layers: int, num_experts: int) -> Config:
     )
 
 
-# The published models, from their config.json and generation_config.json.
+# Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
+# names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {"gpt-oss-20b": _published(24, 32), "gpt-oss-120b": _published(36, 128)}
 
 

@@ -46,8 +46,8 @@ def _published(num_hidden_layers: int, hidden_size: int, intermediate_size: int,
     )
 
 
-# The sizes of published models: their numbers of parameters are checked, by tests. Not checked against the config.json
-# that each was published with: end-of-sequence ids, and constants that are not sizes.
+# Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
+# names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {"mixtral-8x7b": _published(32, 4096, 14336, 32), "mixtral-8x22b": _published(56, 6144, 16384, 48)}
 
 

@@ -59,7 +59,8 @@ def _published(num_hidden_layers: int, hidden_size: int, moe_intermediate_size: 
     )
 
 
-# The published models, from their config.json and generation_config.json.
+# Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
+# names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {"qwen3-30b-a3b": _published(48, 2048, 768, 32), "qwen3-235b-a22b": _published(94, 4096, 1536, 64)}
 
 

@@ -7,4 +7,13 @@ from jmx.checkpoint.quantizing.report import Errors, Report
 from jmx.checkpoint.quantizing.writer import convert
 from jmx.checkpoint.shards import CheckpointError
 
-__all__ = ["WRITABLE", "CheckpointError", "Errors", "FloatExperts", "Layer", "Reader", "Report", "convert"]
+__all__ = [
+    "WRITABLE",
+    "CheckpointError",
+    "Errors",
+    "FloatExperts",
+    "Layer",
+    "Reader",
+    "Report",
+    "convert",
+]

@@ -21,11 +21,16 @@ from jmx.util.typing import Float
 PARTS = ("gate", "up", "down")
 FLOATS = ("BF16", "F16", "F32")
 
-# Names of the projections, in the order of `PARTS`.
-_SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+# Names of the projections, by part in the order of `PARTS`; without a gate where experts have none.
+_SPELLINGS = (
+    {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    {"gate": "w1", "up": "w3", "down": "w2"},
+    {"up": "up_proj", "down": "down_proj"},
+)
 _FUSED = ("gate_up_proj", "down_proj")
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
+_LINEAR = re.compile(r"((?:.*\.)?block_sparse_moe)\.(input_linear|output_linear)\.weight", re.DOTALL)  # Granite's
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)", re.DOTALL)
 
 
@@ -44,11 +49,17 @@ class FusedLayout:
     biased: bool
 
 
-# By `model_type`. That of gpt-oss is its Hugging Face form; transformers 5 writes the others with
-# `save_pretrained(save_original_format=False)`.
+# By `model_type`. Those of gpt-oss, Qwen3-VL, Llama 4 and Granite are as they are published; transformers 5 writes the
+# others with `save_pretrained(save_original_format=False)`.
 _CONCATENATED = FusedLayout(transposed=False, interleaved=False, biased=False)
+_TRANSPOSED = FusedLayout(transposed=True, interleaved=False, biased=False)
 FUSED: dict[str, FusedLayout] = {
     "gpt_oss": FusedLayout(transposed=True, interleaved=True, biased=True),
+    "qwen3_vl_moe": _TRANSPOSED,
+    "llama4": _TRANSPOSED,
+    "granitemoe": _CONCATENATED,
+    "granitemoeshared": _CONCATENATED,
+    "granitemoehybrid": _CONCATENATED,
     "deepseek_v2": _CONCATENATED,
     "deepseek_v3": _CONCATENATED,
     "glm4_moe": _CONCATENATED,
@@ -103,6 +114,10 @@ class Matrix:
         whole = self.bias.view()
         return whole if self.expert is None else np.ascontiguousarray(whole[self.expert][self._rows])
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that hold it."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
     @property
     def _rows(self) -> slice:
         if self.part == "down":
@@ -142,8 +157,13 @@ class Layer:
         return self.experts[0]["up"].shape[0]
 
     @property
-    def gate_up_order(self) -> str:
-        return "concatenated"
+    def roles(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The parts of "gate_up", and of "down"."""
+        return tuple(part for part in PARTS[:2] if part in self.experts[0]), PARTS[2:]
+
+    @property
+    def gate_up_order(self) -> str | None:
+        return "concatenated" if "gate" in self.experts[0] else None
 
     @property
     def has_bias(self) -> bool:
@@ -156,8 +176,7 @@ class Layer:
 
     def tensors(self) -> set[str]:
         """Names of the tensors that hold these experts."""
-        held = (t for its in self.experts for matrix in its.values() for t in (matrix.weight, matrix.bias))
-        return {tensor.name for tensor in held if tensor is not None}
+        return {tensor.name for its in self.experts for matrix in its.values() for tensor in matrix.tensors()}
 
 
 def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Layer]:
@@ -178,6 +197,9 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
         if (match := _APART.fullmatch(name)) is not None:
             layer, expert, projection, last = match[1], int(match[2]), match[3], match[4]
             apart.setdefault(layer, {}).setdefault(expert, {}).setdefault(projection, {})[last] = tensor
+        elif (match := _LINEAR.fullmatch(name)) is not None:
+            projection = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}[match[2]]
+            together.setdefault(f"{match[1]}.experts", {})[projection] = tensor
         elif (match := _TOGETHER.fullmatch(name)) is not None:
             together.setdefault(match[1], {})[match[2]] = tensor
     if both := apart.keys() & together.keys():
@@ -198,14 +220,14 @@ def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]
 
 def _apart(directory: Path, name: str, found: Mapping[int, Mapping[str, Mapping[str, Tensor]]]) -> Layer:
     projections = {projection for its in found.values() for projection in its}
-    spelling = next((names for names in _SPELLINGS if set(names) == projections), None)
+    spelling = next((names for names in _SPELLINGS if set(names.values()) == projections), None)
     if spelling is None:
-        known = " or ".join(str(list(names)) for names in _SPELLINGS)
+        known = " or ".join(str([*names.values()]) for names in _SPELLINGS)
         raise CheckpointError(directory, f"experts of {name!r} must be of {known}, but are of {sorted(projections)}")
     experts = []
     for expert in range(len(found)):
         matrices = {}
-        for part, projection in zip(PARTS, spelling, strict=True):
+        for part, projection in spelling.items():
             tensors = found.get(expert, {}).get(projection, {})
             module = f"{name}.{expert}.{projection}"
             if "weight" not in tensors:
@@ -282,10 +304,11 @@ def _check(layer: Layer) -> None:
                 raise CheckpointError(
                     its.file, f"tensor {its.name!r} must be as that of expert 0 of {layer.name!r}: {first.shape}"
                 )
-    gate, up, down = (layer.experts[0][part] for part in PARTS)
+    up, down = (layer.experts[0][part] for part in PARTS[1:])
+    gate = layer.experts[0].get("gate", up)
     if gate.shape != up.shape or down.shape != gate.shape[::-1]:
+        what, shapes = ("gate and up", f"{gate.shape}, {up.shape}") if "gate" in layer.experts[0] else ("up", up.shape)
         raise CheckpointError(
             gate.weight.file,
-            f"experts of {layer.name!r} must be gate and up (I, H) and down (H, I), but are {gate.shape}, {up.shape} "
-            f"and {down.shape}",
+            f"experts of {layer.name!r} must be {what} (I, H) and down (H, I), but are {shapes} and {down.shape}",
         )

@@ -27,12 +27,15 @@ def _kind(format: Format) -> str:
     return next((kind for kind in ("int", "fp8") if format.name.startswith(kind)), format.name)
 
 
-# Format -> its storage in compressed-tensors. Formats with "order" need calibration.
-WRITABLE: dict[str, str] = {
-    name: next(storage for storage, kinds in STORAGES.items() if _kind(format) in kinds)
-    for name, format in FORMATS.items()
-    if "order" not in format.arrays and any(_kind(format) in kinds for kinds in STORAGES.values())
-}
+def storage_of(format: Format) -> str | None:
+    """How compressed-tensors stores weights of a format; None if it cannot. Those with "order" need calibration."""
+    if "order" in format.arrays:
+        return None
+    return next((storage for storage, kinds in STORAGES.items() if _kind(format) in kinds), None)
+
+
+# Format -> its storage in compressed-tensors, of those that `FORMATS` lists.
+WRITABLE: dict[str, str] = {name: found for name, format in FORMATS.items() if (found := storage_of(format))}
 
 
 class Form(Protocol):
@@ -44,20 +47,32 @@ class Form(Protocol):
         """The tensors of a layer's experts. Reading their parts in this order calls `quantize` once per matrix."""
         ...
 
-    def config(self, linear: list[str]) -> Mapping[str, Any]:
-        """`quantization_config`. `linear`: names of the other modules that have a matrix."""
+    def config(self, linear: list[str], kept: Mapping[str, Scheme]) -> Mapping[str, Any]:
+        """`quantization_config`.
+
+        `linear`: names of the other modules that have a matrix of floats. `kept`: the schemes of those that are
+        quantized, by name.
+        """
         ...
+
+
+def check_columns(format: Format, columns: int) -> None:
+    """ValueError unless files of a format can hold rows of so many columns: of integers, whole groups alone."""
+    format.check_size("columns", columns)
+    if format.whole_size(columns) != columns:
+        name = format.name.upper()
+        raise ValueError(f"`columns` (={columns}) must be a multiple of {format.block_size} for {name} in files")
 
 
 def check_writable(format: Format) -> None:
     """ValueError, naming the formats that can be written, unless `format` is one of them."""
-    if format.name not in WRITABLE:
+    if storage_of(format) is None:
         why = "only calibration finds its order of columns" if "order" in format.arrays else "no file form holds it"
         raise ValueError(f"`format` (={format.name!r}) cannot be written: {why}; what can: {', '.join(WRITABLE)}")
 
 
 def form_of(format: Format, model_type: str | None) -> Form:
-    """The form in which a model's experts are written in a format of `WRITABLE`."""
+    """The form in which a model's experts are written in a format that can be written."""
     if model_type == "gpt_oss" and format == MXFP4:
         return GptOss()
     return CompressedTensors(format)
@@ -70,7 +85,9 @@ class CompressedTensors:
 
     def __init__(self, format: Format):
         self.format = format
-        self.scheme = Scheme(format.name, None, WRITABLE[format.name])
+        storage = storage_of(format)
+        assert storage is not None, "checked by `check_writable`"
+        self.scheme = Scheme(format.name, None, storage)
 
     def outputs(self, layer: Layer, quantize: Quantize) -> Iterator[Output]:
         expected = {part: self._expected(matrix.shape) for part, matrix in layer.experts[0].items()}
@@ -84,8 +101,11 @@ class CompressedTensors:
                     shape = (matrix.shape[0],)
                     yield Output(f"{matrix.module}.bias", matrix.bias.dtype, shape, partial(_bias, matrix))
 
-    def config(self, linear: list[str]) -> Mapping[str, Any]:
-        return config_writer.entries({"group_0": (["Linear"], self.scheme)}, linear)
+    def config(self, linear: list[str], kept: Mapping[str, Scheme]) -> Mapping[str, Any]:
+        groups = {"group_0": (["Linear"], self.scheme)}
+        for scheme in dict.fromkeys(kept.values()):
+            groups[f"group_{len(groups)}"] = [name for name, its in kept.items() if its == scheme], scheme
+        return config_writer.entries(groups, linear)
 
     def _tensors(self, matrix: Matrix, quantize: Quantize) -> dict[str, Shaped[np.ndarray, "..."]]:
         return module_tensors(self.scheme, quantize(matrix), {})
@@ -147,7 +167,8 @@ class GptOss:
             if (bias := first.bias) is not None:
                 yield Output(f"{name}_bias", bias.dtype, bias.shape, lambda bias=bias: [bias.view()])
 
-    def config(self, linear: list[str]) -> Mapping[str, Any]:
+    def config(self, linear: list[str], kept: Mapping[str, Scheme]) -> Mapping[str, Any]:
+        assert not kept
         return QUANTIZATION
 
 

@@ -12,6 +12,7 @@ from jmx.checkpoint import shards
 from jmx.checkpoint.quantizing.float_experts import PARTS
 from jmx.checkpoint.shards import CheckpointError
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
+from jmx.util import html
 from jmx.util.atomic_files import Kind
 from jmx.util.tables import FoldingTable, numbers, words
 from jmx.util.typing import Float
@@ -80,7 +81,7 @@ def measure(weight: Float[np.ndarray, "N K"], quantized: BlockScaled, format: Fo
 
 @dataclass
 class Report:
-    """Errors of each layer's gate, up and down, all experts together.
+    """Errors of each layer's gate, up and down, all experts together; without a gate if experts have none.
 
     Args:
         format: name of the weights' format.
@@ -93,12 +94,14 @@ class Report:
     layers: dict[str, dict[str, Errors]] = field(default_factory=dict)
 
     def add(self, layer: str, part: str, errors: Errors) -> None:
-        parts = self.layers.setdefault(layer, {part: Errors() for part in PARTS})
-        parts[part] += errors
+        parts = self.layers.setdefault(layer, {})
+        parts[part] = parts.get(part, Errors()) + errors
 
     def total(self) -> dict[str, Errors]:
         """By part, of all layers."""
-        return {part: sum((parts[part] for parts in self.layers.values()), Errors()) for part in PARTS}
+        layers = self.layers.values()
+        found = {part: [parts[part] for parts in layers if part in parts] for part in PARTS}
+        return {part: sum(errors, Errors()) for part, errors in found.items() if errors}
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON objects."""
@@ -117,6 +120,9 @@ class Report:
             "total": shares(self.total()),
         }
 
+    def _repr_html_(self) -> str:
+        return html.render(self.table())
+
     def table(self) -> FoldingTable:
         """The report as a table: a row for each layer, and one for all."""
         title = f"experts in {self.format}: relative error, share of weights that are clipped"
@@ -130,9 +136,10 @@ class Report:
 
 
 def _cells(parts: dict[str, Errors]) -> Iterator[str]:
-    for errors in parts.values():
-        yield f"{errors.relative_error:.3%}"
-        yield f"{errors.clipped_share:.3%}"
+    for part in PARTS:
+        errors = parts.get(part)
+        yield "" if errors is None else f"{errors.relative_error:.3%}"
+        yield "" if errors is None else f"{errors.clipped_share:.3%}"
 
 
 def _fault(file: Path) -> str | None:
@@ -151,7 +158,7 @@ def _fault(file: Path) -> str | None:
 def _is_numbers(parts: Any) -> bool:
     return (
         isinstance(parts, dict)
-        and parts.keys() == {*PARTS}
+        and {*PARTS[1:]} <= parts.keys() <= {*PARTS}
         and all(isinstance(its, dict) and its.keys() == {"relative_error", "clipped_share"} for its in parts.values())
         and all(type(value) in (int, float) for its in parts.values() for value in its.values())
     )

@@ -1,4 +1,4 @@
-"""Writing a checkpoint with its float experts quantized, and everything else unchanged."""
+"""Writing a checkpoint with its experts quantized, floats or those of another format, and everything else unchanged."""
 
 import contextlib
 import os
@@ -10,14 +10,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmx.checkpoint import shards
+from jmx.checkpoint import compressed_tensors, shards
+from jmx.checkpoint.compressed_tensors import Module, modelopt_config
 from jmx.checkpoint.compressed_tensors.config import FILE
-from jmx.checkpoint.compressed_tensors.quantization_config import find_quantization
+from jmx.checkpoint.compressed_tensors.quantization_config import KEYS, TEXT_CONFIG, find_quantization, is_quantized
+from jmx.checkpoint.model_configs.gpt_oss import QUANTIZATION
 from jmx.checkpoint.progress import progress_bar
-from jmx.checkpoint.quantizing import file_list, float_experts
+from jmx.checkpoint.quantizing import file_list, float_experts, quantized_source
 from jmx.checkpoint.quantizing.file_list import CHECKPOINT
 from jmx.checkpoint.quantizing.float_experts import Layer, Matrix
-from jmx.checkpoint.quantizing.output_forms import Form, check_writable, form_of
+from jmx.checkpoint.quantizing.output_forms import CompressedTensors, Form, check_columns, check_writable, form_of
 from jmx.checkpoint.quantizing.report import REPORT, Report, measure
 from jmx.checkpoint.shards import INDEX, WEIGHT_FILES, CheckpointError, Output, Tensor
 from jmx.numerics import formats
@@ -29,6 +31,7 @@ from jmx.util.checks import check_bool, check_path
 
 # Names of a model's first and last matrix in transformers.
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_WRITTEN = (INDEX, FILE, file_list.FILE, modelopt_config.FILE)  # not copied: the result has its own, or needs none
 
 
 def convert(
@@ -42,6 +45,9 @@ def convert(
     progress: bool = False,
 ) -> Report:
     """Writes the checkpoint `src` as a new directory `dst` whose experts are quantized by `jmx.quantize`.
+
+    Experts of `src` that are quantized already, in FP8 or another format that `compressed_tensors.Reader` reads, are
+    dequantized to float32 first; other quantized modules keep their bits, and the names of compressed-tensors.
 
     Experts are read, quantized and written one matrix at a time; a whole layer is never in memory. All other tensors
     keep their bits, and other files (not folders) are copied. The result is a compressed-tensors checkpoint, or the
@@ -62,8 +68,8 @@ def convert(
         The errors of each layer.
 
     Raises:
-        CheckpointError: `src` is wrong or broken, quantized already, or has no experts that fit the format; weights are
-            NaN or infinite.
+        CheckpointError: `src` is wrong or broken, has no experts that fit the format, or modules outside experts that
+            no file of the result can hold; weights are NaN or infinite.
         FileExistsError, FileNotFoundError: `dst` or `report` exists and may not be replaced, or its parent directory
             does not exist.
         ValueError: `format` cannot be written; `dst` or `report` is, contains or is inside `src` or the other;
@@ -86,12 +92,18 @@ def convert(
     config = _read_config(directory)
     form = form_of(format, config.get("model_type"))
     found = shards.read_headers(directory)
-    layers = float_experts.find(directory, found, config)
+    kept: dict[str, Module] = {}
+    if is_quantized(directory):
+        form = CompressedTensors(format)
+        layers, kept = _read_quantized(directory, config)
+    else:
+        layers = float_experts.find(directory, found, config)
     for layer in layers:
         _check_sizes(layer, format)
     errors = Report(format.name, form.name)
-    outputs = [*_outputs(found, layers, form, partial(_quantize, format, errors))]
-    config["quantization_config"] = form.config(_linear(found, layers))
+    outputs = [*_outputs(found, layers, kept, form, partial(_quantize, format, errors))]
+    schemes = {name: quantized_source.kept_scheme(module) for name, module in kept.items()}
+    config["quantization_config"] = form.config(_linear(found, layers, kept), schemes)
     with contextlib.ExitStack() as stack:  # exits in reverse order: `dst` appears first
         places = {
             path: stack.enter_context(atomic_files.new_path(path, kind, overwrite=overwrite))
@@ -100,7 +112,7 @@ def convert(
         made = places[dst]
         made.mkdir()
         for file in sorted(directory.iterdir()):
-            if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in (INDEX, FILE, file_list.FILE):
+            if file.is_file() and file.suffix not in WEIGHT_FILES and file.name not in _WRITTEN:
                 shutil.copyfile(file, made / file.name)
         atomic_files.write_json(made / FILE, config)
         total = sum(output.nbytes for output in outputs)
@@ -112,13 +124,23 @@ def convert(
     return errors
 
 
+def _read_quantized(directory: Path, config: dict[str, Any]) -> tuple[list[Layer], dict[str, Module]]:
+    """The layers of experts of a quantized source, and its other quantized modules; `config` loses its formats."""
+    source = compressed_tensors.Reader(directory, "concatenated")
+    for entries in (config, config.get(TEXT_CONFIG)):
+        if isinstance(entries, dict):
+            for key in KEYS:
+                entries.pop(key, None)
+    return quantized_source.find(source), quantized_source.kept_modules(source)
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / FILE
     config = shards.read_object(file)
     found = find_quantization(file, config)
-    if found is not None:
+    if found is not None and found[1] == QUANTIZATION:
         raise CheckpointError(
-            file, f"`{found[0]}` must not be there: weights are quantized already, and floats are not"
+            file, f"`{found[0]}` must not be there: tensors of blocks, as gpt-oss has them, are not requantized"
         )
     return config
 
@@ -126,27 +148,36 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _check_sizes(layer: Layer, format: Format) -> None:
     for matrix in layer.experts[0].values():
         try:
-            format.check_size("columns", matrix.shape[1])
+            check_columns(format, matrix.shape[1])
         except ValueError as error:
             raise CheckpointError(matrix.weight.file, f"tensor {matrix.weight.name!r}: {error}") from error
 
 
 def _outputs(
-    found: dict[str, Tensor], layers: list[Layer], form: Form, quantize: Callable[[Matrix], BlockScaled]
+    found: dict[str, Tensor],
+    layers: list[Layer],
+    kept: dict[str, Module],
+    form: Form,
+    quantize: Callable[[Matrix], BlockScaled],
 ) -> Iterator[Output]:
-    """Every tensor in order; a layer's experts follow where the first of them was."""
+    """Every tensor in order; a layer's experts follow where the first of them was, and so do those of a module."""
     owners = {name: layer for layer in layers for name in layer.tensors()}
+    of_kept = {piece.tensor.name: module for module in kept.values() for piece in module.pieces.values()}
     written: set[str] = set()
     for name, tensor in found.items():
-        layer = owners.get(name)
-        if layer is None:
+        layer, module = owners.get(name), of_kept.get(name)
+        if module is not None:
+            if module.name not in written:
+                written.add(module.name)
+                yield from quantized_source.kept_outputs(module)
+        elif layer is None:
             yield Output(name, tensor.dtype, tensor.shape, lambda tensor=tensor: [tensor.view()])
         elif layer.name not in written:
             written.add(layer.name)
             yield from form.outputs(layer, quantize)
 
 
-def _linear(found: dict[str, Tensor], layers: list[Layer]) -> list[str]:
+def _linear(found: dict[str, Tensor], layers: list[Layer], kept: dict[str, Module]) -> list[str]:
     """Modules outside experts that have a matrix, such as projections of attention and routers.
 
     The head is always among them: files have no tensor of it if it is tied to the embedding, and unless it is named,
@@ -154,8 +185,8 @@ def _linear(found: dict[str, Tensor], layers: list[Layer]) -> list[str]:
     """
     held = {name for layer in layers for name in layer.tensors()}
     names = (name for name, t in found.items() if name.endswith(".weight") and len(t.shape) == 2)
-    linear = [name.removesuffix(".weight") for name in names if name not in held]
-    if not any(name.split(".")[-1] == _HEAD for name in linear):
+    linear = [module for name in names if name not in held and (module := name.removesuffix(".weight")) not in kept]
+    if not any(name.split(".")[-1] == _HEAD for name in (*linear, *kept)):
         beside = (f"{name.removesuffix(_EMBEDDING)}{_HEAD}" for name in linear if f".{name}".endswith(f".{_EMBEDDING}"))
         linear += dict.fromkeys([_HEAD, *beside])
     return linear

@@ -1,0 +1,97 @@
+"""Configs of GPTQ, `quant_method` "gptq", as AutoGPTQ, GPTQModel and transformers write them.
+
+The config names no modules: every linear module that files hold in words of 32 bits is quantized. See
+https://github.com/ModelCloud/GPTQModel (its QuantizeConfig). vLLM's "moe_wna16" reads the same files.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jmx.checkpoint.compressed_tensors.config import GPTQ, GPTQ_V2, LARGEST, Group, Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.targets import Target, parse_target, targets_of
+from jmx.checkpoint.config_object import ConfigObject
+
+METHOD = "gptq"
+
+# How zero points are stored -> the storage. In the older one they are one less than their value.
+_FORMATS = {"gptq": GPTQ, "gptq_v2": GPTQ_V2, None: GPTQ}
+
+# What calibration used, what kernels of other packages prefer, and how the model is found: no weight depends on it.
+_ELSEWHERE = (
+    "act_group_aware",
+    "autogptq_version",
+    "backend",
+    "batch_size",
+    "block_name_to_quantize",
+    "cache_block_outputs",
+    "cache_examples_on_gpu",
+    "damp_auto_increment",
+    "damp_percent",
+    "dataset",
+    "disable_exllama",
+    "exllama_config",
+    "hyb_act",
+    "max_input_length",
+    "meta",
+    "model_file_base_name",
+    "model_name_or_path",
+    "model_seqlen",
+    "module_name_preceding_first_block",
+    "modules_in_block_to_quantize",
+    "mse",
+    "pad_token_id",
+    "parallel_packing",
+    "static_groups",
+    "tokenizer",
+    "true_sequential",
+    "use_cuda_fp16",
+    "use_exllama",
+    "v2",
+    "v2_alpha",
+    "version",
+)
+_SKIPPED = "-:"  # before a pattern of `dynamic`: modules that are not quantized
+
+
+def parse_gptq(file: Path, place: str, value: Any) -> Quantization:
+    """The quantization of the object at `place` of config.json.
+
+    Raises:
+        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
+    """
+    top = ConfigObject(file, place, value)
+    top.one_of("quant_method", (METHOD,))
+    top.ignore(*_ELSEWHERE)
+    bits = top.one_of("bits", (4, 8))
+    size = group_size(top, "group_size")
+    ordered = top.one_of("desc_act", (True, False), False) and size is not None
+    symmetric = top.one_of("sym", (True, False), True)
+    storage = _FORMATS[top.one_of("checkpoint_format", (*_FORMATS,), None)]
+    top.one_of("format", (*_FORMATS,), None)
+    top.one_of("is_marlin_format", (False, None), None)
+    top.one_of("pack_dtype", ("int32", None), None)
+    top.one_of("lm_head", (True, False, None), None)
+    ignore = _skipped(top)
+    top.close()
+    blocks = "channel" if size is None else f"g{size}"
+    suffixes = ["asym"] * (not symmetric) + ["order"] * ordered
+    scheme = Scheme("_".join([f"int{bits}", blocks, *suffixes]), None, storage)
+    return Quantization(file, (Group(METHOD, (parse_target("Linear"),), scheme),), ignore)
+
+
+def group_size(entries: ConfigObject, key: str) -> int | None:
+    """The size of groups; None for whole rows, which the file says by -1."""
+    size = entries.check(
+        key, lambda v: type(v) is int and (v == -1 or 0 < v < LARGEST), f"must be positive and below {LARGEST}, or -1"
+    )
+    return None if size == -1 else size
+
+
+def _skipped(top: ConfigObject) -> tuple[Target, ...]:
+    """Patterns of modules that are not quantized. CheckpointError for other overrides of `dynamic`."""
+    overrides = top.object_or_none("dynamic") or {}
+    for pattern in overrides:
+        if not pattern.startswith(_SKIPPED):
+            raise top.error("dynamic", f"must only name modules that are not quantized, {_SKIPPED!r} and a pattern")
+    patterns = [f"re:{pattern.removeprefix(_SKIPPED)}" for pattern in overrides]
+    return targets_of(top, "dynamic", patterns)
