@@ -12,8 +12,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jmx.parallel import Placement, balance, imbalance, rank_loads
-from jmx.perf.roofline import require_matplotlib
+from jmx import plot
+from jmx.parallel import Placement, balance, rank_loads
+from jmx.plot import style
 
 EXPERTS, RANKS, SPARE = 128, 8, 8
 TOKENS, TOP_K = 8192, 4
@@ -45,30 +46,9 @@ def loads() -> dict[str, np.ndarray]:
 
 def draw(path: str) -> None:
     """Writes the picture to `path`; an SVG is the same bytes for the same matplotlib."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    colors = ("#9ca3af", "#1d4ed8", "#c2410c")
-    with matplotlib.rc_context({"svg.hashsalt": "jmx", "font.size": 11, "svg.fonttype": "path"}):
-        figure = Figure(figsize=(8, 3.6), layout="constrained", facecolor="white")
-        axes = figure.add_subplot()
-        ranks, width = np.arange(RANKS), 0.27
-        for i, ((name, by_rank), color) in enumerate(zip(loads().items(), colors, strict=True)):
-            label = f"{name}: fullest {imbalance(by_rank):.2f} x average"
-            axes.bar(ranks + (i - 1) * width, by_rank, width, color=color, label=label)
-        axes.axhline(TOKENS * TOP_K / RANKS, color="black", linewidth=1.2)
-        axes.set_ylim(0, 1.4 * max(by_rank.max() for by_rank in loads().values()))  # with space for the legend
-        axes.set_xticks(ranks, [str(rank) for rank in ranks])
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        axes.set_title(f"{TOKENS} tokens, top-{TOP_K} of {EXPERTS} experts by Zipf's law, on {RANKS} ranks")
-        axes.set_xlabel("rank")
-        axes.set_ylabel(f"load: tokens times {TOP_K}")
-        axes.legend(frameon=False)
-        axes.grid(visible=True, axis="y", linewidth=0.3)
-        axes.set_axisbelow(True)
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.endswith(".svg") else None)
+    figure = plot.rank_load(loads())
+    figure.axes[0].set_title(f"{TOKENS} tokens, top-{TOP_K} of {EXPERTS} experts by Zipf's law, on {RANKS} ranks")
+    style.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         )
         for row in measured
     ]
-    told = machine.describe_machine(jax.devices()[0])
+    description = machine.describe_machine(jax.devices()[0])
     versions = {}
     if arguments.peer is not None:
         versions = json.loads(pathlib.Path(arguments.peer, "versions.json").read_text())
@@ -80,8 +80,8 @@ def main(argv: Sequence[str]) -> int:
         "seed": seed,
         "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
     }
-    told |= {"host_cpus": machine.num_cpus(), "versions": told["versions"] | versions}
-    report = Report(told, middle, settings, tuple(sorted(rows, key=lambda row: [*SYSTEMS].index(row.system))))
+    description |= {"host_cpus": machine.num_cpus(), "versions": description["versions"] | versions}
+    report = Report(description, middle, settings, tuple(sorted(rows, key=lambda row: [*SYSTEMS].index(row.system))))
     rich.print(report)
     if arguments.json is not None:
         report.save(arguments.json)

@@ -5,7 +5,8 @@
 
 The first run compiles the programs of a prefill and one of 16 decoding steps; seconds to trace, to lower and to compile
 are those that jax reports, of all of them: they are compiled side by side. The first token comes with the launch of the
-first steps, so its time includes compiling them. `--cache` keeps compiled programs. Targets (one H200, gpt-oss-120b,
+first steps, so its time includes compiling them. `--cache` keeps compiled programs. `--mesh ep=2` divides the model
+over devices, each of which makes its own weights. Targets (one H200, gpt-oss-120b,
 prompt of 1024): 30 s to the 17th token without kept programs, 5 s with them.
 """
 
@@ -22,8 +23,10 @@ import jax
 import jax.monitoring
 import numpy as np
 
+from jmx.cli import mesh_argument
 from jmx.models import FAMILIES, Runner, Sampler, from_source, random_source
 from jmx.models.config import Config
+from jmx.models.loading import split_of
 from jmx.models.program_store import ProgramStore
 from jmx.models.runner import CHUNK
 from jmx.util import atomic_files
@@ -87,6 +90,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1, help="prompts at once")
     parser.add_argument("--runs", type=int, default=5, help="timed after the first")
     parser.add_argument("--cache", type=Path, help="a directory that keeps compiled programs")
+    parser.add_argument("--mesh", help="axes and sizes, as in `jmx generate --mesh`: ep=2")
+    parser.add_argument("--mesh-axes", help="what mesh axes divide, as in `jmx generate --mesh-axes`")
     parser.add_argument("--json", type=Path, help="a new file for the results")
     arguments = parser.parse_args()
     if arguments.json:
@@ -97,12 +102,18 @@ def main() -> int:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         store = ProgramStore(arguments.cache / "programs")
     config = published[arguments.model]
+    mesh = None if arguments.mesh is None else mesh_argument.make(arguments.mesh)
+    axes = None if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
     start = time.perf_counter()
-    runner = Runner(from_source(random_source(config)), store=store)
+    runner = Runner(from_source(random_source(config), split=split_of(mesh, axes)), store=store)
     jax.block_until_ready(runner._weights)
     print(f"random weights: {time.perf_counter() - start:.1f} s", flush=True)
+    for device in jax.devices()[: 1 if mesh is None else mesh.size]:
+        used = (device.memory_stats() or {}).get("bytes_in_use")
+        print(f"{device}: {'unknown' if used is None else f'{used / 1e9:.2f} GB'} in use", flush=True)
     prompts = np.random.default_rng(0).integers(config.vocab_size, size=(arguments.rows, arguments.prompt)).tolist()
-    result = vars(arguments) | measure(runner, prompts, arguments.runs)
+    kinds = [device.device_kind for device in jax.devices()]
+    result = vars(arguments) | {"devices": kinds, "jax": jax.__version__} | measure(runner, prompts, arguments.runs)
     text = json.dumps(result, default=str, indent=1)
     print(text)
     if arguments.json:

@@ -2,15 +2,19 @@
 """Draws the README's picture from a saved benchmark: time over floor against tokens, of jmx and its peers.
 
 python benchmarks/picture.py benchmarks/results/h200-gpt-oss-120b.json docs/images/h200-gpt-oss-120b.svg
+python benchmarks/picture.py --roofline benchmarks/results/h200-gpt-oss-120b.json docs/images/h200-roofline.svg
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from jmx import plot
 from jmx.perf.roofline import Report, require_matplotlib
+from jmx.plot import style
 
 # System of a report -> its label, color, and whether it is the line that the picture is about.
 SYSTEMS = {
@@ -27,8 +31,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", help="JSON of benchmarks/layer.py --peers")
     parser.add_argument("picture", help="file to write: .svg or .png")
+    parser.add_argument("--roofline", action="store_true", help="draw TFLOP/s against flops per byte instead")
     arguments = parser.parse_args()
-    draw(Report.load(arguments.report), arguments.picture)
+    report = Report.load(arguments.report)
+    if arguments.roofline:
+        rows = tuple(row for row in report.rows if row.system in SYSTEMS)
+        style.save(plot.roofline(dataclasses.replace(report, rows=rows)), arguments.picture)
+    else:
+        draw(report, arguments.picture)
     return 0
 
 
@@ -51,21 +61,20 @@ def speedups(report: Report) -> list[float]:
 def draw(report: Report, path: str) -> None:
     """Writes the picture to `path`; an SVG is the same bytes for the same report and matplotlib."""
     require_matplotlib()
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    with matplotlib.rc_context({"svg.hashsalt": "jmx", "font.size": 11, "svg.fonttype": "path"}):
+    with style.settings():
         figure = Figure(figsize=(8, 4.2), layout="constrained", facecolor="white")
         axes = figure.add_subplot(xscale="log", yscale="log")
         axes.axhline(1, color="black", linewidth=1.2)
         axes.text(1, 1.02, "hardware limit measured in the same run", fontsize=9, va="bottom")
         for system, line in lines(report).items():
             label, color, ours = SYSTEMS[system]
-            style = (
+            how = (
                 {"linewidth": 3.0, "markersize": 6} if ours else {"linewidth": 1.5, "markersize": 4, "linestyle": "--"}
             )
-            axes.plot(*zip(*line, strict=True), marker="o", color=color, label=label, **style)
+            axes.plot(*zip(*line, strict=True), marker="o", color=color, label=label, **how)
         tokens = sorted({tokens for line in lines(report).values() for tokens, _ in line})
         axes.set_xticks(tokens, [str(count) for count in tokens])
         axes.set_yticks(TICKS, [f"{tick:g}x" for tick in TICKS])
@@ -79,8 +88,7 @@ def draw(report: Report, path: str) -> None:
         axes.set_ylabel("time over hardware limit (lower is better)")
         axes.legend(frameon=False)
         axes.grid(visible=True, linewidth=0.3)
-        metadata = {"Date": None} if path.endswith(".svg") else None
-        figure.savefig(path, dpi=130, metadata=metadata)
+        style.save(figure, path)
 
 
 if __name__ == "__main__":

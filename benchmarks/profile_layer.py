@@ -3,6 +3,7 @@
 
     python benchmarks/profile_layer.py capture profile.json --model gpt-oss-20b --tokens 16
     python benchmarks/profile_layer.py draw profile.json docs/images/h200-profile.svg
+    python benchmarks/profile_layer.py draw --kernels profile.json docs/images/h200-kernels.svg
 
 `capture` runs a few layers under `jax.profiler`, which names every kernel; and one more layer whose Hopper kernel
 records the `jax.named_scope`s of one CTA, warp by warp, which Pallas writes where `profile_space` asks for it.
@@ -26,8 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jmx import plot
 from jmx.perf import bench, shapes
 from jmx.perf.roofline import require_matplotlib
+from jmx.plot import style
 from jmx.selection.environment import Environment
 from jmx.util import atomic_files
 
@@ -64,7 +67,8 @@ def main() -> int:
     command = commands.add_parser("draw", help="draw a profile")
     command.add_argument("profile", type=pathlib.Path, help="JSON that `capture` wrote")
     command.add_argument("picture", help="file to write: .svg or .png")
-    command.set_defaults(run=lambda a: draw(json.loads(a.profile.read_text()), a.picture))
+    command.add_argument("--kernels", action="store_true", help="the time of each kernel, all its launches together")
+    command.set_defaults(run=draw_saved)
     arguments = parser.parse_args()
     arguments.run(arguments)
     return 0
@@ -161,6 +165,18 @@ def from_zero(events: Sequence[Event]) -> list[Event]:
     first = min((event["start"] for event in events), default=0.0)
     times = ({"start": round(event["start"] - first, 3), "end": round(event["end"] - first, 3)} for event in events)
     return [event | time for event, time in zip(events, times, strict=True)]
+
+
+def draw_saved(arguments: argparse.Namespace) -> None:
+    """Draws a saved profile: kernels and scopes along the time, or the time of each kernel."""
+    profile = json.loads(arguments.profile.read_text())
+    if arguments.kernels:
+        figure = plot.kernels(profile["kernels"], highlight=profile["backend"])
+        title = "{model} at {tokens} tokens on {device}".format(**profile)
+        figure.axes[0].set_title(f"{LAYERS} layers of {title}: {figure.axes[0].get_title()}")
+        style.save(figure, arguments.picture)
+    else:
+        draw(profile, arguments.picture)
 
 
 def draw(profile: dict[str, Any], path: str) -> None:

@@ -28,6 +28,10 @@ from jmx.selection.environment import Environment, known_devices
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
+# Of any size: a larger power of two is decoded as 128, and any other stands for all.
+OTHER_SIZES = ("int4_g16", "int8_g16", "fp8_block_64x64")
+EVERY = (*FORMATS, "int4_g256", "int8_g256", "fp8_block_64x128", *OTHER_SIZES)
+
 SHAPE = shapes.MODELS["deepseek-v3"]  # its sizes are whole blocks of every format
 TOKENS = 64
 
@@ -41,6 +45,13 @@ Every weight format and input format on every backend: yes, or the number of the
 it runs, in the layout that it reads, as if it had been built. A test compares the page with the script's output:
 
     python benchmarks/support.py > docs/support.md
+"""
+
+_OTHERS = "`int4_gN`, `int8_gN`, `fp8_block_RxC`"
+_SIZES = f"""
+{_OTHERS} are formats of other sizes than those listed. But groups of 256,
+512 and so on are in the rows of `int4_*` and `int8_*`, and blocks of any number of rows and 128 columns in that of
+`fp8_*`.
 """
 
 _TIMES = """
@@ -173,7 +184,7 @@ def page(found: Measured) -> str:
     def rows(input_format: str | None) -> list[tuple[str, ...]]:
         """A row for each set of formats of one family with the same answers."""
         alike: dict[tuple[str, tuple[str | None, ...]], dict[str, tuple[Cell, ...]]] = {}
-        for format in FORMATS:
+        for format in EVERY:
             cells = tuple(cell(backend, its, format, input_format, found) for backend, its in places.items())
             alike.setdefault((_family(format), tuple(cell.no for cell in cells)), {})[format] = cells
         found_rows = []
@@ -194,7 +205,7 @@ def page(found: Measured) -> str:
         for source, letter in notes.sources.items()
     ]
     parts = [
-        _HEAD + _TIMES,
+        _HEAD + _SIZES + _TIMES,
         "## Inputs of 16 bits",
         _table(plain),
         "## Rounded inputs",
@@ -218,6 +229,8 @@ def _item(number: int, text: str) -> str:
 
 def _family(format: str) -> str:
     """Families: formats that differ only in block size and zero points. Formats with a column order are another one."""
+    if format in OTHER_SIZES:
+        return "other sizes"
     family, *kind = format.split("_")
     return family + ("_*" if kind else "") + ("_order" if "order" in kind else "")
 
@@ -225,7 +238,9 @@ def _family(format: str) -> str:
 def _names(formats: Sequence[str]) -> str:
     """The names of formats of one family; the family's name if all or nearly all of it are there."""
     family = _family(formats[0])
-    others = [f"`{name}`" for name in FORMATS if _family(name) == family and name not in formats]
+    others = [f"`{name}`" for name in EVERY if _family(name) == family and name not in formats]
+    if family == "other sizes" and not others:
+        return _OTHERS
     if len(others) < len(formats) - 1:
         return f"`{family}`" + (f" but {', '.join(others)}" if others else "")
     return "; ".join(f"`{name}`" for name in formats)

@@ -1,7 +1,6 @@
 """Mesh axes of each kind that split each axis of each argument: right where no array moves, else refused by name."""
 
 import dataclasses
-import re
 from contextlib import nullcontext
 from functools import partial
 
@@ -272,7 +271,7 @@ def test_modules_take_split_tokens(spec, in_scope, rng):
     assert jax.typeof(found[0]).sharding.spec == P(*spec, *(None,) * (3 - len(spec)))
 
 
-@pytest.mark.parametrize("axis", ["expert", "hidden", "intermediate"])
+@pytest.mark.parametrize("axis", ["hidden", "intermediate"])
 def test_modules_name_weights_that_are_split(axis, rng):
     x = jnp.asarray(rng.standard_normal((4, 64)), jnp.float32)
     axes = {axis: "a"}
@@ -281,8 +280,7 @@ def test_modules_name_weights_that_are_split(axis, rng):
         with pytest.raises(ValueError, match=r"`(router\.kernel|experts\.gate_up_values)` .*@a.*'a'.*jax\.reshard"):
             layer(x)
         for name in ("a", ("a",)):
-            message = rf"`axes\['{axis}'\]` \(={re.escape(repr(name))}\) must not be an Explicit mesh axis"
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=r"`(router\.kernel|experts\.gate_up_values)` .*@a.*'a'.*jax\.reshard"):
                 jmx.linen.MoE(64, 64, 4, 2, axes={axis: name}).init(jax.random.key(0), x)
 
 
@@ -388,7 +386,7 @@ def test_experts_split_by_expert_inside_shard_map(check, layout, rng):
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("order", ["interleaved", "concatenated"])
 @pytest.mark.parametrize("axis", ["hidden", "intermediate"])
-def test_weights_cut_inside_shard_map_are_named(axis, order, check, rng):
+def test_weights_sliced_inside_shard_map_are_named(axis, order, check, rng):
     arrays, experts = draw(rng, order=order, intermediate=64)
     specs = experts.with_arrays({name: P(*axes) for name, axes in partition_names(experts, {axis: "a"}).items()})
     routing = Routing(arrays["expert_ids"], arrays["weights"])

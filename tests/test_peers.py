@@ -34,7 +34,7 @@ def saved(tmp_path):
     return file
 
 
-def test_peers_stand_beside_ours_against_the_same_floor(saved, monkeypatch):
+def test_peers_are_listed_beside_ours_against_the_same_floor(saved, monkeypatch):
     right = {"layers": 3, "active": 4.0, "us": 50.0, "spread": 0.0, "rel_err": 4e-3}
     answers = {
         "marlin": ({"torch": "2"}, {1: right, 64: right | {"active": 112.0, "us": 700.0, "rel_err": 0.5}}, ""),
@@ -89,9 +89,9 @@ def test_bad_arguments_are_one_line_before_anything_runs(flags, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(layer.subprocess, "run", lambda *a, **k: pytest.fail("started"))
     assert layer.main(flags) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("layer.py: error: `--")
-    assert told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith("layer.py: error: `--")
+    assert reported.count("\n") == 1
 
 
 def test_ours_and_the_peers_end_in_one_report(tmp_path, monkeypatch, capsys):
@@ -115,8 +115,12 @@ def test_the_table_has_the_fastest_sound_time_in_bold(saved):
         roofline.Row("marlin", 64, active=112.0, us=1234.5, floor_us=350.0, over_floor=3.527, rel_err=2e-3),
     ]
     machine = {"device": "a card", "date": "2026-01-02T03:04", "versions": {"jax": "0.11"}}
-    told, _, head, _, one, many = table.markdown(roofline.Report(machine, LIMITS, SETTINGS, tuple(rows))).splitlines()
-    assert told == ("gpt-oss-120b, uniform routing. a card, 2026-01-02; jax 0.11; copy 4.00 TB/s, dense 800 TFLOP/s.")
+    caption, _, head, _, one, many = table.markdown(
+        roofline.Report(machine, LIMITS, SETTINGS, tuple(rows))
+    ).splitlines()
+    assert caption == (
+        "gpt-oss-120b, uniform routing. a card, 2026-01-02; jax 0.11; copy 4.00 TB/s, dense 800 TFLOP/s."
+    )
     assert head == "| tokens | experts used | floor, us | mosaic | marlin |"
     assert one == "| 1 | 4 | 12.5 | **20.04** (1.60 x) | - |"
     assert many == "| 64 | 112 | 350.0 | - | **1234** (3.53 x) |"

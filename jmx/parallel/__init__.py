@@ -3,6 +3,7 @@
 from jmx.parallel.balancer import POLICIES, balance, choose_policy
 from jmx.parallel.exchange import Exchange
 from jmx.parallel.exchanges import EXCHANGES
+from jmx.parallel.expert_maps import expert_map, local_routing
 from jmx.parallel.loads import Comparison, compare, imbalance, rank_loads
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.placement import Placement
@@ -20,7 +21,9 @@ __all__ = [
     "balance",
     "choose_policy",
     "compare",
+    "expert_map",
     "imbalance",
+    "local_routing",
     "move",
     "rank_loads",
     "rebalance",

@@ -36,7 +36,8 @@ def balance(
 
     The load of an expert is divided equally among its copies. The fullest rank has no more load than with `before` and
     with `Placement.identity`, where these keep to the policy. Among placements within 1 % of the best one found the one
-    that moves the fewest slots from `before` is returned; an expert that stays on its rank keeps its slot. The same
+    that moves the fewest slots from `before` is taken, and the next one from there, until none is better by 1 %: the
+    placement itself as `before` is returned unchanged. An expert that stays on its rank keeps its slot. The same
     arguments give the same placement.
 
     Args:
@@ -112,7 +113,15 @@ class _Sizes:
 
 
 def _balance_layer(loads: Float[np.ndarray, " E"], before: Table, sizes: _Sizes) -> Table:
-    """The table of one layer: of those within 1 % of the best one found, the one that moves the fewest slots."""
+    """The table of one layer, improved until nothing found is better by 1 %: balancing it again moves nothing."""
+    table = before
+    while not np.array_equal(better := _improve_layer(loads, table, sizes), table):
+        table = better
+    return table
+
+
+def _improve_layer(loads: Float[np.ndarray, " E"], before: Table, sizes: _Sizes) -> Table:
+    """Of the tables within 1 % of the best one found, the one that moves the fewest slots; `before` if it is one."""
     slots = np.arange(before.size, dtype=np.int32)
     identity = np.where(slots < len(loads), slots, EMPTY).reshape(before.shape)
     given = [table for table in (before, identity) if _experts_of_hosts(table, len(loads), sizes)]
@@ -152,6 +161,9 @@ def _solve(
     tables = []
     for host, its in enumerate(experts):
         ranks = sizes.num_ranks // sizes.hosts
+        if not len(its):  # with many spare slots a placement may leave a host empty
+            tables.append(np.full((ranks, sizes.per_rank), EMPTY))
+            continue
         local = None if start is None else start[host * ranks : (host + 1) * ranks]
         if local is not None:
             local = np.where(local == EMPTY, EMPTY, np.searchsorted(its, local)).astype(np.int32)

@@ -2,16 +2,31 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+from jmx.parallel.wire import Wire
 from jmx.routing import Routing
-from jmx.util.typing import Array, Float
+from jmx.util.typing import Array, Float, Int32
 
 Names = tuple[str, ...]
 
-# Results of tokens (T, H) and their routing (T, k), which a device computes with its own experts: those of other
-# devices contribute nothing. Ids are those of all experts.
-Local = Callable[[Float[Array, "T H"], Routing], Float[Array, "T H"]]
+# Results of tokens (T, H) and their routing (T, k), which a device computes with its own experts, whose arrays are the
+# first argument: those of other devices contribute nothing. Ids are those of all experts.
+Local = Callable[[Any, Float[Array, "T H"], Routing], Float[Array, "T H"]]
+
+
+class Here(NamedTuple):
+    """What a device computes, and which experts each device has.
+
+    local: the function. An exchange that differentiates by itself does so with respect to `arrays`, too: it closes over
+        no traced array.
+    arrays: a pytree, the first argument of `local`.
+    first_experts: (R,) int32, the first expert of each device along the axes of the exchange; each has as many.
+    """
+
+    local: Local
+    arrays: Any
+    first_experts: Int32[Array, " R"]
 
 
 @dataclass(frozen=True)
@@ -19,25 +34,43 @@ class Call:
     """What is static of an exchange.
 
     Args:
+        axes: mesh axes along which devices exchange tokens, the major one first.
         num_ranks: devices that exchange tokens with each other.
         num_tokens: T, those of one device.
         top_k: experts of a token.
         hidden_size: H.
         itemsize: bytes of an element of x, and of a result.
         whole_experts: whether an expert is on one device; False: its intermediate axis is divided over some of them.
+        num_experts: E, those of all devices, or their slots.
+        experts_per_rank: those of one device.
+        capacity: rows that a device accepts from each, in units of the average with even routing; None: all.
+        chunks: into how many parts a device's tokens are split, of which one is exchanged while another is multiplied.
+        input_format: what the experts' first product rounds tokens to; None: nothing, or not the tokens themselves.
     """
 
+    axes: Names
     num_ranks: int
     num_tokens: int
     top_k: int
     hidden_size: int
     itemsize: int
     whole_experts: bool
+    num_experts: int
+    experts_per_rank: int
+    capacity: float | None = None
+    chunks: int = 1
+    input_format: str | None = None
+
+    @property
+    def wire(self) -> Wire | None:
+        """The format in which tokens are sent; None: as they are."""
+        return Wire.of(self.num_tokens, self.hidden_size, self.itemsize, self.input_format)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token: x, and its ids and weights, of 4 bytes each."""
-        return self.hidden_size * self.itemsize + 8 * self.top_k
+        """Bytes of a token: x or its codes, and its ids and weights, of 4 bytes each."""
+        wire = self.wire
+        return (self.hidden_size * self.itemsize if wire is None else wire.token_bytes) + 8 * self.top_k
 
     @property
     def result_bytes(self) -> int:
@@ -59,13 +92,13 @@ class Exchange(Protocol):
         """Bytes that a device sends to others, on average with even routing: before the experts, and after them."""
         ...
 
-    def apply(self, x: Float[Array, "T H"], routing: Routing, axes: Names, local: Local) -> Float[Array, "T H"]:
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
         """The results of this device's tokens, inside `jax.shard_map`.
 
         Args:
+            call: what is static.
             x: this device's tokens.
             routing: (T, k) theirs; ids outside 0..E-1 contribute nothing.
-            axes: mesh axes along which devices exchange tokens, the major one first.
-            local: what this device computes.
+            here: what this device computes.
         """
         ...

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 from jmx.parallel.exchange import Call, Exchange
 from jmx.parallel.gather import Gather
+from jmx.parallel.peer import Peer, PeerLines
+from jmx.parallel.rows import Rows
 
-EXCHANGES: dict[str, Exchange] = {exchange.name: exchange for exchange in (Gather(),)}
+EXCHANGES: dict[str, Exchange] = {exchange.name: exchange for exchange in (Peer(), Gather(), Rows(), PeerLines())}
 
 
 class Choice(NamedTuple):

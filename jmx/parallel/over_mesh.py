@@ -1,26 +1,28 @@
 """The layer over a mesh: each device routes its own tokens, and computes what its own experts add to those of all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
 from jmx.experts import Experts, ShardedExperts
-from jmx.parallel.exchange import Call
+from jmx.parallel.exchange import Call, Here, Local
 from jmx.parallel.exchanges import choose
+from jmx.parallel.experts_form import AnyExperts, form_names
+from jmx.parallel.hidden_axis import gather_hidden
+from jmx.parallel.peer import all_sum
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import AnyMesh, Split
 from jmx.routing import Routing
 from jmx.util.checks import is_array
-from jmx.util.typing import Array, Float
-
-AnyExperts = Experts | ShardedExperts | PlacedExperts
+from jmx.util.typing import Array, Float, Int32
 
 # The layer on one device: x (T, H), routing (T, k), experts -> (T, H).
 OneDevice = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
@@ -53,7 +55,9 @@ def over_mesh(
     """
     mesh = static.mesh
     tokens = P(*(entry or None for entry in static.leading))
-    specs = expert_specs(static.split, experts)
+    specs = expert_specs(static.split, experts, mesh.shape)
+    if static.split.names("hidden"):  # else whole weights would stay from the forward pass to the backward pass
+        body = jax.checkpoint(body)
 
     def place(tree: Any, specs: Any) -> Any:
         """Explicit axes have to be in types already; Auto ones follow what is asked for here."""
@@ -103,12 +107,19 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
     leading = (split.names("tokens"), *((),) * (num_leading - 1))[:num_leading]
     typed = meshes.leading_split(num_leading, by_token, {})
     if typed is not None and any(typed.leading):
-        if {name for entry in typed.leading for name in entry} != {*split.names("tokens")}:
+        explicit = meshes.explicit_names(mesh)
+        if {name for entry in typed.leading for name in entry} != {*split.names("tokens")} & explicit:
             raise ValueError(
                 f"`split.tokens` (={split.tokens!r}) must be the Explicit mesh axes that split the arrays of tokens, "
                 f"{typed.leading}"
             )
-        leading = typed.leading
+        if {*split.names("tokens")} <= explicit:
+            leading = typed.leading
+        elif leading != typed.leading and any(typed.leading[1:]):
+            raise ValueError(
+                f"`split.tokens` (={split.tokens!r}) must not name Auto mesh axes where Explicit ones split other axes "
+                f"of the tokens than the first, as {typed.leading}"
+            )
     for axis, entry in enumerate(leading):
         size = next(iter(by_token.values())).shape[axis]
         devices = prod(mesh.shape[name] for name in entry)
@@ -120,15 +131,6 @@ def static_of(split: Split, num_leading: int, by_token: meshes.NamedArrays, expe
     return Static(split, mesh, leading)
 
 
-def one_device(experts: AnyExperts) -> Experts:
-    """Experts like those of one device, for checks; of shards abstract ones."""
-    if isinstance(experts, PlacedExperts):
-        return experts.experts
-    if isinstance(experts, ShardedExperts):
-        return jax.eval_shape(lambda sharded: sharded.shard(0), experts)
-    return experts
-
-
 def total_experts(split: Split, experts: AnyExperts) -> int:
     """The number of experts of all devices, without copies."""
     if isinstance(experts, PlacedExperts):
@@ -137,24 +139,18 @@ def total_experts(split: Split, experts: AnyExperts) -> int:
     return num_experts(experts) * ranks
 
 
-def expert_specs(split: Split, experts: AnyExperts) -> Any:
-    """How the mesh axes of a split divide the arrays of experts: a pytree like these."""
-    expert, intermediate = split.names("expert") or None, split.names("intermediate") or None
-    if isinstance(experts, ShardedExperts):
-        shards = experts.shards
-        names = shards.arrays()
-        by_name = {n: P(intermediate) if n.endswith("_input_scale") else P(intermediate, expert) for n in names}
-        bias = None if experts.down_bias is None else P(expert)
-        return ShardedExperts(shards.with_arrays(by_name), bias, experts.intermediate_size)
-    if isinstance(experts, PlacedExperts):
-        whole = jax.tree.map(lambda _: P(), experts.placement)
-        return PlacedExperts(expert_specs(split, experts.experts), whole)
-    return experts.with_arrays({n: P() if n.endswith("_input_scale") else P(expert) for n in experts.arrays()})
+def expert_specs(split: Split, experts: AnyExperts, sizes: Mapping[str, int] | None = None) -> Any:
+    """How the mesh axes of a split divide the arrays of experts: a pytree like these. `sizes`: of the mesh's axes."""
+    axes = {name: split.names(name) or None for name in ("expert", "intermediate", "hidden")}
+    names = form_names(experts, axes, sizes)
+    return experts.with_arrays({name: P(*entry) for name, entry in names.items()})
 
 
 def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
     """Raises ValueError unless the mesh divides the experts, and their shards, evenly."""
     sizes = {"expert": num_experts(experts)}
+    if isinstance(experts, PlacedExperts):
+        experts = experts.experts
     if isinstance(experts, ShardedExperts):
         sizes["intermediate"] = experts.num_shards
     elif split.names("intermediate"):
@@ -167,13 +163,16 @@ def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
 
 def num_experts(experts: AnyExperts) -> int:
     """The number of experts, or of slots, that these arrays hold."""
-    if isinstance(experts, ShardedExperts):
-        return experts.shards.gate_up.values.shape[1]
-    return one_device(experts).num_experts
+    return experts.experts.num_experts if isinstance(experts, PlacedExperts) else experts.num_experts
 
 
 def on_this_device(
-    split: Split, x: Float[Array, "T H"], routing: Routing, experts: AnyExperts, moe: OneDevice
+    split: Split,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: AnyExperts,
+    moe: OneDevice,
+    input_format: str | None = None,
 ) -> Float[Array, "T H"]:
     """The results of this device's tokens, inside `jax.shard_map` over the axes of `split`.
 
@@ -181,36 +180,95 @@ def on_this_device(
         x, routing: this device's tokens, and their experts among those of all devices.
         experts: this device's.
         moe: the layer on one device.
+        input_format: what it rounds x to before anything else; None: nothing.
     """
-    first = num_experts(experts) * _index(split.names("expert"))
     if isinstance(experts, PlacedExperts):  # each device chooses other copies for its tokens
         first_token = x.shape[0] * _index(split.names("tokens"))
         ids = experts.placement.slot_ids(routing.expert_ids, first_token)
-        routing, parts = routing._replace(expert_ids=ids), [experts.experts]
-    else:
-        parts = _parts(split, experts)
+        routing, experts = routing._replace(expert_ids=ids), experts.experts
+    parts = _parts(split, experts)
 
-    def local(x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
-        mine = routing._replace(expert_ids=routing.expert_ids - first)
-        results = [moe(x, mine, part) for part in parts]
+    def local(parts: list[Experts], x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
+        results = [moe(x, routing, part) for part in parts]
         if len(results) == 1:
             return results[0]
         return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
 
-    axes = split.exchanged
-    if axes:
-        call = Call(
-            num_ranks=prod(lax.axis_size(axis) for axis in axes),
-            num_tokens=x.shape[0],
-            top_k=routing.expert_ids.shape[1],
-            hidden_size=x.shape[1],
-            itemsize=x.dtype.itemsize,
-            whole_experts=not {*axes} & {*split.names("intermediate")},
-        )
-        y = choose(call, split.exchange).exchange.apply(x, routing, axes, local)
+    return exchanged(split, x, routing, num_experts(experts), local, parts, input_format)
+
+
+def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
+    """This device's experts, inside `jax.shard_map`, whole along the axes of `split.hidden`."""
+    axes, varying = split.names("hidden"), split.names("tokens")
+    if not axes:
+        return experts
+    if isinstance(experts, PlacedExperts):
+        return PlacedExperts(gather_hidden(experts.experts, axes, varying), experts.placement)
+    return gather_hidden(experts, axes, varying)
+
+
+def exchanged(
+    split: Split,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    own_experts: int,
+    experts: Local,
+    arrays: Any,
+    input_format: str | None = None,
+) -> Float[Array, "T H"]:
+    """The results of this device's tokens, inside `jax.shard_map` over the axes of `split`.
+
+    Args:
+        x, routing: this device's tokens, and their experts among those of all devices.
+        own_experts: how many experts this device has.
+        experts: what they compute of `arrays`, tokens and their routing; ids count from this device's first expert.
+        arrays: a pytree, of which gradients may be asked for.
+        input_format: what `experts` rounds tokens to before anything else; None: nothing.
+    """
+
+    def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
+        first, of_experts = arrays
+        return experts(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first))
+
+    mine = jnp.asarray(own_experts * _index(split.names("expert")), jnp.int32), arrays
+    if split.exchanged:
+        here = Here(local, mine, _first_experts(split, own_experts))
+        call = _call(split, x, routing, own_experts, input_format)
+        y = choose(call, split.exchange).exchange.apply(call, x, routing, here)
     else:
-        y = local(x, routing)
-    return lax.psum(y, split.summed) if split.summed else y
+        y = local(mine, x, routing)
+    return all_sum(y, split.summed) if split.summed else y
+
+
+def _call(split: Split, x: Float[Array, "T H"], routing: Routing, own_experts: int, input_format: str | None) -> Call:
+    axes = split.exchanged
+    return Call(
+        axes=axes,
+        num_ranks=prod(lax.axis_size(axis) for axis in axes),
+        num_tokens=x.shape[0],
+        top_k=routing.expert_ids.shape[1],
+        hidden_size=x.shape[1],
+        itemsize=x.dtype.itemsize,
+        whole_experts=not {*axes} & {*split.names("intermediate")},
+        num_experts=own_experts * prod(lax.axis_size(axis) for axis in split.names("expert")),
+        experts_per_rank=own_experts,
+        capacity=split.capacity,
+        chunks=split.chunks,
+        input_format=input_format,
+    )
+
+
+def _first_experts(split: Split, each: int) -> Int32[Array, " R"]:
+    """The first expert of each device along the exchanged axes, of `each` experts a device.
+
+    Along other axes of the experts they are devices with this one's index.
+    """
+    sizes = [lax.axis_size(axis) for axis in split.exchanged]
+    of_rank = dict(zip(split.exchanged, np.unravel_index(np.arange(prod(sizes)), sizes), strict=True))
+    index: Any = np.zeros(prod(sizes), np.int32)
+    for axis in split.names("expert"):
+        index = index * lax.axis_size(axis) + (of_rank[axis] if axis in of_rank else lax.axis_index(axis))
+    return jnp.asarray(index * each, jnp.int32)
 
 
 def _parts(split: Split, experts: Experts | ShardedExperts) -> list[Experts]:

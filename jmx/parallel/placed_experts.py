@@ -1,5 +1,7 @@
 """Experts in the slots of a placement: the weights and the placement, which are replaced together."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -8,13 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmx.experts import Experts
+from jmx.experts import Experts, ShardedExperts
 from jmx.parallel.placement import Placement, check_placement
 from jmx.util.checks import check_instance
 from jmx.util.typing import Shaped
+
+PLACEMENT_ARRAYS = ("slots_of_expert", "copies", "expert_of_slot")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["experts", "placement"], meta_fields=[])
@@ -22,11 +27,12 @@ from jmx.util.typing import Shaped
 class PlacedExperts:
     """The experts of one layer in the slots of a placement; a pytree.
 
-    experts: `Experts` whose expert axis is that of the S slots. An empty slot has weights that are not used.
+    experts: `Experts`, or shards of them, whose expert axis is that of the S slots. An empty slot has weights that are
+        not used.
     placement: the placement of one layer that the slots are filled by.
     """
 
-    experts: Experts
+    experts: Experts | ShardedExperts
     placement: Placement
 
     @classmethod
@@ -47,7 +53,7 @@ class PlacedExperts:
             )
         arrays = by_slot(experts)
         for name, array in arrays.items():
-            if isinstance(array, jax.Array) and not array.is_fully_replicated:
+            if isinstance(array, jax.Array) and not isinstance(array, Tracer) and not array.is_fully_replicated:
                 raise ValueError(f"`experts.{name}` ({array.sharding}) must be whole on each of its devices")
         chosen = np.maximum(np.asarray(placement.expert_of_slot), 0)
         filled = {name: jnp.take(array, chosen, axis=0, mode="clip") for name, array in arrays.items()}
@@ -69,18 +75,37 @@ class PlacedExperts:
             )
         slots = by_slot(self.experts)
         arrays = {
-            name: jax.device_put(array, NamedSharding(mesh, P(names) if name in slots else P()))
+            name: jax.device_put(
+                array, NamedSharding(mesh, P(*(None,) * slot_axis(self.experts, name), names) if name in slots else P())
+            )
             for name, array in self.experts.arrays().items()
         }
         return PlacedExperts(self.experts.with_arrays(arrays), self.placement.on(mesh))
 
+    def arrays(self) -> dict[str, Shaped[Any, "..."]]:
+        """The arrays by name: those of the experts, and those of the placement."""
+        return self.experts.arrays() | {name: getattr(self.placement, name) for name in PLACEMENT_ARRAYS}
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> "PlacedExperts":
+        """The same with other arrays, by the names of `arrays`; see `Experts.with_arrays`."""
+        check_instance("arrays", arrays, Mapping, "a mapping of names to arrays")
+        of_experts = {name: array for name, array in arrays.items() if name not in PLACEMENT_ARRAYS}
+        placement = dataclasses.replace(self.placement, **{name: arrays.get(name) for name in PLACEMENT_ARRAYS})
+        return PlacedExperts(self.experts.with_arrays(of_experts), placement)
+
+    def prepare(self, layout: str, *, donate: bool = False) -> "PlacedExperts":
+        """The same weights in another layout; see `Experts.prepare`."""
+        return PlacedExperts(self.experts.prepare(layout, donate=donate), self.placement)
+
     def check(self) -> None:
         """Raises ValueError or TypeError unless there are as many experts, of one layer, as the placement has slots."""
-        check_one_layer(self.experts)
+        if not isinstance(self.experts, ShardedExperts):
+            check_one_layer(self.experts)
         check_placement("placement", self.placement, layers=())
-        if self.experts.num_experts != self.placement.num_slots:
+        num_slots = self.experts.num_experts
+        if num_slots != self.placement.num_slots:
             raise ValueError(
-                f"`experts` (of {self.experts.num_experts} slots) must have {self.placement.num_slots}, those of the "
+                f"`experts` (of {num_slots} slots) must have {self.placement.num_slots}, those of the "
                 "placement: PlacedExperts.of fills them"
             )
 
@@ -90,14 +115,16 @@ class PlacedExperts:
         Raises:
             ValueError: arrays that are not split alike over as many devices as the placement has ranks.
         """
-        found = {name: _first_axis_split(array) for name, array in by_slot(self.experts).items()}
+        slots = by_slot(self.experts)
+        found = {name: _axis_split(array, slot_axis(self.experts, name)) for name, array in slots.items()}
         for name, split in found.items():
             ranks = None if split is None else prod(split[0].shape[axis] for axis in split[1])
             if ranks != self.placement.num_ranks:
-                array = by_slot(self.experts)[name]
+                array, axis = slots[name], slot_axis(self.experts, name)
                 raise ValueError(
                     f"`experts.{name}` ({getattr(array, 'sharding', type(array).__name__)}) must be split along its "
-                    f"first axis over {self.placement.num_ranks} devices, one a rank, by a NamedSharding"
+                    f"{'second' if axis else 'first'} axis over {self.placement.num_ranks} devices, one a rank, by a "
+                    "NamedSharding"
                 )
         first = next(iter(found))
         for name, split in found.items():
@@ -108,22 +135,27 @@ class PlacedExperts:
         return split
 
 
-def _first_axis_split(array: Any) -> tuple[Mesh, tuple[str, ...]] | None:
-    """The mesh and its axes that split an array's first axis; None if none do."""
+def _axis_split(array: Any, axis: int) -> tuple[Mesh, tuple[str, ...]] | None:
+    """The mesh and its axes that split an axis of an array; None if none do."""
     sharding = array.sharding if isinstance(array, jax.Array) else None
-    if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= axis or sharding.spec[axis] is None:
         return None
     assert isinstance(sharding.mesh, Mesh)
-    entry = sharding.spec[0]
+    entry = sharding.spec[axis]
     return sharding.mesh, entry if isinstance(entry, tuple) else (entry,)
 
 
-def by_slot(experts: Experts) -> dict[str, Shaped[Any, "S ..."]]:
+def by_slot(experts: Experts | ShardedExperts) -> dict[str, Shaped[Any, "..."]]:
     """The arrays with an expert axis, by name: all but the scales of inputs, which are those of a whole layer."""
     return {name: array for name, array in experts.arrays().items() if not name.endswith("_input_scale")}
 
 
-def check_one_layer(experts: Experts) -> None:
+def slot_axis(experts: Experts | ShardedExperts, name: str) -> int:
+    """The axis of experts, or slots, of an array: that of shards is in front of it."""
+    return int(isinstance(experts, ShardedExperts) and name != "down_bias")
+
+
+def check_one_layer(experts: Any) -> None:
     check_instance("experts", experts, Experts, "a jmx.Experts")
     if experts.index is not None or len(experts.canonical_shape()) != 3:
         raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")

@@ -1,15 +1,19 @@
 """Rebalancing: the weights of experts that are split over ranks move from the slots of one placement to another's."""
 
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
 
+from jmx.parallel.balancer import balance
+from jmx.parallel.loads import check_counts
 from jmx.parallel.moves import schedule, sources
-from jmx.parallel.placed_experts import PlacedExperts, by_slot
+from jmx.parallel.placed_experts import PlacedExperts, by_slot, slot_axis
 from jmx.parallel.placement import Placement, check_alike, check_placement
 from jmx.parallel.transfer import transfer
-from jmx.util.checks import check_bool, check_callable, check_finite, check_instance, shown
+from jmx.util.checks import check_bool, check_callable, check_finite, check_instance, is_array, shown
+from jmx.util.typing import AnyArray, Num
 
 TIMEOUT_S = 60.0
 
@@ -40,15 +44,30 @@ def move(placed: PlacedExperts, after: Placement, *, timeout_s: float = TIMEOUT_
     if jax.process_count() == 1 and np.array_equal(source, np.arange(len(source))):
         return PlacedExperts(placed.experts, after.on(mesh))
     arrays = by_slot(placed.experts)
-    moved = transfer([*arrays.values()], schedule(source, after.num_ranks), mesh, axes, timeout_s)
+    slot_axes = tuple(slot_axis(placed.experts, name) for name in arrays)
+    moved = transfer([*arrays.values()], schedule(source, after.num_ranks), mesh, axes, timeout_s, slot_axes)
     new = dict(zip(arrays, moved, strict=True))
     return PlacedExperts(placed.experts.with_arrays(placed.experts.arrays() | new), after.on(mesh))
 
 
+class Layer(Protocol):
+    """A module with spare experts, such as `jmx.nnx.MoE`: it holds `PlacedExperts`."""
+
+    @property
+    def held(self) -> Any: ...
+
+    def hold(self, held: Any) -> None:
+        """Replaces the weights and their placement, both or neither."""
+        ...
+
+
 def rebalance(
-    layers: MutableSequence[PlacedExperts],
-    after: Placement,
+    layers: MutableSequence[Any] | Layer,
+    after: Placement | Num[AnyArray, "*layers E"],
     *,
+    ranks_per_host: int | None = None,
+    groups: int | None = None,
+    policy: str = "auto",
     donate: bool = False,
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[int, int], object] | None = None,
@@ -60,39 +79,90 @@ def rebalance(
     have the new placement, the others the old one. A second call with the same arguments moves the rest.
 
     Args:
-        layers: a list of the experts of each layer, see `move`.
-        after: the placement of as many layers, as `balance` returns it.
+        layers: a list of the experts of each layer, see `move`; or modules with spare experts, such as `jmx.nnx.MoE`, a
+            list of them or one. Modules keep their place in the list, and hold the new weights.
+        after: the placement of as many layers, as `balance` returns it; or the tokens of each expert, from which it is
+            computed here, on the host: (L, E) of L layers, (E,) of a module that is no list.
+        ranks_per_host, groups, policy: as in `balance`, for counts.
         donate: whether a layer's old arrays are deleted when it is replaced, also if they are in use elsewhere. Peak
             memory is one layer more either way, if they are not.
         timeout_s: how long to wait for the transfer of one layer, in seconds.
         progress: called with the number of layers done and that of all, after each one.
 
     Raises:
-        as `move`, for the first layer at fault; wrong arguments before the first layer moves.
+        RuntimeError, TimeoutError, ValueError, TypeError: as `move`, for the first layer at fault, and as `balance` for
+            counts; wrong arguments before the first layer moves.
     """
-    _check_layers(layers, after)
+    alone = hasattr(layers, "held") and not isinstance(layers, MutableSequence)
+    every: MutableSequence[Any] = [layers] if alone else cast(MutableSequence[Any], layers)
+    _check_sequence(every)
+    if isinstance(after, Placement):
+        after = after if after.layers or not alone else Placement.stack([after])
+    else:
+        if not is_array(after):
+            raise TypeError(f"`after` ({shown(after)}) must be a jmx.parallel.Placement, or an array of counts")
+        after = _balanced(every, after, alone, ranks_per_host=ranks_per_host, groups=groups, policy=policy)
+    _check_layers(every, after)
     check_bool("donate", donate)
     timeout_s = _check_timeout(timeout_s)
     if progress is not None:
         check_callable("progress", progress)
-    for i in range(len(layers)):
-        old = layers[i]
-        layers[i] = move(old, after.layer(i), timeout_s=timeout_s)
+    for i in range(len(every)):
+        old = _placed(every[i])
+        new = move(old, after.layer(i), timeout_s=timeout_s)
+        if isinstance(every[i], PlacedExperts):
+            every[i] = new
+        else:
+            every[i].hold(new)
         if donate:
-            _delete(old, layers[i])
-        del old  # or its arrays would stay until the next layer is complete
+            _delete(old, new)
+        del old, new  # or their arrays would stay until the next layer is complete
         if progress is not None:
-            progress(i + 1, len(layers))
+            progress(i + 1, len(every))
 
 
-def _check_layers(layers: MutableSequence[PlacedExperts], after: Placement) -> None:
+def _placed(layer: Any) -> Any:
+    return getattr(layer, "held", layer)
+
+
+def _check_sequence(layers: Any) -> None:
     if not isinstance(layers, MutableSequence):
-        raise TypeError(f"`layers` ({shown(layers)}) must be a list of jmx.parallel.PlacedExperts")
+        raise TypeError(
+            f"`layers` ({shown(layers)}) must be a list of jmx.parallel.PlacedExperts, or of modules, or one module"
+        )
+    for i, layer in enumerate(layers):
+        name = f"layers[{i}]"
+        if hasattr(layer, "held") and not isinstance(layer.held, PlacedExperts):
+            raise ValueError(f"`{name}` (a {type(layer).__name__}) must have spare experts: `spare_experts` is 0")
+        check_instance(name, _placed(layer), PlacedExperts, "a jmx.parallel.PlacedExperts, or a module with such")
+
+
+def _balanced(layers: Sequence[Any], counts: Any, alone: bool, **options: Any) -> Placement:
+    """The placement for the tokens of each expert."""
+    loads = check_counts(counts)
+    loads = loads[None] if alone and loads.ndim == 1 else loads
+    if loads.shape[:-1] != (len(layers),):
+        raise ValueError(f"`after` (shape {loads.shape}) must be tokens of {len(layers)} layers, (layers, experts)")
+    try:
+        before = Placement.stack([_on_host(_placed(layer).placement) for layer in layers])
+    except ValueError as error:
+        error.add_note("All layers of one call of jmx.parallel.rebalance need placements of the same sizes.")
+        raise
+    if loads.shape[-1] != before.num_experts:
+        raise ValueError(f"`after` (of {loads.shape[-1]} experts) must be tokens of {before.num_experts} experts")
+    return balance(loads, before.num_ranks, before.spare_experts, before=before, **options)
+
+
+def _on_host(placement: Placement) -> Placement:
+    return jax.tree.map(np.asarray, placement)
+
+
+def _check_layers(layers: Sequence[Any], after: Placement) -> None:
     check_placement("after", after, layers=(len(layers),))
-    for i, placed in enumerate(layers):
+    for i, layer in enumerate(layers):
         try:
-            _check_move(f"layers[{i}]", placed, after.layer(i))
-            placed.mesh_axes()
+            _check_move(f"layers[{i}]", _placed(layer), after.layer(i))
+            _placed(layer).mesh_axes()
         except (TypeError, ValueError) as error:
             error.add_note(f"This is about layers[{i}]; no layer was moved.")
             raise

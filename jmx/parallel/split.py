@@ -10,13 +10,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jmx.experts import MeshAxes
 from jmx.parallel.exchanges import EXCHANGES
-from jmx.util.checks import check_instance, check_one_of
+from jmx.util.checks import check_finite, check_instance, check_int, check_one_of
 
 AnyMesh = Mesh | AbstractMesh
 Names = tuple[str, ...]
 
 # The fields of `Split` that name mesh axes.
-LOGICAL_AXES = ("expert", "tokens", "intermediate")
+LOGICAL_AXES = ("expert", "tokens", "intermediate", "hidden")
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,28 @@ class Split:
         tokens: likewise, for the first axis of x, routing and mask. Along axes that are not among these, every device
             has the same tokens.
         intermediate: likewise, for `jmx.ShardedExperts`: each device has a shard of its experts (tensor parallelism).
+        hidden: likewise: each device has a part of the weights that it computes with, and gathers the others at each
+            call, as they are in memory (fully sharded data parallelism). Calls recompute them in the backward pass.
         exchange: the name of the exchange that must run; None: the first of `jmx.parallel.EXCHANGES` that can.
+        capacity: rows that a device accepts from each, itself included, in units of the average with even routing,
+            rounded up; a token beyond these gets nothing from that device's experts. None: none is dropped.
+        chunks: into how many parts the tokens of a device are split, for the exchange `gather`: collectives of one part
+            may overlap with products of another. Each part reads the weights again.
         mesh: the mesh; None: the one in scope (`jax.set_mesh`), else that of the arrays.
 
     Raises:
         TypeError: axes that are not names.
-        ValueError: an axis that is named twice in one field, or divides experts and their intermediate axis.
+        ValueError: an axis that is named twice in one field, or divides two axes of the weights; or a
+            capacity that is not positive and finite, or of a split that exchanges no rows; or chunks of such a split.
     """
 
     expert: MeshAxes = None
     tokens: MeshAxes = None
     intermediate: MeshAxes = None
+    hidden: MeshAxes = None
     exchange: str | None = None
+    capacity: float | None = None
+    chunks: int = 1
     mesh: AnyMesh | None = None
 
     def __post_init__(self) -> None:
@@ -50,13 +60,29 @@ class Split:
             names = self.names(field)
             if len({*names}) < len(names):
                 raise ValueError(f"`{field}` (={given!r}) must not name a mesh axis twice")
-        if both := {*self.names("expert")} & {*self.names("intermediate")}:
-            raise ValueError(f"`intermediate` (={self.intermediate!r}) must not name {_quoted(both)}, as `expert` does")
+        for field, other in (("intermediate", "expert"), ("hidden", "expert"), ("hidden", "intermediate")):
+            if both := {*self.names(field)} & {*self.names(other)}:
+                raise ValueError(
+                    f"`{field}` (={getattr(self, field)!r}) must not name {_quoted(both)}, as `{other}` does"
+                )
         check_one_of("exchange", self.exchange, (*EXCHANGES, None))
+        if self.capacity is not None:
+            if check_finite("capacity", self.capacity) <= 0:
+                raise ValueError(f"`capacity` (={self.capacity!r}) must be positive")
+            if not self.exchanged:
+                raise ValueError(
+                    f"`capacity` (={self.capacity!r}) must be None where no rows are exchanged: no axis of `tokens` "
+                    f"(={self.tokens!r}) divides the experts, too"
+                )
+        if check_int("chunks", self.chunks, least=1) > 1 and not self.exchanged:
+            raise ValueError(
+                f"`chunks` (={self.chunks!r}) must be 1 where no rows are exchanged: no axis of `tokens` "
+                f"(={self.tokens!r}) divides the experts, too"
+            )
         check_instance("mesh", self.mesh, AnyMesh | None, "a jax.sharding.Mesh, or None")
 
     def names(self, field: str) -> Names:
-        """The mesh axes of "expert", "tokens" or "intermediate", the major one first."""
+        """The mesh axes of a field that names some, the major one first."""
         given = getattr(self, field)
         return given if isinstance(given, tuple) else () if given is None else (given,)
 
@@ -131,8 +157,8 @@ class Split:
                 )
 
     def __repr__(self) -> str:
-        given = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "mesh")
-        return f"Split({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+        given = ((field, getattr(self, field.name)) for field in fields(self) if field.name != "mesh")
+        return f"Split({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
 
 
 def _quoted(names: Sequence[str] | set[str]) -> str:

@@ -28,9 +28,11 @@ from jmx.perf.machine import check_memory, describe_machine, measure_limits, out
 from jmx.perf.roofline import Limits, Report, Row
 from jmx.perf.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape, split_formats
 from jmx.routing import Logits, Method, route
+from jmx.selection import vllm_names
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.select import NoBackendError, select
+from jmx.util.checks import check_one_of
 from jmx.util.typing import Array, Float, Int32, Key, Shaped
 
 RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the same weights in bfloat16
@@ -40,7 +42,7 @@ RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the 
 # error means another function.
 TOLERANCE = 5e-2
 _CHECKED_TOKENS = 64
-_SEED_BITS = 32  # jax.random.key silently drops higher ones, unless jax computes in 64 bits
+SEED_BITS = 32  # jax.random.key silently drops higher ones, unless jax computes in 64 bits
 
 # The host needs 150 to 250 us to launch a call. If the device finishes sooner, the time of a call is the host's; a
 # layer of gpt-oss-120b takes an H200 28 us at 1 token.
@@ -85,7 +87,7 @@ def run(
         ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured yet.
     """
     check_arguments(model, tokens, routing, formats, backends, layers, repeats, seed)
-    seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+    seed = secrets.randbits(SEED_BITS) if seed is None else seed
     shape = routed_shape(model, routing)
     device, environment = jax.devices()[0], Environment.probe()
 
@@ -168,10 +170,10 @@ def check_arguments(
     seed: int | None,
 ) -> None:
     """Raises ValueError, naming the argument of `run`, its value and the rule."""
-    named = [("model", model, [*MODELS]), ("routing", routing, [*ROUTINGS])]
-    for name, value, known in [*named, *(("backends", backend, systems()) for backend in backends or ())]:
-        if value not in known:
-            raise ValueError(f"`{name}` (={value!r}) must be one of {known}")
+    check_one_of("model", model, MODELS)
+    check_one_of("routing", routing, ROUTINGS)
+    for backend in backends or ():
+        check_one_of("backends", backend, systems(), vllm_names.meant)
     for pair in pairs or ():
         weights, inputs = split_formats(pair)
         if weights not in formats.FORMATS or inputs not in (None, *INPUT_FORMATS):
@@ -190,8 +192,8 @@ def check_arguments(
     for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:
         if value is not None and value < 1:
             raise ValueError(f"`{name}` (={value}) must be at least 1")
-    if seed is not None and not 0 <= seed < 1 << _SEED_BITS:
-        raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << _SEED_BITS) - 1}")
+    if seed is not None and not 0 <= seed < 1 << SEED_BITS:
+        raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << SEED_BITS) - 1}")
 
 
 Layer = Callable[[Float[Array, "T H"], Float[Array, "T E"], Any], Float[Array, "T H"]]

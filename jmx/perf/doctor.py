@@ -26,11 +26,11 @@ def examine() -> dict[str, Any]:
     }
     advice = [f"{name} is missing: pip install jmx" for name in _NEEDED if versions[name] is None]
     advice += [
-        f"{name} is missing ({what}): pip install 'jmx[{extra}]'"
+        f"{name} is missing ({what}): pip install 'jmx-moe[{extra}]'"
         for name, (what, extra) in _OPTIONAL.items()
         if versions[name] is None
     ]
-    devices, backends, layout, cache = [], [], None, None
+    devices, backends, layout, cache, mesh = [], [], None, None, None
     if versions["jax"] is not None:
         import jax
 
@@ -38,17 +38,19 @@ def examine() -> dict[str, Any]:
         try:
             devices = _examine_devices()
             layout, backends = _examine_backends()
+            mesh = _examine_mesh(devices)
         except RuntimeError as e:  # an installed plugin that does not start
             advice.append(f"jax finds no device: {' '.join(str(e).split())}")
     advice += _examine_build(backends)
     if pathlib.Path("/dev/nvidiactl").exists() and not any(device["platform"] == "gpu" for device in devices):
-        advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx[cuda13]' (or 'jmx[cuda12]')")
+        advice.append("an NVIDIA GPU is here and jax does not use it: pip install 'jmx-moe[cuda13]', or [cuda12]")
     return {
         "healthy": all(versions[name] for name in _NEEDED) and any(found["runs"] for found in backends),
         "versions": {"jmx": __version__, "python": platform.python_version()} | versions,
         "devices": devices,
         "layout": layout,
         "backends": backends,
+        "mesh": mesh,
         "compilation_cache": cache,
         "advice": advice,
     }
@@ -102,6 +104,25 @@ def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
     return layout, found
 
 
+def _examine_mesh(devices: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The exchanges of a gpt-oss layer over these devices, a token each; None if they are one, or do not divide it."""
+    from jmx.explain import PEAKS
+    from jmx.parallel import Split
+    from jmx.parallel.division import Division
+    from jmx.perf.shapes import MODELS
+
+    count, problem = len(devices), MODELS["gpt-oss-20b"].problem(len(devices), "packed")
+    if count < 2 or problem.num_experts % count:
+        return None
+    division = Division.of(problem, Split(expert="ep", tokens="ep"), {"ep": count})
+    peak = PEAKS.get(devices[0]["kind"])
+    exchanges = [
+        {"name": name, "summary": summary, "runs": no is None, "chosen": name == division.chosen, "reason": no}
+        for name, summary, no in division.trail
+    ]
+    return {"axes": dict(division.sizes), "link_bytes_s": peak and peak.links, "exchanges": exchanges}
+
+
 def _examine_build(backends: list[dict[str, Any]]) -> list[str]:
     """What `jmx build cutlass` lacks, if not being built is the only reason against the backend here."""
     from jmx.selection.backend import Reason
@@ -132,4 +153,17 @@ def tables(findings: dict[str, Any]) -> list[FoldingTable]:
             backends.add_row(found["name"], "yes", found["summary"] + layout)
         else:
             backends.add_row(found["name"], "no", f"{found['reason']}: {found['detail']}; {found['remedy']}")
-    return [versions, devices, backends]
+    return [versions, devices, backends, *_mesh_tables(findings["mesh"])]
+
+
+def _mesh_tables(found: dict[str, Any] | None) -> list[FoldingTable]:
+    if found is None:
+        return []
+    mesh = ",".join(f"{name}={size}" for name, size in found["axes"].items())
+    rate = found["link_bytes_s"]
+    links = "links: no figure" if rate is None else f"links: {rate / 1e9:.0f} GB/s a device"
+    table = FoldingTable(words("exchange", "runs", "why"), title=f"exchanges between devices (mesh {mesh}, {links})")
+    for its in found["exchanges"]:
+        runs = "yes, by default" if its["chosen"] else "yes" if its["runs"] else "no"
+        table.add_row(its["name"], runs, its["reason"] or its["summary"])
+    return [table]

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmx import _version
 from jmx.perf.roofline import Limits
@@ -78,6 +80,22 @@ def measure_limits(repeats: int) -> Limits:
         left, right = jax.random.normal(key, (2, size, size), dtype)
         squares.append(2 * size**3 / seconds(partial(jax.jit(jnp.matmul), left, right), repeats)[0])
     return Limits(copy_rate, max(squares))
+
+
+def measure_links(mesh: Mesh, axes: tuple[str, ...], repeats: int) -> float | None:
+    """Bytes a second that each device sends in an all-gather along mesh axes; None if they have one device."""
+    others = math.prod(mesh.shape[name] for name in axes) - 1
+    if not others:
+        return None
+    count = 1 << (18 if mesh.devices.flat[0].platform == "cpu" else 24)  # words of a device
+    words = jax.device_put(jnp.zeros(count * mesh.size, jnp.uint32), NamedSharding(mesh, P(mesh.axis_names)))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names))
+    def gather(words: Any) -> Any:
+        return jax.lax.all_gather(words, axes, tiled=True) ^ 1
+
+    return others * words.dtype.itemsize * count / seconds(partial(gather, words), repeats)[0]
 
 
 def seconds(call: Callable[[], Any], repeats: int, least: float = 0.05) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.util import atomic_files
+from jmx.util import atomic_files, html
 from jmx.util.atomic_files import Kind
 from jmx.util.tables import FoldingTable, decimal, numbers, words
 
@@ -90,6 +90,39 @@ class Row:
 
 
 @dataclass(frozen=True)
+class DividedRow(Row):
+    """A row of a layer that a mesh divides: `tokens` are those of a device, `us` the time of the divided layer.
+
+    Bytes, flops and experts in use are those of one device, for tb_s, tflop_s, active and floor_us.
+
+    Args:
+        mesh: its axes and sizes, such as "dp=2,ep=4".
+        exchange: name of the exchange; None: there is none.
+        chunks: in which a device's tokens were exchanged.
+        experts_us: the time of a device's experts alone, with the tokens that are exchanged.
+        exchange_us: us - experts_us.
+        one_us, all_on_one_us: the time of the whole layer on one device, with the tokens of one, and of all.
+        efficiency: all_on_one_us / (devices * us).
+        sent_bytes: that a device sends to others.
+    """
+
+    mesh: str = ""
+    exchange: str | None = None
+    experts_us: float | None = None
+    exchange_us: float | None = None
+    one_us: float | None = None
+    all_on_one_us: float | None = None
+    efficiency: float | None = None
+    sent_bytes: int | None = None
+    chunks: int = 1
+
+    @property
+    def way(self) -> str:
+        """The exchange, and its chunks if there are several."""
+        return (self.exchange or "none") + (f", {self.chunks} chunks" if self.chunks > 1 else "")
+
+
+@dataclass(frozen=True)
 class Report:
     """The rows of a run, with the machine, its limits, and the settings: all that is needed to repeat it."""
 
@@ -121,7 +154,7 @@ class Report:
             limits = Limits(values.pop("copy_TBs") * 1e12, values.pop("dense_TFLOPs") * 1e12)
             settings = values.pop("settings")
             rows = [{name: value for name, value in row.items() if name != "shape"} for row in values.pop("rows")]
-            rows = tuple(_checked(Row(**row)) for row in rows)
+            rows = tuple(_checked((DividedRow if "mesh" in row else Row)(**row)) for row in rows)
             if not all(isinstance(name, str) for name in (values["device"], settings["model"], settings["routing"])):
                 raise TypeError("device, model and routing must be names")
             return cls(values, limits, settings, rows)
@@ -136,11 +169,16 @@ class Report:
         """
         atomic_files.write(path, json.dumps(self.as_dict(), indent=1).encode() + b"\n", SAVED)
 
+    def _repr_html_(self) -> str:
+        return html.render(self.__rich__())
+
     def __rich__(self) -> FoldingTable:
         s, limits = self.settings, self.limits
         title = f"{s['model']}, {s['routing']} routing, one layer on {self.machine['device']}"
         rates = f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s, measured"
         errors = [f"{row.name}, {row.tokens} tokens: {row.error}" for row in self.rows if row.error is not None]
+        if any(isinstance(row, DividedRow) for row in self.rows):
+            return _divided_table(self, title, [rates, *errors])
         columns = [*words("system"), *numbers("tokens"), *words("weights"), *numbers("us", "+-", "TB/s", "TFLOP/s")]
         columns += numbers("experts", "floor us", "x floor", "rel. error", "layers", "temp. MB")
         table = FoldingTable(columns, title, "\n".join([rates, *errors]), keys=2)
@@ -149,9 +187,33 @@ class Report:
         return table
 
 
+def _divided_table(report: Report, title: str, lines: list[str]) -> FoldingTable:
+    """The rows of a layer that a mesh divides."""
+    columns = [*words("mesh", "exchange"), *numbers("tokens a device", "split us", "+-", "experts us", "exchange us")]
+    columns += numbers("one us", "one, all tokens us", "efficiency", "floor us", "x floor", "rel. error", "sent kB")
+    if (rate := report.machine.get("link_GBs")) is not None:
+        lines.insert(1, f"links {rate:.3g} GB/s a device, by an all-gather, measured")
+    table = FoldingTable(columns, title, "\n".join(lines), keys=3)
+    for row in report.rows:
+        assert isinstance(row, DividedRow)
+        shown = (
+            (row.us, decimal),
+            (row.spread, ".0%"),
+            *((us, decimal) for us in (row.experts_us, row.exchange_us, row.one_us, row.all_on_one_us)),
+            (row.efficiency, ".0%"),
+            (row.floor_us, decimal),
+            (row.over_floor, ".2f"),
+            (row.rel_err, ".1e"),
+            (None if row.sent_bytes is None else row.sent_bytes / 1e3, decimal),
+        )
+        cells = [row.mesh, row.way, str(row.tokens), *map(_cell, shown)]
+        table.add_row(*cells, style=None if row.error is None else "red")
+    return table
+
+
 def _checked(row: Row) -> Row:
     """TypeError for a row whose values are not of the types of their fields."""
-    for name, kind in typing.get_type_hints(Row).items():
+    for name, kind in typing.get_type_hints(type(row)).items():
         value, kinds = getattr(row, name), typing.get_args(kind) or (kind,)
         if type(value) not in kinds and not (float in kinds and type(value) is int):
             raise TypeError(f"{name} (={value!r}) must be {kind}")
@@ -171,8 +233,12 @@ def _cells(row: Row) -> list[str]:
         (row.layers, "d"),
         (None if row.temporary_bytes is None else row.temporary_bytes / 1e6, decimal),
     )
-    texts = ("-" if n is None else format(n, how) if isinstance(how, str) else how(n) for n, how in shown)
-    return [row.system, str(row.tokens), row.held, *texts]
+    return [row.system, str(row.tokens), row.held, *map(_cell, shown)]
+
+
+def _cell(shown: tuple[float | None, Any]) -> str:
+    value, how = shown
+    return "-" if value is None else format(value, how) if isinstance(how, str) else how(value)
 
 
 _COLORS = 10  # of matplotlib's default cycle
@@ -224,7 +290,7 @@ def require_matplotlib() -> None:
     """Raises ModuleNotFoundError, with the remedy, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            "a picture needs matplotlib: pip install 'jmx[bench]', or save JSON here and draw it elsewhere"
+            "a picture needs matplotlib: pip install 'jmx-moe[bench]', or save JSON here and draw it elsewhere"
         )
 
 

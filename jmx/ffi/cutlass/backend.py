@@ -13,12 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.activations import GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
+from jmx.activations import (
+    GELU,
+    Activation,
+    GELUAndMul,
+    ReLU,
+    ReLU2,
+    SiLU,
+    SiLUAndMul,
+    SwiGLU,
+)
 from jmx.experts import Experts
 from jmx.ffi.cutlass.config import Config, candidates, check, heuristic, padded
 from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.ffi.cutlass.library import BUILD, TARGET, library, workspace_bytes
 from jmx.numerics.formats import MXFP4
+from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.routing import Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
@@ -27,14 +37,7 @@ from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
 from jmx.util.typing import AnyArray, Array, Float, Int32
 
-LIMITS = Limits(
-    platform="gpu",
-    capabilities=((9, 0),),
-    machine="a Hopper GPU (H100, H200, GH200)",
-    formats=(MXFP4.name,),
-    dtypes=("bfloat16", "float16"),
-    layout=LAYOUT.name,
-)
+LIMITS = Limits.hopper(LAYOUT.name, (MXFP4.name,))
 
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_PAIRS = 2**31 - 1  # of a token and an expert, which FlashInfer counts in an int
@@ -53,7 +56,7 @@ class Cutlass:
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         # Checked after the limits: building takes long, and does not help if a call is unsupported anyway.
-        return LIMITS.rejection(problem, environment, _built, _activation, _pairs)
+        return LIMITS.rejection(problem, environment, _built, _activation, _bias_order, _pairs)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
@@ -92,6 +95,13 @@ def _activation(problem: Problem) -> Rejection | None:
     if _function(problem.activation) is not None:
         return None
     return Rejection(Reason.ACTIVATION, f"its kernels do not have {problem.activation}", "use another one")
+
+
+def _bias_order(problem: Problem) -> Rejection | None:
+    if not (problem.bias and is_up_first(problem.gate_up_order)):
+        return None
+    detail = f"biases are {problem.gate_up_order!r}, and its kernels read them with gate before up"
+    return Rejection(Reason.LAYOUT, detail, "use mosaic, or experts with gate before up")
 
 
 def _pairs(problem: Problem) -> Rejection | None:
@@ -139,7 +149,7 @@ def _layer(
         no_layer if experts.index is None else experts.index.reshape(1),
         intermediate_size=experts.intermediate_size,
         gated=experts.gated,
-        interleaved=experts.gate_up_order == "interleaved",
+        interleaved=is_interleaved(experts.gate_up_order),
         activation=_function(activation),
         alpha=np.float32(swiglu.alpha),
         beta=np.float32(swiglu.beta),

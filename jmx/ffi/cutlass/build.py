@@ -32,7 +32,7 @@ _NEWER_HEADERS = (
     "jmx was installed without a C++ compiler, and so without the headers of the oldest jax: this library will load "
     f"with jax {jax.__version__} and newer"
 )
-_EXTRA = "pip install 'jmx[flashinfer]'"
+_EXTRA = "pip install 'jmx-moe[flashinfer]'"
 _JOB_BYTES = 3 << 30  # host memory of the compiler for the largest source
 
 

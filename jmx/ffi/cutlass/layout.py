@@ -23,6 +23,7 @@ from jax import lax
 from jmx.ffi.cutlass.config import padded
 from jmx.numerics import formats, layouts
 from jmx.numerics.formats import BlockScaled
+from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.numerics.layouts import Index, Layout, WeightSpec
 from jmx.util.typing import Array, Shaped, UInt8, UInt32
 
@@ -47,11 +48,11 @@ def _forward_rows(
     rows, _ = _padded_shape(spec)
     halves = array[None]
     if _gated(spec):
-        interleaved = spec.gate_up_order == "interleaved"
+        interleaved = is_interleaved(spec.gate_up_order)
         halves = (
             array.reshape(-1, 2, array.shape[1]).swapaxes(0, 1) if interleaved else array.reshape(2, -1, array.shape[1])
         )
-        halves = halves[::-1]
+        halves = halves if is_up_first(spec.gate_up_order) else halves[::-1]
     widths = ((0, 0), (0, rows // len(halves) - halves.shape[1]), (0, columns - array.shape[1]))
     return jnp.pad(halves, widths, constant_values=fill).reshape(rows, columns)
 
@@ -61,8 +62,9 @@ def _inverse_rows(array: Shaped[Array, "padded C"], spec: WeightSpec, columns: i
     array = array[:, :columns]
     if not _gated(spec):
         return array[: spec.shape[0]]
-    halves = array.reshape(2, -1, columns)[::-1, : spec.shape[0] // 2]
-    halves = halves.swapaxes(0, 1) if spec.gate_up_order == "interleaved" else halves
+    halves = array.reshape(2, -1, columns)[:, : spec.shape[0] // 2]
+    halves = halves if is_up_first(spec.gate_up_order) else halves[::-1]
+    halves = halves.swapaxes(0, 1) if is_interleaved(spec.gate_up_order) else halves
     return halves.reshape(-1, columns)
 
 

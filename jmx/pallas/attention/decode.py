@@ -38,7 +38,12 @@ def fits(group: int, dim: int) -> bool:
 
 
 def flash_decode(
-    query: jax.Array, cache: jax.Array, sinks: jax.Array, positions: jax.Array, window: int | None
+    query: jax.Array,
+    cache: jax.Array,
+    sinks: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    tables: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token a row over positions 0 to its own.
 
@@ -49,12 +54,15 @@ def flash_decode(
         sinks: float32 (heads,), one more logit a head, without a value.
         positions: int32 (B,), each token's own.
         window: how many positions it sees, its own included; None for all.
+        tables: int32 (B, N), of a cache in pages of `KEYS` tokens, (2, pages, kv_heads, KEYS, D): the pages of each
+            row. None: the cache has a row for each of the query.
 
     Returns:
         (B, heads, D) of query's dtype.
     """
     batch, heads, dim = query.shape
-    _, _, kv_heads, capacity, _ = cache.shape
+    _, num_rows, kv_heads, length, _ = cache.shape
+    capacity = length if tables is None else KEYS * tables.shape[1]
     splits = min(SPLITS, capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1)
     group = heads // kv_heads
     padded_group = -(-group // TILE) * TILE
@@ -62,11 +70,14 @@ def flash_decode(
     if padded_group != group:
         padded = query.reshape(batch, kv_heads, group, dim)
         padded = jnp.pad(padded, ((0, 0), (0, 0), (0, padded_group - group), (0, 0))).reshape(batch, -1, dim)
-    call = _Call(batch, padded_group, kv_heads, capacity, dim, splits, window)
+    call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
+    given = () if tables is None else (tables,)
 
-    def entry(*refs: Ref) -> None:
+    def entry(query: Ref, cache: Ref, positions: Ref, *rest: Ref) -> None:
+        of_pages, outputs = (rest[0], rest[1:]) if given else (None, rest)
+        gmem = _Global(query, cache, positions, of_pages, *outputs)
         pl.run_scoped(
-            lambda *shared: _attend_split(call, _Global(*refs), _Shared(*shared)),
+            lambda *shared: _attend_split(call, gmem, _Shared(*shared)),
             shared_memory(ROWS, dim, dtype=query.dtype),
             shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
             shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
@@ -84,7 +95,7 @@ def flash_decode(
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(padded, cache.reshape(-1, dim), positions)
+    )(padded, cache.reshape(-1, dim), positions, *given)
     if padded_group != group:
         parts = [_without_padding(part, kv_heads, group) for part in parts]
     return _combine(*parts, sinks).astype(query.dtype)
@@ -98,23 +109,30 @@ def _without_padding(part: jax.Array, kv_heads: int, group: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static of a call. `group`: query heads to a key head, with padding."""
+    """What is static of a call.
 
-    batch: int
+    Args:
+        num_rows: of the cache, or its pages.
+        group: query heads to a key head, with padding.
+        length: tokens of a row of the cache, or of a page.
+    """
+
+    num_rows: int
     group: int
     kv_heads: int
-    capacity: int
+    length: int
     dim: int
     splits: int
     window: int | None
 
 
 class _Global(NamedTuple):
-    """References to global memory; those from `gathered` on are outputs, (splits, ...)."""
+    """References to global memory; those from `gathered` on are outputs, (splits, ...). `tables` may be None."""
 
     query: Ref
     cache: Ref
     positions: Ref
+    tables: Ref
     gathered: Ref
     peaks: Ref
     totals: Ref
@@ -169,13 +187,13 @@ def _attend_split(call: _Call, gmem: _Global, smem: _Shared) -> None:
     heads = pl.ds(split.kv_head * call.group, call.group)
     plgpu.copy_gmem_to_smem(gmem.query.at[split.row, heads], smem.rows.at[pl.ds(0, call.group)], smem.rows_full)
     for step in range(STAGES):
-        pl.when(step < split.steps)(lambda step=step: _load(call, split, gmem.cache, smem, jnp.int32(step)))
+        pl.when(step < split.steps)(lambda step=step: _load(call, split, gmem, smem, jnp.int32(step)))
     plgpu.barrier_wait(smem.rows_full)
     none = RunningSoftmax(filled((ROWS, call.dim), 0), filled((ROWS,), -jnp.inf), filled((ROWS,), 0))
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, smem, step, softmax)
-        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, gmem.cache, smem, step + STAGES))
+        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, gmem, smem, step + STAGES))
         return softmax
 
     softmax = lax.fori_loop(0, split.steps, attend, none)
@@ -190,13 +208,16 @@ def _attend_split(call: _Call, gmem: _Global, smem: _Shared) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load(call: _Call, split: _Split, cache: Ref, smem: _Shared, step: jax.Array) -> None:
+def _load(call: _Call, split: _Split, gmem: _Global, smem: _Shared, step: jax.Array) -> None:
     """Starts the copies of a step's keys and values into their stage."""
     stage = lax.rem(step, jnp.int32(STAGES))
+    row, first = split.row, split.start(call, step)
+    if gmem.tables is not None:
+        row, first = gmem.tables[split.row, lax.div(first, KEYS)], jnp.int32(0)
     for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
-        head = (kind * call.batch + split.row) * call.kv_heads + split.kv_head
-        start = head * call.capacity + split.start(call, step)
-        plgpu.copy_gmem_to_smem(cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
+        head = (kind * call.num_rows + row) * call.kv_heads + split.kv_head
+        start = head * call.length + first
+        plgpu.copy_gmem_to_smem(gmem.cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
 
 
 def _attend_block(

@@ -67,17 +67,44 @@ def flash_prefill(
     Returns:
         (B, T, heads, V) of query's dtype.
     """
-    batch, length, heads, dim = query.shape
-    value_dim = values.shape[-1]
-    factor = dim**-0.5 if scale is None else scale
-    call = _Call(length, heads // keys.shape[2], dim, value_dim, window, factor)
+    dim, factor = query.shape[3], query.shape[3] ** -0.5 if scale is None else scale
+    call = _Call(query.shape[1], query.shape[2] // keys.shape[2], dim, values.shape[-1], window, factor)
+    return _launch(call, query, sinks, keys, values)
 
-    def entry(*refs: Ref) -> None:
+
+def flash_prefill_pages(
+    query: jax.Array, pages: jax.Array, tables: jax.Array, starts: jax.Array, sinks: jax.Array, window: int | None
+) -> jax.Array:
+    """Causal attention of blocks of `BLOCK` consecutive tokens, each over the pages of its row, its own included.
+
+    Args:
+        query: bfloat16 or float16 (M, BLOCK, heads, D), rotated.
+        pages: (2, pages, kv_heads, BLOCK, D), keys and values of the same dtype; D as in `fits`.
+        tables: int32 (M, N), the pages of each block's row.
+        starts: int32 (M,), the position of each block's first token, a multiple of `BLOCK`.
+        sinks: float32 (heads,), one more logit a head, without a value.
+        window: how many positions a query sees, its own included; None for all.
+
+    Returns:
+        (M, BLOCK, heads, D) of query's dtype.
+    """
+    _, length, heads, dim = query.shape
+    call = _Call(length, heads // pages.shape[2], dim, dim, window, dim**-0.5)
+    return _launch(call, query, sinks, pages, tables, starts)
+
+
+def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, *keys_and_values: jax.Array) -> jax.Array:
+    """The kernel over keys and values of a prompt, or over pages, tables and starts."""
+    batch, length, heads, dim = query.shape
+
+    def entry(query: Ref, sinks: Ref, *rest: Ref) -> None:
+        *sources, out = rest
+        source = _Prompt(*sources) if len(sources) == 2 else _Pages(*sources)
         pl.run_scoped(
-            lambda *shared: _kernel(call, _Global(*refs), _Shared(*shared)),
+            lambda *shared: _kernel(call, _Global(query, sinks, source, out), _Shared(*shared)),
             shared_memory(2, ROWS, dim, dtype=query.dtype),
             shared_memory(call.stages, BLOCK, dim, dtype=query.dtype),
-            shared_memory(call.stages, BLOCK, value_dim, dtype=query.dtype),
+            shared_memory(call.stages, BLOCK, call.value_dim, dtype=query.dtype),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=call.stages),
             plgpu.Barrier(num_barriers=call.stages),
@@ -89,13 +116,13 @@ def flash_prefill(
 
     return plgpu.kernel(
         entry,
-        out_type=jax.ShapeDtypeStruct((batch, length, heads, value_dim), query.dtype),
+        out_type=jax.ShapeDtypeStruct((batch, length, heads, call.value_dim), query.dtype),
         grid=(heads, length // BLOCK, batch),
         grid_names=("heads", "tile", "batch"),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, keys, values, sinks)
+    )(query, sinks, *keys_and_values)
 
 
 @dataclass(frozen=True)
@@ -114,13 +141,45 @@ class _Call:
         return stages(self.dim, self.value_dim)
 
 
+class _Prompt(NamedTuple):
+    """References to the keys and values of prompts."""
+
+    keys: Ref
+    values: Ref
+
+    def first_block(self, row: jax.Array) -> jax.Array:
+        """The block of positions at which a row's queries begin."""
+        return jnp.int32(0)
+
+    def block(self, row: jax.Array, number: jax.Array, kv_head: jax.Array) -> tuple[Ref, Ref]:
+        """The keys and values of a block of positions of a row."""
+        at = (row, pl.ds(number * BLOCK, BLOCK), kv_head)
+        return self.keys.at[at], self.values.at[at]
+
+
+class _Pages(NamedTuple):
+    """References to pages of keys and values, to rows' tables of them, and to the positions of their queries."""
+
+    pages: Ref
+    tables: Ref
+    starts: Ref
+
+    def first_block(self, row: jax.Array) -> jax.Array:
+        """As `_Prompt`'s."""
+        return lax.div(self.starts[row], jnp.int32(BLOCK))
+
+    def block(self, row: jax.Array, number: jax.Array, kv_head: jax.Array) -> tuple[Ref, Ref]:
+        """As `_Prompt`'s."""
+        page = self.tables[row, number]
+        return self.pages.at[0, page, kv_head], self.pages.at[1, page, kv_head]
+
+
 class _Global(NamedTuple):
     """References to global memory, `out` the output."""
 
     query: Ref
-    keys: Ref
-    values: Ref
     sinks: Ref
+    source: _Prompt | _Pages
     out: Ref
 
 
@@ -148,10 +207,14 @@ class _Shared(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on."""
+    """A block of queries of one head, and the blocks of keys that they see: `steps` of them from `first` on.
+
+    `tile` is its number among those of the call's row, and `at` among those of positions.
+    """
 
     head: jax.Array
     tile: jax.Array
+    at: jax.Array
     row: jax.Array
     first: jax.Array
     steps: jax.Array
@@ -162,8 +225,9 @@ def _kernel(call: _Call, gmem: _Global, smem: _Shared) -> None:
     head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
     tile = call.length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
     warpgroup, window = lax.axis_index("warpgroup"), call.window
-    first = jnp.int32(0) if window is None else lax.div(jnp.maximum(tile * BLOCK - (window - 1), 0), BLOCK)
-    work = _Tile(head, tile, row, first, tile + 1 - first)
+    at = tile + gmem.source.first_block(row)
+    first = jnp.int32(0) if window is None else lax.div(jnp.maximum(at * BLOCK - (window - 1), 0), BLOCK)
+    work = _Tile(head, tile, at, row, first, at + 1 - first)
     pl.when(warpgroup < 2)(lambda: _consume(call, work, gmem, smem, warpgroup))
     pl.when(warpgroup == 2)(lambda: _produce(call, work, gmem, smem))
 
@@ -176,21 +240,21 @@ def _produce(call: _Call, work: _Tile, gmem: _Global, smem: _Shared) -> None:
     @pl.loop(0, work.steps)
     def _step(step: jax.Array) -> None:
         stage = lax.rem(step, jnp.int32(call.stages))
-        block = (work.row, pl.ds((work.first + step) * BLOCK, BLOCK), kv_head)
+        keys, values = gmem.source.block(work.row, work.first + step, kv_head)
         for source, target, full, empty in (
-            (gmem.keys, smem.keys, smem.keys_full, smem.keys_empty),
-            (gmem.values, smem.values, smem.values_full, smem.values_empty),
+            (keys, smem.keys, smem.keys_full, smem.keys_empty),
+            (values, smem.values, smem.values_full, smem.values_empty),
         ):
             pl.when(step >= call.stages)(partial(plgpu.barrier_wait, empty.at[stage]))
-            plgpu.copy_gmem_to_smem(source.at[block], target.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(source, target.at[stage], full.at[stage])
 
 
 def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: jax.Array) -> None:
     """Attention of the queries of one consumer warpgroup."""
     plgpu.set_max_registers(232, action="increase")
     rows, rows_full = smem.rows.at[warpgroup], smem.rows_full.at[warpgroup]
-    start = work.tile * BLOCK + warpgroup * ROWS
-    plgpu.copy_gmem_to_smem(gmem.query.at[work.row, pl.ds(start, ROWS), work.head], rows, rows_full)
+    start, here = work.at * BLOCK + warpgroup * ROWS, work.tile * BLOCK + warpgroup * ROWS
+    plgpu.copy_gmem_to_smem(gmem.query.at[work.row, pl.ds(here, ROWS), work.head], rows, rows_full)
     plgpu.barrier_wait(rows_full)
     # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
     softmax = RunningSoftmax(
@@ -211,7 +275,7 @@ def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: 
     plgpu.commit_smem()
     count = ROWS if call.value_dim == call.dim else TILE  # what is copied must be contiguous
     for first in range(0, ROWS, count):
-        target = gmem.out.at[work.row, pl.ds(start + first, count), work.head]
+        target = gmem.out.at[work.row, pl.ds(here + first, count), work.head]
         plgpu.copy_smem_to_gmem(out.at[pl.ds(first, count)], target)
     plgpu.wait_smem_to_gmem(0)
 

@@ -3,8 +3,12 @@
 It has two grouped GEMMs, with the activation in the epilogue of the first. If weights have a column order, `act_order`
 gathers the rows first. Products take bfloat16 and accumulate in float32; float16 activations are rounded to bfloat16,
 which has a larger range.
+
+Inputs in a format are rounded to it by XLA and multiplied as bfloat16, which holds them (`rounded_inputs`). Then each
+GEMM is a kernel of its own, because h is rounded in between.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,15 +21,17 @@ from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
-from jmx.numerics.formats import FORMATS
+from jmx.numerics.formats import FORMATS, Format
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
+from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows, round_rows
 from jmx.pallas.sm90.config import FEW_TOKENS
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
-from jmx.selection.backend import Rejection
+from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
@@ -34,14 +40,7 @@ from jmx.util.typing import Array, Float, Integer, Shaped
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 
-LIMITS = Limits(
-    platform="gpu",
-    capabilities=((9, 0),),
-    machine="a Hopper GPU (H100, H200, GH200)",
-    formats=LAYOUT.formats,
-    dtypes=("bfloat16", "float16"),
-    layout=LAYOUT.name,
-)
+LIMITS = Limits.hopper(LAYOUT.name, LAYOUT.formats, (None, *INPUTS))
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class MosaicSm90:
         return Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        return LIMITS.rejection(problem, environment)
+        return LIMITS.rejection(problem, environment, _column_order)
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
@@ -78,51 +77,90 @@ class MosaicSm90:
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.act_order import ordered_rows
         from jmx.pallas.mosaic_sm90.grouped_gemm import Product
-        from jmx.pallas.mosaic_sm90.kernel import expert_products
+        from jmx.pallas.mosaic_sm90.kernel import expert_products, one_product
         from jmx.pallas.sm90.gemm import Rows
 
         config = tuning.config(self, problem, environment).config
         every = experts.merged()
         gate_up, down = alike(every.gate_up, every.down, experts.format)
         order = every.gate_up.order
+        format = None if problem.input_format is None else INPUT_FORMATS[problem.input_format]
 
-        def rows_and_blocks(work: Work) -> tuple[Float[Array, "X H"], Blocks]:
+        def rounded(role: str, rows: Float[Array, "R K"]) -> RoundedRows:
+            """The inputs of a product, as they are if they have no format."""
+            return RoundedRows(rows, None) if format is None else round_rows(rows, format, experts.input_scale(role))
+
+        def rows_and_blocks(work: Work) -> tuple[RoundedRows, Blocks]:
+            # Each token is rounded once, not each of its rows, unless these have their routing weights.
+            given = RoundedRows(x, None) if problem.on_input else rounded("gate_up", x)
             blocks = work.blocks
             if work.token_of_row is None:  # few tokens, all of which every block reads
                 if order is None:
-                    return x, blocks
+                    return given, blocks
                 tokens = np.tile(np.minimum(_EIGHT, x.shape[0] - 1), blocks.experts.size)
-                rows = ordered_rows(x, tokens, order, blocks.experts + experts.first_expert)
-                return rows, blocks._replace(x_rows=ROW_ALIGNMENT)
+                rows = ordered_rows(given.values, tokens, order, blocks.experts + experts.first_expert)
+                return RoundedRows(rows, given.take(tokens)), blocks._replace(x_rows=ROW_ALIGNMENT)
             if order is None:
-                return grouped.gather(problem, x, routing, work, _take_pairs), blocks
-            users = grouping.expert_of_row(work, routing.expert_ids, work.num_rows)[::ROW_ALIGNMENT]
-            rows = ordered_rows(x, work.token_of_row, order, users + experts.first_expert)
-            return grouped.weigh(problem, rows, routing, work), blocks
+                rows = grouped.gather(problem, given.values, routing, work, _take_pairs)
+            else:
+                users = grouping.expert_of_row(work, routing.expert_ids, work.num_rows)[::ROW_ALIGNMENT]
+                rows = ordered_rows(given.values, work.token_of_row, order, users + experts.first_expert)
+                rows = grouped.weigh(problem, rows, routing, work)
+            return rounded("gate_up", rows) if problem.on_input else RoundedRows(
+                rows, given.take(work.token_of_row)
+            ), blocks
 
         def products(work: Work) -> Float[Array, "P R H"]:
             rows, blocks = rows_and_blocks(work)
-            out = expert_products(
-                jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE))),
-                Product(
-                    gate_up,
-                    experts.format,
-                    every.gate_up_bias,
-                    Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
-                    jnp.bfloat16,
-                    in_kernel(problem.activation),
-                    down.order,
-                ),
-                Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32),
-                blocks.of_layer(experts.first_expert),
-                config=config,
-                num_rows=work.num_rows,
-                num_cores=environment.core_count or 1,
+            first = Product(
+                gate_up,
+                experts.format,
+                every.gate_up_bias,
+                Rows(experts.spec("gate_up").shape[0], experts.gate_up_order),
+                jnp.bfloat16,
+                in_kernel(problem.activation),
+                down.order,
+                rows.scales,
             )
+            second = Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
+            launched = {"config": config, "num_rows": work.num_rows, "num_cores": environment.core_count or 1}
+            blocks = blocks.of_layer(experts.first_expert)
+            if format is None:
+                out = expert_products(_padded(rows.values), first, second, blocks, **launched)
+            else:  # h must be complete before it is rounded
+                dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
+                first = dataclasses.replace(first, dtype=dtype)
+                h = one_product(_padded(rows.values), first, blocks, split_k=1, **launched)
+                h = rounded("down", h[:, : experts.intermediate_size])
+                second = dataclasses.replace(second, row_scales=h.scales)
+                blocks = blocks._replace(x_rows=blocks.out_rows)
+                out = one_product(_padded(h.values), second, blocks, split_k=config.split_k, **launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
         tiling = Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT)
         return grouped.run(problem, x, routing, tiling, products)
+
+
+def _padded(rows: Float[Array, "R K"]) -> Float[Array, "R k"]:
+    """Rows in bfloat16, with zeros up to whole tiles of columns."""
+    return jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE)))
+
+
+def takes_inputs(format: Format, input_format: str | None) -> bool:
+    """Whether weights of `format` are multiplied with inputs of `input_format`.
+
+    If weights have a column order, scales must not change within a row of inputs: their blocks are of other columns.
+    """
+    if input_format is None or "order" not in format.arrays:
+        return input_format in (None, *INPUTS)
+    return input_format in INPUTS and not isinstance(INPUT_FORMATS[input_format].block_size, int)
+
+
+def _column_order(problem: Problem) -> Rejection | None:
+    if takes_inputs(FORMATS[problem.format], problem.input_format):
+        return None
+    detail = f"columns of {problem.format!r} weights are in another order than the blocks of {problem.input_format!r}"
+    return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
 
 
 def _take_pairs(x: Shaped[Array, "T H"], index: Integer[Array, " R"]) -> Shaped[Array, "R H"]:

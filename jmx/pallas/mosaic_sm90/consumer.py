@@ -35,12 +35,13 @@ class Loaded(NamedTuple):
 
     Args:
         item: with this warpgroup's tile.
-        first_row, num_rows: of the block, in the result.
+        x_row, first_row, num_rows: of the block, in the rows read, if these have scales, and in the result.
         exponent, rescale: of MXFP4, from `tile_mma.tile_scalars`; None for other formats.
         channel_scales, bias: of the thread's first and second row, where the product has them.
     """
 
     item: WorkItem
+    x_row: Scalar | None
     first_row: Scalar
     num_rows: Scalar
     exponent: Scalar | None
@@ -73,7 +74,8 @@ class Consumer:
                 for ref in (operands.channel_scales, operands.bias)
             )
             first_row, num_rows = blocks.first_row(blocks.out_rows, item.block), blocks.count_of(item.block)
-        return Loaded(item, first_row, num_rows, exponent, rescale, channel_scales, bias)
+            x_row = None if operands.row_scales is None else blocks.first_row(gemm.x_rows, item.block)
+        return Loaded(item, x_row, first_row, num_rows, exponent, rescale, channel_scales, bias)
 
     def compute(self, turn: Scalar, loaded: Loaded) -> Loaded:
         """Computes a work item; returns what the prologue of the next one has loaded."""
@@ -138,6 +140,8 @@ class Consumer:
         outs = [total * rescale for total in sums]
         if loaded.channel_scales is not None:
             outs = [out * epilogue.repeat(row, width) for out, row in zip(outs, loaded.channel_scales, strict=True)]
+        if loaded.x_row is not None:
+            outs = epilogue.times_columns(outs, gemm.operands.row_scales, loaded.x_row, loaded.num_rows)
         if loaded.bias is not None:
             once = jnp.where(item.part == 0, jnp.float32(1), jnp.float32(0))
             outs = [out + epilogue.repeat(row, width) * once for out, row in zip(outs, loaded.bias, strict=True)]
@@ -147,7 +151,7 @@ class Consumer:
         first = item.part * gemm.num_rows + loaded.first_row
         outs = [out.astype(product.dtype) for out in outs]
         epilogue.store(gemm.out, outs, product.rows, item.tile, first, loaded.num_rows)
-        if gemm.before is None:
+        if gemm.is_read:
             counters.signal(gemm.written, gemm.schedule.counter(item))
 
 

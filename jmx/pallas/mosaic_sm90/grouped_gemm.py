@@ -18,7 +18,7 @@ from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import TILE
-from jmx.util.typing import Array, Int32
+from jmx.util.typing import Array, Float32, Int32
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,11 @@ class Product(BaseProduct):
     Args:
         order: where the weight's rows are in another product's column order: `bias` and whole-row scales have an
             output's value in the place of output order[expert, output]. None: in its own place.
+        row_scales: of each row that the product reads, by which its sums are multiplied before the bias; None: 1.
     """
 
     order: Int32[Array, "E outputs"] | None = None
+    row_scales: Float32[Array, " X"] | None = None
 
 
 class Operands(NamedTuple):
@@ -41,6 +43,7 @@ class Operands(NamedTuple):
         scales: of blocks, which are copied with the tiles.
         channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
         bias, order: as in `Product`; `order` only if there is `bias` or `channel_scales`.
+        row_scales: as in `Product`.
     """
 
     values: Ref
@@ -49,13 +52,14 @@ class Operands(NamedTuple):
     channel_scales: Ref
     bias: Ref
     order: Ref
+    row_scales: Ref
 
     @classmethod
     def of(cls, product: Product) -> "Operands":
         q, of_blocks = product.weight, Tile.of(product.format).scales > 0
         scales, channel_scales = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
         order = None if channel_scales is None and product.bias is None else product.order
-        return cls(q.values, scales, q.zero_points, channel_scales, product.bias, order)
+        return cls(q.values, scales, q.zero_points, channel_scales, product.bias, order, product.row_scales)
 
 
 class SharedMemory(NamedTuple):
@@ -116,7 +120,8 @@ class Gemm:
         share: the work items of this CTA.
         operands, x, out: references to global memory.
         x_rows: each block's first row in `x`.
-        before: the schedule of the GEMM that computes `x`; None for the first GEMM.
+        before: the schedule of the GEMM of this kernel that computes `x`; None for the first GEMM.
+        is_read: whether another GEMM of this kernel reads the result.
         config, decoder: the kernel's.
         blocks, num_blocks: blocks of rows, with references, and the number of those in use.
         num_rows: of the result.
@@ -133,6 +138,7 @@ class Gemm:
     out: Ref
     x_rows: Ref | int
     before: Schedule | None
+    is_read: bool
     config: Config
     decoder: Decoder
     blocks: Blocks

@@ -35,7 +35,7 @@ from jmx.pallas.mosaic_sm90.dequantize import decoder_of
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Operands, Product, SharedMemory
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
-from jmx.pallas.mosaic_sm90.scheduler import schedules
+from jmx.pallas.mosaic_sm90.scheduler import Schedule, schedules
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.scheduler import Share
@@ -66,27 +66,52 @@ def expert_products(
     Returns:
         (config.split_k * R, down.rows.num_outputs) of down's dtype: the parts, one below the other.
     """
-    products = (gate_up, down)
-    tile, decoder = Tile.of(gate_up.format), decoder_of(gate_up.format, gate_up.weight.scales.dtype)
-    tiles = [
-        (values.shape[1], values.shape[2] // tile.value_rows) for values in (gate_up.weight.values, down.weight.values)
-    ]
     tile_columns = TILE if gate_up.rows.gate_up_order is None else GATED_ROWS
-    both = schedules(config, tiles[0], tiles[1], tile_columns, blocks.experts.size)
+    both = schedules(config, _tiles(gate_up), _tiles(down), tile_columns, blocks.experts.size)
+    return _products(x, (gate_up, down), both, blocks, config, num_rows, num_cores)
+
+
+def one_product(
+    x: Float[Array, "X K"],
+    product: Product,
+    blocks: Blocks,
+    *,
+    split_k: int,
+    config: Config,
+    num_rows: int,
+    num_cores: int,
+) -> Float[Array, "parts_rows N"]:
+    """One product alone, in `split_k` parts; the arguments and the result are otherwise those of `expert_products`."""
+    m_tiles, k_tiles = _tiles(product)
+    schedule = Schedule(config, m_tiles, k_tiles, split_k, -(-m_tiles // config.warpgroups_m))
+    return _products(x, (product,), (schedule,), blocks, config, num_rows, num_cores)
+
+
+def _tiles(product: Product) -> tuple[int, int]:
+    """Tiles along the rows and the columns of a product's weight."""
+    values = product.weight.values
+    return values.shape[1], values.shape[2] // Tile.of(product.format).value_rows
+
+
+def _products(
+    x: Float[Array, "X K"],
+    products: tuple[Product, ...],
+    all_schedules: tuple[Schedule, ...],
+    blocks: Blocks,
+    config: Config,
+    num_rows: int,
+    num_cores: int,
+) -> Float[Array, "parts_rows N"]:
+    """The last of one or two products, of which the second one reads the result of the first."""
+    first = products[0]
+    tile, decoder = Tile.of(first.format), decoder_of(first.format, first.weight.scales.dtype)
     outputs = [
         jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.rows.num_outputs), product.dtype)
-        for product, schedule in zip(products, both, strict=True)
+        for product, schedule in zip(products, all_schedules, strict=True)
     ]
 
     def body(
-        x: Ref,
-        operands: tuple[Operands, ...],
-        block_refs: Blocks,
-        written: Ref,
-        h: Ref,
-        out: Ref,
-        *,
-        shared: SharedMemory,
+        x: Ref, operands: tuple[Operands, ...], block_refs: Blocks, written: Ref, *outs: Ref, shared: SharedMemory
     ) -> None:
         work = blocks.with_refs(block_refs)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("core")
@@ -104,18 +129,18 @@ def expert_products(
         )
 
         def gemms() -> Iterator[Gemm]:
-            first, second = both
-            share = Share.of(Share.begin(cta), first.num_items(num_blocks), first.k_steps, num_cores)
-            refs = {"operands": operands[0], "x": x, "out": h, "x_rows": work.x_rows}
-            yield gemm(product=gate_up, schedule=first, share=share, before=None, **refs)
-            start = share.end(overrun_first=True)
-            share = Share.of(start, second.num_items(num_blocks), second.k_steps, num_cores)
-            refs = {"operands": operands[1], "x": h, "out": out, "x_rows": work.out_rows}
-            yield gemm(product=down, schedule=second, share=share, before=first, **refs)
+            start, before, rows, x_rows = Share.begin(cta), None, x, work.x_rows
+            for nth, (product, schedule) in enumerate(zip(products, all_schedules, strict=True)):
+                share = Share.of(start, schedule.num_items(num_blocks), schedule.k_steps, num_cores)
+                refs = {"operands": operands[nth], "x": rows, "out": outs[nth], "x_rows": x_rows}
+                followed = nth + 1 < len(products)
+                yield gemm(product=product, schedule=schedule, share=share, before=before, is_read=followed, **refs)
+                if followed:
+                    start, before, rows, x_rows = share.end(overrun_first=True), schedule, outs[nth], work.out_rows
 
         def each(function: Callable[[Gemm], None]) -> None:
-            for name, gemm in zip(("gate_up", "down"), gemms(), strict=True):
-                with jax.named_scope(name):
+            for gemm in gemms():
+                with jax.named_scope("gate_up" if gemm.product.activation is not None else "down"):
                     function(gemm)
 
         specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
@@ -124,4 +149,4 @@ def expert_products(
     shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype)
     kernel = persistent_kernel(body, "mosaic", config, num_cores, outputs, shared)
     written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
-    return launch(kernel, x, operands, blocks.arrays, written)[1]
+    return launch(kernel, x, operands, blocks.arrays, written)[-1]

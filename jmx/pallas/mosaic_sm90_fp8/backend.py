@@ -36,15 +36,7 @@ COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 INPUTS = (input_formats.FP8_STATIC.name, input_formats.FP8_TOKEN.name, input_formats.FP8_BLOCK.name)
 
-LIMITS = Limits(
-    platform="gpu",
-    capabilities=((9, 0),),
-    machine="a Hopper GPU (H100, H200, GH200)",
-    formats=LAYOUT.formats,
-    input_formats=INPUTS,
-    dtypes=("bfloat16", "float16"),
-    layout=LAYOUT.name,
-)
+LIMITS = Limits.hopper(LAYOUT.name, LAYOUT.formats, INPUTS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class MosaicSm90Fp8:
         from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
         from jmx.pallas.mosaic_sm90_fp8.kernel import grouped_products
         from jmx.pallas.mosaic_sm90_fp8.quantize import quantize
-        from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
+        from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
         from jmx.pallas.sm90.gemm import Rows
 
         assert problem.input_format is not None
@@ -85,12 +77,14 @@ class MosaicSm90Fp8:
         config = tuning.config(self, problem, environment).config
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as in the reference
 
-        def unquantized(work: Work) -> UnquantizedRows:
-            rows = UnquantizedRows(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, work.num_rows)
+        def unquantized(work: Work) -> InputRows:
+            rows = InputRows(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, work.num_rows)
             if work.token_of_row is None:  # few tokens, all of which every block reads
                 return rows._replace(row_of=None, num_rows=x.shape[0])
             if problem.on_input:  # then inputs differ by expert
-                return rows._replace(x=grouped.gather(problem, x, routing, work, lambda x, rows: x[rows]), row_of=None)
+                return rows._replace(
+                    values=grouped.gather(problem, x, routing, work, lambda x, rows: x[rows]), row_of=None
+                )
             return rows
 
         def both(work: Work) -> Float[Array, "P R H"]:
@@ -117,11 +111,11 @@ class MosaicSm90Fp8:
             summed = jnp.float32 if config.split_k > 1 else dtype
             down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
             h = jax.ShapeDtypeStruct((num_rows, gate_up.rows.num_outputs), dtype)
-            h = UnquantizedRows(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
+            h = InputRows(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
             if config.fuse_quantize:
                 out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
             else:
-                h = h._replace(x=products([gate_up.times(quantize(rows))]))
+                h = h._replace(values=products([gate_up.times(quantize(rows))]))
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
@@ -153,7 +147,7 @@ def _shape(problem: Problem, environment: Environment) -> Shape:
         problem.format == formats.MXFP4.name,
         problem.input_format == input_formats.FP8_BLOCK.name,
     )
-    by_block = blocks_of_inputs or problem.format == formats.FP8_BLOCK.name
+    by_block = blocks_of_inputs or formats.FORMATS[problem.format].block_rows > 1
     sizes = problem.num_tokens or 1, problem.top_k, problem.num_experts
     outputs = TILE if problem.gate_up_order is None else GATED_ROWS  # of a tile
     tiles = -(-problem.intermediate_size // outputs), -(-problem.hidden_size // TILE)

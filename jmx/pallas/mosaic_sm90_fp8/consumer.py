@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.pallas.mosaic_sm90_fp8 import fused_quantize, row_scales, staging, tokens_as_a, wgmma
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.layout import RESCALE_EXPONENT, value_rows
-from jmx.pallas.sm90 import accumulator
+from jmx.pallas.sm90 import accumulator, epilogue
 from jmx.pallas.sm90.launch import for_width
 from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.pipeline import Stage
@@ -199,7 +199,7 @@ def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
         if x_row_scales is None:
             return None
         first = jnp.int32(0) if config.resident_rows else item.x_row
-        return row_scales.load_columns(x_row_scales, n, first + part * n, item.num_rows - part * n)
+        return epilogue.load_columns(x_row_scales, n, first + part * n, item.num_rows - part * n)
 
     early = token_scales(0) if width <= _FEW_COLUMNS else None
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
-from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
+from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90 import counters
 from jmx.pallas.sm90.mlir import Ref
 from jmx.util.typing import Array, Int32
@@ -30,7 +30,7 @@ def new_counters(experts: Int32[Array, " B"]) -> Int32[Array, " counters"]:
     return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
 
 
-def _unquantized(gemm: Gemm) -> UnquantizedRows:
+def _unquantized(gemm: Gemm) -> InputRows:
     assert gemm.unquantized is not None
     return gemm.unquantized
 
@@ -49,7 +49,7 @@ def _all_warpgroups(gemm: Gemm) -> int:
 def quantize_share(gemm: Gemm) -> None:
     """Quantizes this warpgroup's share of the rows, and waits until all others have quantized theirs."""
     rows = _unquantized(gemm)
-    num_rows = rows.x.shape[0]
+    num_rows = rows.values.shape[0]
     first = gemm.cta + gemm.share.num_ctas * gemm.warpgroup
 
     @pl.when(first < num_rows)
@@ -102,7 +102,7 @@ def _synchronize_consumers(gemm: Gemm, barrier: int) -> None:
 
 def wait_for_rows(gemm: Gemm, *, warpgroup: bool = False) -> None:
     """A warp waits until it may copy quantized rows, or a warpgroup until it may read their scales."""
-    quantizing = min(_unquantized(gemm).x.shape[0], _all_warpgroups(gemm))
+    quantizing = min(_unquantized(gemm).values.shape[0], _all_warpgroups(gemm))
     with jax.named_scope("wait_for_rows"):
         counters.wait(gemm.counters, _quantized(gemm), jnp.int32(quantizing), warpgroup=warpgroup)
 

@@ -13,7 +13,7 @@ from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Operands, Product
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS
-from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
+from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.staging import swizzled_rows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
 from jmx.pallas.sm90.mlir import Ref
@@ -56,7 +56,7 @@ class SharedMemory(NamedTuple):
     def of(cls, products: Sequence[Product], operands: Sequence[Operands], config: Config) -> "SharedMemory":
         first, (tiles, units) = products[0], (config.warpgroups_m, config.warpgroups_k)  # of a stage
         num_stages, num_consumers, resident = config.num_stages, config.num_warpgroups, config.resident_rows
-        fused, by_block = isinstance(first.inputs, UnquantizedRows), first.by_block
+        fused, by_block = first.quantizes, first.by_block
         values, scales = first.weight.values, operands[0].scales
         value_stages = (num_stages, tiles, units * value_rows(first.format), values.shape[-1])
         row_slots = config.row_slots(max(product.units for product in products))
@@ -113,7 +113,7 @@ class Gemm:
     out: Ref
     blocks: Blocks
     shared: SharedMemory
-    unquantized: UnquantizedRows | None
+    unquantized: InputRows | None
     counters: Ref
     index: int
     last: bool

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmx.numerics.formats import MXFP4
 from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
-from jmx.pallas.mosaic_sm90_fp8.rows import QuantizedRows, UnquantizedRows
+from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90.gemm import BaseProduct
 from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
@@ -20,21 +20,25 @@ class Product(BaseProduct):
     """One of a launch's products, with a weight in this layout; see `BaseProduct`.
 
     Args:
-        inputs: the rows. `UnquantizedRows` are quantized in the same launch; if their x is a shape, they are the
-            results of the product before.
+        inputs: the rows. If they are not quantized yet, the same launch does it; if their values are a shape, they are
+            the results of the product before.
         inputs_are_results: whether blocks begin at `out_rows` of the inputs, not at `x_rows`.
         split_k: parts of the weight's columns that are computed separately; 1 with an activation.
     """
 
-    inputs: QuantizedRows | UnquantizedRows | None = None
+    inputs: InputRows | None = None
     inputs_are_results: bool = False
     split_k: int = 1
 
-    def times(
-        self, inputs: QuantizedRows | UnquantizedRows, *, inputs_are_results: bool = False, split_k: int = 1
-    ) -> "Product":
+    def times(self, inputs: InputRows, *, inputs_are_results: bool = False, split_k: int = 1) -> "Product":
         """The same with inputs."""
         return replace(self, inputs=inputs, inputs_are_results=inputs_are_results, split_k=split_k)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the launch quantizes its rows."""
+        assert self.inputs is not None
+        return not self.inputs.quantized
 
     @property
     def by_block(self) -> bool:
@@ -71,7 +75,7 @@ class Operands(NamedTuple):
     """A product's arrays, which are the kernel's operands, or references to them. Those that it lacks are None.
 
     Args:
-        unquantized, row_of, static_scale: as in `UnquantizedRows`.
+        unquantized, row_of, static_scale: as in `InputRows`, with values that are not quantized yet.
         x, x_row_scales, x_block_scales: quantized rows; either of the scales.
         values: of the weight.
         scales: of blocks, which are copied with the units.
@@ -95,11 +99,11 @@ class Operands(NamedTuple):
         rows, q, of_blocks = product.inputs, product.weight, product.format.block_size > 0
         scales, channel_scales = (q.scales, None) if of_blocks else (None, q.scales)
         weight = (q.values, scales, channel_scales, product.bias)
-        if isinstance(rows, UnquantizedRows):
-            x = None if isinstance(rows.x, jax.ShapeDtypeStruct) else rows.x
-            return cls(x, rows.row_of, rows.static_scale, None, None, None, *weight)
         assert rows is not None
-        return cls(None, None, None, None, None, None, *weight).with_quantized(*rows)
+        if rows.scales is None:
+            x = None if isinstance(rows.values, jax.ShapeDtypeStruct) else rows.values
+            return cls(x, rows.row_of, rows.static_scale, None, None, None, *weight)
+        return cls(None, None, None, None, None, None, *weight).with_quantized(rows.values, rows.scales)
 
     def with_quantized(self, values: Ref, scales: Ref) -> "Operands":
         """The same with quantized rows."""

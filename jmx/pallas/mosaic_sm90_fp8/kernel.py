@@ -34,7 +34,6 @@ from jmx.pallas.mosaic_sm90_fp8.fused_quantize import new_counters
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm, SharedMemory
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Operands, Product
 from jmx.pallas.mosaic_sm90_fp8.producer import copy_rows, copy_weights
-from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.scheduler import Share
@@ -55,15 +54,15 @@ def grouped_products(
             rows.
         num_rows: R, rows of the results, a multiple of 8. A block writes its rows and those up to the next multiple of
             8. Rows that belong to no block have undefined contents.
-        num_cores: CTAs, at most the number of SMs. With `UnquantizedRows` all of them must be resident, since they wait
-            for each other.
+        num_cores: CTAs, at most the number of SMs. If rows are quantized in the launch, all of them must be resident,
+            since they wait for each other.
 
     Returns:
         (split_k * R, rows.num_outputs) of the last product's dtype: the parts, one below the other.
     """
     operands = tuple(map(Operands.of, products))
-    fused = isinstance(products[0].inputs, UnquantizedRows)
-    assert all(isinstance(product.inputs, UnquantizedRows) == fused for product in products)
+    fused = products[0].quantizes
+    assert all(product.quantizes == fused for product in products)
     assert not config.resident_rows or (fused and isinstance(blocks.counts, int))  # all blocks have the same rows
     outputs = [
         jax.ShapeDtypeStruct((product.split_k * num_rows, product.rows.num_outputs), product.dtype)
@@ -71,8 +70,7 @@ def grouped_products(
     ]
     quantized_shapes = []  # values and scales of each product's inputs, if they are stored in global memory
     if fused and not config.resident_rows:
-        inputs = [product.inputs for product in products if isinstance(product.inputs, UnquantizedRows)]
-        quantized_shapes = [rows.quantized_shapes for rows in inputs]
+        quantized_shapes = [product.inputs.quantized_shapes for product in products if product.inputs is not None]
 
     def body(
         operands: Sequence[Operands],
@@ -88,9 +86,9 @@ def grouped_products(
         start, gemms = Share.begin(cta), []
         for index, (product, refs) in enumerate(zip(products, operands, strict=True)):
             inputs = None
-            if isinstance(product.inputs, UnquantizedRows):
+            if fused and product.inputs is not None:
                 x = outs[index - 1] if refs.unquantized is None else refs.unquantized
-                inputs = product.inputs._replace(x=x, row_of=refs.row_of, static_scale=refs.static_scale)
+                inputs = product.inputs._replace(values=x, row_of=refs.row_of, static_scale=refs.static_scale)
                 scales = shared.stages.x_scales if shared.resident_row_scales is None else shared.resident_row_scales
                 refs = refs.with_quantized(*((shared.stages.x, scales) if config.resident_rows else quantized[index]))
             gemm_blocks = work._replace(x_rows=work.out_rows) if product.inputs_are_results else work

@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
 from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, GlobalRows, RowQuantizer, SharedRow
-from jmx.pallas.mosaic_sm90_fp8.rows import QuantizedRows, UnquantizedRows
+from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
 from jmx.pallas.sm90.launch import launch
 from jmx.pallas.sm90.mlir import (
@@ -41,27 +41,28 @@ from jmx.pallas.sm90.mlir import (
 from jmx.util.typing import Array, Int32
 
 
-def quantize(rows: UnquantizedRows) -> QuantizedRows:
+def quantize(rows: InputRows) -> InputRows:
     """Quantizes rows to `rows.format` in a separate launch."""
 
     def body(x: Ref, row_of: Ref, static_scale: Ref, values: Ref, scales: Ref, *, warp_maxima: Ref) -> None:
-        refs = rows._replace(x=x, row_of=row_of, static_scale=static_scale)
+        refs = rows._replace(values=x, row_of=row_of, static_scale=static_scale)
         with jax.named_scope("quantize"):
             quantize_row(refs, lax.axis_index("row"), values, scales, warp_maxima)
 
     kernel = plgpu.kernel(
         body,
         out_type=rows.quantized_shapes,
-        grid=(rows.x.shape[0],),
+        grid=(rows.values.shape[0],),
         grid_names=("row",),
         kernel_name=f"quantize_{rows.format.name}",
         scratch_types={"warp_maxima": plgpu.SMEM((WORDS,), jnp.int32)},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return QuantizedRows(*launch(kernel, rows.x, rows.row_of, rows.static_scale))
+    values, scales = launch(kernel, rows.values, rows.row_of, rows.static_scale)
+    return rows._replace(values=values, scales=scales)
 
 
-def quantize_row(rows: UnquantizedRows, row: Int32[Array, ""], values: Ref, scales: Ref, warp_maxima: Ref) -> None:
+def quantize_row(rows: InputRows, row: Int32[Array, ""], values: Ref, scales: Ref, warp_maxima: Ref) -> None:
     """Quantizes a row to global memory, by one warpgroup.
 
     Args:
@@ -70,7 +71,7 @@ def quantize_row(rows: UnquantizedRows, row: Int32[Array, ""], values: Ref, scal
         values, scales: references to write to, of shapes `rows.quantized_shapes`.
         warp_maxima: int32 (WORDS,) of shared memory, which other warpgroups do not use.
     """
-    refs = (rows.x, values, scales, warp_maxima, rows.row_of, rows.static_scale)
+    refs = (rows.values, values, scales, warp_maxima, rows.row_of, rows.static_scale)
 
     @operation(arg_types=(SCALAR, *(optional(ref, plgpu.RefType()) for ref in refs)))
     def body(
@@ -91,7 +92,7 @@ def quantize_row(rows: UnquantizedRows, row: Int32[Array, ""], values: Ref, scal
 
 
 def quantize_row_to_shared(
-    rows: UnquantizedRows,
+    rows: InputRows,
     row: Int32[Array, ""],
     values: Ref,
     scales: Ref,
@@ -111,7 +112,7 @@ def quantize_row_to_shared(
         place: which of the n rows is written.
         all_units: units of all parts of the columns; those past the row's end are zeros.
     """
-    refs = (scales, warp_maxima, rows.x, rows.static_scale)
+    refs = (scales, warp_maxima, rows.values, rows.static_scale)
 
     @operation(
         arg_types=(

@@ -9,7 +9,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.numerics.input_formats import InputFormat, static_limits
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
-from jmx.pallas.mosaic_sm90_fp8.rows import UnquantizedRows
+from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90.accumulator import load_words
 from jmx.pallas.sm90.mlir import address_of, constant, i8, i32, i64, less, pair, run, thread_index, utils, wide
 from jmx.pallas.sm90.tiles import THREADS
@@ -67,7 +67,7 @@ def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
 class GlobalRows:
     """The places of a row in global memory."""
 
-    def __init__(self, values: ir.Value, scales: ir.Value, rows: UnquantizedRows, places: list[ir.Value]):
+    def __init__(self, values: ir.Value, scales: ir.Value, rows: InputRows, places: list[ir.Value]):
         self._values, self._scales, self._places = values, scales, places
         self.columns = rows.padded_columns
 
@@ -139,9 +139,9 @@ class RowQuantizer:
     """One row, for one thread of the warpgroup that quantizes it."""
 
     def __init__(
-        self, rows: UnquantizedRows, x: ir.Value, source: ir.Value, warp_maxima: ir.Value, to: GlobalRows | SharedRow
+        self, rows: InputRows, x: ir.Value, source: ir.Value, warp_maxima: ir.Value, to: GlobalRows | SharedRow
     ):
-        self.dtype, self.columns, self.format = np.dtype(rows.x.dtype), rows.columns, rows.format
+        self.dtype, self.columns, self.format = np.dtype(rows.values.dtype), rows.columns, rows.format
         self.x, self.warp_maxima, self.to = x, warp_maxima, to
         # `mov` hides the bound from LLVM, which would drop the branches of whole pieces; see `_store`.
         self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))

@@ -110,21 +110,3 @@ def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
     registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, mlir.constant(0))], dtype=object)
     layout = mgpu.WGStridedFragLayout((THREADS,), 1)
     return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
-
-
-def load_columns(scales: Ref, n: int, first: Int32[Array, ""], count: Int32[Array, ""]) -> Float32[Array, " m"]:
-    """scales[first + column], of a reference float32 (R,), as per-thread elements of n columns; undefined from column
-    `count` on."""
-
-    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
-    def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
-        start, last = first.registers.item(), arith.subi(count.registers.item(), mlir.constant(1))
-        column = arith.muli(arith.remui(mlir.thread_index(), mlir.constant(4)), mlir.constant(2))
-
-        def load(nth: int) -> ir.Value:
-            at = arith.minsi(arith.addi(column, mlir.constant(nth)), last)
-            return llvm.load(mlir.f32(), mlir.address_of(scales, mlir.wide(arith.addi(start, at)), mlir.f32()))
-
-        return of_registers([mlir.pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
-
-    return body(scales, first, count)

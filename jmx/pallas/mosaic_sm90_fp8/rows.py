@@ -10,41 +10,32 @@ from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
 from jmx.util.typing import Array, Float, Float32, Int32
 
 
-class QuantizedRows(NamedTuple):
-    """Rows in FP8.
+class InputRows(NamedTuple):
+    """Rows of inputs, in FP8 if they have scales, and how they are quantized; inside a kernel with references.
 
     Args:
-        values: float8_e4m3fn (R, K), K a multiple of 128.
-        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row.
-    """
-
-    values: Float[Array, "R K"]
-    scales: Float32[Array, " R"] | Float32[Array, "b R"]
-
-    @property
-    def by_block(self) -> bool:
-        """Whether scales belong to 128 columns."""
-        return self.scales.ndim == 2
-
-
-class UnquantizedRows(NamedTuple):
-    """Rows that are not quantized yet, and the rows of the result for each; inside a kernel with references.
-
-    Args:
-        x: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape if the same launch computes it.
+        values: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape if the same launch computes it. With
+            `scales` float8_e4m3fn (R, `padded_columns`).
         columns: K, the number of columns that are read, a multiple of 8.
         format: an input format with e4m3 elements.
         static_scale: if `format` is static, else None.
-        row_of: the rows of the result that each row of x is written to; negative ones are skipped. None: its own.
+        row_of: the rows of the result that each row of values is written to; negative ones are skipped. None: its own.
         num_rows: R, of the result. Rows that are not written have undefined contents.
+        scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row; None: not quantized yet.
     """
 
-    x: Float[Array, "T C"] | jax.ShapeDtypeStruct
+    values: Float[Array, "T C"] | jax.ShapeDtypeStruct
     columns: int
     format: InputFormat
     static_scale: Float32[Array, "1"] | None
     row_of: Int32[Array, "T k"] | None
     num_rows: int
+    scales: Float32[Array, " R"] | Float32[Array, "b R"] | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether they are in FP8."""
+        return self.scales is not None
 
     @property
     def padded_columns(self) -> int:
@@ -58,7 +49,7 @@ class UnquantizedRows(NamedTuple):
 
     @property
     def quantized_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the fields of `QuantizedRows` for them."""
+        """The shapes of values and scales once they are quantized."""
         scale_rows = -(-self.num_rows // 4) * 4  # whole 16 bytes, for TMA
         scales = (self.columns // UNIT_COLUMNS, scale_rows) if self.by_block else (self.num_rows,)
         return [

@@ -1,6 +1,6 @@
 """The epilogue of a tile for one thread: scales and biases of rows, and stores to global memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -65,6 +65,50 @@ def repeat(row: Float32[Array, "256"], n: int) -> Float32[Array, " m"]:
         return of_registers([row.registers.item()] * (n // 8), row_size(n))
 
     return body(row)
+
+
+def load_columns(scales: Ref, n: int, first: Int32[Array, ""], count: Int32[Array, ""]) -> Float32[Array, " m"]:
+    """scales[first + column], of a reference float32 (R,), as per-thread elements of n columns; undefined from column
+    `count` on."""
+
+    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
+    def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
+        load = _column_loader(scales, first, count)
+        return of_registers([mlir.pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
+
+    return body(scales, first, count)
+
+
+def _column_loader(scales: ir.Value, first: Fragment, count: Fragment) -> Callable[[int], ir.Value]:
+    """Loads scales[first + column] for the thread's `nth` column; from column `count` on, that of the last one."""
+    start, last = first.registers.item(), arith.subi(count.registers.item(), mlir.constant(1))
+    column = arith.muli(arith.remui(mlir.thread_index(), mlir.constant(4)), mlir.constant(2))
+
+    def load(nth: int) -> ir.Value:
+        at = arith.minsi(arith.addi(column, mlir.constant(nth)), last)
+        return llvm.load(mlir.f32(), mlir.address_of(scales, mlir.wide(arith.addi(start, at)), mlir.f32()))
+
+    return load
+
+
+def times_columns(
+    arrays: Sequence[Float32[Array, " m"]], scales: Ref, first: Int32[Array, ""], count: Int32[Array, ""]
+) -> list[Float32[Array, " m"]]:
+    """Per-thread elements of rows times `load_columns`, which needs no registers for all of these at once."""
+    size = arrays[0].shape[0]
+    types = (plgpu.RefType(), SCALAR, SCALAR, [own_layout(size)] * len(arrays))
+
+    @mlir.operation(arg_types=types, return_type=(row_array(size),) * len(arrays))
+    def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment, arrays: list[Fragment]) -> Any:
+        load = _column_loader(scales, first, count)
+        results: list[list[ir.Value]] = [[] for _ in arrays]
+        for eight in range(size // row_size(8)):
+            two = mlir.pair(load(8 * eight), load(8 * eight + 1))
+            for array, its in zip(arrays, results, strict=True):
+                its.append(arith.mulf(array.registers.flat[eight], two))
+        return tuple(of_registers(its, size) for its in results)
+
+    return [*body(scales, first, count, [*arrays])]
 
 
 def store(

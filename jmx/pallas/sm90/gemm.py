@@ -8,6 +8,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from jmx.numerics.formats import BlockScaled, Format
+from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.pallas.sm90.mlir import constant, less, thread_index
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 from jmx.util.typing import Array, Num
@@ -19,7 +20,7 @@ class Rows:
 
     Args:
         num_rows: rows of the weight, without padding.
-        gate_up_order: "interleaved" or "concatenated" if tiles hold gate and up; None if they do not.
+        gate_up_order: one of `GATE_UP_ORDERS` if tiles hold gate and up; None if they do not.
     """
 
     num_rows: int
@@ -51,17 +52,20 @@ class Rows:
     ) -> tuple[ir.Value, ir.Value]:
         """The weight's rows for an output, as `output` gives it: the thread's first and second row of the tile.
 
-        Rows in the padding are at or past `num_rows`.
+        With a gate, the first is its row and the second that of up. Rows in the padding are at or past `num_rows`.
 
         `of_output`: maps an output to the one whose place it takes in a weight with a column order.
         """
         if self.gate_up_order is None:
             return of_output(row), of_output(arith.addi(row, constant(8)))
         row = of_output(row)
-        if self.gate_up_order == "interleaved":
-            return arith.muli(row, constant(2)), arith.addi(arith.muli(row, constant(2)), constant(1))
-        padding = arith.select(less(row, constant(self.outputs)), constant(0), constant(self.num_rows))
-        return arith.addi(row, padding), arith.addi(row, constant(self.outputs))
+        if is_interleaved(self.gate_up_order):
+            first = arith.muli(row, constant(2))
+            second = arith.addi(first, constant(1))
+        else:
+            padding = arith.select(less(row, constant(self.outputs)), constant(0), constant(self.num_rows))
+            first, second = arith.addi(row, padding), arith.addi(row, constant(self.outputs))
+        return (second, first) if is_up_first(self.gate_up_order) else (first, second)
 
 
 @dataclass(frozen=True)

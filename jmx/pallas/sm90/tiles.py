@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
+from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.numerics.layouts import WeightSpec
 from jmx.util.typing import Array, Shaped
 
@@ -45,9 +46,10 @@ def tile_rows(array: Shaped[Array, "N C"], spec: WeightSpec, fill: Any) -> Shape
     tiles, _ = num_tiles(spec)
     if not _gated(spec):
         return pad(array, 0, tiles * TILE, fill).reshape(tiles, 4, 2, 8, -1)
-    halves = (-1, 2) if spec.gate_up_order == "interleaved" else (2, -1)
+    halves = (-1, 2) if is_interleaved(spec.gate_up_order) else (2, -1)
     array = array.reshape(*halves, array.shape[-1])
-    array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
+    array = array if is_interleaved(spec.gate_up_order) else array.swapaxes(0, 1)
+    array = array[:, ::-1] if is_up_first(spec.gate_up_order) else array  # tiles have gate first
     return pad(array, 0, tiles * GATED_ROWS, fill).reshape(tiles, 4, 8, 2, -1).swapaxes(2, 3)
 
 
@@ -57,5 +59,6 @@ def untile_rows(array: Shaped[Array, "tiles 4 2 8 C"], spec: WeightSpec) -> Shap
     if not _gated(spec):
         return array.reshape(tiles * TILE, -1)[:rows]
     array = array.swapaxes(2, 3).reshape(tiles * GATED_ROWS, 2, -1)[: rows // 2]
-    array = array if spec.gate_up_order == "interleaved" else array.swapaxes(0, 1)
+    array = array[:, ::-1] if is_up_first(spec.gate_up_order) else array
+    array = array if is_interleaved(spec.gate_up_order) else array.swapaxes(0, 1)
     return array.reshape(rows, -1)

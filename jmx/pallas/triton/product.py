@@ -25,7 +25,7 @@ class Product:
         format: of the weight, with 4-bit elements.
         num_rows: rows of the result.
         activation: applied to the product plus bias; None: nothing, and K is split into `config.split_k` parts.
-        gate_up_order: "interleaved" or "concatenated", the order of gate and up in the weight's rows; None: no gate.
+        gate_up_order: one of `GATE_UP_ORDERS`, the order of gate and up in the weight's rows; None: no gate.
         interpret: whether Pallas interprets the kernel, on any platform, rather than compile it.
     """
 

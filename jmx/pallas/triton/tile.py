@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.pallas.triton.decode import column_at
 from jmx.pallas.triton.product import Operands, Product
 from jmx.util.typing import Array, Bool, Int32
@@ -58,13 +59,15 @@ class TileRows(NamedTuple):
         """Those of a work item."""
         num_weight_rows = operands.values.shape[1]
         num_columns = num_weight_rows // product.halves
-        half_step, row_step = (1, 2) if product.gate_up_order == "interleaved" else (num_columns, 1)
+        half_step, row_step = (1, 2) if is_interleaved(product.gate_up_order) else (num_columns, 1)
         row, nth = jnp.arange(product.config.block_m), jnp.arange(product.config.block_n)
         half = 0
         if product.halves == 2:
             half, nth = nth // HALF_ROWS % 2, nth // (2 * HALF_ROWS) * HALF_ROWS + nth % HALF_ROWS
         column = result_column(product, item.tile, nth)
         x_mask, weight_mask = row < item.num_rows, column < num_columns
+        if is_up_first(product.gate_up_order):  # tiles have gate first
+            half = 1 - half
         weight = half * half_step + row_step * column
         if operands.ids is not None:
             assert operands.block_ids is not None

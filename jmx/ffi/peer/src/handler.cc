@@ -1,0 +1,324 @@
+// The XLA FFI handlers that launch the kernels of kernels.cu. CUDA's driver is looked up at run time, so that neither
+// building nor loading this library needs CUDA.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "lines.h"
+#include "region.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jmx {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// CUDA's driver API, as its ABI has been since CUDA 4.
+using Status = int;
+using Device = int;
+using Context = void*;
+using Module = void*;
+using Function = void*;
+using Stream = void*;
+using Address = unsigned long long;
+constexpr Status kPeerAccessAlreadyEnabled = 704;
+
+struct Driver {
+  Status (*device_get)(Device*, int);
+  Status (*retain)(Context*, Device);
+  Status (*push)(Context);
+  Status (*pop)(Context*);
+  Status (*can_access)(int*, Device, Device);
+  Status (*enable_access)(Context, unsigned int);
+  Status (*allocate)(Address*, size_t);
+  Status (*fill)(Address, unsigned int, size_t);
+  Status (*synchronize)();
+  Status (*load)(Module*, const void*);
+  Status (*function)(Function*, Module, const char*);
+  Status (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
+  Status (*error_string)(Status, const char**);
+};
+
+// Throws std::string, the reason, as all functions here do that return no ffi::Error.
+const Driver& driver() {
+  static const Driver loaded = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr) throw std::string(dlerror());
+    const auto find = [&](auto& function, const char* name) {
+      void* symbol = dlsym(library, name);
+      if (symbol == nullptr) throw std::string("libcuda.so.1 has no ") + name;
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
+    };
+    Driver d;
+    find(d.device_get, "cuDeviceGet");
+    find(d.retain, "cuDevicePrimaryCtxRetain");
+    find(d.push, "cuCtxPushCurrent_v2");
+    find(d.pop, "cuCtxPopCurrent_v2");
+    find(d.can_access, "cuDeviceCanAccessPeer");
+    find(d.enable_access, "cuCtxEnablePeerAccess");
+    find(d.allocate, "cuMemAlloc_v2");
+    find(d.fill, "cuMemsetD32_v2");
+    find(d.synchronize, "cuCtxSynchronize");
+    find(d.load, "cuModuleLoadData");
+    find(d.function, "cuModuleGetFunction");
+    find(d.launch, "cuLaunchKernel");
+    find(d.error_string, "cuGetErrorString");
+    return d;
+  }();
+  return loaded;
+}
+
+void Check(Status status, const char* what) {
+  if (status == 0) return;
+  const char* text = nullptr;
+  driver().error_string(status, &text);
+  throw std::string(what) + ": " + (text != nullptr ? text : "error " + std::to_string(status));
+}
+
+Device DeviceOf(int ordinal) {
+  Device device = 0;
+  Check(driver().device_get(&device, ordinal), "cuDeviceGet");
+  return device;
+}
+
+void CheckAccess(int from, int to) {
+  int can = 0;
+  Check(driver().can_access(&can, DeviceOf(from), DeviceOf(to)), "cuDeviceCanAccessPeer");
+  if (!can) throw "GPU " + std::to_string(from) + " cannot access the memory of GPU " + std::to_string(to);
+}
+
+// A GPU's primary context, which is XLA's, current on this thread.
+class Current {
+ public:
+  explicit Current(int ordinal) {
+    Check(driver().retain(&context_, DeviceOf(ordinal)), "cuDevicePrimaryCtxRetain");
+    Check(driver().push(context_), "cuCtxPushCurrent");
+  }
+  ~Current() {
+    Context popped = nullptr;
+    driver().pop(&popped);
+  }
+  Current(const Current&) = delete;
+  Context context() const { return context_; }
+
+ private:
+  Context context_ = nullptr;
+};
+
+// What the process has: the kernels, by GPU, and regions. It is never freed: a program may be launched at any time.
+class Resources {
+ public:
+  static Resources& Get() {
+    static auto* resources = new Resources;  // not destroyed while other threads may still run
+    return *resources;
+  }
+
+  void SetImage(const char* data, size_t size) {
+    std::lock_guard lock(mutex_);
+    image_.assign(data, size);
+  }
+
+  Function FindFunction(int ordinal, const std::string& name) {
+    std::lock_guard lock(mutex_);
+    if (auto found = functions_.find({ordinal, name}); found != functions_.end()) return found->second;
+    if (image_.empty()) throw std::string("the kernels were not compiled in this process");
+    Current current(ordinal);
+    Module& module = modules_[ordinal];
+    if (module == nullptr) Check(driver().load(&module, image_.data()), "cuModuleLoadData");
+    Function function = nullptr;
+    Check(driver().function(&function, module, name.c_str()), "cuModuleGetFunction");
+    return functions_[{ordinal, name}] = function;
+  }
+
+  // The regions of ranks, by rank, of calls of one kind. They are made when the first of these GPUs asks.
+  const std::vector<Address>& FindRegions(const std::string& kind, const std::vector<int>& ordinals, size_t slot_bytes) {
+    std::lock_guard lock(mutex_);
+    auto& regions = regions_[{kind, ordinals, slot_bytes}];
+    if (!regions.empty()) return regions;
+    std::vector<Address> made;
+    const size_t bytes = kSlots + 2 * ordinals.size() * slot_bytes;
+    for (int ordinal : ordinals) {
+      Current current(ordinal);
+      for (int other : ordinals) EnableAccess(ordinal, other);
+      Address address = 0;
+      Check(driver().allocate(&address, bytes), "cuMemAlloc");
+      Check(driver().fill(address, 0, bytes / 4), "cuMemsetD32");
+      Check(driver().synchronize(), "cuCtxSynchronize");
+      made.push_back(address);
+    }
+    return regions = made;
+  }
+
+ private:
+  static void EnableAccess(int ordinal, int other) {
+    if (ordinal == other) return;
+    Context context = nullptr;
+    {
+      Current there(other);
+      context = there.context();
+    }
+    CheckAccess(ordinal, other);
+    const Status status = driver().enable_access(context, 0);
+    if (status != kPeerAccessAlreadyEnabled) Check(status, "cuCtxEnablePeerAccess");
+  }
+
+  std::mutex mutex_;
+  std::string image_;
+  std::map<int, Module> modules_;
+  std::map<std::pair<int, std::string>, Function> functions_;
+  std::map<std::tuple<std::string, std::vector<int>, size_t>, std::vector<Address>> regions_;
+};
+
+// The arrays of a call, and the ranks that exchange them with this GPU.
+struct Call {
+  std::string function;
+  Arrays arrays{};
+  Ranks ranks{};
+  int num_blocks = 0;
+};
+
+size_t RoundUp(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+enum class Kind { kGather, kScatter, kSum };  // one after the other; each rank's rows of a sum; the whole sum
+
+std::string FunctionName(Kind kind, ffi::DataType type, size_t unit, bool lines) {
+  if (kind == Kind::kGather) return "gather_" + (lines ? "lines" : std::to_string(unit));
+  const auto [name, size] = type == ffi::BF16 ? std::pair("bf16", 2) : type == ffi::F16 ? std::pair("f16", 2) : std::pair("f32", 4);
+  return std::string("reduce_") + name + "_" + (lines ? "lines" : std::to_string(unit == 16 ? 16 : size));
+}
+
+// Throws where the arguments are not those of jmx/ffi/peer/collectives.py.
+Call CallOf(Kind kind, int ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t lines,
+            ffi::RemainingArgs args, ffi::RemainingRets results) {
+  if (args.size() != results.size() || args.size() == 0 || args.size() > kMaxArrays || (kind != Kind::kGather && args.size() != 1))
+    throw std::string("wrong number of arrays");
+  if (num_ranks < 2 || num_ranks > kMaxRanks || devices.size() % num_ranks != 0) throw std::string("wrong ranks");
+  const auto* mine = std::find(devices.begin(), devices.end(), int64_t{ordinal});
+  if (mine == devices.end()) throw "GPU " + std::to_string(ordinal) + " is not among those of the mesh";
+  const size_t position = mine - devices.begin(), group = position / num_ranks;
+  const std::vector<int> ordinals(devices.begin() + group * num_ranks, devices.begin() + (group + 1) * num_ranks);
+
+  Call call;
+  size_t total = 0, unit = 16;
+  ffi::DataType type = ffi::F32;
+  for (size_t i = 0; i < args.size(); ++i) {
+    auto in = args.get<ffi::AnyBuffer>(i);
+    auto out = results.get<ffi::AnyBuffer>(i);
+    if (!in.has_value() || !out.has_value()) throw std::string("arrays are missing");
+    const size_t bytes = std::min(in->size_bytes(), (*out)->size_bytes());  // of one rank
+    const size_t received = bytes * (kind == Kind::kGather ? num_ranks : 1);
+    const size_t given = bytes * (kind == Kind::kScatter ? num_ranks : 1);
+    if (in->size_bytes() != given || (*out)->size_bytes() != received) throw std::string("wrong sizes");
+    type = in->element_type();
+    call.arrays.in[i] = static_cast<const char*>(in->untyped_data());
+    call.arrays.out[i] = static_cast<char*>((*out)->untyped_data());
+    call.arrays.bytes[i] = bytes;
+    while (bytes % unit != 0) unit /= 2;
+    total += bytes;
+  }
+  if (kind != Kind::kGather && type != ffi::BF16 && type != ffi::F16 && type != ffi::F32) throw std::string("wrong type");
+  call.arrays.count = static_cast<int>(args.size());
+  call.arrays.whole = kind == Kind::kSum;
+  if (lines && (unit < kLineData || total > kMostLineData)) throw std::string("rows that cannot be lines");
+  call.function = FunctionName(kind, type, unit, lines);
+  call.ranks.slot_bytes = RoundUp(lines ? total / kLineData * kLineBytes : total, 128);
+  call.ranks.rank = static_cast<int>(position % num_ranks);
+  call.ranks.num_ranks = static_cast<int>(num_ranks);
+  const size_t thread_bytes = lines ? kLineData : kThreadBytes;
+  call.num_blocks = static_cast<int>(std::clamp<size_t>(total / (kThreads * thread_bytes), 1, kMaxBlocks));
+  // Each CTA counts its calls, so all calls on a region have as many CTAs.
+  const std::string key = call.function + " " + std::to_string(static_cast<int>(kind)) + " " + std::to_string(call.num_blocks);
+  const auto& regions = Resources::Get().FindRegions(key, ordinals, call.ranks.slot_bytes);
+  for (size_t rank = 0; rank < regions.size(); ++rank)
+    call.ranks.region[rank] = reinterpret_cast<char*>(regions[rank]);
+  return call;
+}
+
+ffi::Error Failed(const std::string& reason) { return ffi::Error::Internal("jmx_peer: " + reason); }
+
+// Before any launch, and outside of a capture as a CUDA graph: memory is allocated, the kernel loaded.
+template <Kind kind>
+ffi::Error Initialize(int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t lines,
+                      ffi::RemainingArgs args, ffi::RemainingRets results) {
+  try {
+    const Call call = CallOf(kind, ordinal, devices, num_ranks, lines, args, results);
+    Resources::Get().FindFunction(ordinal, call.function);
+  } catch (const std::string& reason) {
+    return Failed(reason);
+  }
+  return ffi::Error::Success();
+}
+
+template <Kind kind>
+ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devices, int64_t num_ranks, int64_t lines,
+                   ffi::RemainingArgs args, ffi::RemainingRets results) {
+  try {
+    Call call = CallOf(kind, ordinal, devices, num_ranks, lines, args, results);
+    if (call.ranks.slot_bytes == 0) return ffi::Error::Success();
+    Function function = Resources::Get().FindFunction(ordinal, call.function);
+    void* parameters[] = {&call.ranks, &call.arrays};
+    Check(driver().launch(function, call.num_blocks, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+          "cuLaunchKernel");
+  } catch (const std::string& reason) {
+    return Failed(reason);
+  }
+  return ffi::Error::Success();
+}
+
+auto InitializeBinding() {
+  return ffi::Ffi::BindInitialize()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attr<ffi::Span<const int64_t>>("devices")
+      .Attr<int64_t>("num_ranks")
+      .Attr<int64_t>("lines")
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+auto ExecuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<Stream>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attr<ffi::Span<const int64_t>>("devices")
+      .Attr<int64_t>("num_ranks")
+      .Attr<int64_t>("lines")
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+}  // namespace
+}  // namespace jmx
+
+#define HANDLER(NAME, KIND)                                                                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME##_initialize, jmx::Initialize<jmx::Kind::KIND>, jmx::InitializeBinding()); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME, jmx::Execute<jmx::Kind::KIND>, jmx::ExecuteBinding(),                     \
+                                {xla::ffi::Traits::kCmdBufferCompatible})
+HANDLER(jmx_peer_gather, kGather);
+HANDLER(jmx_peer_scatter, kScatter);
+HANDLER(jmx_peer_sum, kSum);
+
+// The compiled kernels.cu, for all calls. Returns 0.
+extern "C" int jmx_peer_set_image(const char* data, size_t size) {
+  jmx::Resources::Get().SetImage(data, size);
+  return 0;
+}
+
+// Why the first `num_devices` GPUs cannot access each other's memory; "" if they can. Valid until the next call.
+extern "C" const char* jmx_peer_fault(int num_devices) {
+  static std::string fault;
+  fault.clear();
+  try {
+    for (int from = 0; from < num_devices; ++from)
+      for (int to = 0; to < num_devices; ++to)
+        if (from != to) jmx::CheckAccess(from, to);
+  } catch (const std::string& reason) {
+    fault = reason;
+  }
+  return fault.c_str();
+}

@@ -1,0 +1,230 @@
+// Exchanges between the GPUs of one process: each writes rows into memory of the others, sets a flag there, and waits
+// for the others' flags. jmx/ffi/peer/library.py compiles it with NVRTC; handler.cc launches it, once on each GPU.
+//
+// A region is memory of one rank that all ranks write. Calls have numbers, which every rank counts alike, in its own
+// region: a program that is launched again, as a CUDA graph is, needs no new arguments. There are two slots for the
+// rows of each rank, for calls of even and of odd numbers: a rank sends rows of call n + 2 only after it has received
+// those of n + 1, which the others send after they have read those of n.
+#include "lines.h"
+#include "region.h"
+
+namespace {
+
+using jmx::Arrays;
+using jmx::kMaxBlocks;
+using jmx::Ranks;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int kInFlight = 4;  // units that a thread reads before it writes them
+constexpr u64 kTimeout = 300ull * 1000 * 1000 * 1000;  // ns that a rank waits for another one
+
+__device__ u32* Word(const Ranks& ranks, int owner, int row) {
+  return reinterpret_cast<u32*>(ranks.region[owner]) + row * kMaxBlocks + blockIdx.x;
+}
+
+// The number of this call. Another one at the same time, on the same region, would mix rows up: it is an error.
+__device__ u32 Begin(const Ranks& ranks) {
+  const u32 call = *Word(ranks, ranks.rank, jmx::kCalls) + 1;
+  if (threadIdx.x == 0 && atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 1) != 0) __trap();
+  return call;
+}
+
+__device__ void End(const Ranks& ranks, u32 call) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *Word(ranks, ranks.rank, jmx::kCalls) = call;
+    atomicExch(Word(ranks, ranks.rank, jmx::kBusy), 0);
+  }
+}
+
+// Tells the other ranks that this CTA's rows are in their slots, and waits for those of the same CTA of each.
+__device__ void Meet(const Ranks& ranks, u32 call) {
+  __syncthreads();
+  const int other = threadIdx.x;
+  if (other < ranks.num_ranks && other != ranks.rank) {
+    u32* theirs = Word(ranks, other, ranks.rank);
+    u32* mine = Word(ranks, ranks.rank, other);
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(call) : "memory");
+    u64 start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    for (u32 seen = call - 1; static_cast<int>(seen - call) < 0;) {  // the other one may be a call ahead
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+      if (now - start > kTimeout) __trap();
+    }
+  }
+  __syncthreads();
+}
+
+template <typename Unit>
+__device__ Unit Read(const char* data, u64 index) {  // past L1, which other GPUs do not write to
+  Unit unit = __ldcg(reinterpret_cast<const Unit*>(data) + index);
+  return unit;
+}
+
+// `store` (index, unit) of units that `read` (index) returns: several of a thread are on their way at once.
+template <typename Unit, typename Load, typename Store>
+__device__ void ForEach(u64 num_units, Load&& load, Store&& store) {
+  const u64 step = gridDim.x * u64{blockDim.x};
+  for (u64 first = blockIdx.x * u64{blockDim.x} + threadIdx.x; first < num_units; first += kInFlight * step) {
+    Unit units[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + i * step < num_units) units[i] = load(first + i * step);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + i * step < num_units) store(first + i * step, units[i]);
+  }
+}
+
+// Arrays of all ranks, one after the other in each result.
+template <typename Unit>
+__device__ void Gather(const Ranks& ranks, const Arrays& arrays) {
+  const u32 call = Begin(ranks);
+  u64 begin = 0;  // of an array in a slot
+  for (int k = 0; k < arrays.count; ++k) {
+    const u64 units = arrays.bytes[k] / sizeof(Unit);
+    ForEach<Unit>(
+        units, [&](u64 at) { return reinterpret_cast<const Unit*>(arrays.in[k])[at]; },
+        [&](u64 at, const Unit& unit) {
+          for (int i = 1; i < ranks.num_ranks; ++i) {
+            const int other = (ranks.rank + i) % ranks.num_ranks;
+            reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank))[begin + at] = unit;
+          }
+          reinterpret_cast<Unit*>(arrays.out[k])[ranks.rank * units + at] = unit;
+        });
+    begin += units;
+  }
+  Meet(ranks, call);
+  begin = 0;
+  for (int k = 0; k < arrays.count; ++k) {
+    const u64 units = arrays.bytes[k] / sizeof(Unit);
+    for (int i = 1; i < ranks.num_ranks; ++i) {
+      const int other = (ranks.rank + i) % ranks.num_ranks;
+      const char* slot = jmx::SlotOf(ranks, ranks.rank, call, other);
+      ForEach<Unit>(
+          units, [&](u64 at) { return Read<Unit>(slot, begin + at); },
+          [&](u64 at, const Unit& unit) { reinterpret_cast<Unit*>(arrays.out[k])[other * units + at] = unit; });
+    }
+    begin += units;
+  }
+  End(ranks, call);
+}
+
+struct BFloat16 {
+  unsigned short bits;
+  __device__ float Widen() const { return __uint_as_float(u32{bits} << 16); }
+  __device__ static BFloat16 Round(float value) {
+    BFloat16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+  }
+};
+
+struct Float16 {
+  unsigned short bits;
+  __device__ float Widen() const {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+  __device__ static Float16 Round(float value) {
+    Float16 result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+  }
+};
+
+struct Float32 {
+  float value;
+  __device__ float Widen() const { return value; }
+  __device__ static Float32 Round(float value) { return {value}; }
+};
+
+// The sum over all ranks, in float32 and in the order of the ranks: of each rank's rows, or of all rows on each rank.
+template <typename Unit, typename Element>
+__device__ void Reduce(const Ranks& ranks, const Arrays& arrays) {
+  constexpr int kElements = sizeof(Unit) / sizeof(Element);
+  union Lanes {
+    Unit unit;
+    Element elements[kElements];
+    __device__ Lanes() {}
+  };
+  const u32 call = Begin(ranks);
+  const u64 units = arrays.bytes[0] / sizeof(Unit), stride = arrays.whole ? 0 : units;  // of ranks' rows
+  const Unit* in = reinterpret_cast<const Unit*>(arrays.in[0]);
+  for (int i = 1; i < ranks.num_ranks; ++i) {
+    const int other = (ranks.rank + i) % ranks.num_ranks;
+    Unit* slot = reinterpret_cast<Unit*>(jmx::SlotOf(ranks, other, call, ranks.rank));
+    ForEach<Unit>(
+        units, [&](u64 at) { return in[other * stride + at]; }, [&](u64 at, const Unit& unit) { slot[at] = unit; });
+  }
+  Meet(ranks, call);
+  const u64 step = gridDim.x * u64{blockDim.x};
+  for (u64 at = blockIdx.x * u64{blockDim.x} + threadIdx.x; at < units; at += step) {
+    float sum[kElements] = {};
+    for (int rank = 0; rank < ranks.num_ranks; ++rank) {
+      Lanes lanes;
+      lanes.unit = rank == ranks.rank ? in[rank * stride + at] : Read<Unit>(jmx::SlotOf(ranks, ranks.rank, call, rank), at);
+      for (int i = 0; i < kElements; ++i) sum[i] += lanes.elements[i].Widen();
+    }
+    Lanes result;
+    for (int i = 0; i < kElements; ++i) result.elements[i] = Element::Round(sum[i]);
+    reinterpret_cast<Unit*>(arrays.out[0])[at] = result.unit;
+  }
+  End(ranks, call);
+}
+
+// Lines in the memory of GPUs: words of 8 bytes, past the caches of one GPU.
+struct SystemMemory {
+  u64 start = 0;
+
+  __device__ void Store(jmx::Line* to, const jmx::Line& line) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(line.halves[0]), "l"(line.halves[1]) : "memory");
+  }
+  __device__ jmx::Line Load(const jmx::Line* from) {
+    jmx::Line line;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(line.halves[0]), "=l"(line.halves[1]) : "l"(from) : "memory");
+    return line;
+  }
+  __device__ void Wait() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (start == 0) start = now;
+    if (now - start > kTimeout) __trap();
+  }
+};
+
+}  // namespace
+
+#define LINES(NAME, CALL)                                                                                                     \
+  extern "C" __global__ void NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {               \
+    const u32 call = Begin(ranks);                                                                                            \
+    SystemMemory memory;                                                                                                      \
+    CALL(memory, ranks, arrays, call, blockIdx.x * u64{blockDim.x} + threadIdx.x, gridDim.x * u64{blockDim.x});               \
+    End(ranks, call);                                                                                                         \
+  }
+LINES(gather_lines, jmx::GatherLines)
+LINES(reduce_bf16_lines, jmx::ReduceLines<BFloat16>)
+LINES(reduce_f16_lines, jmx::ReduceLines<Float16>)
+LINES(reduce_f32_lines, jmx::ReduceLines<Float32>)
+
+#define GATHER(BYTES, UNIT) \
+  extern "C" __global__ void gather_##BYTES(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) { Gather<UNIT>(ranks, arrays); }
+GATHER(16, uint4)
+GATHER(8, uint2)
+GATHER(4, unsigned int)
+GATHER(2, unsigned short)
+GATHER(1, unsigned char)
+
+#define REDUCE(NAME, UNIT, ELEMENT)                                                    \
+  extern "C" __global__ void reduce_##NAME(const __grid_constant__ Ranks ranks, const __grid_constant__ Arrays arrays) {   \
+    Reduce<UNIT, ELEMENT>(ranks, arrays);                                              \
+  }
+REDUCE(bf16_16, uint4, BFloat16)
+REDUCE(bf16_2, unsigned short, BFloat16)
+REDUCE(f16_16, uint4, Float16)
+REDUCE(f16_2, unsigned short, Float16)
+REDUCE(f32_16, uint4, Float32)
+REDUCE(f32_4, unsigned int, Float32)

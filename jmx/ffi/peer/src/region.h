@@ -1,0 +1,42 @@
+// What handler.cc passes to the kernels.
+#pragma once
+
+#ifdef __CUDACC__
+#define JMX_DEVICE __device__
+#else
+#define JMX_DEVICE
+#endif
+
+namespace jmx {
+
+constexpr int kMaxRanks = 8;    // GPUs of one host
+constexpr int kMaxArrays = 3;   // of one call
+constexpr int kMaxBlocks = 128;  // CTAs of one call
+constexpr int kThreads = 512;   // of a CTA
+constexpr int kThreadBytes = 32;  // that decide the number of CTAs
+
+// Rows of kMaxBlocks words at the beginning of a region, a word a CTA: a flag for each rank; the number of the last
+// call; whether a call is running.
+constexpr int kCalls = kMaxRanks, kBusy = kMaxRanks + 1;
+constexpr int kSlots = (kMaxRanks + 2) * kMaxBlocks * 4;  // where slots begin, in bytes
+
+struct Ranks {
+  char* region[kMaxRanks];        // by rank
+  unsigned long long slot_bytes;  // of one rank's arrays
+  int rank, num_ranks;
+};
+
+// Where one rank's arrays of a call lie in the region of `owner`.
+JMX_DEVICE inline char* SlotOf(const Ranks& ranks, int owner, unsigned int call, int from) {
+  return ranks.region[owner] + kSlots + ((call & 1) * ranks.num_ranks + from) * ranks.slot_bytes;
+}
+
+struct Arrays {
+  const char* in[kMaxArrays];
+  char* out[kMaxArrays];
+  unsigned long long bytes[kMaxArrays];  // of one rank
+  int count;
+  bool whole;  // of a sum: every rank gets all rows
+};
+
+}  // namespace jmx

@@ -1,0 +1,55 @@
+"""Chunks: the tokens of a device go through an exchange in parts, so that one is sent while another is multiplied.
+
+Collectives of one part do not depend on products of another. Whether they overlap is up to XLA's scheduler.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jmx.routing import Routing
+from jmx.util.typing import Array, Float
+
+# Gathers a chunk's tokens and routing for all devices; what the experts add to them; results of this device's tokens.
+Send = Callable[[Float[Array, "t H"], Routing], tuple[Float[Array, "nt H"], Routing]]
+Compute = Callable[[Float[Array, "nt H"], Routing], Float[Array, "nt H"]]
+Return = Callable[[Float[Array, "nt H"]], Float[Array, "t H"]]
+
+
+def sizes(num_tokens: int, chunks: int) -> list[int]:
+    """The numbers of tokens of the chunks, which differ by one at most, the larger ones first."""
+    each, larger = divmod(num_tokens, chunks)
+    return [each + (index < larger) for index in range(chunks)]
+
+
+def fault(num_tokens: int, chunks: int) -> str | None:
+    """Why a device's tokens cannot go in so many chunks, and the remedy; None if they can."""
+    if chunks <= max(1, num_tokens):
+        return None
+    return f"{num_tokens} tokens of a device are not {chunks} chunks: pass a smaller `chunks`"
+
+
+def in_chunks(
+    chunks: int, send: Send, compute: Compute, give_back: Return, x: Float[Array, "T H"], routing: Routing
+) -> Float[Array, "T H"]:
+    """The results of all tokens, one chunk after the other through the three steps."""
+    if chunks == 1:
+        return give_back(compute(*send(x, routing)))
+    bounds = pairwise(accumulate(sizes(len(x), chunks), initial=0))
+    parts = [(x[begin:end], Routing(*(array[begin:end] for array in routing))) for begin, end in bounds]
+    sent = _in_order(lambda part: send(*part), parts)
+    return jnp.concatenate(_in_order(give_back, [compute(*its) for its in sent]))
+
+
+def _in_order(collective: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
+    """`collective` of each part, which starts after that of the part before: XLA would make one collective of several
+    that do not depend on each other."""
+    results: list[Any] = []
+    for part in parts:
+        if results:
+            part, results[-1] = lax.optimization_barrier((part, results[-1]))
+        results.append(collective(part))
+    return results

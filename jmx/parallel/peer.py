@@ -1,0 +1,126 @@
+"""Exchange `peer`: as `gather`, by kernels of GPUs that write into each other's memory."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmx.ffi.peer import collectives
+from jmx.ffi.peer.library import library
+from jmx.parallel.exchange import Call, Here, Names
+from jmx.parallel.gather import Gather, gathered
+from jmx.parallel.wire import Coded
+from jmx.routing import Routing
+from jmx.selection.environment import Environment
+from jmx.util.typing import Array, Float, Shaped
+
+# Above, XLA's collectives are as fast, and need no memory of their own. Of a device's tokens, or of a sum.
+MOST_BYTES = 8 << 20
+MOST_SUM_BYTES = 1 << 20
+MOST_RANKS = 8  # as jmx/ffi/peer/src/region.h has it
+
+
+class Peer:
+    """One kernel before the experts and one after them, each of which starts when its GPU comes to it.
+
+    Rows lie in memory that the process keeps: twice those of all ranks, for each number of tokens. XLA's collectives
+    run instead where a program does not know its devices, as in `jax.export`.
+    """
+
+    name = "peer"
+    summary = "GPUs write tokens, routing and results into each other's memory"
+    lines = False
+
+    def supports(self, call: Call) -> str | None:
+        """None: the GPUs are of one process, and access each other's memory; and tokens are at most `MOST_BYTES`."""
+        if reason := Gather().supports(call) or fault(call.num_ranks):
+            return reason
+        if call.chunks > 1:
+            return "it sends all tokens at once: use `gather`, or leave `chunks` out"
+        num_bytes = call.num_tokens * call.token_bytes
+        if num_bytes > MOST_BYTES:
+            return f"{num_bytes} bytes of a device's tokens are more than {MOST_BYTES}, from which `gather` is as fast"
+        return None
+
+    def bytes_sent(self, call: Call) -> tuple[int, int]:
+        """As `gather`."""
+        return Gather().bytes_sent(call)
+
+    def apply(self, call: Call, x: Float[Array, "T H"], routing: Routing, here: Here) -> Float[Array, "T H"]:
+        """See `jmx.parallel.exchange.Exchange`."""
+        collective = _with_lines if self.lines else collectives.all_gather
+        rows, everyones = gathered(Coded(call.wire, collective), call.axes, x, routing)
+        return _scattered(call.axes, self.lines, here.local(here.arrays, rows, everyones))
+
+
+class PeerLines(Peer):
+    """As `peer`, but with rows of at most 256 KiB as lines that say themselves when they have arrived.
+
+    It runs where it is asked for: which of the two is faster was not measured yet.
+    """
+
+    name = "peer_lines"
+    summary = "as peer, without a flag after few rows"
+    lines = True
+
+
+def _with_lines(arrays: tuple[Shaped[Array, "T _"], ...], axes: Names) -> list[Shaped[Array, "nT _"]]:
+    return collectives.all_gather(arrays, axes, True)
+
+
+def fault(num_ranks: int) -> str | None:
+    """Why GPUs do not write into each other's memory, and the remedy; None if they do."""
+    platform = Environment.probe().platform
+    if platform != "gpu":
+        return f"the platform is {platform}, not gpu"
+    if jax.process_count() > 1:
+        return f"GPUs are of {jax.process_count()} processes: use one for all GPUs of a host"
+    if num_ranks > MOST_RANKS:
+        return f"{num_ranks} GPUs are more than {MOST_RANKS}"
+    return library().fault
+
+
+def all_sum(array: Float[Array, "*shape"], axes: Names) -> Float[Array, "*shape"]:
+    """The sum over devices along mesh axes, inside `jax.shard_map`: by the kernels of `peer` if it is small."""
+    num_ranks = collectives.num_ranks(axes)
+    if num_ranks == 1 or array.size * array.dtype.itemsize > MOST_SUM_BYTES or fault(num_ranks):
+        return lax.psum(array, axes)
+    return _summed(axes, array)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scattered(axes: Names, lines: bool, rows: Float[Array, "nT H"]) -> Float[Array, "T H"]:
+    return collectives.reduce_scatter(rows, axes, lines)
+
+
+def _scattered_fwd(axes: Names, lines: bool, rows: Any) -> tuple[Any, None]:
+    return _scattered(axes, lines, rows), None
+
+
+def _scattered_bwd(axes: Names, lines: bool, _: None, cotangent: Any) -> tuple[Any]:
+    del lines
+    return (lax.all_gather(cotangent, axes, tiled=True),)
+
+
+_scattered.defvjp(_scattered_fwd, _scattered_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(axes: Names, array: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return collectives.all_reduce(array, axes)
+
+
+def _summed_fwd(axes: Names, array: Any) -> tuple[Any, None]:
+    return _summed(axes, array), None
+
+
+def _summed_bwd(axes: Names, _: None, cotangent: Any) -> tuple[Any]:
+    # The transpose of a psum differs between jax.shard_map with check_vma and without.
+    array = lax.pcast(jnp.zeros_like(cotangent), axes, to="varying")
+    _, transpose = jax.vjp(partial(lax.psum, axis_name=axes), array)
+    return transpose(cotangent)
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)

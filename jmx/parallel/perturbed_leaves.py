@@ -1,0 +1,40 @@
+"""The leaves of a pytree that are differentiated, apart from the others, for the rules of `jax.custom_vjp`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Perturbed:
+    """Of which leaves of a pytree gradients are asked for; static.
+
+    A quantized weight has none, and to differentiate it is an error, so only leaves that a caller differentiates are
+    arguments of `jax.vjp` in a backward rule.
+
+    Args:
+        flags: one a leaf: whether it is differentiated.
+        tree: the structure of the pytree, which both parts are joined to again. It has no leaf where the pytree has
+            None.
+    """
+
+    flags: tuple[bool, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, primals: Any) -> "Perturbed":
+        """Of the arguments of a forward rule with `symbolic_zeros`, whose leaves state it."""
+        leaves, tree = jax.tree.flatten(primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+        return cls(tuple(leaf.perturbed for leaf in leaves), tree)
+
+    def split(self, arrays: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves that are differentiated, and the others."""
+        leaves = list(zip(jax.tree.leaves(arrays), self.flags, strict=True))
+        return [leaf for leaf, flag in leaves if flag], [leaf for leaf, flag in leaves if not flag]
+
+    def joined(self, wanted: list[Any], rest: list[Any]) -> Any:
+        """The pytree of both, the inverse of `split`; None among them is a leaf without a cotangent."""
+        of_wanted, others = iter(wanted), iter(rest)
+        return jax.tree.unflatten(self.tree, [next(of_wanted if flag else others) for flag in self.flags])

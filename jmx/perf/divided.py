@@ -1,0 +1,289 @@
+"""Times a layer divided over the devices of a mesh, beside the whole layer on one of them.
+
+A call is a chain of layers. For each number of tokens a device, the calls that take turns are the divided layer, once
+for each split; its experts alone, with the tokens that are exchanged and no exchange; one device with the tokens of
+one, and with all. Programs are compiled from descriptions of their arguments, before any of these is made.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jmx.backends import resolve_layout
+from jmx.experts import Experts, ShardedExperts
+from jmx.layer import moe
+from jmx.numerics import formats
+from jmx.parallel import Split
+from jmx.parallel.over_mesh import expert_specs
+from jmx.perf.shapes import Shape, draw_logits
+from jmx.routing import Logits, Routing, route
+from jmx.selection.environment import Environment
+from jmx.util.typing import Array, Float
+
+_COMPILERS = ThreadPoolExecutor()
+_SAMPLE_S = 0.02  # what a sample lasts, where a call is shorter
+_MOST_CALLS = 50  # of a sample
+
+AnyWeights = Experts | ShardedExperts
+
+
+class Weights(NamedTuple):
+    """Of each layer, or descriptions of them: whole on the first device, and divided over the mesh."""
+
+    whole: list[Experts]
+    divided: list[AnyWeights]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Random layers of a shape, whole on one device and divided over a mesh.
+
+    Args:
+        split: what divides them. Splits of the same layers differ in the exchange only.
+        layout: of the weights, which is that of the devices.
+        num_layers: different ones.
+        seed: of their weights.
+    """
+
+    shape: Shape
+    split: Split
+    mesh: Mesh
+    layout: str
+    num_layers: int
+    seed: int
+
+    @classmethod
+    def of(cls, shape: Shape, split: Split, mesh: Mesh, num_layers: int, seed: int = 0) -> "Layers":
+        """`num_layers` different ones, in the layout of the devices."""
+        format = formats.FORMATS[shape.format]
+        layout = resolve_layout("auto", Environment.of_device(mesh.devices.flat[0]), format, shape.input_format)
+        return cls(shape, split, mesh, layout, num_layers, seed)
+
+    def described(self) -> Weights:
+        """Shapes, dtypes and shardings of the weights."""
+        whole, divided = jax.eval_shape(self._layer, jax.random.key(self.seed))
+        first = SingleDeviceSharding(self.mesh.devices.flat[0])
+        whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=first), whole)
+        divided = jax.tree.map(
+            lambda a, its: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=its), divided, self._shardings(divided)
+        )
+        return Weights([whole] * self.num_layers, [divided] * self.num_layers)
+
+    def drawn(self) -> Weights:
+        """The weights."""
+        weights = Weights([], [])
+        with jax.default_device(self.mesh.devices.flat[0]):
+            for key in jax.random.split(jax.random.key(self.seed), self.num_layers):
+                whole, divided = self._layer(key)
+                weights.whole.append(whole)
+                weights.divided.append(jax.device_put(divided, self._shardings(divided)))
+                # One at a time: what makes a layer takes memory, too.
+                jax.block_until_ready((whole, weights.divided[-1]))
+        return weights
+
+    def _layer(self, key: Array) -> tuple[Experts, AnyWeights]:
+        """A layer, and the weights that the mesh divides, both whole."""
+        packed, shards = self.shape.experts(key), self.split.names("intermediate")
+        whole = packed.prepare(self.layout)
+        if not shards:
+            return whole, whole
+        count = prod(self.mesh.shape[name] for name in shards)
+        return whole, ShardedExperts.of(packed, count).prepare(self.layout)
+
+    def _shardings(self, experts: AnyWeights) -> Any:
+        specs = expert_specs(self.split, experts)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda its: isinstance(its, P))
+
+
+def run_layers(
+    shape: Shape,
+    split: Split | None,
+    x: Float[Array, "T H"],
+    logits: Float[Array, "L T E"],
+    weights: Sequence[AnyWeights],
+) -> Float[Array, "T H"]:
+    """The layers one after the other, as residual blocks."""
+    for its, experts in zip(logits, weights, strict=True):
+        routing = Logits(its, shape.method)
+        x = x + moe(x, routing, experts, activation=shape.activation, input_format=shape.input_format, split=split)
+    return x
+
+
+def run_experts(
+    shape: Shape,
+    split: Split,
+    mesh: Mesh,
+    x: Float[Array, "T H"],
+    logits: Float[Array, "L T E"],
+    weights: Sequence[AnyWeights],
+) -> Float[Array, "devices t H"]:
+    """Each device's experts with the tokens that are exchanged with it, whose results stay where they are."""
+
+    def here(x: Float[Array, "t H"], logits: Float[Array, "L t E"], weights: Sequence[AnyWeights]) -> Any:
+        for its, experts in zip(logits, weights, strict=True):
+            ids, routed = route(Logits(its, shape.method))
+            parts, expert = _parts(experts), split.names("expert")
+            first = parts[0].num_experts * lax.axis_index(expert) if expert else 0
+            mine = Routing(ids - first, routed)
+            call = partial(moe, activation=shape.activation, input_format=shape.input_format)
+            x = x + sum(call(x, mine, part) for part in parts)
+        return x[None]
+
+    kept = tuple(name for name in split.names("tokens") if name not in split.exchanged) or None
+    specs = [expert_specs(split, experts) for experts in weights]
+    every = P(tuple(mesh.axis_names))
+    run = jax.shard_map(here, mesh=mesh, in_specs=(P(kept), P(None, kept), specs), out_specs=every)
+    return run(x, logits, weights)
+
+
+def _parts(experts: AnyWeights) -> list[Experts]:
+    """Experts, or shards of them, whose results are added."""
+    if isinstance(experts, Experts):
+        return [experts]
+    return [experts.shard(index) for index in range(experts.num_shards)]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Samples of a case, in microseconds a layer, by call: the labels of splits, "experts", "one" and "all_on_one".
+
+    relative_error: of the layers divided by each split beside those of one device.
+    temporary_bytes: of each call, on one device; None: not known.
+    """
+
+    samples: Mapping[str, Sequence[float]]
+    relative_error: Mapping[str, float]
+    temporary_bytes: Mapping[str, int | None]
+    num_devices: int
+
+    def median(self) -> dict[str, float]:
+        """The median sample of each call."""
+        return {name: statistics.median(its) for name, its in self.samples.items()}
+
+    def efficiency(self, label: str) -> float:
+        """The time of one device with all tokens over that of all devices together."""
+        us = self.median()
+        return us["all_on_one"] / (self.num_devices * us[label])
+
+
+class Case:
+    """The calls of one number of tokens a device, which compile while the next case is lowered.
+
+    Args:
+        splits: ways to divide the layers, by labels of the calls.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        num_tokens: int,
+        splits: Mapping[str, Split],
+        routing: str = "uniform",
+        seed: int | None = None,
+    ):
+        self.layers, self.num_tokens, self.splits, self.routing = layers, num_tokens, splits, routing
+        self.seed = num_tokens if seed is None else seed
+        split, shape, mesh = layers.split, layers.shape, layers.mesh
+        self.all_tokens = num_tokens * prod(mesh.shape[name] for name in split.names("tokens"))
+        functions = {label: partial(run_layers, shape, its) for label, its in splits.items()} | {
+            "experts": partial(run_experts, shape, split, mesh),
+            "one": partial(run_layers, shape, None),
+            "all_on_one": partial(run_layers, shape, None),
+        }
+        described = self.arguments(layers.described(), *self.described_tokens())
+        self.calls: dict[str, Future[Any]] = {
+            name: _COMPILERS.submit(jax.jit(function).lower(*described[name]).compile)
+            for name, function in functions.items()
+        }
+
+    def arguments(self, weights: Weights, x: Any, logits: Any) -> dict[str, tuple[Any, Any, Any]]:
+        """The arguments of each call, of those with all tokens on the first device; or descriptions of them."""
+        split, mesh = self.layers.split, self.layers.mesh
+        tokens = split.names("tokens")
+        kept = tuple(name for name in tokens if name not in split.exchanged)
+
+        def place(names: tuple[str, ...]) -> tuple[Any, Any]:
+            shardings = NamedSharding(mesh, P(names or None)), NamedSharding(mesh, P(None, names or None))
+            if isinstance(x, jax.Array):
+                return jax.device_put((x, logits), shardings)
+            x_type, logits_type = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, logits))
+            return x_type.update(sharding=shardings[0]), logits_type.update(sharding=shardings[1])
+
+        divided = (*place(tokens), weights.divided)
+        first = slice(self.num_tokens)
+        return dict.fromkeys(self.splits, divided) | {
+            "experts": (*place(kept), weights.divided),
+            "one": (_of_some(x, first), _of_some(logits, slice(None), first), weights.whole),
+            "all_on_one": (x, logits, weights.whole),
+        }
+
+    def described_tokens(self) -> tuple[Any, Any]:
+        """Descriptions of x and logits of all tokens, on the first device."""
+        shape = self.layers.shape
+        first = SingleDeviceSharding(self.layers.mesh.devices.flat[0])
+        x = jax.ShapeDtypeStruct((self.all_tokens, shape.hidden_size), jnp.bfloat16, sharding=first)
+        sizes = self.layers.num_layers, self.all_tokens, shape.num_experts
+        return x, jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=first)
+
+    def draw(self) -> tuple[Float[Array, "T H"], Float[Array, "L T E"]]:
+        """x and logits of all tokens, on the first device."""
+        x, logits = self.described_tokens()
+        x_key, logits_key = jax.random.split(jax.random.key(self.seed))
+        with jax.default_device(self.layers.mesh.devices.flat[0]):
+            drawn = jax.random.normal(x_key, x.shape, x.dtype), draw_logits(logits_key, logits.shape, self.routing)
+        return jax.device_put(drawn, x.sharding)
+
+    def measure(self, weights: Weights, x: Any, logits: Any, repeats: int) -> Times:
+        """Times, and the relative errors; arrays of this case are freed when it ends."""
+        arguments = self.arguments(weights, x, logits)
+        calls = {name: (call.result(), arguments[name]) for name, call in self.calls.items()}
+        expected = calls["all_on_one"][0](*arguments["all_on_one"]).astype(jnp.float32)
+        errors, got = {}, None
+        for label in self.splits:
+            got = jax.device_put(calls[label][0](*arguments[label]), expected.sharding)
+            errors[label] = float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
+        del expected, got
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(repeats):
+            for name, (call, its) in calls.items():
+                once = _sample(call, its, 2)
+                seconds = _sample(call, its, max(2, min(_MOST_CALLS, int(_SAMPLE_S / once))))
+                samples[name].append(seconds / self.layers.num_layers * 1e6)
+        temporary = {name: temporary_bytes(call) for name, (call, _) in calls.items()}
+        return Times(samples, errors, temporary, self.layers.mesh.size)
+
+
+def temporary_bytes(compiled: Any) -> int | None:
+    """Of one device, beside arguments and results; None: not known."""
+    analysis = compiled.memory_analysis()
+    return None if analysis is None else analysis.temp_size_in_bytes
+
+
+def _of_some(array: Any, *index: slice) -> Any:
+    """Part of an array, or a description of it."""
+    if isinstance(array, jax.Array):
+        return array[index]
+    part = jax.eval_shape(lambda a: a[index], array)
+    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=array.sharding)
+
+
+def _sample(call: Any, arguments: tuple[Any, ...], calls: int) -> float:
+    """Seconds of a call, one after the other."""
+    start = time.perf_counter()
+    result = None
+    for _ in range(calls):
+        del result  # the next one gets the same memory: a CUDA graph need not be updated
+        result = call(*arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,87 @@
+"""The lines of `peer_lines`: its kernels' functions on threads of a CPU, which calls it takes, and its compile."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import jmx
+from jmx.ffi.peer import collectives
+from jmx.ffi.peer.library import compile_kernels
+from jmx.parallel.exchange import Call
+from jmx.parallel.exchanges import choose
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = ROOT / "jmx" / "ffi" / "peer" / "src"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_ranks_that_are_late_get_the_lines_of_their_call(num_ranks: int, tmp_path: pathlib.Path) -> None:
+    """Each rank is several threads, and some are held up at random; a result of another call would be wrong."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    program = tmp_path / "check_lines"
+    flags = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-I", str(SOURCES)]
+    subprocess.run([compiler, *flags, str(ROOT / "tests" / "check_lines.cc"), "-o", str(program)], check=True)
+    calls = {2: 2000, 3: 1000, 8: 100}[num_ranks]
+    done = subprocess.run([program, str(num_ranks), str(calls)], capture_output=True, text=True, timeout=600)
+    assert done.stdout == f"{num_ranks} ranks, {calls} calls: 0 wrong\n"
+    assert done.returncode == 0
+
+
+def test_which_rows_can_be_lines() -> None:
+    constants = dict(re.findall(r"(\w+) = (.*);", (SOURCES / "lines.h").read_text()))
+    assert constants["kLineData"].split(";")[0] == str(collectives.LINE_BYTES)
+    assert constants["kMostLineData"] == f"{collectives.MOST_LINE_BYTES >> 10} << 10"
+    assert collectives.can_be_lines([2880 * 2, 16, 16])
+    assert collectives.can_be_lines([collectives.MOST_LINE_BYTES])
+    assert not collectives.can_be_lines([collectives.MOST_LINE_BYTES - 8, 16])
+    assert not collectives.can_be_lines([64, 12])
+
+
+@pytest.mark.usefixtures("peer_by_collectives")
+def test_it_runs_where_it_is_asked_for_only() -> None:
+    for num_tokens in (1, 64, 1024, 8192):
+        for capacity, chunks in ((None, 1), (1.0, 1), (None, 2)):
+            call = Call(
+                ("ep",), 2, num_tokens, 4, 2880, 2, True, 128, 64, capacity=capacity, chunks=min(chunks, num_tokens)
+            )
+            assert choose(call).exchange.name != "peer_lines"
+    assert choose(Call(("ep",), 2, 1, 4, 2880, 2, True, 128, 64), "peer_lines").exchange.name == "peer_lines"
+
+
+@pytest.mark.aot
+def test_the_kernels_compile_for_hopper() -> None:
+    try:
+        image = compile_kernels("sm_90")
+    except OSError as e:
+        pytest.skip(f"needs NVRTC: {e}")
+    for name in ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16"):
+        assert name.encode() in image
+
+
+def _call(x: Any, logits: Any, experts: Any, exchange: str) -> jax.Array:
+    split = jmx.Split(expert="ep", tokens="ep", exchange=exchange)
+    return jmx.moe(x, jmx.Logits(logits, jmx.TopKSoftmax(2)), experts, activation="swiglu", split=split)
+
+
+@pytest.mark.gpu
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 64])
+def test_layers_have_the_bits_of_peer(num_tokens: int) -> None:
+    mesh = jax.make_mesh((jax.device_count(),), ("ep",), (AxisType.Auto,))
+    experts = jmx.Experts.random(jax.random.key(0), 8, 256, 256, gate_up_order="interleaved")
+    x = jax.random.normal(jax.random.key(1), (mesh.size * num_tokens, 256), jnp.bfloat16)
+    logits = jax.random.normal(jax.random.key(2), (mesh.size * num_tokens, 8))
+    with jax.set_mesh(mesh):
+        expected, got = (jax.jit(partial(_call, exchange=name)) for name in ("peer", "peer_lines"))
+        for _ in range(100):
+            assert jnp.array_equal(got(x, logits, experts), expected(x, logits, experts))
