@@ -49,6 +49,7 @@ def test_bash_completes_commands_options_names_and_files(tmp_path, capsys):
     assert completed("jmx explain --dev", tmp_path, capsys) == {"--device"}
     assert completed("jmx explain --device ", tmp_path, capsys) == {*known_devices()}
     assert completed("jmx explain --format nv", tmp_path, capsys) == {"nvfp4"}
+    assert completed("jmx generate --random gpt", tmp_path, capsys) == {"gpt-oss-20b", "gpt-oss-120b"}
     assert completed("jmx bench --model ", tmp_path, capsys) == {*shapes.MODELS}
     assert completed("jmx convert --quantize int4", tmp_path, capsys) <= {*formats.FORMATS}
     assert completed("jmx explain --checkpoint f", tmp_path, capsys) == {"folder"}
@@ -60,7 +61,7 @@ def test_without_shtab_one_line_says_what_brings_it(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit) as raised:
         cli.main(["--print-completion", "bash"])
-    expected = "jmx: error: `--print-completion` needs shtab: pip install 'jmx[completion]'\n"
+    expected = "jmx: error: `--print-completion` needs shtab: pip install 'jmx-moe[completion]'\n"
     assert (raised.value.code, *capsys.readouterr()) == (1, "", expected)
 
 

@@ -232,16 +232,16 @@ def test_only_an_earlier_result_of_the_same_kind_is_replaced(
     before = tree(tmp_path)
     if not accepted:
         monkeypatch.setattr(writer, "_read_config", lambda directory: pytest.fail("something was read"))
-    code, told = run(capsys, *arguments, *(["--overwrite"] if overwrite else []))
+    code, reported = run(capsys, *arguments, *(["--overwrite"] if overwrite else []))
     if not accepted:
         assert (code, tree(tmp_path)) == (2, before)
-        assert told.startswith("jmx: error: ")
-        assert told.count("\n") == 1
-        assert str(path) in told or path.name in told
+        assert reported.startswith("jmx: error: ")
+        assert reported.count("\n") == 1
+        assert str(path) in reported or path.name in reported
         if state in REPLACED[which]:  # but for the flag
-            assert "--overwrite" in told
+            assert "--overwrite" in reported
         return
-    assert (code, told) == (0, "")
+    assert (code, reported) == (0, "")
     report = json.loads(paths["report"].read_text())
     assert (report["schema"], report["format"]) == ("jmx.quantize-report/1", "fp8_channel")
     assert sorted(entry.name for entry in paths["out"].iterdir()) == [
@@ -286,7 +286,7 @@ def _target(link: Path, path: Path, to: Path) -> Path:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("case", RELATED)
-def test_neither_output_is_holds_or_lies_in_the_other_or_the_source(
+def test_neither_output_is_or_holds_or_is_in_the_other_or_the_source(
     case: str, overwrite: bool, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -298,9 +298,9 @@ def test_neither_output_is_holds_or_lies_in_the_other_or_the_source(
     before = tree(tmp_path)
     monkeypatch.setattr(writer, "_read_config", lambda directory: pytest.fail("something was read"))
     arguments = [source, out, "--quantize", "mxfp4", "--report", report, *(["--overwrite"] if overwrite else [])]
-    code, told = run(capsys, *arguments)
+    code, reported = run(capsys, *arguments)
     assert (code, tree(tmp_path)) == (2, before)
-    assert told.count("\n") == 1
+    assert reported.count("\n") == 1
 
 
 # Other writers of checkpoints, none of which replaces anything
@@ -379,10 +379,10 @@ def test_of_two_at_once_the_second_loses_with_one_line(
     monkeypatch.setattr(writer, "quantize", while_it_runs)
     won = tree(other)
     flags = ["--quantize", "fp8_channel", "--report", folder / "errors.json", *(["--overwrite"] if overwrite else [])]
-    code, told = run(capsys, source, folder / "out", *flags)
+    code, reported = run(capsys, source, folder / "out", *flags)
     assert code == 2
     line = f"jmx: error: {folder / which} must not exist yet, but appeared while it was being written: it stays\n"
-    assert told == line
+    assert reported == line
     assert {name: its for name, its in tree(folder).items() if name.startswith(which)} == {
         name: its for name, its in won.items() if name.startswith(which)
     }
@@ -412,16 +412,17 @@ def test_what_changes_while_it_is_being_replaced_stays(
 
     monkeypatch.setattr(writer, "quantize", while_it_runs)
     flags = ["--quantize", "fp8_channel", "--overwrite", "--report", folder / "errors.json"]
-    code, told = run(capsys, source, out, *flags)
+    code, reported = run(capsys, source, out, *flags)
     if change == "gone":
-        assert (code, told) == (0, "")
+        assert (code, reported) == (0, "")
         assert not (tmp_path / "elsewhere" / "notes.txt").exists()
         return
-    assert (code, told.count("\n")) == (2, 1)
-    assert str(out) in told
+    assert (code, reported.count("\n")) == (2, 1)
+    assert str(out) in reported
     assert tree(folder) == seen[0]
 
 
+@pytest.mark.costly
 def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     code = (
         "import resource, sys; from jmx import cli\n"
@@ -443,11 +444,14 @@ def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_nothing(source: 
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bool], dict]:
-    """The results of `stopped_converts.py` for each case."""
+def stopped(
+    tmp_path_factory: pytest.TempPathFactory, selected: list[dict[str, object]]
+) -> dict[tuple[str, int, bool], dict]:
+    """The results of `stopped_converts.py` for each case that runs."""
     folder = tmp_path_factory.mktemp("stopped")
     float_experts(folder / "in", np.random.default_rng(7))
-    command = [sys.executable, str(Path(stopped_converts.__file__)), str(folder)]
+    chosen = [(case["stage"], case["number"], case["overwrite"]) for case in selected if "stage" in case]
+    command = [sys.executable, str(Path(stopped_converts.__file__)), str(folder), json.dumps(chosen)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = map(json.loads, done.stdout.splitlines())
@@ -461,11 +465,11 @@ def test_a_signal_leaves_nothing_half_written_and_the_next_run_goes_well(
 ) -> None:
     case = stopped[stage, number, overwrite]
     killed = number == signal.SIGKILL
-    assert case["code"] == (-number if killed else 128 + number), case["told"]
+    assert case["code"] == (-number if killed else 128 + number), case["reported"]
     if not killed:
         assert case["parts"] == []
         name = signal.Signals(number).name
-        assert case["told"].splitlines()[-1] == (
+        assert case["reported"].splitlines()[-1] == (
             "jmx: interrupted" if number == signal.SIGINT else f"jmx: ended by {name}"
         )
     outs = {name.removeprefix("out/"): bytes.fromhex(its) for name, its in case["left"].items() if "out/" in name[:4]}
@@ -483,13 +487,14 @@ def test_a_signal_leaves_nothing_half_written_and_the_next_run_goes_well(
         assert json.loads(bytes.fromhex(report))["format"] in ("fp8_channel", "int8_channel")
     if not killed:
         return
-    assert case["again"] == 0, case["told_again"]
-    assert all(f"/{part}, which a process left" in case["told_again"] for part in case["parts"])
+    assert case["again"] == 0, case["reported_again"]
+    assert all(f"/{part}, which a process left" in case["reported_again"] for part in case["parts"])
     assert case["after"] == [
         "errors.json", "out", "out/config.json", "out/jmx-files.json", "out/model.safetensors", "out/tokenizer.json"
     ]  # fmt: skip
 
 
+@pytest.mark.costly
 def test_the_command_itself_ends_by_sigterm_and_ignores_what_nohup_ignores(source: Path, tmp_path: Path) -> None:
     """The source's tokenizer is a FIFO behind a link, so that copying it takes as long as this test wants."""
     os.mkfifo(tmp_path / "fifo")

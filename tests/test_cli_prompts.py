@@ -8,6 +8,8 @@ import pytest
 
 from jmx import cli
 from jmx.cli import prompts
+from jmx.cli.generate import PUBLISHED
+from jmx.models import FAMILIES
 
 LINES = "one\n two \nthree\n"
 
@@ -119,3 +121,7 @@ def test_prompts_are_of_one_kind(one: str, other: str) -> None:
 
 def test_ids_are_given_several_times() -> None:
     assert parsed("--prompt-ids", "1,2", "--prompt-ids", "3").prompt_ids == [[1, 2], [3]]
+
+
+def test_random_models_are_those_that_families_publish() -> None:
+    assert [*PUBLISHED] == [name for family in FAMILIES.values() for name in family.published]

@@ -51,8 +51,8 @@ def test_tables_hold_all_at_every_width(command, columns, saved, capsys, monkeyp
         "explain": ["backend", "why", "chosen", "cutlass", "128of128experts", "1648.9"],
         "doctor": ["orbax-checkpoint", "capability", "memory", "mosaic_fp8"],
     }[command]
-    for told in expected:
-        assert told in squeezed(out) or told in out
+    for reported in expected:
+        assert reported in squeezed(out) or reported in out
     if command == "explain":
         assert "about" not in out
 
@@ -70,6 +70,7 @@ def jmx(*argv, shell="{}", **environment):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("argv", [[], ["--version"], EXPLAIN])
 def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(argv):
     done = jmx(*argv, shell="{} > /dev/full")
@@ -77,6 +78,7 @@ def test_results_that_cannot_be_written_are_one_line_and_exit_code_1(argv):
     assert done.stderr == "jmx: error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("argv", "unbuffered"),
     [(["--help"], ""), (["--help"], "1"), ([*EXPLAIN, "--tokens", ",".join(map(str, range(1, 99))), "--json"], "")],
@@ -87,6 +89,7 @@ def test_a_reader_that_goes_is_no_traceback(argv, unbuffered):
     assert done.returncode in (0, 1)  # 0: all was written before the reader went
 
 
+@pytest.mark.costly
 def test_files_do_not_take_the_numbers_of_streams_that_are_closed(tmp_path):
     file = tmp_path / "r.json"
     roofline.Report({"device": "d"}, roofline.Limits(1.0, 1.0), {"model": "m", "routing": "r"}, (ROW,)).save(str(file))
@@ -95,6 +98,7 @@ def test_files_do_not_take_the_numbers_of_streams_that_are_closed(tmp_path):
     assert (tmp_path / "again").read_bytes() == file.read_bytes()  # and no line of a stream in it
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_errors_keep_their_code_and_stay_off_stdout_whatever_is_closed(closed):
     done = jmx("explain", "--hidden", "x", shell=f"{{}} {closed}")
@@ -102,6 +106,7 @@ def test_errors_keep_their_code_and_stay_off_stdout_whatever_is_closed(closed):
     assert done.stderr.count("\n") == (0 if "2>" in closed else 1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("environment", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
 def test_names_that_are_no_text_and_locales_without_utf_8(environment, tmp_path):
     name = os.fsdecode(bytes(tmp_path) + b"/gr\xfc\xdfe")
@@ -112,6 +117,7 @@ def test_names_that_are_no_text_and_locales_without_utf_8(environment, tmp_path)
     assert b"its directory does not exist" in done.stderr
 
 
+@pytest.mark.costly
 def test_tables_are_drawn_in_ascii_where_the_encoding_has_no_more():
     done = jmx(*EXPLAIN, PYTHONIOENCODING="ascii", LC_ALL="C", TERM="dumb")
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,6 +12,7 @@ from jmx.checkpoint.gpt_oss import writer as gpt_oss_writer
 from jmx.cli import conversation, generation
 from jmx.ffi.cutlass import build
 from jmx.perf import bench, tuner
+from jmx.serving import server
 
 TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_oss_tiny")
 
@@ -20,6 +21,7 @@ BASES = {
     "explain": ["--model", "small"],
     "generate": [TINY, "a"],
     "chat": [TINY],
+    "serve": [TINY],
     "doctor": [],
     "convert": [TINY, "out", "--to", "hf"],
     "bench": ["--model", "small"],
@@ -47,6 +49,10 @@ RIGHT = {
     "generate-top_k": {"9" * 30},
     "chat-top_k": {"9" * 30},
     "system": {*WRONG},
+    "name": {*WRONG} - {"", "a\0b", "\ud800"},
+    "port": {"0"},
+    "max_waiting": {"0"},
+    "drain_seconds": {"0"},
     "stop": {*WRONG} - {""},
     "min_p": {"0"},
     "repetition_penalty": {"9" * 30, "1.5"},
@@ -93,6 +99,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "run", stop)
     monkeypatch.setattr(generation, "make_model", stop)
     monkeypatch.setattr(conversation, "make_model", stop)
+    monkeypatch.setattr(server, "listen", stop)
     monkeypatch.setattr(conversation.ChatTemplate, "read", lambda directory: None)  # TINY has none
     monkeypatch.setattr(gpt_oss_writer, "_write_weights", stop)
     monkeypatch.setattr(quantizing, "convert", stop)

@@ -1,4 +1,4 @@
-"""The command line: `jmx explain | generate | chat | doctor | convert | bench | tune | build`.
+"""The command line: `jmx explain | generate | chat | serve | doctor | convert | bench | tune | build`.
 
 Each command has two functions in a module of this package: `add` adds its arguments to a parser, and `run` runs it and
 returns the exit code. They import jax when called, so that `--help` and usage errors are fast. Results go to stdout,
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jmx._version import __version__
-from jmx.cli import bench, chat, compilation_cache, convert, explain, generate, machine, signals, tune
+from jmx.cli import bench, chat, compilation_cache, convert, explain, generate, machine, serve, signals, tune
 from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser, fail, to_stderr
 from jmx.cli.completion import PrintCompletion
 
@@ -129,6 +129,7 @@ def parser() -> Parser:
 
     add("generate", generate.add, generate.run, "generate text, or token ids, with a whole model")
     add("chat", chat.add, chat.run, "talk with a whole model in a terminal")
+    add("serve", serve.add, serve.run, "serve a whole model over HTTP, with OpenAI's API")
     add("explain", explain.add, explain.run, "show which backend runs a layer, and why each of the others does not")
     add(
         "doctor",

@@ -1,14 +1,16 @@
-"""`jmx bench`: times one layer against the machine's own limits."""
+"""`jmx bench`: times one layer against the machine's own limits. `jmx bench serve` measures a running server."""
 
 import argparse
 import os
 import pathlib
 from typing import Any
 
+from jmx.cli import bench_serve, layer_split, mesh_argument
 from jmx.cli.common import (
     EXIT_NO,
     EXIT_OK,
     Parser,
+    check_backend,
     check_directories,
     check_known,
     counts,
@@ -23,7 +25,10 @@ from jmx.cli.common import (
 def add(command: Parser) -> None:
     command.add_argument("--model", metavar="NAME", help="a named shape (default gpt-oss-120b; on a CPU small)")
     command.add_argument(
-        "--tokens", type=counts, metavar="N,...", help="token counts (default 1,64,1024,8192; on a CPU 1,16,64)"
+        "--tokens",
+        type=counts,
+        metavar="N,...",
+        help="token counts, with --mesh of one device (default 1,64,1024,8192; on a CPU 1,16,64)",
     )
     command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
     command.add_argument(
@@ -33,9 +38,13 @@ def add(command: Parser) -> None:
     )
     command.add_argument("--backends", metavar="NAME,...", help="backends, and ragged_dot (default: all that run here)")
     command.add_argument(
-        "--layers", type=number, metavar="N", help="different layers in one call (default 16 up to 16 tokens, 4 beyond)"
+        "--layers",
+        type=number,
+        metavar="N",
+        help="different layers in one call (default 16 up to 16 tokens, 4 beyond; with --mesh 8)",
     )
     command.add_argument("--repeats", type=number, default=5, metavar="N", help="samples of each median (default 5)")
+    layer_split.add(command, "time a layer divided", several=True)
     command.add_argument("--seed", type=int, metavar="N", help="of weights and tokens (default: a new one)")
     command.add_argument("--from", dest="saved", metavar="FILE", help="show a saved JSON file instead of measuring")
     command.add_argument(
@@ -51,11 +60,17 @@ def add(command: Parser) -> None:
         metavar="FILE",
         help="draw time over floor against tokens. Replaces an earlier picture of this command, and no other file",
     )
+    summary = "measure a running server: tokens a second, and times of first and further tokens"
+    others = command.add_subparsers(metavar="serve", parser_class=Parser)
+    serve = others.add_parser("serve", help=summary, description=summary, allow_abbrev=False)
+    serve.set_defaults(command=bench_serve.run)
+    bench_serve.add(serve)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from jmx.perf import roofline
 
+    layer_split.check(arguments, several=True)
     kept = None if arguments.json == "-" else arguments.json
     part = None if kept is None or arguments.saved is not None else pathlib.Path(f"{kept}.part")
     check_directories(kept, arguments.png)
@@ -92,17 +107,34 @@ def _measure(arguments: argparse.Namespace, part: pathlib.Path | None) -> Any:
     check_known("--model", model, shapes.MODELS)
     check_known("--routing", arguments.routing, shapes.ROUTINGS)
     for name in backends or ():
-        check_known("--backends", name, bench.systems())
+        check_backend("--backends", name, [bench.RAGGED_DOT])
     pairs = None if arguments.format is None else [resolved_pair(pair) for pair in arguments.format.split(",")]
-    return bench.run(
-        model,
-        arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192]),
-        routing=arguments.routing,
-        formats=pairs,
-        backends=backends,
-        layers=arguments.layers,
-        repeats=arguments.repeats,
-        seed=arguments.seed,
-        progress=to_stderr,
-        so_far=lambda report: None if part is None else report.save(str(part)),
-    )
+    tokens = arguments.tokens or ([1, 16, 64] if on_cpu else [1, 64, 1024, 8192])
+    settings: dict[str, Any] = {
+        "routing": arguments.routing,
+        "layers": arguments.layers,
+        "repeats": arguments.repeats,
+        "seed": arguments.seed,
+        "progress": to_stderr,
+        "so_far": lambda report: None if part is None else report.save(str(part)),
+    }
+    if arguments.mesh is None:
+        return bench.run(model, tokens, formats=pairs, backends=backends, **settings)
+    return _measure_mesh(arguments, model, tokens, pairs, settings)
+
+
+def _measure_mesh(
+    arguments: argparse.Namespace, model: str, tokens: list[int], pairs: list[str] | None, settings: dict[str, Any]
+) -> Any:
+    """Measures the layer divided over --mesh, by the default backend, in one format."""
+    from jmx.perf import bench_mesh
+
+    if arguments.backends is not None:
+        raise ValueError(
+            f"`--backends` (={arguments.backends!r}) must be left out with --mesh, which times the default"
+        )
+    if pairs is not None and len(pairs) > 1:
+        raise ValueError(f"`--format` (={arguments.format!r}) must be one format with --mesh")
+    mesh = mesh_argument.make(arguments.mesh)
+    splits = layer_split.splits_of(mesh, arguments)
+    return bench_mesh.run(model, tokens, mesh, splits, format=None if pairs is None else pairs[0], **settings)

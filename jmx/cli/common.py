@@ -10,7 +10,7 @@ import reprlib
 import shutil
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 MOST = (1 << 31) - 1  # of sizes and counts: the range of 32-bit indices
@@ -89,17 +89,37 @@ def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
     return values
 
 
-def check_known(flag: str, value: str, known: Iterable[str], *, any_case: bool = False) -> str:
-    """The name in `known` that equals `value`; with `any_case`, ignoring case. ValueError, listing all, if none."""
+def check_known(
+    flag: str,
+    value: str,
+    known: Collection[str],
+    *,
+    any_case: bool = False,
+    meant: Callable[[str, Collection[str]], str] | None = None,
+) -> str:
+    """The name in `known` that equals `value`; with `any_case`, ignoring case. ValueError, listing all, if none.
+
+    `meant`: the end of its message, from the value and the known names; None: a similar name.
+    """
+    if value in known:
+        return value
     names = sorted(known)
     lower = {name.lower(): name for name in names}
-    if value in names:
-        return value
     if any_case and value.lower() in lower:
         return lower[value.lower()]
     near = difflib.get_close_matches(value.lower(), lower, n=1)
-    meant = f"; did you mean {lower[near[0]]!r}?" if near else ""
-    raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{meant}")
+    similar = f"; did you mean {lower[near[0]]!r}?" if near else ""
+    also = f", or {more}" if (more := getattr(known, "also", "")) else ""
+    end = similar if meant is None else meant(value, names)
+    raise ValueError(f"`{flag}` (={value!r}) must be one of {', '.join(names)}{also}{end}")
+
+
+def check_backend(flag: str, value: str, more: Sequence[str] = ()) -> str:
+    """The name of a registered backend, or one of `more`. ValueError, listing all, with what a name of vLLM's means."""
+    from jmx.backends import registered_backends
+    from jmx.selection.vllm_names import meant
+
+    return check_known(flag, value, [*(backend.name for backend in registered_backends()), *more], meant=meant)
 
 
 def check_directories(*paths: str | None) -> None:

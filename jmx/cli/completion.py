@@ -23,7 +23,7 @@ class PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.exit(EXIT_NO, f"jmx: error: `{option_string}` needs shtab: pip install 'jmx[completion]'\n")
+            parser.exit(EXIT_NO, f"jmx: error: `{option_string}` needs shtab: pip install 'jmx-moe[completion]'\n")
         known = _known_names()
         for action in _actions(parser):
             if action.metavar in (*_DIRECTORIES, *_FILES):
@@ -46,6 +46,7 @@ def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
     """Names that arguments accept, by the argument's `dest`."""
     from jmx.backends import registered_backends
     from jmx.checkpoint.quantizing import WRITABLE
+    from jmx.cli.generate import PUBLISHED
     from jmx.numerics import formats, layouts
     from jmx.perf import shapes
     from jmx.selection.environment import known_devices
@@ -58,6 +59,7 @@ def _known_names() -> dict[str, Callable[[], Iterable[str]]]:
         "layout": lambda: ["auto", *layouts.LAYOUTS],
         "model": lambda: shapes.MODELS,
         "quantize": lambda: WRITABLE,
+        "random": lambda: PUBLISHED,
         "routing": lambda: shapes.ROUTINGS,
         "shape": lambda: shapes.MODELS,
     }

@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jmx.cli import checkpoint
+from jmx.cli import checkpoint, layer_split, mesh_argument
 from jmx.cli.common import (
     EXIT_NO,
     EXIT_OK,
     MOST,
     Parser,
     add_json,
+    check_backend,
     check_known,
     check_pair,
     counts,
@@ -21,6 +22,7 @@ from jmx.cli.common import (
 
 if TYPE_CHECKING:
     from jmx.activations import Activation
+    from jmx.parallel.division import Division
     from jmx.selection.environment import Environment
     from jmx.selection.problem import Problem
 
@@ -40,14 +42,17 @@ def add(command: Parser) -> None:
     for name in ("hidden", "intermediate", "experts", "top-k"):
         sizes.add_argument(f"--{name}", type=number, metavar="N")
     call = command.add_argument_group("the call")
-    call.add_argument("--tokens", type=counts, default=[1], metavar="N,...", help="token counts (default 1)")
+    call.add_argument(
+        "--tokens", type=counts, default=[1], metavar="N,...", help="token counts, of all devices (default 1)"
+    )
     call.add_argument("--dtype", metavar="NAME", help="of the activations (default bfloat16)")
     call.add_argument(
         "--activation",
         metavar="NAME",
         help="default swiglu; parameters follow a colon: swiglu:alpha=1.702,beta=1,limit=7",
     )
-    call.add_argument("--gate-up-order", choices=("interleaved", "concatenated", "none"))
+    orders = ("interleaved", "concatenated", "interleaved_up_first", "concatenated_up_first", "none")
+    call.add_argument("--gate-up-order", choices=orders)
     call.add_argument("--bias", action=argparse.BooleanOptionalAction, help="whether the experts have biases")
     call.add_argument(
         "--format",
@@ -60,22 +65,24 @@ def add(command: Parser) -> None:
     call.add_argument("--weights-on", choices=("output", "input"), default="output")
     call.add_argument("--backend", metavar="NAME", help="request this backend")
     call.add_argument("--device", metavar="NAME", help="a device that need not be present, such as h200")
+    layer_split.add(command.add_argument_group("several devices"), "divide the call")
     command.add_argument("--all", action="store_true", help="list the backends of other platforms, too")
     add_json(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx.backends import registered_backends
     from jmx.explain import explain_problem
     from jmx.selection.environment import Environment, known_devices
 
     if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
+        check_backend("--backend", arguments.backend)
     if arguments.device is None:
         environment = Environment.probe()
     else:
         environment = Environment.named(check_known("--device", arguments.device, known_devices(), any_case=True))
+    layer_split.check(arguments)
     problems, floats = _problems(arguments, environment)
+    divisions = _divisions(arguments, problems)
     declared = arguments.format is None  # then inputs are quantized only if a checkpoint declares it
     explanations = [
         explain_problem(
@@ -84,8 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.backend,
             inputs_declared=declared and problem.input_format is not None,
             all=arguments.all,
+            division=division,
         )
-        for problem in problems
+        for problem, division in zip(problems, divisions, strict=True)
     ]
     if arguments.json:
         print_json([explanation.as_dict() | {"rounded_from": floats} for explanation in explanations])
@@ -93,13 +101,29 @@ def run(arguments: argparse.Namespace) -> int:
         if floats is not None:
             print(_rounded(floats, problems[0].format))
         show(*explanations)
-    return EXIT_OK if all(explanation.chosen is not None for explanation in explanations) else EXIT_NO
+    runs = (explanation.chosen is not None for explanation in explanations)
+    exchanges = (its is None or its.call is None or its.chosen is not None for its in divisions)
+    return EXIT_OK if all(runs) and all(exchanges) else EXIT_NO
+
+
+def _divisions(arguments: argparse.Namespace, problems: "list[Problem]") -> "list[Division | None]":
+    """How --mesh divides each problem. Needs no devices."""
+    from jax.sharding import AbstractMesh
+
+    from jmx.parallel.division import Division
+
+    if arguments.mesh is None:
+        return [None] * len(problems)
+    sizes = mesh_argument.sizes(arguments.mesh)
+    split = layer_split.split_of(AbstractMesh(tuple(sizes.values()), tuple(sizes)), arguments.exchange)
+    return [Division.of(problem, split, sizes) for problem in problems]
 
 
 def _rounded(floats: str, format: str) -> str:
-    from jmx.checkpoint.quantizing import WRITABLE
+    from jmx.checkpoint.quantizing.output_forms import storage_of
+    from jmx.numerics.formats import FORMATS
 
-    how = f", as `jmx convert --quantize {format}` does" if format in WRITABLE else ""
+    how = f", as `jmx convert --quantize {format}` does" if storage_of(FORMATS[format]) else ""
     return f"the checkpoint's experts are {floats}: explained as quantized to {format}{how} (another: --format)"
 
 

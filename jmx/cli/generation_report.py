@@ -16,6 +16,7 @@ import jmx.nnx
 from jmx.cli.model_arguments import size
 from jmx.cli.prompts import Prompt
 from jmx.models import LogProbabilities, Model
+from jmx.models.sharded_moe import ShardedMoE
 from jmx.models.text.continuation import Continuation
 
 
@@ -136,7 +137,8 @@ def _table(title: str, entries: Sequence[dict[str, Any]]) -> Table:
 
 def explain(model: Model, tokens: int) -> jmx.Explanation | None:
     """Which backend runs the experts for that number of tokens, and why; None if they are not quantized."""
-    moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), jmx.nnx.MoE)), None)
+    quantized = jmx.nnx.MoE | ShardedMoE
+    moe = next((layer.moe for layer in model.layers if isinstance(getattr(layer, "moe", None), quantized)), None)
     if moe is None:
         return None
     x = jax.ShapeDtypeStruct((1, tokens, model.config.hidden_size), model.dtype)
@@ -144,7 +146,10 @@ def explain(model: Model, tokens: int) -> jmx.Explanation | None:
 
 
 def weights_read(model: Model) -> float:
-    """Bytes of weights that a step of one token reads, without the embedding table and experts that are not used."""
+    """Bytes of weights that a step of one token reads on one device.
+
+    Without the embedding table, and experts that are not used.
+    """
     experts = _nbytes([nnx.state(layer.moe) for layer in model.layers if hasattr(layer, "moe")])
     unused = 1 - model.config.top_k / model.config.num_experts
     table = 0 if model.unembedding is None else _nbytes(model.embedding[...])
@@ -152,4 +157,6 @@ def weights_read(model: Model) -> float:
 
 
 def _nbytes(arrays: Any) -> int:
-    return sum(array.on_device_size_in_bytes() for array in jax.tree.leaves(arrays))
+    """Bytes on one device."""
+    shards = (array.addressable_shards[0].data for array in jax.tree.leaves(arrays))
+    return sum(shard.on_device_size_in_bytes() for shard in shards)

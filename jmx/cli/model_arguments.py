@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jmx.cli.common import Parser, check_known
+from jmx.cli import mesh_argument
+from jmx.cli.common import Parser, check_backend, check_known
 
 if TYPE_CHECKING:
     from jmx.models import Model
     from jmx.models.memory import Needs
+    from jmx.models.model_split import ModelSplit
     from jmx.models.sources.protocol import Source
 
 MODEL_HELP = "a directory of safetensors files, or owner/name[@revision] on the Hugging Face Hub"
@@ -30,19 +32,46 @@ def add(parser: Parser) -> None:
         help="whether experts quantize their inputs as the checkpoint declares (the default), or not at all",
     )
     parser.add_argument("--backend", metavar="NAME", help="the backend that must run the experts")
+    parser.add_argument(
+        "--mesh",
+        metavar="NAME=SIZE,...",
+        help="divide the model over devices: experts and heads by ep, experts' intermediate axis and heads by tp, "
+        "prompts by dp",
+    )
+    parser.add_argument(
+        "--mesh-axes",
+        metavar="WHAT=AXIS,...",
+        help="what axes of --mesh divide expert, intermediate, heads and token, if not those; heads=none: nothing",
+    )
 
 
 def check(arguments: argparse.Namespace) -> None:
     """ValueError for options that are wrong by themselves. Nothing is read."""
     import jmx
-    from jmx.backends import registered_backends
 
     if arguments.format is not None:
         check_known("--format", arguments.format, jmx.FORMATS)
     if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
+        check_backend("--backend", arguments.backend)
     if arguments.max_new_tokens < 1:
         raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
+    split(arguments)
+
+
+def split(arguments: argparse.Namespace) -> "ModelSplit | None":
+    """How --mesh divides the model; None without it.
+
+    Raises:
+        ValueError: --mesh or --mesh-axes are wrong, or need other or more devices than there are.
+    """
+    if arguments.mesh is None:
+        if arguments.mesh_axes is not None:
+            raise ValueError(f"`--mesh-axes` (={arguments.mesh_axes!r}) needs --mesh")
+        return None
+    from jmx.models.loading import split_of
+
+    axes = None if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
+    return split_of(mesh_argument.make(arguments.mesh), axes)
 
 
 def find(name: str) -> Path:
@@ -75,16 +104,23 @@ def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int]
 
     from jmx.models import from_source, memory
 
-    device, dtype = jax.devices()[0], jnp.dtype(arguments.dtype)
-    needs = memory.needed(source, lengths, arguments.max_new_tokens, dtype=dtype, all_logits=all_logits)
-    has = memory.available(device)
-    if has is not None and needs.total > has:
-        raise MemoryError(_too_large(needs, has, device, lengths))
+    over, dtype = split(arguments), jnp.dtype(arguments.dtype)
+    if over is not None:
+        over.check_rows("prompts", len(lengths))
+    options = {"dtype": dtype, "all_logits": all_logits, "split": over}
+    needs = memory.needed(source, lengths, arguments.max_new_tokens, **options)
+    devices = [jax.devices()[0]] if over is None else over.mesh.local_devices
+    for device in devices:
+        has = memory.available(device)
+        if has is not None and device.platform == "cpu":
+            has //= len(devices)  # they are parts of one machine's memory
+        if has is not None and needs.total > has:
+            raise MemoryError(_too_large(needs, has, device, lengths, over))
     with source.progress(True):
-        return from_source(source, dtype=dtype, backend=arguments.backend)
+        return from_source(source, dtype=dtype, backend=arguments.backend, split=over)
 
 
-def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int]) -> str:
+def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int], split: "ModelSplit | None" = None) -> str:
     """The message with both numbers of bytes, and what there is to do."""
     of_cache = f"the cache of {len(lengths)} rows" if len(lengths) > 1 else "the cache"
     parts = f"weights {size(needs.weights)}, {of_cache} {size(needs.cache)}, activations {size(needs.activations)}"
@@ -92,11 +128,14 @@ def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int]) ->
     if needs.weights < has:
         fewer = "fewer or shorter prompts" if len(lengths) > 1 else "a shorter prompt"
         remedies = [f"a smaller --max-new-tokens or {fewer}"]
+    if split is None:
+        remedies.append("more devices (--mesh ep=2)")
     if device.platform == "gpu":
         remedies.append("a larger XLA_PYTHON_CLIENT_MEM_FRACTION (by default jax takes 0.75 of the device)")
+    each = "" if split is None else " on each device"
     return (
-        f"the model needs at least {size(needs.total)} ({parts}), and {device.platform} {device.id} has {size(has)} "
-        f"free; what helps: {'; or '.join(remedies)}"
+        f"the model needs at least {size(needs.total)}{each} ({parts}), and {device.platform} {device.id} has "
+        f"{size(has)} free; what helps: {'; or '.join(remedies)}"
     )
 
 

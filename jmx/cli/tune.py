@@ -5,7 +5,18 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, check_directories, check_known, counts, fail, resolved_pair, show
+from jmx.cli.common import (
+    EXIT_NO,
+    EXIT_OK,
+    Parser,
+    check_backend,
+    check_directories,
+    check_known,
+    counts,
+    fail,
+    resolved_pair,
+    show,
+)
 
 
 def add(command: Parser) -> None:
@@ -33,7 +44,6 @@ def add(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from jmx.backends import registered_backends
     from jmx.perf import tuner
     from jmx.selection import tuning
     from jmx.selection.environment import Environment
@@ -48,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not fits:
             raise ValueError(f"`--{flag}` (={value}) must be positive")
     if arguments.backend is not None:
-        check_known("--backend", arguments.backend, [backend.name for backend in registered_backends()])
+        check_backend("--backend", arguments.backend)
     check_directories(arguments.output)
     environment = Environment.probe()
     try:

@@ -28,10 +28,12 @@ from jmx.models.generation import Generation
 from jmx.models.hub import find
 from jmx.models.loading import from_source, load, random_source
 from jmx.models.logprobs import LogProbabilities
+from jmx.models.model_split import ModelSplit
 from jmx.models.penalties import TokenCounts
 from jmx.models.program_store import ProgramStore
 from jmx.models.runner import Runner
 from jmx.models.sampling import Sampler
+from jmx.models.saving import restore, save
 
 __all__ = [
     "FAMILIES",
@@ -45,6 +47,7 @@ __all__ = [
     "Mixtral",
     "MoERecord",
     "Model",
+    "ModelSplit",
     "OLMoE",
     "ProgramStore",
     "Qwen2MoE",
@@ -57,4 +60,6 @@ __all__ = [
     "from_source",
     "load",
     "random_source",
+    "restore",
+    "save",
 ]

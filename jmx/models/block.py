@@ -1,42 +1,83 @@
 """The blocks of a decoder: attention, then experts or one MLP for all tokens."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jmx
+import jmx.nnx
 from jmx.models.attention.protocol import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import MLP, Linear, RMSNorm, Variables
+from jmx.models.model_split import ModelSplit
+from jmx.models.paged_cache import PagedLayer, Places
+from jmx.models.per_device import on_each_device
 from jmx.models.shared_experts import SharedExperts
 
 
 class MoERecord(NamedTuple):
-    """The input and the output of one layer's experts, both (B, T, H)."""
+    """The input and the output of one layer's experts, both (B, T, H), and the router's logits (B, T, E)."""
 
     input: jax.Array
     output: jax.Array
+    logits: jax.Array
 
 
 class AttentionSublayer(nnx.Module):
-    """Attention after a norm, added to the residual stream."""
+    """Attention after a norm, added to the residual stream. Over a mesh each device has its own rows and heads."""
 
-    def __init__(self, norm: RMSNorm, attention: SelfAttention):
-        self.norm, self.attention = norm, attention
+    def __init__(self, norm: RMSNorm, attention: SelfAttention, split: ModelSplit | None):
+        self.norm, self.attention, self.split = norm, attention, split
 
     def __call__(
-        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        attended, cache = self.attention(x, self.norm, starts, angles, cache)
-        return x + attended, cache
+        self, x: jax.Array, starts: jax.Array | None, angles: tuple[jax.Array, jax.Array], cache: Any
+    ) -> tuple[jax.Array, Any]:
+        if self.split is None:
+            return _attended(self.norm, self.attention, x, starts, angles, cache)
+        rows, cached = ("token",), self.attention.cache_axes
+        if isinstance(cache, PagedLayer):
+            of_tokens = (x, rows), (starts, rows), (angles, rows)
+            arguments = (*of_tokens, (cache.pages, cached), (cache.places, ()))
+            function = partial(_attended_pages, cache.num_rows)
+            x, pages = on_each_device(self.split, (self.norm, self.attention), function, arguments, (rows, cached))
+            return x, replace(cache, pages=pages)
+        of_rows = rows if angles[0].shape[0] == x.shape[0] else ()  # else positions are those of all rows
+        arguments = (x, rows), (starts, rows), (angles, of_rows), (cache, cached)
+        return on_each_device(self.split, (self.norm, self.attention), _attended, arguments, (rows, cached))
+
+
+def _attended(
+    norm: RMSNorm, attention: Any, x: jax.Array, starts: jax.Array | None, angles: Any, cache: Any
+) -> tuple[jax.Array, Any]:
+    attended, cache = attention(x, norm, starts, angles, cache)
+    return x + attended, cache
+
+
+def _attended_pages(
+    num_rows: int,
+    norm: RMSNorm,
+    attention: Any,
+    x: jax.Array,
+    starts: jax.Array,
+    angles: Any,
+    pages: jax.Array,
+    places: Places,
+) -> tuple[jax.Array, jax.Array]:
+    x, layer = _attended(norm, attention, x, starts, angles, PagedLayer(pages, places, num_rows))
+    return x, layer.pages
 
 
 class MoESublayer(nnx.Module):
     """Experts after a norm, added to the residual stream; arguments as `Block`'s."""
 
-    def __init__(self, norm: RMSNorm, router: Linear, moe: Any, shared_experts: SharedExperts | None):
-        self.norm, self.router, self.moe = norm, router, moe
+    def __init__(
+        self, norm: RMSNorm, router: Linear, moe: Any, shared_experts: SharedExperts | None, split: ModelSplit | None
+    ):
+        self.norm, self.router, self.moe, self.split = norm, router, moe, split
         self.shared_experts = nnx.data(shared_experts)
 
     def __call__(
@@ -47,9 +88,28 @@ class MoESublayer(nnx.Module):
         if expert_ids is not None:  # restrict the choice to these
             chosen = (expert_ids[..., None] == jnp.arange(logits.shape[-1])).any(axis=-2)
             logits = jnp.where(chosen, logits, -jnp.inf)
-        out = self.moe(normed, logits, mask=mask)
+        out = _of_experts(self.moe, normed, logits, mask, self.split)
         shared = 0 if self.shared_experts is None else self.shared_experts(x, self.norm)
-        return x + out + shared, MoERecord(normed, out)
+        return x + out + shared, MoERecord(normed, out, logits)
+
+
+def _of_experts(
+    moe: Any, x: jax.Array, logits: jax.Array, mask: jax.Array | None, split: ModelSplit | None
+) -> jax.Array:
+    if split is None or not isinstance(moe, jmx.nnx.MoE):  # others have the split themselves
+        return moe(x, logits, mask=mask)
+    bias = None if moe.correction_bias is None else moe.correction_bias[...]
+    return jmx.moe(
+        x,
+        jmx.Logits(logits, moe.routing, bias),
+        moe.experts,
+        activation=moe.activation,
+        weights_on=moe.weights_on,
+        input_format=moe.input_format,
+        mask=mask,
+        backend=moe.backend,
+        split=split.experts,
+    )
 
 
 class MLPSublayer(nnx.Module):
@@ -69,6 +129,7 @@ class Block(nnx.Module):
         router: returns logits (..., E).
         moe: `jmx.nnx.MoE` with `router=False`, or a module with the same signature.
         shared_experts: their result for every token is added to that of `moe`; None: there are none.
+        split: over a mesh, how it divides the model.
     """
 
     def __init__(
@@ -78,6 +139,7 @@ class Block(nnx.Module):
         router: Linear,
         moe: nnx.Module,
         shared_experts: SharedExperts | None = None,
+        split: ModelSplit | None = None,
     ):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
@@ -85,11 +147,12 @@ class Block(nnx.Module):
         self.router = router
         self.moe: Any = moe
         self.shared_experts = nnx.data(shared_experts)
+        self.split = split
 
     def sublayers(self) -> tuple[AttentionSublayer, MoESublayer]:
         """Both halves, as modules that share this one's variables: each can be a program of its own."""
-        experts = MoESublayer(self.moe_norm, self.router, self.moe, self.shared_experts)
-        return AttentionSublayer(self.attention_norm, self.attention), experts
+        experts = MoESublayer(self.moe_norm, self.router, self.moe, self.shared_experts, self.split)
+        return AttentionSublayer(self.attention_norm, self.attention, self.split), experts
 
     def variables(self) -> Variables:
         """All variables except the experts'. The bias of their choice, if there is one, is a variable of `moe`."""
@@ -103,7 +166,16 @@ class Block(nnx.Module):
 class DenseBlock(nnx.Module):
     """Attention, then one MLP for all tokens, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: Config, attention: SelfAttention, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: Config,
+        attention: SelfAttention,
+        *,
+        split: ModelSplit | None = None,
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.split = split
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = attention
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -111,7 +183,8 @@ class DenseBlock(nnx.Module):
 
     def sublayers(self) -> tuple[AttentionSublayer, MLPSublayer]:
         """Both halves, as modules that share this one's variables."""
-        return AttentionSublayer(self.attention_norm, self.attention), MLPSublayer(self.mlp_norm, self.mlp)
+        attention = AttentionSublayer(self.attention_norm, self.attention, self.split)
+        return attention, MLPSublayer(self.mlp_norm, self.mlp)
 
     def variables(self) -> Variables:
         norms = {("input_norm",): self.attention_norm.scale, ("post_attention_norm",): self.mlp_norm.scale}

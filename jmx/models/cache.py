@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
+from jmx.models.paged_cache import PagedLayer
 from jmx.util.checks import check_dtype, check_instance, check_int, check_shape
 
 SMALLEST_BUCKET = 16
@@ -19,12 +21,14 @@ def bucket(length: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-def write(layer: jax.Array, parts: Sequence[jax.Array], starts: jax.Array | None) -> jax.Array:
+def write[Layer: (jax.Array, PagedLayer)](layer: Layer, parts: Sequence[jax.Array], starts: jax.Array | None) -> Layer:
     """Writes parts (B, T, heads, W), such as keys and values, to a layer's cache, from positions `starts` (B,), None
     for 0.
 
-    The cache must have capacity for them (`Cache.reserve`).
+    The cache must have capacity for them (`Cache.reserve`). A layer in pages has places of its own for them.
     """
+    if isinstance(layer, PagedLayer):
+        return layer.write(parts)
     new = jnp.stack(parts).swapaxes(2, 3)
     if starts is None or new.shape[1] == 1:  # XLA compiles this form to a plain write
         return lax.dynamic_update_slice(layer, new, (0, 0, 0, 0 if starts is None else starts[0], 0))
@@ -100,12 +104,13 @@ class Cache:
         return Cache(self.layers, jnp.asarray(lengths, jnp.int32), max(lengths))
 
 
-@partial(jax.jit, static_argnums=1)
-def _pad(layer: jax.Array, capacity: int) -> jax.Array:
-    return jnp.pad(layer, ((0, 0), (0, 0), (0, 0), (0, capacity - layer.shape[3]), (0, 0)))
+@partial(jax.jit, static_argnums=(1, 2))
+def _pad(layer: jax.Array, capacity: int, sharding: NamedSharding | None) -> jax.Array:
+    grown = jnp.pad(layer, ((0, 0), (0, 0), (0, 0), (0, capacity - layer.shape[3]), (0, 0)))
+    return grown if sharding is None else lax.with_sharding_constraint(grown, sharding)
 
 
 def _grow(layer: jax.Array, capacity: int) -> jax.Array:
-    grown = _pad(layer, capacity)
+    grown = _pad(layer, capacity, layer.sharding if isinstance(layer.sharding, NamedSharding) else None)
     layer.delete()  # freed when the copy is done; donation needs equal sizes
     return grown

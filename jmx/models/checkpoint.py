@@ -112,9 +112,9 @@ class Checkpoint:
         module = self._module_of(name)
         return None if module is None else module.format
 
-    def dense(self, name: str) -> jax.Array:
+    def dense(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
         """A tensor outside experts. A quantized one is dequantized to float32."""
-        return self.reader.dense(name)
+        return self.reader.dense(name, sharding)
 
     def quantized(self, name: str) -> QuantizedWeights:
         """A tensor outside experts that is quantized, as it is. ValueError if it is not quantized."""
@@ -123,13 +123,13 @@ class Checkpoint:
             raise ValueError(f"`name` (={name!r}) must be the name of a quantized tensor")
         return QuantizedWeights(self.reader.weight(module.name), module.format)
 
-    def experts(self, name: str) -> jmx.Experts | FloatExperts:
-        """The experts of the module of that name, on the device."""
+    def experts(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts | FloatExperts:
+        """The experts of the module of that name, all arrays with that sharding; None: on the default device."""
         if isinstance(self.reader, compressed_tensors.Reader):
-            return self.reader.experts(name, inputs=self._declared_inputs)
+            return self.reader.experts(name, sharding=sharding, inputs=self._declared_inputs)
         if self.reader.format is not None:
-            return self.reader.experts(name)
-        return self.reader.floats(name)
+            return self.reader.experts(name, sharding=sharding)
+        return self.reader.floats(name, sharding)
 
     def read_ahead(self, order: Sequence[str]) -> contextlib.AbstractContextManager[None]:
         """A context in which experts, by their modules' names, and other tensors are read ahead in this order."""

@@ -17,6 +17,10 @@ from jmx.models.cache import Cache
 from jmx.models.config import check_config, expert_sizes
 from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
+from jmx.models.model_split import ModelSplit
+from jmx.models.paged_cache import PagedLayer
+from jmx.models.rope import rope_angles
+from jmx.models.sharded_moe import ShardedMoE
 from jmx.models.shared_experts import SharedExperts
 from jmx.numerics import formats
 from jmx.selection.select import check_backend
@@ -26,7 +30,7 @@ DTYPES = (jnp.bfloat16, jnp.float32)  # of activations
 
 
 class Model(nnx.Module):
-    """A decoder of blocks; a family adds `make_attention`, `angles` and `moe_options`.
+    """A decoder of blocks; a family adds `make_attention`, and `angles` and `moe_options` where they are different.
 
     Activations, cache and dense weights are of `dtype`; norms, angles, softmax, routing and logits are float32;
     expert weights stay quantized.
@@ -36,10 +40,12 @@ class Model(nnx.Module):
         format: of the experts' weights, or its name; None: they are floats of `dtype`.
         dtype: bfloat16 or float32.
         backend: name of the jmx backend that must run quantized experts, or None.
+        split: how a mesh divides the model; None: it is on one device.
         rngs: `nnx.Rngs` with the stream `params`.
 
     Raises:
-        TypeError, ValueError: an argument of another type, or an unknown format or backend.
+        TypeError, ValueError: an argument of another type, or an unknown format or backend; a mesh that does not divide
+            what it is to divide.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Model(nnx.Module):
         format: jmx.Format | str | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         backend: str | None = None,
+        split: ModelSplit | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = check_config("config", config)
@@ -56,6 +63,9 @@ class Model(nnx.Module):
         self.dtype = check_dtype("dtype", dtype, *DTYPES)
         check_backend(backend, registered_backends())
         self.backend = backend
+        self.split = check_instance("split", split, ModelSplit | None, "a ModelSplit, or None")
+        if split is not None:
+            split.check(config)
         check_instance("rngs", rngs, nnx.Rngs)
         self.embedding = nnx.Param(
             nnx.initializers.normal(1.0)(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
@@ -66,6 +76,8 @@ class Model(nnx.Module):
         if not config.tie_word_embeddings:
             unembedding = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, rngs=rngs)
         self.unembedding = nnx.data(unembedding)
+        if split is not None:
+            split.mark_sums(self)
 
     router_bias: ClassVar[bool] = False
 
@@ -74,9 +86,10 @@ class Model(nnx.Module):
         config, dtype = self.config, self.dtype
         attention = self.make_attention(layer, rngs)
         if layer in config.dense_layers:
-            return DenseBlock(config, attention, dtype=dtype, rngs=rngs)
+            return DenseBlock(config, attention, split=self.split, dtype=dtype, rngs=rngs)
         router = Linear(config.hidden_size, config.num_experts, bias=self.router_bias, dtype=dtype, rngs=rngs)
-        return Block(config, attention, router, self.make_moe(None, rngs), self.make_shared_experts(rngs))
+        moe, shared_experts = self.make_moe(None, rngs), self.make_shared_experts(rngs)
+        return Block(config, attention, router, moe, shared_experts, self.split)
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> Any:
         """A layer's attention, with the call of `Attention`."""
@@ -89,13 +102,16 @@ class Model(nnx.Module):
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines of the rotations of heads, float32 (B, T, half the rotated channels), of int32 positions
         (B, T)."""
-        raise NotImplementedError
+        return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
 
     def moe_options(self) -> dict[str, Any]:
         """Arguments of `jmx.nnx.MoE`: activation, routing, and what else the family's experts have."""
-        raise NotImplementedError
+        routing = jmx.SoftmaxTopK(self.config.top_k, renormalize=self.config.norm_topk_prob)
+        return {"activation": jmx.SwiGLU(), "routing": routing}
 
-    def make_moe(self, experts: jmx.Experts | FloatExperts | None, rngs: nnx.Rngs) -> jmx.nnx.MoE | FloatMoE:
+    def make_moe(
+        self, experts: jmx.Experts | jmx.ShardedExperts | FloatExperts | None, rngs: nnx.Rngs
+    ) -> jmx.nnx.MoE | ShardedMoE | FloatMoE:
         """A block's `moe`: with loaded experts, whose format and inputs it keeps, or (None) with random ones."""
         config = self.config
         options: dict[str, Any] = {"format": self.format} | self.moe_options()
@@ -103,9 +119,12 @@ class Model(nnx.Module):
             experts = random_experts(
                 *expert_sizes(config), bias=options.get("bias", False), dtype=self.dtype, rngs=rngs
             )
+        of_module = {name: options[name] for name in ("activation", "routing", "correction_bias") if name in options}
+        if isinstance(experts, jmx.ShardedExperts):
+            return ShardedMoE(experts, **of_module, backend=self.backend, split=self.split)
         if isinstance(experts, FloatExperts):
-            options = {name: options[name] for name in ("activation", "routing", "correction_bias") if name in options}
-            return FloatMoE(jax.tree.map(lambda array: array.astype(self.dtype), experts), **options)
+            floats = jax.tree.map(lambda array: array.astype(self.dtype), experts)
+            return FloatMoE(floats, **of_module, split=self.split)
         if experts is not None:
             options |= {"format": experts.format, "gate_up_order": experts.gate_up_order}
         return jmx.nnx.MoE(
@@ -121,23 +140,23 @@ class Model(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(
+    def __call__[Layer: (jax.Array, PagedLayer)](
         self,
         tokens: jax.Array,
         starts: jax.Array | None,
-        caches: Sequence[jax.Array],
+        caches: Sequence[Layer],
         *,
         mask: jax.Array | None = None,
         expert_ids: Sequence[jax.Array] | None = None,
         records: list[MoERecord] | None = None,
-    ) -> tuple[jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, list[Layer]]:
         """Runs T consecutive tokens of each row, after those in the caches.
 
         Args:
             tokens: int32 (B, T).
             starts: int32 (B,), position of each row's first token, the number of its tokens in the caches; None for 0,
                 which is faster: nothing is read from the caches.
-            caches: one per layer, with capacity for position starts + T - 1.
+            caches: one per layer, with capacity for position starts + T - 1; or in pages, see `PagedLayer`.
             mask: bool (B, T) or None; False is padding, which goes to no expert and must follow a row's tokens.
             expert_ids: int32 (B, T, top_k) per layer, instead of the router's choice of experts (not of their weights).
             records: a list to which each layer's `MoERecord` is appended, for comparisons.
@@ -160,26 +179,44 @@ class Model(nnx.Module):
     def embed(self, tokens: jax.Array, starts: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The residual stream before the first layer (B, T, H), and the angles of the positions of `tokens`."""
         positions = jnp.arange(tokens.shape[1])
-        return self.embedding[...][tokens], self.angles(
-            positions[None] if starts is None else starts[:, None] + positions
-        )
+        angles = self.angles(positions[None] if starts is None else starts[:, None] + positions)
+        return self.by_row(self.embedding[...][tokens]), angles
 
     def cache_layers(self, batch: int, capacity: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtype of the arrays of a cache of `batch` rows with a capacity of `capacity` tokens each."""
         check_int("batch", batch, least=1)
         check_int("capacity", capacity, least=1)
-        shapes = (layer.attention.cache_shape(batch, capacity) for layer in self.layers)
-        return [jax.ShapeDtypeStruct(shape, self.dtype) for shape in shapes]
+        self.check_rows("batch", batch)
+        found = []
+        for its in (layer.attention for layer in self.layers):
+            sharding = None if self.split is None else self.split.sharding(*its.cache_axes)
+            found.append(jax.ShapeDtypeStruct(its.cache_shape(batch, capacity), self.dtype, sharding=sharding))
+        return found
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache of no tokens, of `cache_layers`."""
-        return Cache.empty([layer.shape for layer in self.cache_layers(batch, capacity)], self.dtype)
+        shapes = self.cache_layers(batch, capacity)
+        layers = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in shapes]
+        return Cache(layers, self.by_row(jnp.zeros(batch, jnp.int32)), 0)
+
+    def by_row[Tree](self, tree: Tree) -> Tree:
+        """Arrays whose first axis is of rows of a batch, on the devices of these rows; also while tracing."""
+        return tree if self.split is None else self.split.place(tree, "token")
+
+    def whole[Tree](self, tree: Tree) -> Tree:
+        """Arrays, such as tokens that the host reads, on every device; also while tracing."""
+        return tree if self.split is None else self.split.place(tree)
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """Raises ValueError, naming the argument, for rows of a batch that the mesh does not divide evenly."""
+        if self.split is not None:
+            self.split.check_rows(name, rows)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Next-token logits, float32 (..., vocab_size), of the residual stream (..., H)."""
         check_array("x", x, jnp.floating)
         weights = self.embedding if self.unembedding is None else self.unembedding.weights
-        return project(x, weights.get_value(), None, self.final_norm)
+        return self.by_row(project(x, weights.get_value(), None, self.final_norm))
 
     def variables(self) -> Variables:
         """The variables outside layers."""

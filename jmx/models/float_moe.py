@@ -1,5 +1,8 @@
 """Float experts, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +12,9 @@ import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.layers import precision
+from jmx.models.model_split import ModelSplit
+from jmx.models.per_device import on_each_device
+from jmx.parallel.over_mesh import exchanged
 from jmx.routing import Method
 
 
@@ -26,6 +32,7 @@ class FloatMoE(nnx.Module):
 
     Args:
         correction_bias: whether there is a bias (E,) of the choice of experts, as in `jmx.nnx.MoE`.
+        split: over a mesh, how it divides the experts.
     """
 
     def __init__(
@@ -35,11 +42,16 @@ class FloatMoE(nnx.Module):
         routing: Method,
         *,
         correction_bias: bool = False,
+        split: ModelSplit | None = None,
     ):
-        self.gate_up = nnx.Param(experts.gate_up)
-        self.down = nnx.Param(experts.down)
+        of_experts: dict[str, Any] = {"divided": ("expert",)}
+        self.gate_up = nnx.Param(experts.gate_up, **of_experts)
+        self.down = nnx.Param(experts.down, **of_experts)
         biases = experts.gate_up_bias, experts.down_bias
-        self.gate_up_bias, self.down_bias = (nnx.data(None if b is None else nnx.Param(b)) for b in biases)
+        self.gate_up_bias, self.down_bias = (
+            nnx.data(None if b is None else nnx.Param(b, **of_experts)) for b in biases
+        )
+        self.split = split
         self.activation = activation
         self.routing = routing
         bias = jmx.nnx.CorrectionBias(jnp.zeros(experts.down.shape[0], jnp.float32)) if correction_bias else None
@@ -47,10 +59,14 @@ class FloatMoE(nnx.Module):
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
-        logits = logits.reshape(-1, logits.shape[-1])
-        bias = None if self.correction_bias is None else self.correction_bias[...]
-        ids, weights = jmx.route(jmx.Logits(logits, self.routing, bias), None if mask is None else mask.reshape(-1))
-        tokens, top_k = x.reshape(-1, x.shape[-1]), ids.shape[-1]
+        if self.split is None:
+            return _routed(self, x, logits, mask)
+        arguments = [(argument, ("token",)) for argument in (x, logits, mask)]
+        return on_each_device(self.split, [self], partial(_exchanged, self.split.experts), arguments, ("token",))
+
+    def experts_of(self, tokens: jax.Array, routing: jmx.Routing) -> jax.Array:
+        """Tokens (T, H) and their routing (T, k) -> (T, H). Ids outside 0..E-1 contribute nothing."""
+        (ids, weights), top_k = routing, routing.expert_ids.shape[-1]
         groups = jmx.group(ids, self.gate_up.shape[0])
 
         def product(rows: jax.Array, weights: nnx.Param, bias: nnx.Param | None) -> jax.Array:
@@ -64,6 +80,29 @@ class FloatMoE(nnx.Module):
         gate, up = jnp.split(hidden, 2, axis=-1)
         out = product(self.activation(gate, up), self.down, self.down_bias)
         out = out[groups.inverse].reshape(*ids.shape, -1)
-        out = jnp.where(weights[..., None] == 0, 0, out)  # rows of no expert are undefined
+        mine = (ids >= 0) & (ids < self.gate_up.shape[0]) & (weights != 0)
+        out = jnp.where(mine[..., None], out, 0)  # rows of no expert are undefined
         summed = jnp.einsum("tkh,tk->th", out.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
-        return summed.astype(x.dtype).reshape(x.shape)
+        return summed.astype(tokens.dtype)
+
+
+def _routing(moe: FloatMoE, x: jax.Array, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jmx.Routing]:
+    """The tokens of x (T, H), and their routing."""
+    bias = None if moe.correction_bias is None else moe.correction_bias[...]
+    values = jmx.Logits(logits.reshape(-1, logits.shape[-1]), moe.routing, bias)
+    return x.reshape(-1, x.shape[-1]), jmx.route(values, None if mask is None else mask.reshape(-1))
+
+
+def _routed(moe: FloatMoE, x: jax.Array, logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return moe.experts_of(*_routing(moe, x, logits, mask)).reshape(x.shape)
+
+
+def _exchanged(split: jmx.Split, moe: FloatMoE, x: jax.Array, logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The results of one device's tokens, inside `jax.shard_map`."""
+    tokens, routing = _routing(moe, x, logits, mask)
+    graph, arrays = nnx.split(moe)
+
+    def experts_of(arrays: Any, tokens: jax.Array, routing: jmx.Routing) -> jax.Array:
+        return nnx.merge(graph, arrays).experts_of(tokens, routing)
+
+    return exchanged(split, tokens, routing, moe.gate_up.shape[0], experts_of, arrays).reshape(x.shape)

@@ -13,6 +13,7 @@ from jmx.util.checks import check_path
 _NEEDED = ("*.safetensors", "*.json", "*.jinja")
 _COPIES = ("*/*", "consolidated*.safetensors")
 
+_ERRNO = re.compile(r"\[Errno -?\d+\] ")
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@\s]+))?")
 
 
@@ -58,7 +59,7 @@ def _snapshot(repository: str, revision: str | None) -> Path:
     except ImportError as error:
         raise ImportError(
             f"`model` (={repository!r}) is no directory here, and names on the Hugging Face Hub need huggingface_hub: "
-            "pip install 'jmx[hf]'"
+            "pip install 'jmx-moe[hf]'"
         ) from error
     found = snapshot_download(
         repository, revision=revision, allow_patterns=[*_NEEDED], ignore_patterns=[*_COPIES], dry_run=False
@@ -116,6 +117,7 @@ def _explained(error: Exception, name: str, repository: str, revision: str | Non
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what caused an error of huggingface_hub."""
+    """The first line of what caused an error of huggingface_hub, without the number of the system's error."""
     cause = error.__cause__ or error
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    return _ERRNO.sub("", line)

@@ -7,6 +7,7 @@ from jax import lax
 
 import jmx
 from jmx.models.quantized_weights import QuantizedWeights
+from jmx.parallel.peer import all_sum
 
 # Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
@@ -18,34 +19,63 @@ def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019), in float32."""
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis (Zhang and Sennrich, 2019), in float32.
 
-    def __init__(self, size: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+    Args:
+        divided: what its axis is divided as over a mesh, a key of `model_split.DEFAULT_AXES`; None: it is whole.
+    """
+
+    def __init__(self, size: int, epsilon: float, *, divided: str | None = None):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), divided=(divided,))
         self.epsilon = epsilon
+        self.divided = divided
+        self.summed: tuple[str, ...] = ()  # mesh axes along which devices have other parts of x
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return (x.astype(jnp.float32) * self.scale[...] * self.rate(x)).astype(x.dtype)
 
     def rate(self, x: jax.Array) -> jax.Array:
         """1 / sqrt(mean(x^2) + epsilon), float32 (..., 1)."""
-        return jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + self.epsilon)
+        mean = jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True)
+        return lax.rsqrt((lax.pmean(mean, self.summed) if self.summed else mean) + self.epsilon)
 
 
 class Linear(nnx.Module):
     """x W^T + b in float32. Weights are (out, in), as in checkpoints; there is a bias unless `bias` is False.
 
     Floats of `dtype` at first; `loading.fill` replaces them by `QuantizedWeights` that stay as a checkpoint has them.
+
+    Args:
+        groups: of outputs that sources name separately: each name has as many rows in every group.
+        divided: what outputs and inputs are divided as over a mesh, keys of `model_split.DEFAULT_AXES`; None: not at
+            all.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        groups: int = 1,
+        divided: tuple[str | None, str | None] = (None, None),
+        dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         values = nnx.initializers.normal(inputs**-0.5)(rngs.params(), (outputs, inputs), dtype)
-        self.weights: nnx.Variable = nnx.Param(values)
-        self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype)) if bias else None)
+        self.groups, self.divided = groups, divided
+        self.weights: nnx.Variable = nnx.Param(values, divided=divided)
+        self.bias = nnx.data(nnx.Param(jnp.zeros(outputs, dtype), divided=divided[:1]) if bias else None)
+        self.summed: tuple[str, ...] = ()  # mesh axes along which devices have other inputs
 
     def __call__(self, x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
         """x (..., in), or the input of `norm` -> float32 (..., out)."""
-        return project(x, self.weights.get_value(), None if self.bias is None else self.bias[...], norm)
+        bias = None if self.bias is None else self.bias[...]
+        if not self.summed:
+            return project(x, self.weights.get_value(), bias, norm)
+        part = project(x, self.weights.get_value(), None, norm).astype(x.dtype)
+        out = all_sum(part, self.summed).astype(jnp.float32)
+        return out if bias is None else out + bias.astype(jnp.float32)
 
     def floats(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The weights in floats."""

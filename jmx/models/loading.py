@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,20 +12,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
+from jmx.experts import MeshAxes
 from jmx.models import hub
 from jmx.models.checkpoint import Checkpoint
-from jmx.models.config import Config, check_config, expert_sizes
+from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import DTYPES, Model
-from jmx.models.families import FAMILIES
-from jmx.models.families.choice import family_of
-from jmx.models.families.family import Family
+from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.tensors import TOP_NAMES
 from jmx.models.layers import Linear
-from jmx.models.quantized_weights import concatenated, stays_quantized
+from jmx.models.model_split import ModelSplit
+from jmx.models.per_device import keys_of, local_size
+from jmx.models.quantized_weights import concatenated, in_groups, stays_quantized
+from jmx.models.sharded_moe import in_shards
 from jmx.models.sources.files import FileSource
 from jmx.models.sources.protocol import QuantizedSource, Shape, Source, StoredSource, in_layer
 from jmx.models.sources.random import RandomSource
@@ -42,6 +45,8 @@ def load(
     dequantize_dense: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
+    mesh: Mesh | None = None,
+    axes: Mapping[str, MeshAxes] | None = None,
     progress: bool = False,
 ) -> Model:
     """The model of a checkpoint, of the family that its config.json names; experts stay quantized from disk to device.
@@ -57,19 +62,23 @@ def load(
             a product stay in FP8 if files have all of them in one format of it.
         dtype: of activations, dense weights and float experts, bfloat16 or float32.
         backend: name of the jmx backend that must run quantized experts, or None.
+        mesh: of the devices that divide the model; None: it is on one. See docs/many_gpus.md.
+        axes: mesh axes by what they divide, as in `jmx.models.ModelSplit.of`; None: the default ones.
         progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: files that are wrong or broken; a family that jmx lacks; a `format` for experts that are
             quantized already.
+        ValueError: a mesh that does not divide the model evenly; the message names the key of the config.
         ValueError, FileNotFoundError, PermissionError, ImportError: no such model, see `jmx.models.find`.
     """
     check_path("path", path)
     _check_options(dtype, backend, dequantize_dense)
+    split = split_of(mesh, axes)
     check_bool("progress", progress)
     source = file_source(hub.find(path), format=format, declared_inputs=declared_inputs)
     with source.progress(progress):
-        return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense)
+        return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense, split=split)
 
 
 def file_source(path: Path, *, format: jmx.Format | str | None = None, declared_inputs: bool = True) -> Source:
@@ -98,7 +107,7 @@ def random_source(config: Config, seed: int = 0, format: jmx.Format | str = jmx.
         TypeError: `config` is not that of a family, or `seed` no integer.
         ValueError: `seed` is outside 0..2^32 - 1; an unknown `format`.
     """
-    family, format = _family_with(config), formats.get(format)
+    family, format = family_with(config), formats.get(format)
     return RandomSource(
         config,
         seed,
@@ -117,24 +126,42 @@ def from_source(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     dequantize_dense: bool = False,
+    split: ModelSplit | None = None,
 ) -> Model:
     """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer.
 
     Args:
         source: the weights.
         dtype, backend, dequantize_dense: as in `load`.
+        split: how a mesh divides the model; None: it is on one device.
     """
     for member in ("config", "layers", "dense", "experts"):
         if not hasattr(source, member):
             raise TypeError(f"`source` ({shown(source)}) must be a source of weights, and has no `{member}`")
     _check_options(dtype, backend, dequantize_dense)
-    return fill(shapes_of(source.config, dtype=dtype, backend=backend), source, dequantize_dense=dequantize_dense)
+    model = shapes_of(source.config, dtype=dtype, backend=backend, split=split)
+    return fill(model, source, dequantize_dense=dequantize_dense)
 
 
-def shapes_of(config: Config, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, backend: str | None = None) -> Model:
+def split_of(mesh: Mesh | None, axes: Mapping[str, MeshAxes] | None = None) -> ModelSplit | None:
+    """How a mesh divides a model, as in `load`; None without a mesh."""
+    if mesh is not None:
+        return ModelSplit.of(mesh, axes)
+    if axes is not None:
+        raise ValueError(f"`axes` (={axes!r}) needs a `mesh`, which is None")
+    return None
+
+
+def shapes_of(
+    config: Config,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    backend: str | None = None,
+    split: ModelSplit | None = None,
+) -> Model:
     """A model of shapes in place of arrays (`nnx.eval_shape`); those of experts stand for experts in any format."""
     format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
-    make = partial(_family_with(config).model, config, format=format, dtype=dtype, backend=backend)
+    make = partial(family_with(config).model, config, format=format, dtype=dtype, backend=backend, split=split)
     return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
@@ -142,14 +169,6 @@ def _check_options(dtype: Any, backend: Any, dequantize_dense: Any) -> None:
     check_dtype("dtype", dtype, *DTYPES)
     check_backend(backend, registered_backends())
     check_bool("dequantize_dense", dequantize_dense)
-
-
-def _family_with(config: Config) -> Family:
-    check_config("config", config)
-    for family in FAMILIES.values():
-        if isinstance(config, family.config):
-            return family
-    raise TypeError(f"`config` (a {type(config).__name__}) must be of a family of {[*FAMILIES]}")
 
 
 def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, str]]:
@@ -178,29 +197,45 @@ def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, 
 
 def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
+    _check_floats(model.split, source)
     kept: Collection[str] = ()
     if isinstance(source, QuantizedSource):
         kept = () if dequantize_dense else _kept(model, source.formats)
         source.report(kept)
-    with source.read_ahead(_order(model, source)) if isinstance(source, StoredSource) else nullcontext():
-        _put(model, "", source, kept)
+    of_experts = None if model.split is None else model.split.reading(source.config.num_experts)
+    # Threads read whole tensors ahead, of which one of several processes needs a part only.
+    of_all = model.split is None or not model.split.of_several_processes
+    ahead = source.read_ahead(_order(model, source)) if of_all and isinstance(source, StoredSource) else nullcontext()
+    with ahead:
+        _put(model, "", source, kept, model.split)
         for number, block in enumerate(model.layers):
             if number in source.layers:  # others have one MLP for all tokens
-                experts = source.experts(number)
+                experts = source.experts(number) if of_experts is None else source.experts(number, sharding=of_experts)
                 if isinstance(experts, jmx.Experts):
                     experts = _with_biases_in(model.dtype, experts)
+                    experts = experts if model.split is None else _over(model.split, experts)
                 block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
-            _put(block, in_layer(number, ""), source, kept)  # after `moe`, of which some are
+            _put(block, in_layer(number, ""), source, kept, model.split)  # after `moe`, of which some are
     return model
+
+
+def _check_floats(split: ModelSplit | None, source: Source) -> None:
+    """Raises ValueError for experts in floats that a mesh is to divide along their intermediate axis."""
+    if split is None or not split.intermediate or all(layer.format is not None for layer in source.layers.values()):
+        return
+    raise ValueError(
+        f"`axes['intermediate']` (={split.intermediate}) must be None for experts in floats (--mesh-axes "
+        "intermediate=none): quantize them with `format`, or divide whole experts"
+    )
 
 
 def _order(model: Model, source: Source) -> list[int | str]:
     """The layers whose experts `fill` reads, and neutral names of other tensors, in its order."""
-    order: list[int | str] = [name for names, _, _ in _places(model, "") for name in names]
+    order: list[int | str] = [name for place in _places(model, "") for name in place.names]
     for number, block in enumerate(model.layers):
         if number in source.layers:
             order.append(number)
-        order += [name for names, _, _ in _places(block, in_layer(number, "")) for name in names]
+        order += [name for place in _places(block, in_layer(number, "")) for name in place.names]
     return order
 
 
@@ -209,19 +244,37 @@ def _with_biases_in(dtype: jax.typing.DTypeLike, experts: jmx.Experts) -> jmx.Ex
     return experts.with_arrays(experts.arrays() | biases)
 
 
+def _over(split: ModelSplit, experts: jmx.Experts) -> jmx.Experts | jmx.ShardedExperts:
+    """Experts that were read onto a mesh, with what belongs to all of them on every device, or shards of them."""
+    scales = {name: split.place(its) for name, its in experts.arrays().items() if name.endswith("_input_scale")}
+    experts = experts.with_arrays(experts.arrays() | scales)
+    return in_shards(experts, split) if split.intermediate else experts
+
+
 class _Place(NamedTuple):
-    """A variable of a model, neutral names of the tensors whose rows it has, and the product that it belongs to."""
+    """A variable of a model, and where its rows come from.
+
+    Args:
+        names: neutral names of tensors.
+        variable: of the model.
+        groups: the variable has as many groups of rows, each of as many rows of every tensor.
+        linear: whose weights it is, or None.
+    """
 
     names: tuple[str, ...]
     variable: nnx.Variable
+    groups: int
     linear: Linear | None
 
 
 def _places(module: Any, prefix: str) -> Iterator[_Place]:
     """The variables of a module, whose names in the model begin with `prefix`."""
-    linears = {id(its.weights): its for _, its in nnx.iter_modules(module) if isinstance(its, Linear)}
+    linears = [its for _, its in nnx.iter_modules(module) if isinstance(its, Linear)]
+    weights = {id(its.weights): its for its in linears}
+    groups = {id(variable): its.groups for its in linears for variable in (its.weights, its.bias)}
     for names, variable in module.variables().items():
-        yield _Place(tuple(prefix + name for name in names), variable, linears.get(id(variable)))
+        its = id(variable)
+        yield _Place(tuple(prefix + name for name in names), variable, groups.get(its, 1), weights.get(its))
 
 
 def _kept(model: Model, formats: Mapping[str, jmx.Format]) -> set[str]:
@@ -238,26 +291,38 @@ def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[_P
 
 
 def num_kept(model: Model, source: Source) -> int:
-    """How many weights outside the experts `fill` keeps in FP8."""
+    """How many weights outside the experts `fill` keeps in FP8, on one device."""
     formats = source.formats if isinstance(source, QuantizedSource) else {}
-    return sum(place.variable.get_value().size for place in _kept_places(model, formats))
+    return sum(local_size(model.split, place.variable) for place in _kept_places(model, formats))
 
 
-def _put(module: Any, prefix: str, source: Source, kept: Collection[str]) -> None:
+def _put(module: Any, prefix: str, source: Source, kept: Collection[str], split: ModelSplit | None) -> None:
     """Fills a module's variables, which are shapes: with arrays in their dtypes, or with `kept` weights as they are."""
-    for names, variable, linear in _places(module, prefix):
-        expected = variable.get_value()
+    for names, variable, groups, linear in _places(module, prefix):
+        expected, keys = variable.get_value(), keys_of(variable)
+        sharding = None if split is None else split.sharding(*keys)
         if linear is not None and isinstance(source, QuantizedSource) and names[0] in kept:
-            found = concatenated([source.quantized(name) for name in names])
-            _check_shape(names, found.shape, expected.shape)
-            linear.weights = jmx.nnx.Quantized(found)
+            parts = [source.quantized(name) for name in names]
+            _check_shape(names, [part.shape for part in parts], expected.shape)
+            found = concatenated(parts, groups)
+            linear.weights = jmx.nnx.Quantized(found if split is None else split.place(found, *keys), divided=keys)
         else:
-            floats = [source.dense(name) for name in names]
-            found = jnp.concatenate(floats) if len(floats) > 1 else floats[0]
-            _check_shape(names, found.shape, expected.shape)
+            floats = [source.dense(name) if sharding is None else source.dense(name, sharding) for name in names]
+            _check_shape(names, [part.shape for part in floats], expected.shape)
+            found = floats[0]
+            if len(floats) > 1:
+                found = _joined(floats, groups, sharding)
             variable.set_value(found.astype(expected.dtype))
 
 
-def _check_shape(names: tuple[str, ...], shape: Shape, expected: Shape) -> None:
-    if shape != expected:
+@partial(jax.jit, static_argnums=(1, 2))
+def _joined(parts: Sequence[jax.Array], groups: int, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    joined = in_groups(parts, groups)
+    return joined if sharding is None else jax.lax.with_sharding_constraint(joined, sharding)
+
+
+def _check_shape(names: tuple[str, ...], shapes: Sequence[Shape], expected: Shape) -> None:
+    (_, *rest), *_ = shapes
+    shape = (sum(rows for rows, *_ in shapes), *rest)
+    if shape != expected or any([*its[1:]] != rest for its in shapes):
         raise ValueError(f"{'|'.join(names)} (shape {shape}) must be {expected}, as in the model")

@@ -1,5 +1,6 @@
 """Device memory: what a model and a generation need, computed before anything is read, and what there is."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from jmx.checkpoint import ExpertLayer
 from jmx.models.cache import bucket
 from jmx.models.decoder import Model
 from jmx.models.loading import num_kept, shapes_of
+from jmx.models.model_split import ModelSplit
+from jmx.models.per_device import local_size
 from jmx.models.runner import CHUNK
 from jmx.models.sources.protocol import Source
 from jmx.util.checks import check_int
@@ -51,8 +54,11 @@ def needed(
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     all_logits: bool = False,
+    split: ModelSplit | None = None,
 ) -> Needs:
     """What `from_source` and then `Runner.generate` need at least, of the shapes alone: nothing is read or computed.
+
+    Over a mesh, on each of its devices.
 
     Args:
         source: of the weights.
@@ -60,22 +66,30 @@ def needed(
         max_new_tokens: of each, at least 1.
         dtype: of activations and dense weights.
         all_logits: whether logits of all positions of the prompts are computed, not of the last ones only.
+        split: how a mesh divides the model; None: it is on one device.
 
     Raises:
         TypeError: lengths or `max_new_tokens` are not integers.
-        ValueError: there is no prompt, or one of these is less than 1.
+        ValueError: there is no prompt, or one of these is less than 1; or a mesh does not divide the model or the rows.
     """
     check_int("max_new_tokens", max_new_tokens, least=1)
     if not len(lengths):
         raise ValueError("`lengths` must be of at least one prompt")
     for number, length in enumerate(lengths):
         check_int(f"lengths[{number}]", length, least=1)
-    model = shapes_of(source.config, dtype=dtype)
+    model = shapes_of(source.config, dtype=dtype, split=split)
+    model.check_rows("lengths", len(lengths))
     rows, longest = len(lengths), bucket(max(lengths))
-    cache = jax.eval_shape(lambda: model.empty_cache(rows, _capacity(max(lengths), max_new_tokens)).layers)
+    cache = model.cache_layers(rows, _capacity(max(lengths), max_new_tokens))
+    rows //= 1 if split is None else split.ways("token")
     logits = 4 * rows * source.config.vocab_size * (longest if all_logits else 1)
     residual = rows * longest * source.config.hidden_size * model.dtype.itemsize
-    return Needs(_weights(model, source), _nbytes(cache), logits + residual)
+    return Needs(_weights(model, source), sum(map(_on_a_device, cache)), logits + residual)
+
+
+def _on_a_device(array: jax.ShapeDtypeStruct) -> int:
+    shape = array.shape if array.sharding is None else array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
 
 
 def _capacity(longest: int, max_new_tokens: int) -> int:
@@ -86,32 +100,48 @@ def _capacity(longest: int, max_new_tokens: int) -> int:
 
 def _weights(model: Model, source: Source) -> int:
     kinds: dict[tuple[Any, ...], int] = {}
-    total = _nbytes(nnx.state(model)) - num_kept(model, source) * (model.dtype.itemsize - 1)  # those are in 8 bits
+    total = sum(local_size(model.split, its) * its.dtype.itemsize for _, its in nnx.to_flat_state(nnx.state(model)))
+    total -= num_kept(model, source) * (model.dtype.itemsize - 1)  # those are in 8 bits
+    ways = (1, 1) if model.split is None else (model.split.ways("expert"), model.split.ways("intermediate"))
     for number, layer in source.layers.items():
         kind = _kind(layer)
         if kind not in kinds:
-            kinds[kind] = _expert_bytes(*kind, model.dtype)
+            kinds[kind] = _expert_bytes(*kind, model.dtype, *ways)
         moe = model.layers[number].moe  # with experts of another format, which do not count
         total += kinds[kind] - _nbytes(nnx.state(moe)) + _nbytes(nnx.state(moe, jmx.nnx.CorrectionBias))
     return total
 
 
-def _kind(layer: ExpertLayer) -> tuple[int, int, int, jmx.Format | None, str, bool]:
+def _kind(layer: ExpertLayer) -> tuple[int, int, int, jmx.Format | None, str | None, bool]:
     sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
     return *sizes, layer.format, layer.gate_up_order, layer.has_bias
 
 
 def _expert_bytes(
-    num_experts: int, hidden: int, inner: int, format: jmx.Format | None, order: str, bias: bool, dtype: jnp.dtype
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    format: jmx.Format | None,
+    order: str | None,
+    bias: bool,
+    dtype: jnp.dtype,
+    parts: int,
+    shards: int,
 ) -> int:
+    """Bytes of a layer's experts on one device, which has one of `parts` of them, and one of `shards` of each."""
+    num_experts //= parts
     if format is None:
         numbers = num_experts * (3 * hidden * inner + bias * (2 * inner + hidden))
         return numbers * dtype.itemsize
     layout = resolve_layout("auto", jmx.Environment.probe(), format)
 
     def experts(key: jax.Array) -> jmx.Experts:
-        sizes, made = (num_experts, hidden, inner), {"format": format, "bias": bias, "bias_dtype": dtype}
-        return jmx.Experts.random(key, *sizes, gate_up_order=order, **made).prepare(layout)
+        sizes, made = (
+            (num_experts, *map(format.whole_size, (hidden, inner))),
+            {"format": format, "bias": bias, "bias_dtype": dtype},
+        )
+        whole = jmx.Experts.random(key, *sizes, gate_up_order=order, **made)
+        return (whole if shards == 1 else jmx.ShardedExperts.of(whole, shards).shard(0)).prepare(layout)
 
     arrays = jax.eval_shape(experts, jax.random.key(0)).arrays()
     scales = sum(its.size for name, its in arrays.items() if name in ("gate_up_scales", "down_scales"))

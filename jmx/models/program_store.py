@@ -5,14 +5,15 @@ import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from jax.experimental import serialize_executable
 from jax.stages import Compiled
 
 from jmx.backends import register_handlers
-from jmx.models.program_identity import default_device, process_identity
+from jmx.models.program_identity import process_identity
+from jmx.selection.environment import Device
 from jmx.util import atomic_files
 from jmx.util.checks import check_path
 
@@ -43,16 +44,17 @@ class ProgramStore:
             raise PermissionError(f"{directory} must belong to this user, and no one else may write to it")
         self.directory = directory
 
-    def key(self, identity: str, signature: Hashable) -> str:
-        """The name of a program's file."""
-        return hashlib.sha256(f"{process_identity()} {identity} {signature!r}".encode()).hexdigest()
+    def key(self, identity: str, signature: Hashable, devices: Sequence[Device]) -> str:
+        """The name of the file of a program that runs on these devices, which are in the order of their mesh."""
+        order = [device.id for device in devices]
+        return hashlib.sha256(f"{process_identity()} {identity} {signature!r} {order}".encode()).hexdigest()
 
     def has(self, key: str) -> bool:
         """Whether there is a file for the key, which may be damaged."""
         return self._file(key).is_file()
 
-    def load(self, key: str) -> Compiled | None:
-        """The program; None, with a warning, if its file is damaged or does not load."""
+    def load(self, key: str, devices: Sequence[Device]) -> Compiled | None:
+        """The program, to be run on `devices`; None, with a warning, if its file is damaged or does not load."""
         file = self._file(key)
         try:
             content = file.read_bytes()
@@ -61,9 +63,7 @@ class ProgramStore:
             if content[:start] != _MAGIC + hashlib.sha256(payload).digest():
                 raise ValueError("the file is damaged")
             register_handlers()
-            return serialize_executable.deserialize_and_load(
-                *pickle.loads(payload), execution_devices=[default_device()]
-            )
+            return serialize_executable.deserialize_and_load(*pickle.loads(payload), execution_devices=[*devices])
         except Exception as e:  # of any kind: XLA's too
             warnings.warn(f"{file} is not used, and the program is compiled again: {e}", stacklevel=2)
             with contextlib.suppress(OSError):

@@ -14,10 +14,12 @@ import jax
 import jax.monitoring
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from jmx.models.program_identity import default_device, tracing_context
 from jmx.models.program_store import ProgramStore
+from jmx.selection.environment import Device
 
 Signature = tuple[Hashable, ...]
 
@@ -77,11 +79,11 @@ class Program:
         return found
 
     def _start(self, signature: Signature, arguments: Any, static: dict[str, Hashable]) -> Future[Compiled]:
-        key = None
-        if self._store is not None and _on_one_device((self._weights, arguments)):
-            key = self._store.key(self._identity, signature)
+        key, devices = None, _devices((self._weights, arguments))
+        if self._store is not None and devices is not None:
+            key = self._store.key(self._identity, signature, devices)
         if self._store is not None and key is not None and self._store.has(key):
-            return _compilers().submit(self._kept, self._store, key, arguments, static)
+            return _compilers().submit(self._kept, self._store, key, devices, arguments, static)
         return _compilers().submit(self._compile, self._lower(arguments, static), key)
 
     def _lower(self, arguments: Any, static: dict[str, Hashable]) -> jax.stages.Lowered:
@@ -96,9 +98,11 @@ class Program:
                 self._store.save(key, compiled)
         return compiled
 
-    def _kept(self, store: ProgramStore, key: str, arguments: Any, static: dict[str, Hashable]) -> Compiled:
+    def _kept(
+        self, store: ProgramStore, key: str, devices: Any, arguments: Any, static: dict[str, Hashable]
+    ) -> Compiled:
         """The program that the store has, or if it is damaged, a compiled one in its place."""
-        return store.load(key) or self._compile(self._lower(arguments, static), key)
+        return store.load(key, devices) or self._compile(self._lower(arguments, static), key)
 
 
 _thread = threading.local()
@@ -151,5 +155,16 @@ def _signature(tree: Any) -> Signature:
     return (treedef, *((leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type) for leaf in abstract))
 
 
-def _on_one_device(tree: Any) -> bool:
-    return all(_abstract(leaf).sharding is None for leaf in jax.tree.leaves(tree))
+def _devices(tree: Any) -> tuple[Device, ...] | None:
+    """The devices that a program of such arguments runs on, in the order of their mesh: the default one without a mesh.
+
+    None if a store cannot keep it: arrays on a device that is not the default one, or in several meshes or processes.
+    """
+    shardings = {_abstract(leaf).sharding for leaf in jax.tree.leaves(tree)} - {None}
+    if not shardings:
+        return (default_device(),)
+    meshes = {its.mesh if isinstance(its, NamedSharding) else None for its in shardings}
+    mesh = meshes.pop()
+    if meshes or not isinstance(mesh, Mesh) or jax.process_count() > 1:
+        return None
+    return tuple(mesh.devices.flat)

@@ -52,7 +52,13 @@ def stays_quantized(formats: Sequence[jmx.Format | None]) -> bool:
     return first is not None and first.element_dtype == jnp.float8_e4m3fn and all(its == first for its in formats)
 
 
-def concatenated(parts: Sequence[QuantizedWeights]) -> QuantizedWeights:
-    """The rows of all parts, which are in one format whose arrays all belong to rows, as those of FP8 do."""
-    arrays = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(part.arrays for part in parts))
+def concatenated(parts: Sequence[QuantizedWeights], groups: int = 1) -> QuantizedWeights:
+    """`in_groups` of all parts, which are in one format whose arrays all belong to rows, as those of FP8 do."""
+    arrays = jax.tree.map(lambda *rows: in_groups(rows, groups), *(part.arrays for part in parts))
     return QuantizedWeights(arrays, parts[0].format)
+
+
+def in_groups(parts: Sequence[jax.Array], groups: int) -> jax.Array:
+    """The rows of all parts in `groups` groups: the n-th has the n-th of as many slices of rows of each part."""
+    sliced = [part.reshape(groups, part.shape[0] // groups, *part.shape[1:]) for part in parts]
+    return jnp.concatenate(sliced, axis=1).reshape(-1, *parts[0].shape[1:])

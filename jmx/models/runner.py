@@ -49,13 +49,14 @@ class Runner:
         weights = Weights.of(model)
         self._weights = weights.arrays
         self._forward = Forward(model, weights, store)
+        by_row, whole = self.model.by_row, self.model.whole
 
         def decode(
             arrays: list[jax.Array], layers: list[jax.Array], lengths: jax.Array, tokens: jax.Array
         ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
             model = weights.merge(arrays)
             x, layers = model(tokens[:, None], lengths, layers)
-            return model.logits(x[:, 0]), layers, lengths + 1
+            return model.logits(x[:, 0]), layers, by_row(lengths + 1)
 
         def steps(
             arrays: list[jax.Array],
@@ -67,7 +68,8 @@ class Runner:
             def step(state: _State, number: jax.Array) -> tuple[_State, _Drawn]:
                 logits, layers, lengths = decode(arrays, state.layers, state.lengths, state.tokens)
                 tokens, counts, found = _draw(logits, numbers, number, state.counts, logprobs)
-                return _State(layers, lengths, tokens, counts), (tokens, found)
+                lengths, tokens, counts = by_row((lengths, tokens, counts))
+                return _State(layers, lengths, tokens, counts), whole((tokens, found))
 
             return lax.scan(step, state, first + jnp.arange(CHUNK))
 
@@ -104,6 +106,7 @@ class Runner:
         check_tokens("prompts", prompts, self.model.config.vocab_size)
         check_instance("cache", cache, Cache | None, "a Cache, or None")
         check_bool("all_logits", all_logits)
+        self.model.check_rows("prompts", len(prompts))
         padded, lengths = padded_rows(prompts)
         if cache is None:
             cache = self.model.empty_cache(*padded.shape)
@@ -112,8 +115,8 @@ class Runner:
                 f"`cache` ({cache.batch} rows of {cache.capacity}) must have {padded.shape[0]} rows of at least "
                 f"{padded.shape[1]}, the bucket of the longest prompt (={lengths.max()})"
             )
-        on_device = jnp.asarray(lengths)
-        logits, layers = self._forward(jnp.asarray(padded), None, cache.layers, on_device, all_logits=all_logits)
+        tokens, on_device = self.model.by_row((jnp.asarray(padded), jnp.asarray(lengths)))
+        logits, layers = self._forward(tokens, None, cache.layers, on_device, all_logits=all_logits)
         return logits, Cache(layers, on_device, int(lengths.max()))
 
     def extend(self, tokens: Sequence[Sequence[int]], cache: Cache) -> tuple[jax.Array, Cache]:
@@ -136,9 +139,9 @@ class Runner:
             raise ValueError(f"`tokens` (of {len(tokens)} rows) must have {cache.batch} rows, those of the cache")
         padded, lengths = padded_rows(tokens)
         cache = cache.reserve(cache.longest + padded.shape[1])
-        on_device = jnp.asarray(lengths)
-        logits, layers = self._forward(jnp.asarray(padded), cache.lengths, cache.layers, on_device)
-        return logits, Cache(layers, cache.lengths + on_device, cache.longest + int(lengths.max()))
+        new, on_device, starts = self.model.by_row((jnp.asarray(padded), jnp.asarray(lengths), cache.lengths))
+        logits, layers = self._forward(new, starts, cache.layers, on_device)
+        return logits, Cache(layers, starts + on_device, cache.longest + int(lengths.max()))
 
     def decode(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Appends one token a row, int32 (B,). Returns float32 (B, vocab_size) and the cache; donates the old one.
@@ -155,7 +158,8 @@ class Runner:
                 f"`tokens` (shape {tokens.shape}) must have shape ({cache.batch},), one a row of the cache"
             )
         cache = cache.reserve(cache.longest + 1)
-        logits, layers, lengths = self._decode(self._weights, cache.layers, cache.lengths, tokens)
+        lengths, tokens = self.model.by_row((cache.lengths, tokens))
+        logits, layers, lengths = self._decode(self._weights, cache.layers, lengths, tokens)
         return logits, Cache(layers, lengths, cache.longest + 1)
 
     def generate(
@@ -205,7 +209,7 @@ class Runner:
         *,
         logprobs: int | None = None,
     ) -> int:
-        """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache."""
+        """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache on a device."""
         self._check(prompts, sampler, max_new_tokens, logprobs)
         state, _ = self._start(prompts, [0] * len(prompts), sampler, max_new_tokens, None, logprobs)
         if max_new_tokens > 1:
@@ -213,13 +217,14 @@ class Runner:
                 self._weights, state, jax.device_put(sampler.numbers), np.int32(1), logprobs=logprobs
             )
         jax.block_until_ready(state)
-        return sum(layer.nbytes for layer in state.layers)
+        return sum(layer.addressable_shards[0].data.nbytes for layer in state.layers)
 
     def _check(
         self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int, logprobs: int | None
     ) -> None:
         """Checks arguments that `generate` and `warm_up` share."""
         check_tokens("prompts", prompts, self.model.config.vocab_size)
+        self.model.check_rows("prompts", len(prompts))
         check_instance("sampler", sampler, Sampler)
         check_int("max_new_tokens", max_new_tokens, least=1)
         check_count(logprobs, self.model.config.vocab_size)
@@ -257,7 +262,8 @@ class Runner:
         logprobs: int | None,
     ) -> tuple[_State, _Drawn]:
         """The state after the first new tokens, with capacity for all the others in whole chunks, and these tokens."""
-        counts = sampler.counts(prompts, self.model.config.vocab_size)
+        by_row = self.model.by_row
+        counts = by_row(sampler.counts(prompts, self.model.config.vocab_size))
         chunks = -(-(max_new_tokens - 1) // CHUNK)
         needed = max(map(len, prompts)) + chunks * CHUNK
         further = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
@@ -265,15 +271,17 @@ class Runner:
             capacity = bucket(needed)
             if cache is not None:
                 capacity = max(capacity, cache.capacity, bucket(cache.longest + bucket(max(map(len, further)))))
-            row: Any = jax.ShapeDtypeStruct((len(prompts),), jnp.int32)
+            sharding = None if self.model.split is None else self.model.split.sharding("token")
+            row: Any = jax.ShapeDtypeStruct((len(prompts),), jnp.int32, sharding=sharding)
             layers: Any = self.model.cache_layers(len(prompts), capacity)
             state = _State(layers, row, row, counts)
             self._steps.compile(state, sampler.numbers, np.int32(1), logprobs=logprobs)
         logits, cache = self.prefill(prompts) if cache is None else self.extend(further, cache)
         tokens, counts, found = _draw_first(logits, sampler.numbers, 0, counts, logprobs)
         cache = cache.reserve(needed)
-        drawn = jax.tree.map(lambda array: array[None], (tokens, found))
-        return _State(cache.layers, cache.lengths, tokens, counts), drawn
+        drawn = self.model.whole(jax.tree.map(lambda array: array[None], (tokens, found)))
+        lengths, tokens, counts = by_row((cache.lengths, tokens, counts))
+        return _State(cache.layers, lengths, tokens, counts), drawn
 
 
 def _draw(

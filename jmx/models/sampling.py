@@ -98,7 +98,7 @@ def choose(
     # Without the comparison, a temperature that float32 rounds to 0, and infinite logits, would give NaN.
     logits = jnp.where(logits == largest, 0, (logits - largest) / numbers["temperature"])
     if "top_k" in numbers or "top_p" in numbers:
-        logits = _likeliest(logits, numbers.get("top_k"), numbers.get("top_p"))
+        logits = likeliest(logits, numbers.get("top_k"), numbers.get("top_p"))
     if "min_p" in numbers:
         logits = jnp.where(logits >= jnp.log(numbers["min_p"]), logits, -jnp.inf)
     key = jax.random.fold_in(jax.random.key(numbers["seed"]), step)
@@ -108,8 +108,8 @@ def choose(
 _choose = jax.jit(choose)
 
 
-def _likeliest(logits: jax.Array, top_k: jax.Array | None, top_p: jax.Array | None) -> jax.Array:
-    """The logits with -inf for tokens that `top_k` or `top_p` drops."""
+def likeliest(logits: jax.Array, top_k: jax.Array | None, top_p: jax.Array | None) -> jax.Array:
+    """Logits (..., vocab_size) with -inf for tokens that `top_k` or `top_p`, of all rows, drops; None drops none."""
     descending = -jnp.sort(-logits, axis=-1)
     if top_k is not None:
         at = jnp.minimum(top_k, logits.shape[-1]) - 1

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA) as a module: the cache has one latent a token, not the keys and values of heads."""
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,11 @@ from flax import nnx
 
 from jmx.checkpoint.model_configs.yarn import Yarn
 from jmx.models.attention.functions import attend_latents, attend_prompt
+from jmx.models.attention.paged import attend_latent_pages
 from jmx.models.cache import write
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables, precision
+from jmx.models.paged_cache import PagedLayer
 from jmx.models.rope import rotate
 
 
@@ -47,42 +49,43 @@ class LatentAttention(nnx.Module):
     attend to the latents themselves, as to one head's keys and values.
 
     The weights of keys' and values' matrices are in one product, each head's keys above its values, as in checkpoints.
-    Those that read the residual stream are in one, too: the latent of queries, or without `q_lora_rank` the queries
-    themselves, then the latent of keys and values, then the rotated key.
+    Those that read the residual stream are in one, too: the latent of queries, if there is one, then the latent of keys
+    and values, then the rotated key. Without `q_lora_rank`, queries are a product of the residual stream, too.
     """
 
     def __init__(self, config: LatentConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
         linear = partial(Linear, dtype=dtype, rngs=rngs)
         heads, rank, rotated = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
-        self.heads, self.rank, self.rotated = heads, rank, rotated
+        self.rank, self.rotated = rank, rotated
         self.key_dim, self.value_dim = config.qk_nope_head_dim, config.v_head_dim
         self.interleaved = config.rope_interleave
         query_dim = self.key_dim + rotated
         self.scale = query_dim**-0.5 * (1 if config.yarn is None else config.yarn.score_factor)
         queries, query_rank = heads * query_dim, config.q_lora_rank
-        self.query_width = queries if query_rank is None else query_rank
+        self.query_width = query_rank or 0
         inputs = self.query_width + rank + rotated
         self.latents = linear(config.hidden_size, inputs, bias=config.attention_bias)
         self.query_norm = nnx.data(None if query_rank is None else RMSNorm(query_rank, config.latent_norm_eps))
-        self.query_up = nnx.data(None if query_rank is None else linear(query_rank, queries, bias=False))
+        by_head = {"bias": False, "divided": ("heads", None)}
+        self.query_up = linear(config.hidden_size if query_rank is None else query_rank, queries, **by_head)
         self.latent_norm = RMSNorm(rank, config.latent_norm_eps)
-        self.key_value_up = linear(rank, heads * (self.key_dim + self.value_dim), bias=False)
-        self.out = linear(heads * self.value_dim, config.hidden_size, bias=config.attention_bias)
+        self.key_value_up = linear(rank, heads * (self.key_dim + self.value_dim), **by_head)
+        columns = heads * self.value_dim
+        self.out = linear(columns, config.hidden_size, bias=config.attention_bias, divided=(None, "heads"))
 
-    def __call__(
+    def __call__[Layer: (jax.Array, PagedLayer)](
         self,
         x: jax.Array,
         norm: RMSNorm,
         starts: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
-        cache: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+        cache: Layer,
+    ) -> tuple[jax.Array, Layer]:
         """As in `SelfAttention`: a prompt (`starts` None) through expanded keys and values, others absorbed."""
         inputs = self.latents(x, norm).astype(x.dtype)
         query, latent, key = jnp.split(inputs, (self.query_width, self.query_width + self.rank), axis=-1)
-        if self.query_up is not None:
-            query = self.query_up(query, self.query_norm).astype(x.dtype)
-        query = query.reshape(*x.shape[:2], self.heads, -1)
+        query = self.query_up(x, norm) if self.query_norm is None else self.query_up(query, self.query_norm)
+        query = query.astype(x.dtype).reshape(*x.shape[:2], -1, self.key_dim + self.rotated)
         query, rotated = jnp.split(query, (self.key_dim,), axis=-1)
         rotated = rotate(rotated, angles, interleaved=self.interleaved)
         key = rotate(key[:, :, None], angles, interleaved=self.interleaved)
@@ -105,27 +108,32 @@ class LatentAttention(nnx.Module):
         query = jnp.concatenate([query, rotated], axis=-1)
         return attend_prompt(query, keys, values, sinks=None, window=None, scale=self.scale)
 
-    def _absorbed(self, query: jax.Array, rotated: jax.Array, cache: jax.Array, starts: jax.Array) -> jax.Array:
+    def _absorbed(self, query: jax.Array, rotated: jax.Array, cache: Any, starts: jax.Array) -> jax.Array:
         """Attention over a cache (1, B, 1, C, W), whose latents are the keys and values of one head.
 
         query, rotated (B, T, heads, channels) -> (B, T, heads, value_dim).
         """
-        up = self.key_value_up.floats(query.dtype).reshape(self.heads, -1, self.rank)
+        up = self.key_value_up.floats(query.dtype).reshape(-1, self.key_dim + self.value_dim, self.rank)
         key_up, value_up = jnp.split(up, (self.key_dim,), axis=1)
         query = _of_heads(key_up, query, axis=1).astype(query.dtype)
         query = jnp.concatenate([query, rotated], axis=-1)
-        out = attend_latents(query, cache, starts, self.rank, self.scale)
+        if isinstance(cache, PagedLayer):
+            out = attend_latent_pages(query, cache, self.rank, self.scale)
+        else:
+            out = attend_latents(query, cache, starts, self.rank, self.scale)
         return _of_heads(value_up, out, axis=2).astype(query.dtype)
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Shape of this layer's cache: latents and rotated keys, (1, B, 1, C, kv_lora_rank + qk_rope_head_dim)."""
         return 1, batch, 1, capacity, self.rank + self.rotated
 
+    cache_axes = (None, "token", None, None, None)
+
     def variables(self) -> Variables:
         """The variables, by DeepSeek's names: q_a and q_b, or q, then kv_a, kv_b, o and the norms."""
         found = self.key_value_up.variables("kv_b") | self.out.variables("o") | {("kv_a_norm",): self.latent_norm.scale}
-        if self.query_up is None or self.query_norm is None:
-            return found | self.latents.variables("q", "kv_a")
+        if self.query_norm is None:
+            return found | self.query_up.variables("q") | self.latents.variables("kv_a")
         found |= self.latents.variables("q_a", "kv_a") | self.query_up.variables("q_b")
         return found | {("q_a_norm",): self.query_norm.scale}
 

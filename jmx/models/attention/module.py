@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmx.models.attention.functions import attend_cache, attend_prompt
+from jmx.models.attention.paged import attend_pages
 from jmx.models.cache import write
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
+from jmx.models.paged_cache import PagedLayer
 from jmx.models.rope import rotate
 
 
@@ -38,6 +40,9 @@ def norm_sizes(config: AttentionConfig, norms: Norms | None) -> tuple[int, int] 
 class Attention(nnx.Module):
     """Grouped-query attention.
 
+    Queries that share keys are one group with their keys and values: a product of the residual stream has them side by
+    side, so that a slice of groups is a slice of its rows.
+
     Args:
         window: how many positions a token attends to, including its own; None for all.
         qkv_bias: whether the projections to queries, keys and values have biases.
@@ -62,27 +67,30 @@ class Attention(nnx.Module):
     ):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         linear = partial(Linear, dtype=dtype, rngs=rngs)
-        self.head_dim = config.head_dim
-        self.cuts = (heads, heads + kv_heads)  # where keys and values begin among the heads of one product
+        self.head_dim, self.kv_heads = config.head_dim, kv_heads
+        self.group = heads // kv_heads  # queries
         self.window, self.clip = window, clip
-        self.query_key_value = linear(config.hidden_size, (heads + 2 * kv_heads) * config.head_dim, bias=qkv_bias)
-        self.out = linear(heads * config.head_dim, config.hidden_size, bias=out_bias)
-        self.sinks = nnx.data(nnx.Param(jnp.zeros(heads, jnp.float32)) if sinks else None)
+        rows = (heads + 2 * kv_heads) * config.head_dim
+        self.grouped = linear(config.hidden_size, rows, bias=qkv_bias, groups=kv_heads, divided=("heads", None))
+        self.out = linear(heads * config.head_dim, config.hidden_size, bias=out_bias, divided=(None, "heads"))
+        self.sinks = nnx.data(nnx.Param(jnp.zeros(heads, jnp.float32), divided=("heads",)) if sinks else None)
         self.norms = norms
-        made = (None if size is None else RMSNorm(size, config.rms_norm_eps) for size in norm_sizes(config, norms))
+        norm = partial(RMSNorm, epsilon=config.rms_norm_eps, divided="heads" if norms == "all_heads" else None)
+        made = (None if size is None else norm(size) for size in norm_sizes(config, norms))
         self.query_norm, self.key_norm = map(nnx.data, made)
 
-    def __call__(
+    def __call__[Layer: (jax.Array, PagedLayer)](
         self,
         x: jax.Array,
         norm: RMSNorm,
         starts: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
-        cache: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
+        cache: Layer,
+    ) -> tuple[jax.Array, Layer]:
         """x (B, T, H), T consecutive tokens a row before `norm`, the first at `starts` (B,) -> (B, T, H), cache."""
-        heads = self.query_key_value(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
-        query, key, value = jnp.split(heads, self.cuts, axis=2)
+        groups = self.grouped(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.group + 2, self.head_dim)
+        parts = jnp.split(groups, (self.group, self.group + 1), axis=3)
+        query, key, value = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in parts)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._normalized(query, self.query_norm), self._normalized(key, self.key_norm)
         if self.clip is not None:
@@ -90,7 +98,9 @@ class Attention(nnx.Module):
         query, key = rotate(query, angles), rotate(key, angles)
         cache = write(cache, (key, value), starts)
         sinks = None if self.sinks is None else self.sinks[...]
-        if starts is None:
+        if isinstance(cache, PagedLayer):
+            out = attend_pages(query, cache, sinks, self.window)
+        elif starts is None:
             out = attend_prompt(query, key, value, sinks, self.window)
         else:
             out = attend_cache(query, cache, sinks, starts, self.window)
@@ -98,13 +108,15 @@ class Attention(nnx.Module):
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Shape of this layer's cache: keys and values, (2, B, kv_heads, C, head_dim)."""
-        return 2, batch, self.cuts[1] - self.cuts[0], capacity, self.head_dim
+        return 2, batch, self.kv_heads, capacity, self.head_dim
+
+    cache_axes = (None, "token", "heads", None, None)
 
     def _normalized(self, heads: jax.Array, norm: RMSNorm) -> jax.Array:
         return norm(heads) if self.norms == "head" else norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
     def variables(self) -> Variables:
-        found = self.query_key_value.variables("q", "k", "v") | self.out.variables("o")
+        found = self.grouped.variables("q", "k", "v") | self.out.variables("o")
         if self.sinks is not None:
             found[("sinks",)] = self.sinks
         norms = {"q_norm": self.query_norm, "k_norm": self.key_norm}

@@ -1,10 +1,11 @@
-"""The choice of a family, by a checkpoint's config.json."""
+"""The choice of a family, by a checkpoint's config.json or a configuration."""
 
 import os
 from pathlib import Path
 
 from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.shards import read_object
+from jmx.models.config import Config, check_config
 from jmx.models.families import FAMILIES
 from jmx.models.families.family import Family
 from jmx.util.checks import check_path
@@ -33,6 +34,15 @@ def family_of(path: str | os.PathLike[str]) -> Family:
     if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
         raise CheckpointError(file, f"`model_type` (={model_type!r}) must be one of {', '.join(_MODEL_TYPES)}")
     return _MODEL_TYPES[model_type]
+
+
+def family_with(config: Config) -> Family:
+    """The family of a configuration. TypeError if it is of none."""
+    check_config("config", config)
+    for family in FAMILIES.values():
+        if isinstance(config, family.config):
+            return family
+    raise TypeError(f"`config` (a {type(config).__name__}) must be of a family of {[*FAMILIES]}")
 
 
 def _of_architectures(file: Path, named: object, model_type: object) -> Family:

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import jax
 from flax import nnx
 
 import jmx
@@ -12,7 +11,6 @@ from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
 from jmx.models.families import tensors
 from jmx.models.families.family import Family
-from jmx.models.rope import rope_angles
 from jmx.models.sources.protocol import Shape
 
 
@@ -26,9 +24,6 @@ class Mixtral(Model):
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
         return Attention(self.config, window=self.config.sliding_window, dtype=self.dtype, rngs=rngs)
-
-    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
 
     def moe_options(self) -> dict[str, Any]:
         return {"activation": jmx.SwiGLU(), "routing": jmx.SoftmaxTopK(self.config.top_k, renormalize=True)}

@@ -1,18 +1,14 @@
 """Qwen2-MoE as a Flax NNX module, for any config of the family."""
 
 from functools import partial
-from typing import Any
 
-import jax
 from flax import nnx
 
-import jmx
 from jmx.checkpoint.model_configs.qwen2_moe import PUBLISHED, Config, read_config
 from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
 from jmx.models.families import tensors
 from jmx.models.families.family import Family
-from jmx.models.rope import rope_angles
 from jmx.models.shared_experts import SharedExperts
 from jmx.models.sources.protocol import Shape
 
@@ -32,14 +28,6 @@ class Qwen2MoE(Model):
     def make_shared_experts(self, rngs: nnx.Rngs) -> SharedExperts:
         sizes = self.config.hidden_size, self.config.shared_expert_intermediate_size
         return SharedExperts(*sizes, gate=True, dtype=self.dtype, rngs=rngs)
-
-    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-
-    def moe_options(self) -> dict[str, Any]:
-        config = self.config
-        routing = jmx.SoftmaxTopK(config.top_k, renormalize=config.norm_topk_prob)
-        return {"activation": jmx.SwiGLU(), "routing": routing}
 
 
 def _shapes(config: Config) -> dict[str, Shape]:

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import jax
 from flax import nnx
 
-import jmx
 from jmx.checkpoint.model_configs.qwen3_moe import PUBLISHED, Config, read_config
 from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
 from jmx.models.families import tensors
 from jmx.models.families.family import Family
-from jmx.models.rope import rope_angles
 from jmx.models.sources.protocol import Shape
 
 
@@ -26,14 +23,6 @@ class Qwen3MoE(Model):
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
         window = self.config.sliding_window
         return Attention(self.config, window=window, **_attention(self.config), dtype=self.dtype, rngs=rngs)
-
-    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-
-    def moe_options(self) -> dict[str, Any]:
-        config = self.config
-        routing = jmx.SoftmaxTopK(config.top_k, renormalize=config.norm_topk_prob)
-        return {"activation": jmx.SwiGLU(), "routing": routing}
 
 
 def _attention(config: Config) -> dict[str, Any]:

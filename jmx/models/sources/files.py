@@ -53,9 +53,9 @@ class FileSource[C: Config]:
         found = ((name, checkpoint.format_of(its)) for name, its in names.items())
         self.formats = {name: format for name, format in found if format is not None}
 
-    def dense(self, name: str) -> jax.Array:
+    def dense(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
         """A tensor outside the experts; a quantized one is dequantized to float32."""
-        return self._checkpoint.dense(self._names[name])
+        return self._checkpoint.dense(self._names[name], sharding)
 
     def quantized(self, name: str) -> QuantizedWeights:
         """A quantized tensor outside the experts, as it is stored."""
@@ -72,8 +72,8 @@ class FileSource[C: Config]:
                     stacklevel=5,  # where a model is loaded
                 )
 
-    def experts(self, layer: int) -> jmx.Experts | FloatExperts:
-        return self._checkpoint.experts(self._experts[layer])
+    def experts(self, layer: int, *, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts | FloatExperts:
+        return self._checkpoint.experts(self._experts[layer], sharding)
 
     def read_ahead(self, order: Sequence[int | str]) -> contextlib.AbstractContextManager[None]:
         """A context in which the experts of layers, and tensors by neutral name, are read ahead in this order."""

@@ -32,11 +32,13 @@ class Source[C: Config](Protocol):
         """What is known of experts before they are read, by the number of their layer."""
         ...
 
-    def dense(self, name: str) -> jax.Array:
-        """A tensor outside the experts, in floats."""
+    def dense(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+        """A tensor outside the experts, in floats; None: on the default device."""
         ...
 
-    def experts(self, layer: int) -> jmx.Experts | FloatExperts: ...
+    def experts(self, layer: int, *, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts | FloatExperts:
+        """A layer's experts, in the layout of this machine. `sharding`: of all arrays; None: the default device."""
+        ...
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """A context in which a bar on stderr (if that is a terminal) counts the bytes that are read."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import jmx
 from jmx.backends import resolve_layout
+from jmx.checkpoint.assembly import mesh_of_experts, prepared_over
 from jmx.models.config import Config
 from jmx.models.sampling import check_seed
 from jmx.models.sources.protocol import Shape, in_layer
@@ -41,7 +42,7 @@ class RandomSource[C: Config]:
         layers: numbers of the layers with experts.
         sizes: E, H, I of each of those.
         format: of experts' weights.
-        gate_up_order: "interleaved" or "concatenated", as in `jmx.Experts`.
+        gate_up_order: as in `jmx.Experts`.
         bias: whether experts have biases.
 
     Raises:
@@ -66,18 +67,18 @@ class RandomSource[C: Config]:
         self._key = jax.random.key(seed)
         self._shapes = shapes
 
-    def dense(self, name: str) -> jax.Array:
+    def dense(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
         shape, last = self._shapes[name], name.rpartition(".")[2]
         deviation = 0.02 if last.endswith("bias") else 1.0
         if last.endswith("_weight") or last == "unembedding":
             deviation = shape[-1] ** -0.5
-        return _normal(self._named(name), shape, float(last.endswith("_norm")), deviation)
+        return _normal(self._named(name), shape, float(last.endswith("_norm")), deviation, sharding)
 
-    def experts(self, layer: int) -> jmx.Experts:
-        """A layer's experts, in the layout of this machine."""
+    def experts(self, layer: int, *, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts:
+        """A layer's experts, in the layout of this machine. With a sharding, each device draws its own."""
         its = self.layers[layer]
         layout = resolve_layout("auto", jmx.Environment.probe(), its.format)
-        return _random_experts(self._named(in_layer(layer, "experts")), its, layout)
+        return _random_experts(self._named(in_layer(layer, "experts")), its, layout, sharding)
 
     def progress(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Does nothing: nothing is read."""
@@ -87,13 +88,22 @@ class RandomSource[C: Config]:
         return jax.random.fold_in(self._key, zlib.crc32(name.encode()))
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _normal(
+    key: jax.Array, shape: tuple[int, ...], mean: float, deviation: float, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    drawn = jax.random.normal(key, shape, jnp.bfloat16)
+    if sharding is not None:
+        drawn = jax.lax.with_sharding_constraint(drawn, sharding)
+    return (mean + deviation * drawn).astype(jnp.bfloat16)
+
+
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: jax.Array, shape: tuple[int, ...], mean: float, deviation: float) -> jax.Array:
-    return (mean + deviation * jax.random.normal(key, shape, jnp.bfloat16)).astype(jnp.bfloat16)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _random_experts(key: jax.Array, its: _Layer, layout: str) -> jmx.Experts:
+def _random_experts(key: jax.Array, its: _Layer, layout: str, sharding: jax.sharding.Sharding | None) -> jmx.Experts:
     sizes = its.num_experts, its.hidden_size, its.intermediate_size
     made = {"gate_up_order": its.gate_up_order, "format": its.format, "bias": its.has_bias}
-    return jmx.Experts.random(key, *sizes, **made).prepare(layout)
+    experts = jmx.Experts.random(key, *sizes, **made)
+    mesh = mesh_of_experts([sharding])
+    if mesh is None:
+        return experts.prepare(layout)
+    return prepared_over(mesh, jax.lax.with_sharding_constraint(experts, sharding), layout)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jmx.checkpoint import CheckpointError
+from jmx.models.text import template_process
 
-# Instructions of a template: a conversation of 1000 messages takes some 100,000, and 10 million run in seconds.
-_FUEL = 10_000_000
 # Marks what an assistant wrote, for training; it is no tag of Jinja, and what it encloses is a scope.
 _GENERATION = {
     re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}"): r"{%\1 with \2%}",
@@ -25,9 +24,8 @@ class ChatTemplate:
     """The templates of a checkpoint, by name, and the special tokens that they may use, such as `bos_token`.
 
     The definition is `apply_chat_template` of transformers. A template comes with a checkpoint, and may be anyone's: it
-    is run by minijinja on copies of plain data, reads no attribute of Python that begins with an underscore, and its
-    loops end after a number of instructions. Its memory, and the time of one operation on a list that it made very
-    long, are not limited.
+    is run by minijinja in a process of its own, see `template_process`, whose instructions, memory and time are
+    limited, and which holds nothing but the conversation.
     """
 
     file: Path
@@ -62,6 +60,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> str:
         """The prompt of messages, such as `{"role": "user", "content": "Hello"}`.
@@ -70,25 +69,24 @@ class ChatTemplate:
             messages: values of JSON.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: whether the prompt ends with what begins an answer.
+            variables: further ones of the template, such as `reasoning_effort`: values of JSON.
             now: the time that the template reads; by default that of the call.
 
         Raises:
-            TypeError: `messages` or `tools` have values that JSON lacks.
-            ValueError: the template is wrong, rejects the messages, or does not end.
+            TypeError: `messages`, `tools` or `variables` have values that JSON lacks.
+            ValueError: the template is wrong, rejects the messages, or needs too much memory or time.
             ImportError: minijinja is not installed.
         """
-        try:
-            from minijinja import TemplateError
-        except ImportError as error:
-            raise ImportError("a chat template needs the minijinja package: pip install 'jmx[hf]'") from error
-        given = json.loads(json.dumps({"messages": messages, "tools": tools}, default=_reject))
+        own = {"messages": messages, "tools": tools}
+        given = json.loads(json.dumps({**(variables or {}), **own}, default=_reject))
         context = {**self.special_tokens, **given, "documents": None, "add_generation_prompt": add_generation_prompt}
-        environment = _environment(now or datetime.now())
+        source = self._source(tools is not None)
         try:
-            return environment.render_str(self._source(tools is not None), None, **context)
-        except TemplateError as error:
-            line = (str(error).strip().splitlines() or [error.kind])[0]
-            raise ValueError(f"the chat template in {self.file} cannot be applied: {line}") from error
+            return template_process.render(source, context, now or datetime.now())
+        except ImportError as error:
+            raise ImportError("a chat template needs the minijinja package: pip install 'jmx-moe[hf]'") from error
+        except ValueError as error:
+            raise ValueError(f"the chat template in {self.file} cannot be applied: {error}") from error
 
     def _source(self, with_tools: bool) -> str:
         name = _WITH_TOOLS if with_tools and _WITH_TOOLS in self.sources else _DEFAULT
@@ -102,39 +100,8 @@ class ChatTemplate:
         return source
 
 
-def _environment(now: datetime) -> Any:
-    """Jinja as transformers sets it up."""
-    from minijinja import Environment, TemplateError
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    return Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        fuel=_FUEL,
-        debug=False,
-        auto_escape_callback=lambda _: False,
-        filters={"tojson": _tojson},
-        tests={"sequence": lambda value: isinstance(value, str | Sequence | Mapping)},  # of minijinja, texts are none
-        globals={"raise_exception": raise_exception, "strftime_now": now.strftime},
-    )
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Sequence[str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON for a model to read: unlike Jinja's own filter, it escapes nothing for HTML."""
-    pair = None if separators is None else (separators[0], separators[1])
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
-
-
 def _reject(value: Any) -> None:
-    raise TypeError(f"`messages` and `tools` must have values of JSON, and have a {type(value).__name__}")
+    raise TypeError(f"`messages`, `tools` and `variables` must have values of JSON, and have a {type(value).__name__}")
 
 
 def _by_name(file: Path, found: Any) -> dict[str, str]:

@@ -42,7 +42,7 @@ class StopStrings:
             self.found = min(starts, key=lambda string: (starts[string] + len(string), starts[string]))
             shown, self._held = self._held[: starts[self.found]], ""
             return shown
-        kept = max((_overlap(self._held, string) for string in self._strings), default=0)
+        kept = max((overlap(self._held, string) for string in self._strings), default=0)
         at = len(self._held) - kept
         shown, self._held = self._held[:at], self._held[at:]
         return shown
@@ -53,7 +53,7 @@ class StopStrings:
         return shown
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """The length of the longest end of `text` that begins `string`."""
     most = min(len(text), len(string) - 1)
     return next((length for length in range(most, 0, -1) if string.startswith(text[-length:])), 0)

@@ -22,7 +22,7 @@ def read_tokenizer(directory: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise ImportError("a text prompt needs the tokenizers package: pip install 'jmx[hf]'") from error
+        raise ImportError("a text prompt needs the tokenizers package: pip install 'jmx-moe[hf]'") from error
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises plain Exceptions

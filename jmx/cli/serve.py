@@ -1,0 +1,73 @@
+"""`jmx serve`: a server of a whole model, with OpenAI's API."""
+
+import argparse
+from pathlib import Path
+
+from jmx.cli import model_arguments
+from jmx.cli.common import Parser, number
+
+
+def add(parser: Parser) -> None:
+    """Adds the arguments of `jmx serve`."""
+    parser.set_defaults(keeps_programs=True, max_new_tokens=1)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=model_arguments.MODEL_HELP)
+    parser.add_argument(
+        "--random",
+        metavar="NAME",
+        help="instead of MODEL, random weights of a published model's shape, whose texts are token ids",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of random weights")
+    parser.add_argument("--name", help="of the model in requests; default: MODEL's own")
+    group = parser.add_argument_group("access")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at; default: %(default)s")
+    group.add_argument("--port", type=number, default=8000, help="default: %(default)s; 0 takes a free one")
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys of the API, one a line; needed for any address but this machine's own",
+    )
+    group = parser.add_argument_group("limits")
+    group.add_argument(
+        "--max-users", type=number, default=64, metavar="N", help="requests that run at a time; default: %(default)s"
+    )
+    group.add_argument(
+        "--max-waiting", type=number, default=256, metavar="N", help="requests that wait; default: %(default)s"
+    )
+    group.add_argument(
+        "--max-length",
+        type=number,
+        metavar="N",
+        help="tokens of a request, prompt and answer; default: the model's context, at most 8192",
+    )
+    group.add_argument(
+        "--cache-tokens", type=number, metavar="N", help="tokens that the cache holds; default: what memory there is"
+    )
+    group.add_argument(
+        "--prompt-tokens",
+        type=number,
+        default=1024,
+        metavar="N",
+        help="tokens of prompts that a step computes beside answers; default: %(default)s",
+    )
+    group.add_argument(
+        "--page", type=number, default=128, metavar="N", help="tokens of a page of the cache; default: %(default)s"
+    )
+    group.add_argument(
+        "--no-prefix-reuse", action="store_true", help="requests that begin alike do not share pages of the cache"
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=number,
+        default=60,
+        metavar="S",
+        help="how long answers may take after SIGTERM; default: %(default)s",
+    )
+    model_arguments.add(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `jmx serve`."""
+    from jmx.cli import serving
+
+    return serving.run(arguments)

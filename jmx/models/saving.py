@@ -1,0 +1,112 @@
+"""Whole models as Orbax checkpoints, which are the same whatever mesh divides a model."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+import jmx
+import jmx.nnx
+from jmx.checkpoint import orbax
+from jmx.experts import MeshAxes
+from jmx.models.config import Config
+from jmx.models.decoder import Model
+from jmx.models.families.choice import family_with
+from jmx.models.loading import split_of
+from jmx.models.model_split import ModelSplit
+from jmx.models.per_device import keys_of
+from jmx.models.sharded_moe import ShardedMoE, in_shards
+from jmx.util.checks import check_instance
+
+
+def save(path: str | os.PathLike[str], model: Model) -> None:
+    """Saves a model with `jmx.checkpoint.orbax.save`. Shards of experts are saved as whole experts.
+
+    Raises:
+        TypeError, ValueError, FileExistsError, FileNotFoundError: as `jmx.checkpoint.orbax.save`.
+    """
+    check_instance("model", model, Model)
+    if any(isinstance(getattr(block, "moe", None), ShardedMoE) for block in model.layers):
+        model = nnx.merge(*nnx.split(model))  # another object, which shares the arrays
+        for block in model.layers:
+            if isinstance(getattr(block, "moe", None), ShardedMoE):
+                block.moe = _whole(model, block.moe)
+    orbax.save(path, model)
+
+
+def restore(
+    path: str | os.PathLike[str],
+    config: Config,
+    *,
+    format: jmx.Format | str | None = None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    backend: str | None = None,
+    mesh: Mesh | None = None,
+    axes: Mapping[str, MeshAxes] | None = None,
+) -> Model:
+    """The model that `save` wrote, on one device or over a mesh; each device reads its own slices.
+
+    Args:
+        path: the checkpoint.
+        config: that of the model which was saved.
+        format: of its experts; None: floats.
+        dtype, backend, mesh, axes: as in `jmx.models.load`; `dtype` is that of the model which was saved.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of another model.
+        TypeError, ValueError: wrong arguments, and those of `jmx.models.load` for meshes.
+    """
+    split = split_of(mesh, axes)
+    family = family_with(config)
+    options = {"format": format, "dtype": dtype, "backend": backend, "split": split}
+    model = nnx.eval_shape(lambda: family.model(config, **options, rngs=nnx.Rngs(0)))
+    if split is None:
+        return orbax.restore(path, model)
+    if split.intermediate and format is None:
+        raise ValueError("`format` (=None) must be a format where `axes` divides 'intermediate'")
+    model = orbax.restore(path, _placed(model, split))
+    if split.intermediate:
+        for block in model.layers:
+            if isinstance(moe := getattr(block, "moe", None), jmx.nnx.MoE):
+                bias = moe.correction_bias
+                block.moe = model.make_moe(in_shards(moe.experts, split), nnx.Rngs(0))
+                block.moe.correction_bias = bias
+    return model
+
+
+def _placed(model: Model, split: ModelSplit) -> Model:
+    """A model of shapes whose shapes have the shardings of a mesh."""
+    of_experts = {
+        id(getattr(moe, name))
+        for _, moe in nnx.iter_modules(model)
+        if isinstance(moe, jmx.nnx.MoE)
+        for name in moe.experts.arrays()
+        if not name.endswith("_input_scale")
+    }
+    reading = split.reading(model.config.num_experts)
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):
+            sharding = reading if id(variable) in of_experts else split.sharding(*keys_of(variable))
+            shape = variable.get_value()
+            variable.set_value(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
+    return model
+
+
+def _whole(model: Model, moe: ShardedMoE) -> Any:
+    """A layer of whole experts, divided over the mesh as a reader has them."""
+    layout, sharding = moe.experts.shards.layout, moe.split.reading(model.config.num_experts)
+
+    def join(experts: jmx.ShardedExperts) -> jmx.Experts:
+        return experts.whole().prepare(layout)
+
+    names = jax.eval_shape(join, moe.experts).arrays()
+    shared = moe.split.sharding()
+    wanted = {name: shared if name.endswith("_input_scale") else sharding for name in names}
+    out_shardings = jax.eval_shape(join, moe.experts).with_arrays(wanted)
+    whole = model.make_moe(jax.jit(join, out_shardings=out_shardings)(moe.experts), nnx.Rngs(0))
+    whole.correction_bias = moe.correction_bias
+    return whole

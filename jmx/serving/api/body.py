@@ -1,0 +1,58 @@
+"""Bodies of requests: bytes, counted while they arrive, that must be one object of JSON."""
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from jmx.serving.api.errors import ApiError
+
+MOST_BYTES = 8 << 20
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The object in a body.
+
+    Raises:
+        ApiError: 413 for a body of more than `MOST_BYTES`, of which no more is read; 400 for one that is not an object
+            of JSON in UTF-8, or that has a key twice, NaN or an infinity, which JSON lacks.
+    """
+    size, chunks = 0, []
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > MOST_BYTES:
+        raise _too_large()
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MOST_BYTES:
+            raise _too_large()
+        chunks.append(chunk)
+    try:
+        text = b"".join(chunks).decode("utf-8")
+        value = json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body must be UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body must be JSON of fewer levels") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body must be JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be an object of JSON, and is a {type(value).__name__}")
+    return value
+
+
+def _too_large() -> ApiError:
+    # The rest of the body is not read, so the connection cannot be used again.
+    return ApiError(413, f"the body must have at most {MOST_BYTES} bytes", headers={"Connection": "close"})
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found

@@ -1,0 +1,214 @@
+"""`/v1/chat/completions`: an answer to a conversation, by the checkpoint's chat template."""
+
+import json
+import uuid
+from typing import Any
+
+from jmx.serving.api.answer import Piece, parser_of
+from jmx.serving.api.errors import ApiError
+from jmx.serving.api.fields import Field, flag, integer, json_object, list_of, only, read, record, text
+from jmx.serving.api.generation import DrawnToken, Generation, Update, max_new_tokens
+from jmx.serving.api.sampling_fields import SHARED, check_streaming
+from jmx.serving.api.service import Service
+from jmx.serving.engine.guide import check_schema
+from jmx.serving.engine.request import TOP_LOGPROBS
+
+_MOST_MESSAGES, _MOST_TOOLS = 4096, 128
+
+
+def _content(name: str, value: Any) -> str:
+    """A text, or a list of parts that are texts."""
+    if isinstance(value, str):
+        return text(name, value)
+    part = record({"type": Field(only("text", why="the model reads text")), "text": Field(text)}, ("type", "text"))
+    return "".join(item["text"] for item in list_of(part, _MOST_MESSAGES)(name, value))
+
+
+def _arguments(name: str, value: Any) -> Any:
+    """Arguments of a call, a text of JSON, as a template gets them: an object."""
+    try:
+        return json_object(name, json.loads(text(name, value)))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{name}` must be an object of JSON, as text") from error
+
+
+_FUNCTION = record({"name": Field(text), "arguments": Field(_arguments)}, ("name", "arguments"))
+_CALL = record({"id": Field(text), "type": Field(only("function")), "function": Field(_FUNCTION)}, ("function",))
+_MESSAGE = record(
+    {
+        "role": Field(only("system", "developer", "user", "assistant", "tool")),
+        "content": Field(_content),
+        "name": Field(text),
+        "reasoning_content": Field(text),
+        "tool_calls": Field(list_of(_CALL, _MOST_TOOLS)),
+        "tool_call_id": Field(text),
+        "refusal": Field(text),
+    },
+    ("role",),
+)
+_SCHEMA = {
+    "name": Field(text),
+    "description": Field(text),
+    "parameters": Field(json_object, {"type": "object", "properties": {}}),
+    "strict": Field(only(False, why="arguments are not forced to fit"), False),
+}
+_TOOL = record({"type": Field(only("function")), "function": Field(record(_SCHEMA, ("name",)))}, ("type", "function"))
+
+_JSON_SCHEMA = {
+    "name": Field(text),
+    "description": Field(text),
+    "schema": Field(json_object),
+    "strict": Field(flag, True),
+}
+_FORMAT = record(
+    {
+        "type": Field(only("text", "json_object", "json_schema")),
+        "json_schema": Field(record(_JSON_SCHEMA, ("schema",))),
+    },
+    ("type",),
+)
+
+FIELDS = SHARED | {
+    "messages": Field(list_of(_MESSAGE, _MOST_MESSAGES)),
+    "max_tokens": Field(integer(1, 2**31 - 1)),
+    "max_completion_tokens": Field(integer(1, 2**31 - 1)),
+    "logprobs": Field(flag, False),
+    "top_logprobs": Field(integer(0, TOP_LOGPROBS), 0),
+    "tools": Field(list_of(_TOOL, _MOST_TOOLS), []),
+    "tool_choice": Field(only("auto", "none", why="calls are not forced"), "auto"),
+    "parallel_tool_calls": Field(flag, True),
+    "reasoning_effort": Field(only("low", "medium", "high")),
+    "response_format": Field(_FORMAT, {"type": "text", "json_schema": None}),
+}
+
+
+class Chat:
+    """A request for the next message of a conversation, checked."""
+
+    def __init__(self, service: Service, body: dict[str, Any], salt: bytes):
+        self.values = values = read(body, FIELDS, required=("model", "messages"))
+        service.check_model(values["model"])
+        check_streaming(values)
+        if not values["messages"]:
+            raise ApiError(400, "`messages` must have at least one message", "messages")
+        if values["top_logprobs"] and not values["logprobs"]:
+            raise ApiError(400, "`top_logprobs` must be given with `logprobs` only", "top_logprobs")
+        prompt = self._prompt(service)
+        ids = service.tokenizer.encode(prompt, add_special_tokens=False).ids
+        limit = "max_completion_tokens" if values["max_completion_tokens"] is not None else "max_tokens"
+        most = max_new_tokens(service, limit, values[limit], len(ids), None)
+        parser, grammar = parser_of(service.tokenizer, prompt), self._grammar()
+        self.generation = Generation(
+            service, ids, values, parser, most, values["logprobs"], salt, grammar, parser.kind == "reasoning"
+        )
+        self._tokenizer, self._calls, self._begun = service.tokenizer, 0, False
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+
+    def _prompt(self, service: Service) -> str:
+        if service.template is None:
+            raise ApiError(400, "the model has no chat template: it takes /v1/completions", "messages")
+        messages = []
+        for message in self.values["messages"]:
+            given = {key: value for key, value in message.items() if value is not None}
+            messages.append({"content": ""} | given)
+        tools = self.values["tools"] if self.values["tool_choice"] == "auto" else []
+        effort = self.values["reasoning_effort"]
+        variables = {} if effort is None else {"reasoning_effort": effort}
+        try:
+            return service.template.render(messages, tools=tools or None, variables=variables)
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, f"`messages`: {error}", "messages") from error
+
+    def _grammar(self) -> str | None:
+        """The grammar of `response_format`; ApiError 400 for a schema that cannot be one."""
+        asked = self.values["response_format"]
+        if asked["type"] == "text":
+            return None
+        if self.values["ignore_eos"] or self.values["tools"]:
+            raise ApiError(400, "`response_format` must be given without `ignore_eos` and `tools`", "response_format")
+        schema = {"type": "object"} if asked["type"] == "json_object" else (asked["json_schema"] or {}).get("schema")
+        if schema is None:
+            raise ApiError(400, "`response_format` must have `json_schema` with a `schema`", "response_format")
+        try:
+            return check_schema(schema)
+        except ImportError:
+            raise ApiError(
+                400, "`response_format` needs llguidance, which is not installed", "response_format"
+            ) from None
+        except ValueError as error:
+            raise ApiError(400, f"`response_format`: {error}", "response_format") from error
+
+    def chunks(self, update: Update, created: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of an update: one for each kind of text, as clients expect."""
+        deltas = [delta for piece in update.pieces for delta in self._deltas(piece)]
+        tokens = update.tokens if self.values["logprobs"] else []
+        if tokens and not deltas:
+            deltas = [{"content": ""}]
+        choices: list[dict[str, Any]] = [{"delta": delta} for delta in deltas]
+        if tokens:
+            choices[0]["logprobs"] = self._logprobs(tokens)
+        if not self._begun:
+            choices = [{"delta": {"role": "assistant", "content": ""}}, *choices]
+            self._begun = True
+        if update.finish_reason is not None:
+            choices.append({"delta": {}, "finish_reason": self._reason(update)})
+        head = {"id": self._id, "object": "chat.completion.chunk"} | created
+        return [head | {"choices": [{"index": 0, "logprobs": None, "finish_reason": None} | its]} for its in choices]
+
+    def usage_chunk(self, created: dict[str, Any]) -> dict[str, Any]:
+        """The event after the last one, if usage is asked for."""
+        head = {"id": self._id, "object": "chat.completion.chunk"} | created
+        return head | {"choices": [], "usage": self.generation.usage.body()}
+
+    def whole(self, updates: list[Update], created: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        texts = {"content": "", "reasoning": ""}
+        calls: list[dict[str, Any]] = []
+        for piece in (piece for update in updates for piece in update.pieces):
+            if piece.kind == "call":
+                calls.append(self._call(piece.text))
+            elif piece.kind == "arguments":
+                calls[-1]["function"]["arguments"] += piece.text
+            else:
+                texts[piece.kind] += piece.text
+        message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+        message |= {"reasoning_content": texts["reasoning"]} if texts["reasoning"] else {}
+        message |= {"tool_calls": calls} if calls else {}
+        tokens = [token for update in updates for token in update.tokens]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._logprobs(tokens) if self.values["logprobs"] else None,
+            "finish_reason": self._reason(updates[-1]),
+        }
+        head = {"id": self._id, "object": "chat.completion"} | created
+        return head | {"choices": [choice], "usage": self.generation.usage.body()}
+
+    def _reason(self, update: Update) -> str | None:
+        return "tool_calls" if self._calls and update.finish_reason == "stop" else update.finish_reason
+
+    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        if piece.kind == "content":
+            return [{"content": piece.text}]
+        if piece.kind == "reasoning":
+            return [{"reasoning_content": piece.text}]
+        if piece.kind == "call":
+            return [{"tool_calls": [{"index": self._calls} | self._call(piece.text)]}]
+        return [{"tool_calls": [{"index": self._calls - 1, "function": {"arguments": piece.text}}]}]
+
+    def _call(self, name: str) -> dict[str, Any]:
+        self._calls += 1
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": ""}}
+
+    def _logprobs(self, tokens: list[DrawnToken]) -> dict[str, Any]:
+        """Of tokens of the content."""
+        found = []
+        for token in tokens:
+            if token.kind == "content":
+                top = [self._token(id, value) for id, value in token.logprobs.top[: self.values["top_logprobs"]]]
+                found.append(self._token(token.id, token.logprobs.chosen) | {"top_logprobs": top})
+        return {"content": found, "refusal": None}
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        its = self._tokenizer.decode([id], skip_special_tokens=False)
+        return {"token": its, "logprob": logprob, "bytes": list(its.encode())}

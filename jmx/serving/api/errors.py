@@ -1,0 +1,52 @@
+"""Errors of the API, in the form of OpenAI's: a status, and an object of JSON that names the field."""
+
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: for people: what is wrong, and the rule.
+        field: of the body, or None.
+        headers: of the answer.
+    """
+
+    def __init__(self, status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.message, self.field, self.headers = status, message, field, headers
+
+    def body(self) -> dict[str, Any]:
+        """The object of JSON."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": None}}
+
+    def response(self) -> Response:
+        """The answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def bad_request(field: str, error: Exception) -> ApiError:
+    """The 400 for a field whose check raised `error`."""
+    return ApiError(400, str(error), field)
+
+
+def overloaded(waiting: int) -> ApiError:
+    """The 429 of a queue that is full."""
+    message = f"{waiting} requests wait already; try again later"
+    return ApiError(429, message, headers={"Retry-After": "1"})
+
+
+def unavailable(status: str) -> ApiError:
+    """The 503 of an engine that is not ready."""
+    reasons = {
+        "loading": "the model is not ready yet: its weights are read, or its programs are compiled",
+        "draining": "the server is ending and takes no more requests",
+        "failed": "the engine stopped",
+    }
+    return ApiError(503, reasons.get(status, status), headers={"Retry-After": "5"})

@@ -1,0 +1,323 @@
+"""The engine: requests in, tokens out, one step of a model at a time. The host is a step ahead of the device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jmx.models.decoder import Model
+from jmx.models.forward import Weights
+from jmx.models.program_store import ProgramStore
+from jmx.models.token_rows import check_tokens
+from jmx.serving import scheduling
+from jmx.serving.engine.exported_step import ExportedStep, export_step
+from jmx.serving.engine.guide import Guide, Guides
+from jmx.serving.engine.limits import Limits, Pools
+from jmx.serving.engine.programs import Programs
+from jmx.serving.engine.request import FinishReason, Generate, Output, TokenLogProbabilities
+from jmx.serving.engine.sampling import History, Level
+from jmx.serving.engine.step import Device, Inputs, Results
+from jmx.util.checks import check_instance, check_int
+
+# The load of experts is counted in one of so many steps.
+LOAD_PERIOD = 32
+
+
+@dataclass
+class _Active:
+    """A request that has not ended, and its tokens so far."""
+
+    request: Generate
+    tokens: list[int]
+    cached: int | None = None  # not reported yet
+    fresh: bool = True  # its slot has not its history yet
+    guide: Guide | None = None
+
+    @property
+    def drawn(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+class _Launched(NamedTuple):
+    """A step whose results have not been read: them, the load of experts or None, and the request of each row that
+    draws."""
+
+    results: Results
+    load: jax.Array | None
+    rows: list[tuple[int, int]]
+
+
+@dataclass
+class Statistics:
+    """What an engine has done so far.
+
+    Args:
+        steps: computed.
+        prompt_tokens: computed, without those in the cache.
+        cached_tokens: of prompts, in the cache.
+        new_tokens: drawn, of requests that had not ended.
+        preempted: requests, each time.
+        load: int (layers with experts, E), tokens of each expert in one of `LOAD_PERIOD` steps.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    preempted: int = 0
+    load: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+
+
+class Engine:
+    """A model that serves many requests at once. Not safe to use from several threads.
+
+    Args:
+        model: on one device, or over a mesh that divides no rows of a batch.
+        limits: of requests and of the cache.
+        store: keeps compiled programs; None: nothing does.
+        guides: for requests with a grammar; None: there are none of these.
+
+    Raises:
+        ValueError: a mesh that divides rows of a batch, or a cache too small for a request.
+    """
+
+    def __init__(
+        self, model: Model, limits: Limits, *, store: ProgramStore | None = None, guides: Guides | None = None
+    ):
+        check_instance("model", model, Model)
+        self.limits: Limits = check_instance("limits", limits, Limits)
+        self._sizes = limits.sizes()
+        if model.split is not None and model.split.token:
+            raise ValueError(
+                f"`model` must be divided by no mesh axes of tokens (={model.split.token}): rows share pages"
+            )
+        weights, pools = Weights.of(model), Pools.of(model)
+        self._of_model, self._pools = weights, pools
+        self._weights, self._vocab_size = weights.arrays, model.config.vocab_size
+        settings = limits.settings(pools.windows)
+        self._settings, self._state = settings, scheduling.State.of(settings)
+        self._widths = [-(-limits.max_length // limits.page)] * len(pools.windows)
+        layers = [model.cache_layers(pages + 1, limits.page) for pages in settings.pages]
+        made = [layers[pool][number] for number, pool in enumerate(pools.of_layer)]
+        pages = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in made]
+        of_slots = jnp.zeros(limits.max_users, jnp.int32), History.empty(limits.max_users, self._vocab_size)
+        self._device = Device(pages, *model.whole(of_slots))
+        self._programs = Programs(weights, pools, store)
+        self._begin_slot = jax.jit(_begin_slot, donate_argnums=0)
+        self._allow = jax.jit(_allow, donate_argnums=0)
+        self._guides = guides
+        self._events: list[scheduling.Event] = []
+        self._active: dict[int, _Active] = {}
+        self._launched: _Launched | None = None
+        self.statistics = Statistics()
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles the programs of all steps, side by side, and runs each once.
+
+        Args:
+            progress: is called with the programs that are ready, and all of them.
+        """
+        inputs = {size: self._padding(*size) for size in self._sizes}
+        self._programs.begin([*reversed(inputs.values())], self._device)
+        for number, its in enumerate(inputs.values(), 1):
+            for level in Level:
+                self._device, *results = self._programs.run(self._device, its, level, counts_load=True)
+                jax.block_until_ready(results)
+            if progress is not None:
+                progress(number, len(inputs))
+        self._set_history(self.limits.max_users, (), (), ())
+
+    def export(self, rows: int, checks: Sequence[jax.export.DisabledSafetyCheck] = ()) -> ExportedStep:
+        """A step of so many rows and no blocks, for processes without jmx's models; see `export_step`."""
+        inputs = self._padding(check_int("rows", rows, least=1, most=self.limits.max_users), 0)
+        return export_step(self._of_model, self._pools.of_layer, self._device, inputs, checks)
+
+    def _padding(self, rows: int, blocks: int) -> Inputs:
+        return Inputs.padding(rows, blocks, self.limits.page, self._widths, self.limits.max_users)
+
+    def submit(self, request: Generate) -> None:
+        """Adds a request, which waits for its turn.
+
+        Raises:
+            ValueError: an id that is in use, ids of tokens outside the vocabulary, or more tokens than a request may
+                have. Nothing is changed.
+        """
+        check_instance("request", request, Generate)
+        check_tokens("prompt", [request.prompt], self._vocab_size)
+        if request.banned:
+            check_tokens("banned", [request.banned], self._vocab_size)
+        if len({*request.banned}) == self._vocab_size:
+            raise ValueError(f"`banned` (of {self._vocab_size} tokens) must leave one")
+        if request.id in self._active:
+            raise ValueError(f"`id` (={request.id}) must be that of no other request")
+        length, most = len(request.prompt), self.limits.max_length
+        if request.max_new_tokens < 1 or length + request.max_new_tokens > most:
+            raise ValueError(
+                f"`prompt` (of {length} tokens) and `max_new_tokens` (={request.max_new_tokens}) must be at least 1, "
+                f"and together at most {most}"
+            )
+        guide = None
+        if request.grammar is not None:
+            if self._guides is None:
+                raise ValueError("`grammar` must be None: this engine has no guides")
+            guide = self._guides.start(request.grammar, in_thoughts=request.in_thoughts)
+        self._active[request.id] = _Active(request, [*request.prompt], guide=guide)
+        waits = guide is not None
+        self._events.append(scheduling.Submit(request.id, request.prompt, request.max_new_tokens, request.salt, waits))
+
+    def cancel(self, id: int) -> None:
+        """Ends a request without further outputs; its pages are free at the next step. Unknown ids are ignored."""
+        if self._active.pop(id, None) is not None:
+            self._events.append(scheduling.End(id))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not (self._active or self._events or self._launched or self._state.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._active) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are in the cache."""
+        return len(self._state.running)
+
+    @property
+    def pages(self) -> list[tuple[int, int]]:
+        """Of each pool, the pages that requests use, and all."""
+        return [(pool.size - pool.num_free, pool.size) for pool in self._state.pools]
+
+    def step(self) -> list[Output]:
+        """Launches the next step, then reads the tokens of the one before it."""
+        events, self._events = self._events, []
+        self._state, plan = scheduling.plan(self._state, events)
+        self.statistics.preempted += len(plan.preempted)
+        for id, cached in plan.admitted:
+            self._active[id].fresh = True
+            if self._active[id].cached is None:
+                self._active[id].cached = cached
+                self.statistics.cached_tokens += cached
+        before, self._launched = self._launched, None if plan.is_empty else self._launch(plan)
+        return [] if before is None else self._read(before)
+
+    def _launch(self, plan: scheduling.Plan) -> _Launched:
+        rows, blocks = plan.rows, plan.blocks
+        fitting = (size for size in self._sizes if size[0] >= len(rows) and size[1] >= len(blocks))
+        size, level = next(fitting), Level.GREEDY
+        inputs = self._padding(*size)
+        drawing: list[tuple[int, int]] = []
+        places = [*enumerate(rows), *enumerate(blocks, size[0])]
+        for place, item in places:
+            active = self._active[item.id]
+            for tables, table in zip(inputs.tables, item.tables, strict=True):
+                tables[place, : len(table)] = table
+            inputs.slots[place] = item.slot
+            if isinstance(item, scheduling.Row):
+                inputs.positions[place], inputs.counts[place], inputs.draws[place] = item.position, 1, True
+                known = item.position < len(active.tokens)
+                inputs.row_tokens[place] = active.tokens[item.position] if known else -1
+                end = item.position + 1
+            else:
+                inputs.positions[place], inputs.counts[place] = item.start, item.count
+                inputs.draws[place] = item.draws
+                end = item.start + item.count
+                inputs.block_tokens[place - size[0], : item.count] = active.tokens[item.start : end]
+                self.statistics.prompt_tokens += item.count
+            if inputs.draws[place]:
+                its = self._sample(inputs, place, active, end - len(active.request.prompt), item.slot)
+                level = max(level, its)
+                drawing.append((place, item.id))
+        counts_load = self.statistics.steps % LOAD_PERIOD == 0
+        self.statistics.steps += 1
+        self._device, results, load = self._programs.run(self._device, inputs, level, counts_load=counts_load)
+        jax.tree.map(lambda array: array.copy_to_host_async(), (results, load))
+        return _Launched(results, load, drawing)
+
+    def _sample(self, inputs: Inputs, place: int, active: _Active, number: int, slot: int) -> Level:
+        """Sets the parameters of a row that draws a request's token of this number, and returns what it needs."""
+        request = active.request
+        if active.fresh and (request.sampler.has_penalties or request.banned or active.guide is not None):
+            self._set_history(slot, request.prompt, active.tokens[len(request.prompt) :], request.banned)
+        active.fresh = False
+        if active.guide is not None:
+            self._follow(slot, active.guide, request.banned)
+        forbids = bool(request.banned) or active.guide is not None
+        inputs.sampling.put(place, request.sampler, number)
+        return Level.of(request.sampler, forbids=forbids, logprobs=request.logprobs)
+
+    def _set_history(self, slot: int, prompt: Sequence[int], new: Sequence[int], banned: Sequence[int]) -> None:
+        """Begins a slot's history: tokens of its prompt, and new ones, if it was preempted."""
+        in_prompt = np.zeros(self._vocab_size, bool)
+        in_prompt[np.asarray(prompt, np.int64)] = True
+        counts = np.bincount(np.asarray(new, np.int64), minlength=self._vocab_size).astype(np.int32)
+        history = self._begin_slot(self._device.history, np.int32(slot), in_prompt, counts, self._words(banned))
+        self._device = self._device._replace(history=history)
+
+    def _follow(self, slot: int, guide: Guide, banned: Sequence[int]) -> None:
+        """Forbids what a guide does not allow next, besides what is banned."""
+        allowed = self._words(banned)
+        if (found := guide.allowed()) is not None:
+            allowed[: len(found)] &= found
+            allowed[len(found) :] = 0
+        self._device = self._device._replace(history=self._allow(self._device.history, np.int32(slot), allowed))
+
+    def _words(self, banned: Sequence[int]) -> np.ndarray:
+        """A bit for each token that is not banned, uint32."""
+        bits = np.ones(32 * self._device.history.allowed.shape[1], np.uint8)
+        bits[np.asarray(banned, np.int64)] = 0
+        return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+    def _read(self, launched: _Launched) -> list[Output]:
+        """The outputs of a step, once the device has computed it."""
+        tokens = np.asarray(launched.results.tokens).tolist()
+        if launched.load is not None:
+            load = np.asarray(launched.load).astype(np.int64)
+            its = self.statistics
+            its.load = load if its.load.shape != load.shape else its.load + load
+        outputs = []
+        for place, id in launched.rows:
+            if (active := self._active.get(id)) is None:  # it ended while this was computed
+                continue
+            token = tokens[place]
+            self._events.append(scheduling.Drawn(id, token))
+            active.tokens.append(token)
+            if active.guide is not None:
+                active.guide.step(token)
+            self.statistics.new_tokens += 1
+            reason: FinishReason | None = None
+            if token in active.request.stop_ids:
+                reason = "stop"
+            elif active.drawn == active.request.max_new_tokens:
+                reason = "length"
+            cached, active.cached = active.cached or 0, 0
+            logprobs = self._logprobs(launched.results, place) if active.request.logprobs else None
+            outputs.append(Output(id, token, logprobs, reason, cached))
+            if reason is not None:
+                self.cancel(id)
+        return outputs
+
+    @staticmethod
+    def _logprobs(results: Results, place: int) -> TokenLogProbabilities:
+        found: Any = jax.tree.map(np.asarray, results.logprobs)
+        pairs = zip(found.top_ids[place].tolist(), found.top[place].tolist(), strict=True)
+        return TokenLogProbabilities(float(found.chosen[place]), tuple(pairs))
+
+
+def _begin_slot(history: History, slot: jax.Array, in_prompt: jax.Array, new: jax.Array, allowed: jax.Array) -> History:
+    counts = history.counts
+    prompt = counts.prompt.at[slot].set(in_prompt, mode="drop")
+    return History(
+        counts._replace(prompt=prompt, new=counts.new.at[slot].set(new, mode="drop")),
+        history.allowed.at[slot].set(allowed, mode="drop"),
+    )
+
+
+def _allow(history: History, slot: jax.Array, allowed: jax.Array) -> History:
+    return history._replace(allowed=history.allowed.at[slot].set(allowed, mode="drop"))

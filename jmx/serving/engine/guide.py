@@ -1,0 +1,87 @@
+"""Answers that fit a JSON schema: of each token, which ones may follow. By the llguidance package."""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jmx.models.text.harmony import FINAL, Channels
+
+
+def check_schema(schema: Mapping[str, Any]) -> str:
+    """The schema as a grammar for `Guides.start`.
+
+    Raises:
+        ValueError: it is no schema, or one with parts that llguidance does not know.
+        ImportError: llguidance is not installed.
+    """
+    from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
+
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    if fault := LLMatcher.validate_grammar(grammar):
+        raise ValueError(fault)
+    return grammar
+
+
+class Guides:
+    """Makes guides for one model.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`, that of the model.
+        vocab_size: of the model.
+        eos_ids: ids that end an answer.
+
+    Raises:
+        ImportError: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]):
+        from llguidance import LLTokenizer  # pyright: ignore[reportMissingImports]
+
+        self._tokenizer = tokenizer
+        self._of_matchers = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=[*eos_ids])
+
+    def start(self, grammar: str, *, in_thoughts: bool = False) -> "Guide":
+        """The guide of an answer whose content fits a grammar of `check_schema`.
+
+        Args:
+            grammar: of the content.
+            in_thoughts: whether the prompt ends within thoughts, which `</think>` ends.
+        """
+        from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
+
+        channels = Channels(self._tokenizer) if Channels.are_in(self._tokenizer) else None
+        after = self._tokenizer.token_to_id("</think>") if in_thoughts else None
+        return Guide(LLMatcher(self._of_matchers, grammar), channels, after)
+
+
+class Guide:
+    """Which tokens may follow in an answer. gpt-oss' messages in other channels than the final one are free.
+
+    Args:
+        matcher: of the content.
+        channels: of gpt-oss' answers, or None.
+        after: the id of the token that comes before the content, or None.
+    """
+
+    def __init__(self, matcher: Any, channels: Channels | None, after: int | None):
+        self._matcher, self._channels, self._after = matcher, channels, after
+
+    def allowed(self) -> np.ndarray | None:
+        """A bit for each token that may follow, uint32 (vocab_size / 32, rounded up); None for all."""
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32) if self._is_content() else None
+
+    def step(self, token: int) -> None:
+        """Takes the next token."""
+        if self._is_content():
+            self._matcher.consume_token(token)
+        elif token == self._after:
+            self._after = None
+        if self._channels is not None:
+            self._channels.step(token)
+
+    def _is_content(self) -> bool:
+        if self._channels is not None:
+            return self._channels.in_body and self._channels.name == FINAL
+        return self._after is None

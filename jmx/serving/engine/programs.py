@@ -1,0 +1,78 @@
+"""The programs of an engine's steps: compiled side by side, and launched one after the other without waiting."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jmx.models.forward import Weights
+from jmx.models.program_store import ProgramStore
+from jmx.models.programs import Program
+from jmx.serving.engine.limits import Pools
+from jmx.serving.engine.sampling import Level
+from jmx.serving.engine.step import Device, Inputs, Passed, Results, draw, load_of, pass_of
+
+
+class Programs:
+    """Of each size of a step: the model's pass, the choice of tokens at each level, and the count of experts' tokens.
+
+    Args:
+        weights: of the model.
+        pools: of its layers.
+        store: keeps compiled programs; None: nothing does.
+    """
+
+    def __init__(self, weights: Weights, pools: Pools, store: ProgramStore | None):
+        self._weights = weights.arrays
+        identity = f"{pools} {weights.graphdef!r}"
+        self._pass = Program(
+            pass_of(weights, pools.of_layer),
+            weights.arrays,
+            donate=("pages",),
+            identity=f"serving pass {identity}",
+            store=store,
+        )
+        self._draw = Program(
+            draw, [], donate=("tokens", "history"), static=("level",), identity="serving draw", store=store
+        )
+        self._load = Program(load_of(weights), weights.arrays, identity=f"serving load {identity}", store=store)
+        self._compiled: dict[Any, Any] = {}
+
+    def begin(self, inputs: Sequence[Inputs], device: Device) -> None:
+        """Begins to compile the passes of these sizes, and then, as they take less time, the choices of tokens."""
+        for its in inputs:
+            self._pass.compile(device.pages, device.tokens, its)
+        placed = device.tokens.sharding if isinstance(device.tokens.sharding, NamedSharding) else None
+        vocab_size = device.history.counts.new.shape[1]
+        for its in inputs:
+            logits = jax.ShapeDtypeStruct((len(its.slots), vocab_size), jnp.float32, sharding=placed)
+            for level in Level:
+                given = its.slots, its.draws, its.sampling
+                self._draw.compile(device.tokens, device.history, logits, *given, level=level)
+
+    def run(
+        self, device: Device, inputs: Inputs, level: Level, *, counts_load: bool
+    ) -> tuple[Device, Results, jax.Array | None]:
+        """Launches a step: what it leaves on the device, what the host reads, and the load of experts if asked for."""
+        size = inputs.block_tokens.shape[0], inputs.row_tokens.shape[0]
+        pages, passed = self._call(self._pass, size, device.pages, device.tokens, inputs)
+        load = self._call(self._load, size, passed.router_logits, inputs) if counts_load else None
+        tokens, history, results = self._drawn(device, passed, inputs, level, size)
+        return Device(pages, tokens, history), results, load
+
+    def _drawn(self, device: Device, passed: Passed, inputs: Inputs, level: Level, size: tuple[int, int]) -> Any:
+        given = inputs.slots, inputs.draws, inputs.sampling
+        arguments = (device.tokens, device.history, passed.logits, *given)
+        key = level, size
+        if key not in self._compiled:
+            self._compiled[key] = self._draw.compiled(*arguments, level=level)
+        return self._compiled[key]([], *arguments)
+
+    def _call(self, program: Program, size: tuple[int, int], *arguments: Any) -> Any:
+        """A call of a program. Those of one size have one signature, which is not computed again."""
+        key = program, size
+        if key not in self._compiled:
+            self._compiled[key] = program.compiled(*arguments)
+        return self._compiled[key](self._weights, *arguments)

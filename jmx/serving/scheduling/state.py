@@ -1,0 +1,199 @@
+"""What the scheduler knows, what it is given, and what it returns: frozen values."""
+
+from dataclasses import dataclass
+
+from jmx.serving.scheduling.pages import Pool
+from jmx.serving.scheduling.prefixes import Chain
+from jmx.util.checks import check_bool, check_int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of a step and sizes of the cache.
+
+    Args:
+        page: tokens of a page, and of a block of a prompt.
+        pages: of each pool, how many there are.
+        windows: of each pool, how many positions a token of its layers attends to, its own included; None for all.
+        max_length: the most tokens of a request, prompt and answer.
+        max_rows: requests that run at a time.
+        max_blocks: blocks of prompts in one step.
+        budget: the most tokens of one step: a row has one, a block `page`.
+        reuse: whether requests with the same first tokens share pages.
+
+    Raises:
+        TypeError, ValueError: sizes that are not positive integers; a pool too small for one request; a budget too
+            small for a token of every request and a block.
+    """
+
+    pages: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    max_length: int
+    max_rows: int
+    max_blocks: int
+    budget: int
+    page: int = 128
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_rows", "max_blocks", "budget", "page"):
+            check_int(name, getattr(self, name), least=1)
+        check_bool("reuse", self.reuse)
+        if len(self.pages) != len(self.windows) or not self.pages:
+            raise ValueError(f"`pages` (={self.pages}) must have one number for each of `windows` (={self.windows})")
+        for number, (pages, window) in enumerate(zip(self.pages, self.windows, strict=True)):
+            check_int(f"pages[{number}]", pages, least=1)
+            if window is not None:
+                check_int(f"windows[{number}]", window, least=1)
+            if pages < self.most_pages(window):
+                raise ValueError(
+                    f"`pages[{number}]` (={pages}) must be at least {self.most_pages(window)}, those of a request of "
+                    f"`max_length` (={self.max_length}) tokens"
+                )
+        if self.budget < self.max_rows + self.page:
+            raise ValueError(
+                f"`budget` (={self.budget}) must be at least {self.max_rows + self.page}: `max_rows` (={self.max_rows})"
+                f" and the {self.page} tokens of a block"
+            )
+
+    def most_pages(self, window: int | None) -> int:
+        """The most pages that one request uses at a time, of layers with this window."""
+        most = -(-self.max_length // self.page)
+        if window is None:
+            return most
+        return min(most, (window - 2) // self.page + 2 + self.max_blocks)
+
+
+@dataclass(frozen=True)
+class Submit:
+    """An event: a new request.
+
+    Args:
+        id: unlike those of all requests so far.
+        prompt: token ids, at least one.
+        max_new_tokens: at least 1; with the prompt at most `Settings.max_length`.
+        salt: only requests with the same salt share pages.
+        waits: whether each token must be known before the next one is computed, as with a grammar.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    salt: bytes = b""
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An event: the host has read the next token of a request. Those of requests that have ended are ignored."""
+
+    id: int
+    token: int
+
+
+@dataclass(frozen=True)
+class End:
+    """An event: a request ends: it reached a stop, or its client is gone. Unknown ids are ignored."""
+
+    id: int
+
+
+Event = Submit | Drawn | End
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that waits or runs.
+
+    Args:
+        chain: of the tokens that the host knows.
+        known: how many these are.
+        flying: tokens that steps so far draw and the host has not read.
+        computed: tokens that are in the cache after the steps so far.
+        most: tokens at which it ends.
+        slot: the number of its place among the rows that run; -1 while it waits.
+        named: of its first pages, how many others can find by their keys.
+        tables: of each pool, its page for each `page` tokens; 0 where layers do not attend to them any more.
+    """
+
+    id: int
+    chain: Chain
+    known: int
+    most: int
+    waits: bool
+    tables: tuple[tuple[int, ...], ...]
+    flying: int = 0
+    computed: int = 0
+    named: int = 0
+    slot: int = -1
+
+    @property
+    def total(self) -> int:
+        """All its tokens, read or not."""
+        return self.known + self.flying
+
+
+@dataclass(frozen=True)
+class State:
+    """All that the scheduler knows between two steps.
+
+    Args:
+        waiting: in the order of arrival.
+        running: likewise; they arrived before all that wait.
+    """
+
+    settings: Settings
+    pools: tuple[Pool, ...]
+    waiting: tuple[Request, ...] = ()
+    running: tuple[Request, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Settings) -> "State":
+        """The state before any request."""
+        return cls(settings, tuple(map(Pool, settings.pages)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One token of a request, at `position`; the next one is drawn. `tables` as in `Request`."""
+
+    id: int
+    slot: int
+    position: int
+    tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`count` tokens of a request, at most a page, from position `start` on, which begins a page.
+
+    Args:
+        draws: whether they are its last tokens, so that the next one is drawn.
+    """
+
+    id: int
+    slot: int
+    start: int
+    count: int
+    draws: bool
+    tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step: what it computes, in the order in which requests arrived.
+
+    Args:
+        admitted: requests that run from this step on, and how many of their tokens were in the cache.
+        preempted: requests that wait again: their pages were needed by older ones.
+    """
+
+    rows: tuple[Row, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    admitted: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not (self.rows or self.blocks)

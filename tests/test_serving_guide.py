@@ -1,0 +1,64 @@
+"""Guides: of each token of an answer, which ones a schema allows, in the content only."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from text_checkpoints import make_tokenizer
+
+from jmx.serving.engine.guide import Guide, Guides, check_schema
+
+pytest.importorskip("llguidance")
+SPECIAL = ("<s>", "</s>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "</think>")
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required": ["é"], "additionalProperties": False}
+
+
+def walk(special: tuple[str, ...], text: str, *, in_thoughts: bool = False) -> list[set[int] | None]:
+    """What may follow before each token of a text, and after it; all of its tokens may."""
+    tokenizer = make_tokenizer(special)
+    size = tokenizer.get_vocab_size() + 40  # a model's vocabulary can be larger
+    ends: list[Any] = [tokenizer.token_to_id(name) for name in ("</s>", "<|return|>") if tokenizer.token_to_id(name)]
+    guide = Guides(tokenizer, size, ends).start(check_schema(SCHEMA), in_thoughts=in_thoughts)
+    found = [allowed(guide, size)]
+    for id in tokenizer.encode(text, add_special_tokens=False).ids:
+        assert found[-1] is None or id in found[-1]
+        guide.step(id)
+        found.append(allowed(guide, size))
+    return found
+
+
+def allowed(guide: Guide, size: int) -> set[int] | None:
+    words = guide.allowed()
+    if words is None:
+        return None
+    assert len(words) == -(-size // 32)
+    return {*np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()}
+
+
+def test_an_answer_fits_and_then_ends() -> None:
+    tokenizer = make_tokenizer(SPECIAL[:2])
+    found = walk(SPECIAL[:2], '{"é":-12}')
+    assert found[0] == {tokenizer.encode("{", add_special_tokens=False).ids[0]}
+    assert found[-1] == {tokenizer.token_to_id("</s>")}
+
+
+def test_channels_before_the_final_one_are_free() -> None:
+    before = "<|channel|>analysis<|message|>I see.<|end|><|start|>assistant<|channel|>final<|message|>"
+    count = len(make_tokenizer(SPECIAL).encode(before, add_special_tokens=False).ids)
+    found = walk(SPECIAL, before + '{"é":1}<|return|>')
+    assert found[:count] == [None] * count
+    assert found[count] is not None
+    assert len(found[count] or ()) == 1
+
+
+def test_thoughts_are_free() -> None:
+    special = ("<s>", "</s>", "</think>")
+    found = walk(special, 'hm</think>{"é":1}', in_thoughts=True)
+    assert found[:3] == [None] * 3
+    assert found[3] is not None
+
+
+@pytest.mark.parametrize("schema", [{"type": "objct"}, {"type": 3}, {"minimum": "a", "type": "integer"}])
+def test_wrong_schemas_are_errors(schema) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        check_schema(schema)
