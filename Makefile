@@ -2,7 +2,7 @@
 #   make test ARGS="tests/test_formats.py -x"    one file
 #   make test-all                                every test, not a draw of them
 #   make test EXTRA=cuda13                       with one more extra of pyproject.toml: jax for NVIDIA GPUs
-#   make test-aot ARGS="-m aot -n auto"          all configurations, for minutes
+#   make test-aot ARGS="-m aot -n auto"          all configurations, not a draw of them, for minutes
 #   make demo PYTHON=/opt/python3.13/bin/python  name the interpreter
 
 VENV ?= .venv
@@ -15,10 +15,12 @@ pythons := $(or $(PYTHON),python3.12 python3 python3.13 python3.14 python)
 bin := $(VENV)/bin
 extra := $(if $(EXTRA),-$(EXTRA))
 comma := ,
+# Without compiling all modules to bytecode: Python does so for the few that are imported, when they are.
+pip_install := -m pip install --quiet --disable-pip-version-check --no-compile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-oldest test-wheel test-aot test-sanitized lint format bench clean
+.PHONY: help demo test test-all test-oldest test-wheel test-aot test-cuda12 test-sanitized lint format docs docs-serve bench clean
 
 help:
 	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
@@ -27,9 +29,12 @@ help:
 	@echo "make test-oldest  run a part of them with the oldest versions of dependencies that are allowed"
 	@echo "make test-wheel   build the wheel, and run it with the oldest and the newest jax"
 	@echo "make test-aot compile kernels for a GPU that is not there, and read what the compiler reports"
+	@echo "make test-cuda12  compile kernels with jax's plugin for CUDA 12"
 	@echo "make test-sanitized  the kernels in C++ under ASan, UBSan and TSan"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff rewrite what it can"
+	@echo "make docs     build the site into build/site, and check its links"
+	@echo "make docs-serve  show the site on this machine, rebuilt when a page changes"
 	@echo "make bench    time one layer against the machine's own limits"
 	@echo "make clean    remove what was built; 'rm -r $(VENV)' removes the environment"
 
@@ -37,7 +42,7 @@ demo: $(VENV)/installed-hf$(extra)
 	$(bin)/jmx generate $(or $(ARGS),examples/gpt_oss_tiny "Licensed under the Apache License")
 
 test: $(VENV)/installed-test$(extra)
-	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn)
+	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn --durations 20)
 
 test-all: $(VENV)/installed-test$(extra)
 	$(bin)/python -m pytest -n auto --dist loadfile $(ARGS)
@@ -46,7 +51,13 @@ test-all: $(VENV)/installed-test$(extra)
 # Its tests use no kernel in C++, so none is compiled: --editable would put it where that of $(VENV) may be in use.
 aot := VENV=$(VENV)-aot EXTRA=aot BUILD=--config-settings=wheel.cmake=false
 test-aot:
-	@PYTEST_ADDOPTS='-m "aot and not slow"' $(MAKE) --no-print-directory test-all $(aot) $(if $(ARGS),,ARGS="$$(grep -l mark.aot tests/test_*.py | tr '\n' ' ')")
+	@PYTEST_ADDOPTS='-m "aot and not slow"' $(MAKE) --no-print-directory test-all $(aot) $(if $(ARGS),,ARGS="--drawn $$(grep -l mark.aot tests/test_*.py | tr '\n' ' ')")
+
+# Likewise with the `cuda12` extra, whose plugin and that of CUDA 13 exclude each other: 3 GB, and some minutes.
+cuda12 := $(VENV)-cuda12
+test-cuda12: $(VENV)/installed-test$(extra)
+	@$(MAKE) --no-print-directory $(cuda12)/installed-test-cuda12 VENV=$(cuda12) EXTRA= BUILD=--config-settings=wheel.cmake=false
+	JMX_CUDA12=$(cuda12) $(bin)/python -m pytest -m slow $(or $(ARGS),tests/test_aot_cuda12.py)
 
 # What dependencies decide: arrays, modules, checkpoints, tables in a terminal. The kernels in C++ are those of $(VENV).
 oldest := $(VENV)-oldest
@@ -55,22 +66,22 @@ oldest_tests := $(patsubst %,tests/test_%.py,formats ffi library cutlass_handler
 test-oldest: $(VENV)/installed $(oldest)/installed-oldest
 	$(oldest)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn $(oldest_tests))
 
-# The wheel beside the oldest and the newest jax, whose environments have all else that it needs. CUTLASS names a library
-# that `jmx build cutlass` compiled, whose handlers are then registered, too.
+# The wheel beside the oldest and the newest jax, whose environments have all else that it needs, and no compiler in PATH.
+# CUTLASS names a library that `jmx build cutlass` compiled, whose handlers are then registered, too.
 wheel := build/wheel
 test-wheel: $(VENV)/installed-test$(extra) $(oldest)/installed-oldest
 	rm -rf $(wheel)
 	$(bin)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(wheel) .
-	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(wheel)/installed $(wheel)/*.whl
+	$(bin)/python $(pip_install) --no-deps --target $(wheel)/installed $(wheel)/*.whl
 	for bin in $(oldest)/bin $(bin); do \
-	    JAX_PLATFORMS=cpu PYTHONPATH=$(wheel)/installed $$bin/python tests/wheel.py $(wheel)/installed $(CUTLASS) || exit; \
+	    PATH=$$bin JAX_PLATFORMS=cpu PYTHONPATH=$(wheel)/installed $$bin/python tests/wheel.py $(wheel)/installed $(CUTLASS) || exit; \
 	done
 
 $(oldest)/installed-oldest: pyproject.toml tests/oldest.py | $(bin)/python
 	@echo "installing the oldest versions into $(oldest)"
 	@$(bin)/python -m venv $(oldest)
 	@$(bin)/python tests/oldest.py > $(oldest)/requirements.txt
-	@$(oldest)/bin/python -m pip install --quiet --disable-pip-version-check -r $(oldest)/requirements.txt
+	@$(oldest)/bin/python $(pip_install) -r $(oldest)/requirements.txt
 	@touch $@
 
 # The tests of the kernels in C++, on kernels built to find reads and writes out of bounds, undefined behaviour and races.
@@ -98,6 +109,15 @@ format: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff check --fix .
 	$(bin)/ruff format .
 
+# With the stamp of `make lint`, so that both together install once. The notice is about a mkdocs that is not used here.
+mkdocs := NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs
+docs: $(VENV)/installed-dev$(extra)
+	$(mkdocs) build --quiet --clean $(ARGS)
+	@echo "open build/site/index.html"
+
+docs-serve: $(VENV)/installed-dev$(extra)
+	$(mkdocs) serve --watch jmx --watch README.md --watch benchmarks $(ARGS)
+
 bench: $(VENV)/installed-bench$(extra)
 	$(bin)/python benchmarks/layer.py $(ARGS)
 
@@ -107,16 +127,16 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -r {} +
 
 # jmx is built and installed once: that compiles what is in C++, in an environment of its own, for a minute.
-$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/cpu/src/* jmx/ffi/include/*) | $(bin)/python
+$(VENV)/installed: pyproject.toml cmake/CMakeLists.txt $(wildcard jmx/ffi/*/src/*.cc jmx/ffi/*/src/*.h jmx/ffi/include/*) | $(bin)/python
 	@$(bin)/python -m pip --version >/dev/null 2>&1 || $(bin)/python -m ensurepip >/dev/null
 	@echo "installing jmx into $(VENV)"
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check $(BUILD) --editable .
+	@$(bin)/python $(pip_install) $(BUILD) --editable .
 	@touch $@
 
 # One stamp for each set of extras; the dashes between them become pip's commas. jmx itself is there by now.
 $(VENV)/installed-%: $(VENV)/installed
-	@echo "installing jmx[$(subst -,$(comma),$*)] into $(VENV)"
-	@$(bin)/python -m pip install --quiet --disable-pip-version-check 'jmx[$(subst -,$(comma),$*)]'
+	@echo "installing jmx-moe[$(subst -,$(comma),$*)] into $(VENV)"
+	@$(bin)/python $(pip_install) 'jmx-moe[$(subst -,$(comma),$*)]'
 	@touch $@
 
 # A name can exist and not run (a pyenv shim of a version that is not selected), so each candidate is tried.

@@ -1,8 +1,13 @@
-"""A Flax model's float MoE, written the usual way: every expert computes every token. The README replaces it."""
+"""A Flax model's float MoE, in which every expert computes every token, replaced by a quantized one of jmx."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+import jmx
+import jmx.nnx
 
 
 class DenseMoE(nnx.Module):
@@ -30,8 +35,35 @@ class Block(nnx.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, *, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(hidden_size, rngs=rngs)
-        self.moe = DenseMoE(hidden_size, intermediate_size, num_experts, top_k, rngs=rngs)
+        self.moe: Any = DenseMoE(hidden_size, intermediate_size, num_experts, top_k, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x (T, H) -> (T, H)."""
         return x + self.moe(self.norm(x))
+
+
+def quantized(moe: DenseMoE, format: str) -> jmx.nnx.MoE:
+    """The layer of jmx with a dense MoE's router, and its experts rounded to a format of weights."""
+    gate_up, down = moe.gate_up[...].mT, moe.down[...].mT
+    experts = jmx.Experts.quantize(gate_up, down, gate_up_order="concatenated", format=format)
+    num_experts, intermediate_size, hidden_size = moe.down.shape
+    sizes = hidden_size, intermediate_size, num_experts, moe.top_k
+    layer = jmx.nnx.MoE(*sizes, activation="silu_and_mul", format=format, experts=experts, rngs=nnx.Rngs(0))
+    layer.router.kernel.set_value(moe.router.kernel[...])
+    return layer
+
+
+def size(layer: nnx.Module) -> int:
+    """Bytes of a layer's arrays."""
+    return sum(array.nbytes for array in jax.tree.leaves(nnx.state(layer)) if hasattr(array, "nbytes"))
+
+
+if __name__ == "__main__":
+    block = Block(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (16, 256))
+    dense = block(x)
+    for format in ("mxfp4", "nvfp4", "int8_channel"):
+        changed = nnx.clone(block)
+        changed.moe = quantized(block.moe, format)
+        error = jnp.linalg.norm(nnx.jit(lambda block, x: block(x))(changed, x) - dense) / jnp.linalg.norm(dense)
+        print(f"{format}: {error:.1%} from the dense block, {size(changed.moe):,} bytes instead of {size(block.moe):,}")

@@ -1,4 +1,4 @@
-"""Experts divided over the devices of a mesh, and tokens too: each device computes what its own experts add.
+"""A Flax module divided over the devices of a mesh, its experts' load balanced, and its weights gathered at each call.
 
 On a machine without GPUs: `JAX_NUM_CPU_DEVICES=4 python examples/several_gpus.py`.
 """
@@ -6,29 +6,57 @@ On a machine without GPUs: `JAX_NUM_CPU_DEVICES=4 python examples/several_gpus.p
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from flax import nnx
+from jax.sharding import AxisType
 
 import jmx
+import jmx.nnx
+from jmx.parallel import rebalance
 
-mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(AxisType.Auto,))
-by_device = NamedSharding(mesh, PartitionSpec("ep"))
-experts = jmx.Experts.random(jax.random.key(0), 8 * jax.device_count(), 128, 64, gate_up_order="interleaved")
-x = jax.random.normal(jax.random.key(1), (16 * jax.device_count(), 128))
-logits = jax.random.normal(jax.random.key(2), (x.shape[0], experts.num_experts))
+HIDDEN, INTERMEDIATE, TOP_K = 128, 64, 2
+devices = jax.device_count()
+shards = 2 if devices % 2 == 0 else 1  # of each expert
+mesh = jax.make_mesh((devices // shards, shards), ("ep", "tp"), axis_types=(AxisType.Auto,) * 2)
+experts = jmx.Experts.random(
+    jax.random.key(0), 8 * devices, HIDDEN, INTERMEDIATE, gate_up_order="interleaved", bias_dtype=jnp.float32
+)
+x = jax.random.normal(jax.random.key(1), (16 * devices, HIDDEN))
 
 
-def layer(x: jax.Array, logits: jax.Array, experts: jmx.Experts, split: jmx.Split | None = None) -> jax.Array:
-    """x (T, H), logits (T, E) -> (T, H)."""
-    return jmx.moe(x, jmx.Logits(logits, jmx.TopKSoftmax(2)), experts, activation="swiglu", split=split)
+def layer(axes: dict | None = None, spare_experts: int = 0) -> jmx.nnx.MoE:
+    """A layer of these experts, on the mesh in scope if it has axes of it."""
+    options = {"gate_up_order": "interleaved", "bias": True, "param_dtype": jnp.float32, "experts": experts}
+    sizes = (HIDDEN, INTERMEDIATE, experts.num_experts, TOP_K)
+    return jmx.nnx.MoE(*sizes, **options, axes=axes, spare_experts=spare_experts, rngs=nnx.Rngs(0))
 
 
 @jax.jit
-def divided(x: jax.Array, logits: jax.Array, experts: jmx.Experts) -> jax.Array:
-    """The layer, of which each device has some of the experts and some of the tokens."""
-    return layer(x, logits, experts, jmx.Split(expert="ep", tokens="ep", mesh=mesh))
+def step(layer: jmx.nnx.MoE, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The layer's results (T, H), and the tokens of each expert (E,), of all devices."""
+    routing = layer.route(x)
+    return layer(x, routing), layer.token_counts(routing)
 
 
-out = divided(*jax.device_put((x, logits, experts), by_device))
-error = jnp.max(jnp.abs(np.asarray(out) - layer(x, logits, experts)))
-print(f"{jax.device_count()} devices, output {out.shape} as {out.sharding.spec}")
-print(f"largest difference from one device: {error:.1e}")
+def difference(y: jax.Array) -> str:
+    return f"largest difference from one device: {np.abs(np.asarray(y) - alone).max():.1e}"
+
+
+alone = np.asarray(step(layer(), x)[0])
+with jax.set_mesh(mesh):
+    # Experts over "ep", a half of each over "tp", tokens over both; and a slot a device for copies.
+    divided = layer({"expert": "ep", "intermediate": "tp", "token": ("ep", "tp")}, spare_experts=devices)
+    y, counts = step(divided, x)
+    print(f"{devices} devices, output {y.shape} as {y.sharding.spec}")
+    print(jmx.explain(divided, x))
+    print(difference(y))
+
+    rebalance(divided, counts)  # moves weights; nothing is compiled again
+    y, _ = step(divided, x)
+    print(f"copies of experts: {divided.placement().copies.tolist()}")
+    print(f"balanced, {difference(y)}")
+
+    # Weights divided over all devices, and gathered at each call.
+    gathered = layer({"hidden": ("ep", "tp"), "token": ("ep", "tp")})
+    y, _ = step(gathered, x)
+    print(str(jmx.explain(gathered, x)))
+    print(f"gathered, {difference(y)}")

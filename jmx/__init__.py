@@ -5,12 +5,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jmx._version import __version__
-from jmx.activations import ACTIVATIONS, GELU, Activation, GELUAndMul, ReLU, ReLU2, SiLU, SiLUAndMul, SwiGLU
+from jmx.activations import (
+    ACTIVATIONS,
+    GELU,
+    Activation,
+    GELUAndMul,
+    ReLU,
+    ReLU2,
+    SiLU,
+    SiLUAndMul,
+    SwiGLU,
+    SwiGLUStep,
+)
 from jmx.backends import register_backend
 from jmx.experts import Experts, ShardedExperts
 from jmx.explain import Explanation, explain
 from jmx.grouping import Groups, group
-from jmx.layer import moe
+from jmx.layer import batched_moe, moe
 from jmx.numerics.formats import (
     FORMATS,
     MXFP4,
@@ -20,11 +31,10 @@ from jmx.numerics.formats import (
     Format,
     from_offset_binary,
     pack,
-    pad,
     unpack,
-    unpad,
 )
 from jmx.numerics.quantization import dequantize, quantize
+from jmx.numerics.resizing import pad, unpad
 from jmx.parallel.split import Split
 from jmx.routing import (
     NOWHERE,
@@ -35,6 +45,7 @@ from jmx.routing import (
     Routing,
     SigmoidTopK,
     SoftmaxTopK,
+    SqrtSoftplusTopK,
     TopKSoftmax,
     route,
     token_counts,
@@ -81,9 +92,12 @@ __all__ = [
     "SigmoidTopK",
     "SoftmaxTopK",
     "Split",
+    "SqrtSoftplusTopK",
     "SwiGLU",
+    "SwiGLUStep",
     "TopKSoftmax",
     "__version__",
+    "batched_moe",
     "checkpoint",
     "dequantize",
     "explain",

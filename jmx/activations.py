@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jmx.numerics.gate_up import split_gate_up
 from jmx.util.checks import check_bool, check_finite, check_named
-from jmx.util.typing import Array, Float, Shaped
-
-GATE_UP_ORDERS = ("interleaved", "concatenated")
+from jmx.util.typing import Array, Float
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,31 @@ class SwiGLU(Activation):
             gate = jnp.minimum(gate, self.limit)
             up = jnp.clip(up, -self.limit, self.limit)
         return (up + self.beta) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclass(frozen=True)
+class SwiGLUStep(Activation):
+    """min(gate * sigmoid(gate), limit) * clip(up, -limit, limit): the gate is clamped after the sigmoid, not before it.
+
+    Step-3.5 has limit 7.0 in some of its layers (vLLM's `SwigluStepAndMul`).
+
+    Args:
+        limit: positive and finite.
+
+    Raises:
+        ValueError, TypeError: a limit outside its range, or not a number.
+    """
+
+    limit: float
+    gated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", check_finite("limit", self.limit))
+        if self.limit <= 0:
+            raise ValueError(f"`limit` (={self.limit}) must be positive")
+
+    def __call__(self, gate: Float[Any, "*shape"], up: Float[Any, "*shape"] | float) -> Float[Array, "*shape"]:
+        return jnp.minimum(jax.nn.silu(gate), self.limit) * jnp.clip(up, -self.limit, self.limit)
 
 
 @dataclass(frozen=True)
@@ -155,57 +179,15 @@ def get(activation: Activation | str) -> Activation:
     return check_named("activation", activation, Activation, ACTIVATIONS)
 
 
-def split_gate_up(
-    h: Shaped[Any, "*lead N"], order: str | None
-) -> tuple[Shaped[Any, "*lead I"], Shaped[Any, "*lead I"]]:
-    """Splits `h` (..., 2I) into gate and up, (..., I) each.
-
-    Args:
-        h: outputs of a gate-up matrix.
-        order: "interleaved" (gate 0, up 0, gate 1, ...: gpt-oss) or "concatenated" (all of gate, then all of up).
-
-    Raises:
-        ValueError: an odd last axis or an unknown order.
-    """
-    _check_order(order)
-    if h.shape[-1] % 2:
-        raise ValueError(f"`h` (shape {h.shape}) must have an even last axis to hold gate and up")
-    if order == "interleaved":
-        return h[..., 0::2], h[..., 1::2]
-    half = h.shape[-1] // 2
-    return h[..., :half], h[..., half:]
-
-
-def join_gate_up(
-    gate: Shaped[Any, "*lead I"], up: Shaped[Any, "*lead I"], order: str | None
-) -> Shaped[Array, "*lead N"]:
-    """Joins gate and up (..., I) into (..., 2I): the inverse of `split_gate_up`.
-
-    Raises:
-        ValueError: shapes that differ or an unknown order.
-    """
-    _check_order(order)
-    if gate.shape != up.shape:
-        raise ValueError(f"`up` (shape {up.shape}) must have the shape of `gate` (={gate.shape})")
-    if order == "interleaved":
-        return jnp.stack([gate, up], axis=-1).reshape(*gate.shape[:-1], 2 * gate.shape[-1])
-    return jnp.concatenate([gate, up], axis=-1)
-
-
 def apply(activation: Activation, h: Float[Any, "*lead N"], order: str | None) -> Float[Array, "*lead I"]:
     """Applies `activation` to the outputs of an expert's first matrix.
 
     Args:
         activation: gated or not.
         h: (..., 2I) for gated activations, (..., I) for others.
-        order: the order of gate and up in `h`, one of `GATE_UP_ORDERS`; ignored if there is no gate.
+        order: the order of gate and up in `h`, one of `gate_up.GATE_UP_ORDERS`; ignored if there is no gate.
 
     Returns:
         (..., I), in the dtype of `h`.
     """
     return activation(*split_gate_up(h, order)) if activation.gated else activation(h)
-
-
-def _check_order(order: str | None) -> None:
-    if order not in GATE_UP_ORDERS:
-        raise ValueError(f"`order` (={order!r}) must be one of {GATE_UP_ORDERS}")

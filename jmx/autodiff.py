@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
 from jmx.experts import Experts
+from jmx.guard import guarded
 from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Shaped
@@ -112,7 +113,8 @@ def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[
 
     @custom_vmap
     def call(x: Float[Array, "T H"], routing: Routing, experts: Experts, *more: Shaped[Array, "T ..."]) -> Any:
-        return meshes.unchecked(function)(x, routing, experts, *more)
+        whole = experts.with_arrays(guarded(experts.arrays()))
+        return meshes.unchecked(function)(x, routing, whole, *more)
 
     @call.def_vmap
     def rule(axis_size: int, in_batched: Any, *arguments: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from jmx.ffi.cutlass.layout import LAYOUT as CUTLASS
 from jmx.numerics import layouts as known_layouts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.numerics.layouts import Layout
-from jmx.pallas.mosaic_sm90.backend import MosaicSm90
+from jmx.pallas.mosaic_sm90.backend import MosaicSm90, takes_inputs
 from jmx.pallas.mosaic_sm90.layout import LAYOUT as MOSAIC_SM90
 from jmx.pallas.mosaic_sm90_fp8.backend import INPUTS, MosaicSm90Fp8
 from jmx.pallas.mosaic_sm90_fp8.layout import LAYOUT as MOSAIC_SM90_FP8
@@ -25,15 +25,15 @@ from jmx.selection.registry import GROUP, Registry
 from jmx.util.checks import check_one_of
 from jmx.xla.backend import Xla
 
-# `xla` runs everything, so backends after it run on request only: `mosaic` is faster than `cutlass` on the same GPUs.
-REGISTRY = Registry((MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Xla(), Cutlass()), GROUP)
+# `xla` runs everything, so backends after it would run on request only.
+REGISTRY = Registry((MosaicSm90(), MosaicSm90Fp8(), Cpu(), Triton(), Cutlass(), Xla()), GROUP)
 
 known_layouts.register(MOSAIC_SM90)
 known_layouts.register(MOSAIC_SM90_FP8)
 known_layouts.register(CUTLASS)
 # No backend reads these yet: see docs/blackwell.md.
-known_layouts.register(blackwell_layouts.CUTLASS_LAYOUT)
-known_layouts.register(blackwell_layouts.TRTLLM_LAYOUT)
+for layout in blackwell_layouts.LAYOUTS:
+    known_layouts.register(layout)
 
 
 def registered_backends() -> tuple[Backend, ...]:
@@ -87,10 +87,10 @@ def resolve_layout(
     registered_backends()  # and so their layouts
     if check_one_of("layout", layout, ("auto", *sorted(known_layouts.LAYOUTS))) == "auto":
         if environment.compute_capability == (9, 0):
-            if input_format is None and MOSAIC_SM90.holds(format):
-                return MOSAIC_SM90.name
             if input_format in INPUTS and MOSAIC_SM90_FP8.holds(format):
                 return MOSAIC_SM90_FP8.name
+            if takes_inputs(format, input_format) and MOSAIC_SM90.holds(format):
+                return MOSAIC_SM90.name
         # Bytes rather than float4: in a loop XLA's CPU compiler widens whole float4 arrays, and its GPU compiler fuses
         # a gather of bytes into its consumer, but not one of float4.
         return "packed"

@@ -2,8 +2,10 @@
 
 import dataclasses
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console, Group
@@ -12,28 +14,42 @@ from rich.text import Text
 from jmx import activations
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.experts import Experts
+from jmx.experts import Experts, ShardedExperts
 from jmx.layer import check_arguments, slots_of
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.parallel import over_mesh
+from jmx.parallel.division import Division
+from jmx.parallel.experts_form import AnyExperts, one_device
+from jmx.parallel.placed_experts import PlacedExperts
+from jmx.parallel.placement import slots_needed
+from jmx.parallel.split import Split
 from jmx.routing import Logits, Routing
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Problem
+from jmx.selection.problem import Problem, weight_bytes, weight_shapes
 from jmx.selection.select import NoBackendError, check_backend, requested, select
 from jmx.selection.tuning import Choice, Tunable
-from jmx.util.checks import check_bool, is_array, shown
+from jmx.util import html
+from jmx.util.checks import check_bool, check_instance, is_array, shown
 from jmx.util.tables import FoldingTable, decimal, words
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A device's peak rates: memory bandwidth in bytes/s, dense products in flop/s (in `PEAKS`, of bfloat16)."""
+    """A device's peak rates: memory bandwidth in bytes/s, dense products in flop/s (in `PEAKS`, of bfloat16).
+
+    `links`: bytes/s that a device sends to the others of its host; None: not known.
+    """
 
     bandwidth: float
     flops: float
+    links: float | None = None
 
+
+# What an all-gather by NCCL sends over NVLink 4, measured on two H200s (its data sheet: 450e9 each way).
+_NVLINK_4 = 245e9
 
 # NVIDIA's data sheets, dense rates, by device kind: other parts of a family (PCIe, NVL) have other rates. Measured
 # rates are lower: see `jmx bench`.
@@ -41,8 +57,8 @@ PEAKS = {
     "NVIDIA A100-SXM4-80GB": Peak(2.039e12, 312e12),
     "NVIDIA L4": Peak(0.3e12, 121e12),
     "NVIDIA L40S": Peak(0.864e12, 362e12),
-    "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12),
-    "NVIDIA H200": Peak(4.8e12, 989e12),
+    "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12, _NVLINK_4),
+    "NVIDIA H200": Peak(4.8e12, 989e12, _NVLINK_4),
     "NVIDIA B100": Peak(8.0e12, 1750e12),
     "NVIDIA B200": Peak(8.0e12, 2250e12),
     "NVIDIA GB200": Peak(8.0e12, 2500e12),
@@ -76,22 +92,11 @@ def times_bfloat16(problem: Problem, environment: Environment) -> int:
     return 1
 
 
-def weight_shapes(problem: Problem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Logical shapes of one expert's two weights."""
-    rows = problem.intermediate_size * (1 if problem.gate_up_order is None else 2)
-    return (rows, problem.hidden_size), (problem.hidden_size, problem.intermediate_size)
-
-
 def active_experts(problem: Problem) -> float:
     """The expected number of experts in use under uniform random routing: E (1 - (1 - k/E)^T)."""
     assert problem.num_tokens is not None
     unused = max(0.0, 1 - problem.top_k / problem.num_experts) ** problem.num_tokens
     return problem.num_experts * (1 - unused)
-
-
-def weight_bytes(problem: Problem, experts: float) -> float:
-    """Bytes of the values and scales of `experts` experts."""
-    return experts * sum(formats.FORMATS[problem.format].bytes(shape) for shape in weight_shapes(problem))
 
 
 def flops(problem: Problem) -> float:
@@ -105,21 +110,27 @@ _SURELY = 1e-3  # if fewer experts are expected to be unused, all are reported a
 
 @dataclass(frozen=True)
 class Floor:
-    """The minimum time of a problem on a device: `us` microseconds, `bound` by "memory" or by "compute"."""
+    """The minimum time of a problem on a device: `us` microseconds, `bound` by "memory", "compute" or "links"."""
 
     us: float
     bound: str
     peak: Peak
 
     @classmethod
-    def of(cls, moved: float, operations: float, peak: Peak) -> "Floor":
-        """The floor of a number of bytes and flops: max(bytes / bandwidth, flops / rate)."""
-        memory, compute = 1e6 * moved / peak.bandwidth, 1e6 * operations / peak.flops
-        return cls(max(memory, compute), "memory" if memory >= compute else "compute", peak)
+    def of(cls, moved: float, operations: float, peak: Peak, sent: float = 0) -> "Floor":
+        """The floor of a number of bytes, flops, and bytes sent to other devices: the longest of their times."""
+        times = {"memory": 1e6 * moved / peak.bandwidth, "compute": 1e6 * operations / peak.flops}
+        if sent:
+            assert peak.links is not None
+            times["links"] = 1e6 * sent / peak.links
+        bound = max(times, key=lambda name: times[name])
+        return cls(times[bound], bound, peak)
 
     def __str__(self) -> str:
-        limits = {"memory": _scaled(self.peak.bandwidth, "B/s"), "compute": _scaled(self.peak.flops, "FLOP/s")}
-        return f"floor {decimal(self.us)} us ({self.bound}, {limits[self.bound]} by data sheet)"
+        sheet = {"memory": _scaled(self.peak.bandwidth, "B/s"), "compute": _scaled(self.peak.flops, "FLOP/s")}
+        limits = {bound: f"{rate} by data sheet" for bound, rate in sheet.items()}
+        limits["links"] = f"{_scaled(self.peak.links or 0, 'B/s')} measured with NCCL"
+        return f"floor {decimal(self.us)} us ({self.bound}, {limits[self.bound]})"
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,8 @@ class Explanation:
         inputs_declared: whether the input format is the one that the experts declare, not one that the caller named.
         request: name of the requested backend, or None.
         all: whether the printed table lists backends of other platforms, too.
+        division: how a mesh divides the call, or None. The backend is then that of a device's part, `division.local`,
+            and experts, bytes, flops and floor are those of one device, with all tokens evenly routed.
     """
 
     problem: Problem
@@ -154,6 +167,7 @@ class Explanation:
     inputs_declared: bool = False
     request: str | None = None
     all: bool = False
+    division: Division | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -173,7 +187,8 @@ class Explanation:
         }
         head = {"problem": problem, "inputs_declared": self.inputs_declared}
         head |= {"device": self.environment.device_kind, "backends": backends}
-        return head | {"configuration": configuration} | rest | floor
+        divided = {} if self.division is None else {"division": self.division.as_dict()}
+        return head | {"configuration": configuration} | rest | floor | divided
 
     def __rich__(self) -> Group:
         table = FoldingTable(words("backend", "", "why"))
@@ -189,6 +204,8 @@ class Explanation:
             else:
                 table.add_row(name, "can", summary)
         lines = [Text(f"{self.problem} on {self.environment.device_kind}", "bold"), table]
+        if self.division is not None:
+            lines += self.division.lines()
         if elsewhere:
             lines.append(Text(f"not on this platform: {', '.join(elsewhere)} (--all, or all=True, lists them)"))
         if self.problem.input_format is not None:  # else the first line says their dtype
@@ -202,15 +219,26 @@ class Explanation:
     def _costs(self) -> str:
         if self.bytes is None or self.flops is None or self.active_experts is None:
             return "bytes, flops and floor depend on the token count"
-        p = self.problem
+        p, its = self.problem, self.division
         used = f"{self.active_experts:.1f}".removesuffix(".0")
-        if p.num_tokens not in (0, 1) and p.num_experts - self.active_experts > _SURELY:
+        here = p.num_experts if its is None else its.local.num_experts
+        if (p.num_tokens not in (0, 1) or its is not None) and here - self.active_experts > _SURELY:
             used = f"about {used}"
         floor = f"floor not known for {self.environment.device_kind}" if self.floor is None else str(self.floor)
+        sent = ""
+        if its is not None:
+            before, after = (_scaled(count, "B") for count in (its.bytes_before, its.bytes_after))
+            sent = f"{before} sent before the experts and {after} after them, "
+            if self.floor is None and self.environment.device_kind in PEAKS:
+                floor = f"floor not known: no figure for the links of {self.environment.device_kind}"
         return (
-            f"{used} of {p.num_experts} experts used, {_scaled(self.bytes, 'B')} moved, "
-            f"{_scaled(self.flops, 'FLOP')}: {floor}"
+            f"{'' if its is None else 'each device: '}{used} of {here} experts used, "
+            f"{_scaled(self.bytes, 'B')} moved, {_scaled(self.flops, 'FLOP')}, {sent}".removesuffix(", ")
+            + f": {floor}"
         )
+
+    def _repr_html_(self) -> str:
+        return html.render(self.__rich__())
 
     def __str__(self) -> str:
         console = Console(width=120, no_color=True, highlight=False, force_terminal=False)
@@ -226,11 +254,12 @@ def explain_problem(
     *,
     inputs_declared: bool = False,
     all: bool = False,
+    division: Division | None = None,
 ) -> Explanation:
     """The explanation of a problem on a machine, by default this one; no arrays are needed.
 
     `backend` is a request, like that of a layer. If it cannot run, nothing is raised: `error` has the message.
-    `inputs_declared` and `all`: see `Explanation`.
+    `inputs_declared`, `all` and `division`: see `Explanation`.
 
     Raises:
         ValueError: no backend is called `backend`.
@@ -239,10 +268,11 @@ def explain_problem(
     environment = environment if environment is not None else Environment.probe()
     chosen = configuration = error = None
     try:
-        selection = select(problem, environment, backend, registered_backends())
+        of_a_device = problem if division is None else division.local
+        selection = select(of_a_device, environment, backend, registered_backends())
         chosen, answers = selection.backend.name, dict(selection.trail)
         if isinstance(selection.backend, Tunable):
-            configuration = tuning.config(selection.backend, problem, environment)
+            configuration = tuning.config(selection.backend, of_a_device, environment)
     except NoBackendError as e:
         error, answers = str(e), dict(e.trail)
     trail = tuple((b.name, b.summary, answers[b.name]) for b in registered_backends())
@@ -253,24 +283,31 @@ def explain_problem(
         configuration,
         trail,
         error,
-        *_costs(problem, environment),
+        *_costs(problem, environment, division),
         inputs_declared,
         requested(backend),
         all,
+        division,
     )
 
 
-def _costs(problem: Problem, environment: Environment) -> tuple[Any, Any, Any, Floor | None]:
-    """Active experts, bytes, flops and the floor; None for a symbolic token count."""
+def _costs(problem: Problem, environment: Environment, division: Division | None) -> tuple[Any, Any, Any, Floor | None]:
+    """Active experts, bytes, flops and the floor, of one device; None for a symbolic token count."""
     if problem.num_tokens is None:
         return None, None, None, None
-    active, operations = active_experts(problem), flops(problem)
+    sent, devices = 0, 1
+    if division is not None:  # tokens and sizes of a device, and the experts of all, among which tokens choose
+        problem = dataclasses.replace(division.local, num_experts=division.local.num_experts * division.expert_devices)
+        sent, devices = division.bytes_before + division.bytes_after, division.expert_devices
+    assert problem.num_tokens is not None
+    active, operations = active_experts(problem) / devices, flops(problem) / devices
     activations = problem.num_tokens * problem.hidden_size * jnp.dtype(problem.dtype).itemsize
     moved = weight_bytes(problem, active) + 2 * activations
     peak = PEAKS.get(environment.device_kind)
-    if peak is not None:
-        peak = Peak(peak.bandwidth, peak.flops * times_bfloat16(problem, environment))
-    return active, moved, operations, None if peak is None else Floor.of(moved, operations, peak)
+    if peak is None or (sent and peak.links is None):
+        return active, moved, operations, None
+    peak = dataclasses.replace(peak, flops=peak.flops * times_bfloat16(problem, environment))
+    return active, moved, operations, Floor.of(moved, operations, peak, sent)
 
 
 def explain(
@@ -282,6 +319,7 @@ def explain(
     weights_on: str | None = None,
     input_format: str | None = None,
     all: bool = False,
+    split: Split | None = None,
 ) -> Explanation:
     """Which backend runs a layer, why the others do not, and the minimum cost of the call.
 
@@ -297,6 +335,8 @@ def explain(
         backend: requested instead of that of the layer. If it cannot run, the explanation's `error` has the message.
         activation, weights_on, input_format: for the second form only, as in `jmx.moe`.
         all: whether the printed table has a row for each backend of other platforms, instead of one line for all.
+        split: how mesh axes divide the call, as in `jmx.moe`. The explanation then is that of one device, and has the
+            exchange too. The mesh may be a `jax.sharding.AbstractMesh`.
 
     Raises:
         TypeError, ValueError: `device` or `backend` has no such name, a call would reject these arguments, or the
@@ -304,6 +344,7 @@ def explain(
     """
     environment = None if device is None else Environment.named(device)
     check_bool("all", all)
+    check_instance("split", split, Split | None, "a jmx.Split, or None")
     check_backend(backend, registered_backends())
     of_moe = {"activation": activation, "weights_on": weights_on, "input_format": input_format}
     of_moe = {name: value for name, value in of_moe.items() if value is not None}
@@ -313,7 +354,7 @@ def explain(
             raise TypeError(
                 "`activation` (=None) must be given with `x`, `routing` and `experts`, as `jmx.moe` takes it"
             )
-        found = _explain_arrays(subject, *arguments, environment=environment, backend=backend, **of_moe)
+        found = _explain_arrays(subject, *arguments, environment=environment, backend=backend, split=split, **of_moe)
         return dataclasses.replace(found, all=all)
     is_problem = isinstance(subject, Problem)
     if not is_problem and not (hasattr(subject, "problem") and not isinstance(subject, type)):
@@ -325,8 +366,8 @@ def explain(
         raise TypeError(f"`{name}` (={value!r}) must be left out for a {type(subject).__name__}, which has its own")
     _check_form(f"a {type(subject).__name__}", arguments, () if is_problem else ("x",))
     if is_problem:
-        return explain_problem(subject, environment, backend, all=all)
-    found = _explain_layer(subject, *arguments, environment=environment, backend=backend)
+        return explain_problem(subject, environment, backend, all=all, division=_division(subject, split))
+    found = _explain_layer(subject, *arguments, environment=environment, backend=backend, split=split)
     return dataclasses.replace(found, all=all)
 
 
@@ -336,30 +377,61 @@ def _check_form(subject: str, arguments: tuple[Any, ...], names: tuple[str, ...]
         raise TypeError(f"`arguments` ({len(arguments)} of them) must be {wanted} after {subject}")
 
 
-def _explain_layer(layer: Any, x: Any, *, environment: Environment | None, backend: str | None) -> Explanation:
+def _explain_layer(
+    layer: Any, x: Any, *, environment: Environment | None, backend: str | None, split: Split | None
+) -> Explanation:
     backend = backend if backend is not None else getattr(layer, "backend", None)
-    problem = layer.problem(x)
+    if split is None and hasattr(layer, "split_of"):
+        split = layer.split_of(x)
+    problem, spare = layer.problem(x), getattr(layer, "spare_experts", 0)
     declared = problem.input_format is not None and getattr(layer, "input_format", "not known") is None
-    return explain_problem(problem, environment or Environment.probe(x, layer), backend, inputs_declared=declared)
+    division = _division(problem, split, x, spare=spare)
+    environment = environment or Environment.probe(x, layer)
+    return explain_problem(problem, environment, backend, inputs_declared=declared, division=division)
 
 
 def _explain_arrays(
     x: Any,
     routing: Routing | Logits,
-    experts: Experts,
+    experts: AnyExperts,
     *,
     environment: Environment | None,
     activation: Activation | str,
     weights_on: str = "output",
     input_format: str | None = None,
     backend: str | None = None,
+    split: Split | None = None,
 ) -> Explanation:
-    activation = activations.get(activation)
-    check_arguments(x, routing, experts, activation, weights_on)
-    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format)
+    activation, slots = activations.get(activation), None
+    check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
+    one = one_device(experts)
+    number = over_mesh.total_experts(split or Split(), experts)
+    check_arguments(x, routing, one, activation, weights_on, number)
+    if split is None and isinstance(experts, Experts):
+        split = over_mesh.split_of_types(x.ndim - 1, {"x": x}, experts.arrays())
+    problem = Problem.of(x, slots_of(routing), one, activation, weights_on, input_format)
+    if isinstance(experts, ShardedExperts):
+        problem = dataclasses.replace(problem, intermediate_size=experts.intermediate_size)
+    if isinstance(experts, PlacedExperts):
+        problem, slots = dataclasses.replace(problem, num_experts=number), problem.num_experts
+        if isinstance(experts.experts, ShardedExperts):
+            problem = dataclasses.replace(problem, intermediate_size=experts.experts.intermediate_size)
     declared = problem.input_format is not None and input_format is None
     environment = environment or Environment.probe(x, routing, experts)
-    return explain_problem(problem, environment, backend, inputs_declared=declared)
+    division = _division(problem, split, x, *jax.tree.leaves(experts), slots=slots)
+    return explain_problem(problem, environment, backend, inputs_declared=declared, division=division)
+
+
+def _division(
+    problem: Problem, split: Split | None, *arrays: Any, slots: int | None = None, spare: int = 0
+) -> Division | None:
+    """How a split divides a problem, over its mesh, the one in scope, or that of arrays."""
+    if split is None:
+        return None
+    sizes = split.mesh_of(arrays).shape
+    if spare:
+        slots = slots_needed(problem.num_experts, prod(sizes[name] for name in split.names("expert")), spare)
+    return Division.of(problem, split, sizes, slots)
 
 
 def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:

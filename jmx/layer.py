@@ -7,22 +7,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
+from jmx.guard import check_not_divided
 from jmx.parallel import over_mesh
-from jmx.parallel.over_mesh import AnyExperts
+from jmx.parallel.experts_form import AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.environment import Environment
-from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, with_tokens
+from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_instance, check_one_of, is_array
-from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
+from jmx.util.typing import AnyArray, Array, Bool, Float, Integer, Shaped
+from jmx.xla.backend import NAME as XLA
 
 
 def moe(
@@ -37,7 +41,7 @@ def moe(
     backend: str | None = None,
     split: Split | None = None,
 ) -> Float[Array, "*tokens H"]:
-    """y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t]), the backend chosen while tracing.
+    """`y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t])`, the backend chosen while tracing.
 
     An expert computes down(activation(gate_up(x) + gate_up_bias)) + down_bias. Expert ids outside 0..E-1 contribute
     nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, and the biases.
@@ -91,6 +95,66 @@ def moe(
     return _on_devices(x, routing, experts, mask, static, of_tokens)
 
 
+def batched_moe(
+    x: Float[AnyArray, "E M H"],
+    counts: Integer[AnyArray, " E"],
+    experts: Experts,
+    *,
+    activation: Activation | str,
+    weights: Float[AnyArray, "E M"] | None = None,
+    weights_on: str = "output",
+    input_format: str | None = None,
+    backend: str | None = None,
+) -> Float[Array, "E M H"]:
+    """y[e, i] = weights[e, i] * expert[e](x[e, i]) for i < counts[e], and 0 for the rows after those.
+
+    For tokens that were sent to the device of their expert already, in a buffer of fixed size for each of its experts,
+    as DeepEP's low-latency dispatch and vLLM's `BatchedExperts` have them. It is `moe` with one slot a row, on the same
+    backends, and differentiable as that is. Rows past the counts may hold anything, also NaN. With mesh axes, call it
+    inside `jax.shard_map`, with the experts of one device.
+
+    Args:
+        x: (E, M, H) bfloat16, float16 or float32; the rows of expert e are the first counts[e] of x[e].
+        counts: integer (E,), each 0 to M. Traced ones are not checked; above M they count as M, below 0 as 0.
+        experts: the weights of these E experts.
+        activation, weights_on, input_format, backend: as of `moe`.
+        weights: floating (E, M), routing weights of the rows; None: 1.
+
+    Returns:
+        (E, M, H) of x's dtype.
+
+    Raises:
+        ValueError, TypeError, NoBackendError: as `moe`, and for shapes, dtypes or counts that are not as above.
+    """
+    check_instance("experts", experts, Experts, "jmx.Experts")
+    check_x(x, experts.hidden_size)
+    if len(x.shape) != 3 or x.shape[0] != experts.num_experts:
+        raise ValueError(f"`x` (shape {x.shape}) must be (E, M, H) with E = {experts.num_experts} experts")
+    num_experts, rows, hidden = x.shape
+    check_array("counts", counts, jnp.integer)
+    if tuple(counts.shape) != (num_experts,):
+        raise ValueError(f"`counts` (shape {counts.shape}) must be {(num_experts,)}, one an expert")
+    if not isinstance(counts, Tracer) and not ((np.asarray(counts) >= 0) & (np.asarray(counts) <= rows)).all():
+        raise ValueError(f"`counts` (={np.asarray(counts)}) must be 0 to {rows}, the rows of an expert in `x`")
+    if weights is not None:
+        check_array("weights", weights, jnp.floating)
+        if tuple(weights.shape) != (num_experts, rows):
+            raise ValueError(f"`weights` (shape {weights.shape}) must be {(num_experts, rows)}, one a row")
+    filled = jnp.arange(rows) < jnp.asarray(counts)[:, None]
+    ids = jnp.where(filled, jnp.arange(num_experts, dtype=jnp.int32)[:, None], NOWHERE)
+    weights = jnp.ones(filled.shape, jnp.float32) if weights is None else weights
+    y = moe(
+        x.reshape(-1, hidden),
+        Routing(ids.reshape(-1, 1), weights.reshape(-1, 1)),
+        experts,
+        activation=activation,
+        weights_on=weights_on,
+        input_format=input_format,
+        backend=backend,
+    )
+    return y.reshape(x.shape)
+
+
 class _Settings(NamedTuple):
     """Static arguments of `moe`, by their names there."""
 
@@ -111,7 +175,8 @@ def _divided(
     """`moe` with experts, or their shards, on several devices; or with shards on one."""
     check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
     manual = split.is_manual()
-    one = over_mesh.one_device(experts)
+    whole = jax.eval_shape(partial(over_mesh.gathered, split), experts) if manual and split.hidden else experts
+    one = one_device(whole)
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
@@ -119,7 +184,8 @@ def _divided(
         routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
     by_token, rest = (x, _arrays(routing), mask), _with_arrays(routing, dict.fromkeys(_arrays(routing)))
     if manual or not split.all_names:
-        return _of_this_device(by_token, rest, experts, settings=settings, split=split)
+        run = partial(_of_this_device, settings=settings, split=split)
+        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, experts)
     static = over_mesh.static_of(split, x.ndim - 1, _by_token(x, routing, mask), experts)
     return _of_all_devices(by_token, rest, experts, settings, static)
 
@@ -137,9 +203,14 @@ def _of_this_device(
 ) -> Float[Array, "*tokens H"]:
     """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
     x, arrays, mask = by_token
+    experts = over_mesh.gathered(split, experts)
     routing = flat_routing(_with_arrays(rest, arrays), x.shape[:-1], mask)
     on_one = partial(moe, **settings._asdict())
-    return over_mesh.on_this_device(split, x.reshape(-1, x.shape[-1]), routing, experts, on_one).reshape(x.shape)
+    rounded = None
+    if settings.weights_on == "output":  # else it is x times a weight that is rounded
+        rounded = resolve_input_format(one_device(experts), settings.input_format)
+    flat = x.reshape(-1, x.shape[-1])
+    return over_mesh.on_this_device(split, flat, routing, experts, on_one, rounded).reshape(x.shape)
 
 
 class _Static(NamedTuple):
@@ -158,6 +229,7 @@ def _on_one_device(
     static: _Static,
 ) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
+    check_not_divided(experts.arrays())
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
     return _run(tokens, routing, experts, static).reshape(x.shape)
@@ -200,17 +272,28 @@ def _by_token(x: Any, routing: Any, mask: Any) -> dict[str, Shaped[Any, "..."]]:
 
 @partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
 def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _Static) -> Float[Array, "T H"]:
-    environment = static.environment
+    environment, problem = static.environment, static.problem
+    if experts.padded_to is not None and not experts.fits_without_padding:
+        return _run(_widened(x, experts), routing, experts.as_padded(), static)[:, : x.shape[-1]]
+    true = problem.without_padding()
 
     def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
         # Selection sees all tokens of a vmapped call, and those of one device of a split call.
-        problem = with_tokens(static.problem, x.shape[0])
-        chosen = select(problem, environment, static.backend, registered_backends()).backend
-        if problem.num_tokens == 0 or problem.top_k == 0:
+        its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
+        chosen = select(its, environment, static.backend, registered_backends()).backend
+        if its.num_tokens == 0 or its.top_k == 0:
             return jnp.zeros_like(x)
-        return chosen.apply(problem, x, routing, experts, environment)
+        if chosen.name == XLA:  # takes experts one by one, without their padding
+            return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
+        return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
-    return autodiff.differentiable(run, static.problem)(*meshes.varying_alike(x, routing, experts))
+    return autodiff.differentiable(run, true)(*meshes.varying_alike(x, routing, experts))
+
+
+def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:
+    """x with zeros for the padding of the experts' hidden size."""
+    more = experts.array_sizes[0] - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, more))) if more else x
 
 
 def flat_routing(

@@ -1,21 +1,32 @@
 """The layer as a Flax Linen module, which calls `jmx.moe`."""
 
+import dataclasses
 import itertools
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jmx import meshes
 from jmx.activations import Activation, SwiGLU
-from jmx.experts import Axes, Experts, partition_names
-from jmx.module_arguments import SIZES, Arguments, check_auto_axes
-from jmx.module_call import call, check_router_split, router_logits, router_options
+from jmx.experts import Axes, Experts
+from jmx.experts.conversion import place_like
+from jmx.module_arguments import SIZES, Arguments
+from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
 from jmx.numerics.formats import MXFP4, Format
+from jmx.parallel.experts_form import AnyExperts, Form, check_alike, form_names, inner, updated, whole_experts
+from jmx.parallel.module_axes import local_shape, mesh_of, split_of, weight_axes
+from jmx.parallel.placed_experts import PLACEMENT_ARRAYS
+from jmx.parallel.split import Split
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
-from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
+from jmx.util.checks import check_instance
+from jmx.util.typing import AnyArray, Array, Bool, Float, Int32, Shaped
 
 _numbers = itertools.count()
 
@@ -42,9 +53,10 @@ class _InitialExperts:
 class MoE(nn.Module):
     """A mixture-of-experts layer whose expert weights stay quantized.
 
-    Quantized weights are in the collection "quantized", the bias for selection in "correction": gradients with respect
-    to "params" leave both out. Biases and the router are in "params". Arguments are those of `jmx.nnx.MoE`. Other
-    weights can be put into the variables under the names of `Experts.arrays`.
+    Quantized weights are in the collection "quantized", the bias for selection in "correction", the placement of spare
+    experts in "placement": gradients with respect to "params" leave these out. Biases and the router are in "params".
+    Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the variables under the names of
+    `Experts.arrays`, or with `update`.
 
     `axes`: if given, variables are boxed with their partitioning (`nn.Partitioned`), as by `nn.with_partitioning`:
     `nn.scan` and `nn.vmap` then need `metadata_params={nn.PARTITION_NAME: ...}`.
@@ -73,6 +85,7 @@ class MoE(nn.Module):
     layout: str = "auto"
     param_dtype: Any = jnp.bfloat16
     axes: Axes | None = None
+    spare_experts: int = 0
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
@@ -93,31 +106,33 @@ class MoE(nn.Module):
     def setup(self) -> None:
         given = self._arguments()
         self.resolved = given
-        axes = {} if given.axes is None else given.axes
-        check_auto_axes(axes)
+        starting = self.is_initializing()
+        stored = {} if starting else {n: nn.meta.unbox(a) for n, a in self.variables.get("quantized", {}).items()}
+        abstract, form = _abstract(given, stored)
+        self.num_shards = form.num_shards
 
         def boxed(init: Any, names: tuple[Any, ...]) -> Any:
-            return init if given.axes is None else nn.with_partitioning(init, names)
+            return init if given.axes is None else _with_partitioning(init, names)
 
-        abstract = jax.eval_shape(lambda key: given.initial_weights(lambda: key), jax.random.key(0))
-        names = partition_names(abstract, axes)
-        starting = self.is_initializing()
-        drawn = given.initial_weights(lambda: self.make_rng("params")).arrays() if starting else {}
+        names = form_names(abstract, weight_axes(given.axes), jax.sharding.get_abstract_mesh().shape)
+        drawn = given.initial_weights(lambda: self.make_rng("params"))[0].arrays() if starting else {}
         arrays: dict[str, Array] = {}
-        for name, like in abstract.arrays().items():
+        for name, whole in abstract.arrays().items():
+            like = jax.ShapeDtypeStruct(local_shape(whole.shape, names[name]), whole.dtype)
             # Flax evaluates `init` again when the layer is called, for its shape only.
             value = drawn[name] if drawn else jnp.empty(like.shape, like.dtype)
             init = boxed(lambda *_, value=value: value, names[name])
-            is_param = name.endswith("bias")
-            array = self.param(name, init) if is_param else self.variable("quantized", name, init).value
-            arrays[name] = _checked(name, nn.meta.unbox(array), like, abstract.layout)
+            kind = _collection(name)
+            array = nn.meta.unbox(self.param(name, init) if kind == "params" else self.variable(kind, name, init).value)
+            of_placement = kind == "placement"  # its shapes depend on the number of ranks
+            arrays[name] = array if of_placement else _checked(name, array, like, inner(abstract).layout)
         self.weights = abstract.with_arrays(arrays)
         if given.router:
             self.router_dense = nn.Dense(
                 given.num_experts,
                 **router_options(given),
-                kernel_init=boxed(nn.initializers.lecun_normal(), (axes.get("hidden"), axes.get("expert"))),
-                bias_init=boxed(nn.initializers.zeros_init(), (axes.get("expert"),)),
+                kernel_init=boxed(nn.initializers.lecun_normal(), (None, None)),
+                bias_init=boxed(nn.initializers.zeros_init(), (None,)),  # each device routes its own tokens
             )
         if given.correction_bias:
             self.correction = self.variable("correction", "bias", jnp.zeros, (given.num_experts,), jnp.float32)
@@ -135,7 +150,8 @@ class MoE(nn.Module):
             self.router_dense(x)  # makes the router's weights even if a routing is given
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return call(self.resolved, x, routing, self.weights, mask)
+        split = split_of(self.axes, x, self.weights.arrays(), self.num_shards)
+        return call(self.resolved, x, routing, self.weights, mask, split)
 
     def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
         """Routing (..., k) of x (..., H) by the layer's router: `layer.apply(variables, x, method="route")`.
@@ -157,8 +173,120 @@ class MoE(nn.Module):
     def problem(self, x: Float[Any, "*tokens H"]) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
         given = self._arguments()
-        experts = jax.eval_shape(lambda key: given.initial_weights(lambda: key), jax.random.key(0))
-        return Problem.of(x, given.top_k, experts, given.activation, self.weights_on, self.input_format)
+        return problem_of(given, x, _abstract(given, {}, Form())[0])
+
+    def split_of(self, x: Float[Any, "*tokens H"]) -> Split | None:
+        """How mesh axes divide the call on x (an array or `jax.ShapeDtypeStruct`) now; None: on one device.
+
+        Unlike a call, it does not see the weights: the mesh is the one in scope, else that of x.
+        """
+        check_x(x, self.hidden_size)
+        mesh = mesh_of(x, {})
+        return split_of(self.axes, x, {}, 1 if mesh is None else Form.of(self.axes, 0, mesh).num_shards)
+
+    def token_counts(self, routing: Routing) -> Int32[Array, " E"]:
+        """How many tokens of all devices go to each expert, (E,) int32; as of `jmx.nnx.MoE`, by `layer.apply`."""
+        return summed_counts(routing, self.resolved.num_experts, self.axes)
+
+    @nn.nowrap
+    def held(self, variables: Mapping[str, Any]) -> AnyExperts:
+        """The weights in the variables of this layer, as it holds them: experts, shards of them, or either in slots.
+
+        Raises:
+            TypeError, ValueError: no variables of a layer with these arguments.
+        """
+        named = _arrays_of(variables)
+        abstract, _ = _abstract(self._arguments(), named)
+        if missing := sorted({*abstract.arrays()} - {*named}):
+            raise ValueError(f"`variables` (with {sorted(named)}) must have {missing[0]!r}, as those of this layer do")
+        return abstract.with_arrays(named)
+
+    @nn.nowrap
+    def hold(self, variables: Mapping[str, Any], held: AnyExperts) -> dict[str, Any]:
+        """The variables of this layer with other weights, of the same form, sizes and layout.
+
+        Raises:
+            TypeError, ValueError: variables of another layer, or arrays that differ in a name, shape or dtype.
+        """
+        check_alike("held", held, old_held := self.held(variables))
+        held = jax.tree.map(place_like, old_held, held)
+        new = {name: dict(collection) for name, collection in variables.items()}
+        for name, array in held.arrays().items():
+            old = new[_collection(name)][name]
+            new[_collection(name)][name] = old.replace_boxed(array) if isinstance(old, nn.meta.AxisMetadata) else array
+        return new
+
+    @nn.nowrap
+    def experts_of(self, variables: Mapping[str, Any]) -> Experts:
+        """The weights of the E experts in the variables of this layer, whatever axes and mesh it had.
+
+        Raises:
+            TypeError, ValueError: as `held`.
+        """
+        return whole_experts(self.held(variables))
+
+    @nn.nowrap
+    def update(self, variables: Mapping[str, Any], new: Experts) -> dict[str, Any]:
+        """The variables with other experts, in this layer's form and layout and on its devices; see `Experts.update`.
+
+        Raises:
+            TypeError, ValueError: as `held`, and as `Experts.update`.
+        """
+        given, named = self._arguments(), _arrays_of(variables)
+        return self.hold(variables, updated(self.held(variables), new, _abstract(given, named)[1]))
+
+
+def _collection(name: str) -> str:
+    return "placement" if name in PLACEMENT_ARRAYS else "params" if name.endswith("bias") else "quantized"
+
+
+def _arrays_of(variables: Any) -> dict[str, Any]:
+    """The arrays of experts and of their placement in a layer's variables, by name."""
+    check_instance("variables", variables, Mapping, "a mapping of the layer's collections")
+    found = {}
+    for kind in ("params", "quantized", "placement"):
+        for name, array in variables.get(kind, {}).items():
+            if not isinstance(array, Mapping) and _collection(name) == kind:
+                found[name] = nn.meta.unbox(array)
+    return found
+
+
+def _abstract(given: Arguments, stored: Mapping[str, Any], form: Form | None = None) -> tuple[AnyExperts, Form]:
+    """The weights of a layer without values, and their form.
+
+    `form`: None: that of the mesh in scope, else of the mesh of the `stored` arrays by name, else by their shapes.
+    """
+    values = stored.get("gate_up_values")
+    if form is None and values is not None and jax.sharding.get_abstract_mesh().empty:
+        mesh = jax.typeof(values).sharding.mesh
+        form = Form.of(given.axes, given.spare_experts, mesh)
+        if mesh.empty:
+            rank = _abstract(given, {}, Form())[0].arrays()["gate_up_values"].ndim
+            form = dataclasses.replace(form, num_shards=values.shape[0] if values.ndim > rank else 1)
+    return jax.eval_shape(lambda key: given.initial_weights(lambda: key, form), jax.random.key(0))
+
+
+class _Partitioned(nn.Partitioned):
+    """A box whose value is constrained along Auto mesh axes only.
+
+    Explicit axes are in the type of the value already, and inside `jax.shard_map` it is a device's part.
+    """
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        only_auto = {*jax.sharding.get_abstract_mesh().axis_types} <= {AxisType.Auto}
+        return super().unbox(apply_constraint and only_auto)
+
+
+def _with_partitioning(init: Any, names: tuple[Any, ...]) -> Any:
+    """`init`, whose values are in boxes, and split along the Explicit axes of the mesh in scope."""
+
+    def boxed(*arguments: Any) -> _Partitioned:
+        value, mesh = init(*arguments), jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit in mesh.axis_types:
+            value = meshes.placed(value, NamedSharding(mesh, P(*names)))
+        return _Partitioned(value, names)
+
+    return boxed
 
 
 def _checked(name: str, array: Shaped[Array, "..."], like: jax.ShapeDtypeStruct, layout: str) -> Shaped[Array, "..."]:

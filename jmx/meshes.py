@@ -120,8 +120,12 @@ def over_batch(
 
 
 def placed(array: Shaped[Any, "*shape"], sharding: NamedSharding) -> Shaped[Any, "*shape"]:
-    """The array, resharded unless its type has this split; entries for its last axes may be missing."""
-    wanted = P(*sharding.spec, *(None,) * (len(array.shape) - len(sharding.spec)))
+    """The array, resharded unless its type has this split; entries for its last axes may be missing.
+
+    Axes of the mesh that are not Explicit are left out, as they are not part of a type.
+    """
+    spec = _only(sharding.spec, explicit_names(sharding.mesh))
+    wanted = P(*spec, *(None,) * (len(array.shape) - len(spec)))
     return array if _spec(array) == wanted else jax.reshard(array, NamedSharding(sharding.mesh, wanted))
 
 
@@ -133,6 +137,12 @@ def beside(array: Shaped[Array, "*shape"], tokens: Shaped[Array, "..."]) -> Shap
     mesh = jax.typeof(tokens).sharding.mesh
     outside = any(entries(tokens)) and jax.typeof(array).sharding.mesh.empty
     return jax.reshard(array, NamedSharding(mesh, P(*(None,) * len(array.shape)))) if outside else array
+
+
+def gathered(array: Shaped[Any, "*shape"]) -> Shaped[Any, "*shape"]:
+    """The array whole on every device, if Explicit mesh axes split it."""
+    whole = P(*(None,) * len(array.shape))
+    return jax.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, whole)) if any(entries(array)) else array
 
 
 def varying_alike(*trees: Any) -> Any:
@@ -185,6 +195,19 @@ def _spec(array: Shaped[Any, "..."]) -> P:
 def entries(array: Shaped[Any, "..."]) -> list[Entry]:
     """Names of the Explicit mesh axes that split each axis of an array."""
     return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in _spec(array)]
+
+
+def explicit_names(mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh) -> set[str]:
+    """The Explicit axes of a mesh."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Explicit}
+
+
+def _only(spec: P, names: set[str]) -> P:
+    """A spec without the mesh axes that are not among `names`."""
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in spec]
+    kept = [tuple(name for name in entry if name in names) for entry in entries]
+    return P(*(entry or None for entry in kept))
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -1,19 +1,20 @@
 """Arguments of the NNX and Linen modules: checks, defaults, and initial weights."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jmx import activations, routing
 from jmx.activations import Activation
 from jmx.backends import registered_backends, resolve_layout
-from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_axes
+from jmx.experts import BIAS_DTYPES, ORDERS, Experts
 from jmx.numerics import formats
 from jmx.numerics.formats import Format
 from jmx.numerics.input_formats import FAMILIES, INPUT_FORMATS
 from jmx.numerics.layouts import LAYOUTS
+from jmx.parallel.experts_form import AnyExperts, Form
+from jmx.parallel.module_axes import check_module_axes
 from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
@@ -50,6 +51,7 @@ class Arguments:
     layout: str
     param_dtype: Any
     axes: Mapping[str, Any] | None
+    spare_experts: int
     experts: Experts | None
 
     @classmethod
@@ -70,8 +72,9 @@ class Arguments:
         check_one_of("layout", given["layout"], ("auto", *sorted(LAYOUTS)))
         check_dtype("param_dtype", given["param_dtype"], *BIAS_DTYPES)
         if given["axes"] is not None:
-            check_axes(given["axes"])
+            check_module_axes(given["axes"])
         resolved: dict[str, Any] = {
+            "spare_experts": check_int("spare_experts", given["spare_experts"], least=0),
             "format": formats.get(given["format"]),
             "activation": activation,
             "gate_up_order": resolve_order(order, activation),
@@ -79,11 +82,16 @@ class Arguments:
         }
         return cls(**{**given, **sizes, **flags, **resolved})
 
-    def initial_weights(self, key: Callable[[], Key[Array, ""] | UInt32[Array, "2"]]) -> Experts:
+    def initial_weights(
+        self, key: Callable[[], Key[Array, ""] | UInt32[Array, "2"]], form: Form | None = None
+    ) -> tuple[AnyExperts, Form]:
         """The initial weights, in the module's layout: `experts`, or random ones from `key()`, called only then.
 
+        And their form: None is that of the mesh in scope.
+
         Raises:
-            ValueError: sizes that no experts can have, or that differ from those of `experts`.
+            ValueError: sizes that no experts can have, that differ from those of `experts`, or that the mesh does not
+                divide.
         """
         experts = self.experts
         sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
@@ -93,7 +101,9 @@ class Arguments:
         else:
             experts.check(**sizes, **kind)
         inputs = resolve_input_format(experts, self.input_format)
-        return experts.prepare(resolve_layout(self.layout, Environment.probe(experts), experts.format, inputs))
+        layout = resolve_layout(self.layout, Environment.probe(experts), experts.format, inputs)
+        form = dataclasses.replace(form or Form.of(self.axes, self.spare_experts), input_format=inputs)
+        return form.apply(experts).prepare(layout), form
 
 
 def resolve_order(gate_up_order: str | None, activation: Activation) -> str | None:
@@ -125,14 +135,3 @@ def resolve_method(method: Method | str | None, top_k: int, num_experts: int, co
     if correction_bias and not method.takes_bias:
         raise ValueError(f"`correction_bias` (=True) must be False for `routing` (={method}), which has no such bias")
     return method
-
-
-def check_auto_axes(axes: Mapping[str, Any]) -> None:
-    """Raises ValueError for `axes` along Explicit axes of the mesh in scope: Linen places no weights along them."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    for axis, name in axes.items():
-        if {*(name if isinstance(name, tuple) else (name,))} & {*explicit}:
-            raise ValueError(
-                f"`axes[{axis!r}]` (={name!r}) must not be an Explicit mesh axis: Linen places weights along Auto "
-                "axes only. Leave it out, or make the mesh with jax.sharding.AxisType.Auto"
-            )

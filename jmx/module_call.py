@@ -8,21 +8,24 @@ import jax
 import jax.numpy as jnp
 
 from jmx import meshes
-from jmx.experts import Experts
+from jmx.experts import Axes
 from jmx.layer import moe
 from jmx.module_arguments import Arguments
-from jmx.routing import Logits, Method, Routing
-from jmx.selection.problem import check_x
+from jmx.parallel.experts_form import AnyExperts, whole_shapes
+from jmx.parallel.split import Split
+from jmx.routing import Logits, Method, Routing, token_counts
+from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import is_array, shown
-from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
+from jmx.util.typing import AnyArray, Array, Bool, Float, Int32, Shaped
 
 
 def call(
     settings: Any,
     x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
-    experts: Experts,
+    experts: AnyExperts,
     mask: Bool[AnyArray, "*tokens"] | None,
+    split: Split | None,
 ) -> Float[Array, "*tokens H"]:
     """`jmx.moe` with the activation, `weights_on`, `input_format` and backend of a module or its `Arguments`."""
     return moe(
@@ -34,6 +37,7 @@ def call(
         input_format=settings.input_format,
         mask=mask,
         backend=settings.backend,
+        split=split,
     )
 
 
@@ -92,3 +96,28 @@ def check_router_split(x: Float[Any, "*tokens H"], weights: Mapping[str, Shaped[
     """Raises ValueError if an Explicit mesh axis splits a router's weights, or the last axis of x."""
     meshes.check_whole({"x": x}, x.ndim - 1)
     meshes.check_whole({f"router.{name}": weight for name, weight in weights.items()})
+
+
+def problem_of(settings: Any, x: Float[Any, "*tokens H"], experts: AnyExperts) -> Problem:
+    """The problem of a module's call on x, of all devices; `settings` as in `call`.
+
+    Raises:
+        ValueError, TypeError: an x that does not fit the experts.
+    """
+    top_k, whole = settings.routing.top_k, whole_shapes(experts)
+    return Problem.of(x, top_k, whole, settings.activation, settings.weights_on, settings.input_format)
+
+
+def summed_counts(routing: Routing, num_experts: int, axes: Axes | None) -> Int32[Array, " E"]:
+    """`jmx.token_counts` of the tokens of all devices: of a routing that a mesh divides, or one inside `jax.shard_map`.
+
+    Args:
+        axes: of the module. Inside `jax.shard_map` counts are added along those of "token".
+    """
+    if isinstance(routing, Routing) and is_array(routing.expert_ids):
+        routing = routing._replace(expert_ids=meshes.gathered(routing.expert_ids))
+    counts = token_counts(routing, num_experts)
+    given = (axes or {}).get("token")
+    names = given if isinstance(given, tuple) else () if given is None else (given,)
+    manual = tuple(name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.psum(counts, manual) if manual else counts

@@ -5,17 +5,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from jmx.activations import Activation, SwiGLU
-from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes, partition_names
-from jmx.experts.arrays import check_arrays
+from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes
+from jmx.experts.conversion import place_like
 from jmx.module_arguments import Arguments
-from jmx.module_call import call, check_router_split, router_logits, router_options
+from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
 from jmx.numerics.formats import MXFP4, Format
+from jmx.parallel.experts_form import (
+    AnyExperts,
+    check_alike,
+    check_held,
+    form_names,
+    inner,
+    prepared,
+    updated,
+    whole_experts,
+)
+from jmx.parallel.module_axes import split_of, weight_axes
+from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts
+from jmx.parallel.placement import Placement
+from jmx.parallel.split import Split
 from jmx.routing import Logits, Method, Routing, route
-from jmx.selection.problem import Problem
+from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import check_instance
-from jmx.util.typing import AnyArray, Array, Bool, Float
+from jmx.util.typing import AnyArray, Array, Bool, Float, Int32, Shaped
 
 
 class Quantized(nnx.Variable):
@@ -26,14 +41,35 @@ class Quantized(nnx.Variable):
     """
 
 
+class PlacementArray(nnx.Variable):
+    """An array of the placement of a layer with spare experts, see `jmx.parallel.Placement`; replaced by balancing."""
+
+
 class CorrectionBias(nnx.Variable):
     """A bias of the choice of experts, updated by load balancing, not by gradients."""
 
 
+def _kind(name: str) -> type[nnx.Variable]:
+    return PlacementArray if name in PLACEMENT_ARRAYS else nnx.Param if name.endswith("bias") else Quantized
+
+
 def _metadata(*names: MeshAxes) -> dict[str, Any]:
-    """Partitioning metadata. Flax places such variables when they are made, if a mesh is in scope."""
-    in_mesh = not jax.sharding.get_abstract_mesh().empty
-    return {"out_sharding": names, "eager_sharding": in_mesh and nnx.using_eager_sharding()}
+    """Partitioning metadata. Flax places such variables when they are made, if a mesh is in scope.
+
+    Not on a mesh with axes of several types, which is an error of Flax.
+    """
+    one_type = len({*jax.sharding.get_abstract_mesh().axis_types}) == 1
+    return {"out_sharding": names, "eager_sharding": one_type and _eager_sharding()}
+
+
+def _eager_sharding() -> bool:
+    return not jax.sharding.get_abstract_mesh().empty and nnx.using_eager_sharding()
+
+
+def _placed(array: Shaped[Array, "..."], names: tuple[MeshAxes, ...]) -> Shaped[Array, "..."]:
+    """The array on the mesh in scope, if there is one: Flax places only arrays that are on the mesh already."""
+    stays = isinstance(array, Tracer) or not isinstance(array, jax.Array) or not _eager_sharding()
+    return array if stays else jax.device_put(array, jax.sharding.PartitionSpec(*names))
 
 
 class MoE(nnx.Module):
@@ -44,7 +80,7 @@ class MoE(nnx.Module):
         format: block format of the expert weights, or its name in `jmx.FORMATS`.
         activation: gated if and only if `gate_up_order` is not None; or its name in `jmx.ACTIVATIONS`.
         bias: whether experts have biases.
-        gate_up_order: "interleaved", "concatenated", or None for un-gated experts; "auto" is that of
+        gate_up_order: as `jmx.Experts` has it, None for un-gated experts; "auto" is that of
             `experts`, else "concatenated" for gated activations and None for others.
         routing: routing method, or its name in `jmx.ROUTING_METHODS`; default `TopKSoftmax(top_k)`.
         router: whether the layer has a router; else each call must be given logits or a routing.
@@ -55,8 +91,15 @@ class MoE(nnx.Module):
         backend: name of the backend that must run, or None.
         layout: layout of the weights; "auto" is the one for this machine.
         param_dtype: dtype of biases and router. The router computes in float32.
-        axes: mesh axis, or a tuple of them, for the logical axes "expert", "hidden", "intermediate"; axes that
-            are left out are not split.
+        axes: mesh axis, or a tuple of them, for the logical axes "expert", "hidden", "intermediate" of weights, and
+            "token" of x, routing and mask; axes that are left out are not split. A mesh also divides calls: the one in
+            scope (`jax.set_mesh`), else that of x or of the weights; without any, a call is on one device. Along mesh
+            axes that "token" does not name, tokens are whole on every device, and results are added. Inside
+            `jax.shard_map` over these axes, arrays are those of one device. For "intermediate" the module holds a shard
+            of the experts for each device of the mesh that is in scope when it is made. Weights that "hidden" divides
+            are gathered at each call, as they are in memory.
+        spare_experts: slots for copies of experts beside those E, rounded up so that each device along "expert" has as
+            many. The layer then holds a placement, which `jmx.parallel.rebalance` changes; routing does not see it.
         experts: initial weights instead of random ones. Their arrays are shared if they are in `layout` already.
         rngs: `nnx.Rngs`; the stream `params` is used.
 
@@ -94,6 +137,7 @@ class MoE(nnx.Module):
         layout: str = "auto",
         param_dtype: Any = jnp.bfloat16,
         axes: Axes | None = None,
+        spare_experts: int = 0,
         experts: Experts | None = None,
         rngs: nnx.Rngs,
     ):
@@ -116,11 +160,12 @@ class MoE(nnx.Module):
             layout=layout,
             param_dtype=param_dtype,
             axes=axes,
+            spare_experts=spare_experts,
             experts=experts,
         )
         if not hasattr(check_instance("rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs"), "params"):
             raise ValueError(f"`rngs` (of {[*rngs]}) must have a stream `params`, or a default one")
-        experts = given.initial_weights(rngs.params)
+        held, form = given.initial_weights(rngs.params)
         self.routing = given.routing
         self.activation = given.activation
         self.weights_on = given.weights_on
@@ -128,20 +173,21 @@ class MoE(nnx.Module):
         self.backend = given.backend
         self.top_k = given.top_k
         self.num_experts = given.num_experts
-        axes = {} if given.axes is None else given.axes
-        names = partition_names(experts, axes)
-        for name, array in experts.arrays().items():
-            kind = nnx.Param if name.endswith("bias") else Quantized
-            setattr(self, name, kind(array, **_metadata(*names[name])))
-        self.skeleton = nnx.static(experts.with_arrays({}))  # all but the arrays
+        self.spare_experts = given.spare_experts
+        self.axes = nnx.static(None if given.axes is None else tuple(given.axes.items()))  # a tuple has a hash
+        self.form = nnx.static(form)
+        names = form_names(held, weight_axes(given.axes), jax.sharding.get_abstract_mesh().shape)
+        for name, array in held.arrays().items():
+            setattr(self, name, _kind(name)(_placed(array, names[name]), **_metadata(*names[name])))
+        self.skeleton = nnx.static(held.with_arrays({}))  # all but the arrays
         self.router = nnx.data(None)
         if given.router:
             self.router = nnx.Linear(
                 given.hidden_size,
                 given.num_experts,
                 **router_options(given),
-                kernel_metadata=_metadata(axes.get("hidden"), axes.get("expert")),
-                bias_metadata=_metadata(axes.get("expert")),
+                kernel_metadata=_metadata(None, None),  # each device routes its own tokens
+                bias_metadata=_metadata(None),
                 rngs=rngs,
             )
         self.correction_bias = nnx.data(
@@ -150,24 +196,61 @@ class MoE(nnx.Module):
 
     @property
     def experts(self) -> Experts:
-        """The weights as a pytree, in the layer's layout."""
-        names = [f"{role}_{name}" for role in ROLES for name in (*self.skeleton.format.arrays, *OTHER_ARRAYS)]
-        return self.skeleton.with_arrays(
-            {name: getattr(self, name).get_value() for name in names if hasattr(self, name)}
-        )
+        """The weights of the E experts as a pytree, in the layer's layout.
+
+        Of a layer that holds shards or slots they are computed: each expert from its first slot, and its shards joined.
+        """
+        return whole_experts(self.held)
+
+    @property
+    def held(self) -> AnyExperts:
+        """The weights as the layer holds them: experts, shards of them, or either in the slots of a placement."""
+        return self.skeleton.with_arrays({name: getattr(self, name).get_value() for name in self._names()})
+
+    def placement(self) -> Placement:
+        """Which slots hold each expert.
+
+        Raises:
+            ValueError: a layer without spare experts, which has no placement.
+        """
+        held = self.held
+        if not isinstance(held, PlacedExperts):
+            raise ValueError(f"`spare_experts` (={self.spare_experts}) must be positive for a layer with a placement")
+        return held.placement
+
+    def hold(self, held: AnyExperts) -> None:
+        """Replaces the weights by others of the same form, sizes and layout, and a placement by another, all or none.
+
+        Raises:
+            TypeError, ValueError: arrays of another form, or that differ in a name, shape or dtype.
+        """
+        check_alike("held", held, self.held)
+        self._set(jax.tree.map(place_like, self.held, held))  # equal shardings, so that nothing is compiled for them
 
     def update(self, new: Experts) -> None:
-        """Replaces the weights, in the layer's layout and on its devices; see `Experts.update`."""
-        self._set(self.experts.update(new))
+        """Replaces the weights, in the layer's form and layout and on its devices; see `Experts.update`."""
+        self._set(updated(self.held, new, self.form))
 
     def prepare(self, layout: str) -> None:
         """Converts the weights to another layout and deletes the old arrays, which must not be in use elsewhere."""
-        self._set(self.experts.prepare(layout, donate=True))
+        self._set(prepared(self.held, layout, weight_axes(self._axes)))
 
-    def _set(self, experts: Experts) -> None:
-        self.skeleton = nnx.static(experts.with_arrays({}))
-        for name, array in experts.arrays().items():
-            getattr(self, name).set_value(array)
+    def _names(self) -> list[str]:
+        named = [f"{role}_{name}" for role in ROLES for name in (*inner(self.skeleton).format.arrays, *OTHER_ARRAYS)]
+        return [name for name in (*named, *PLACEMENT_ARRAYS) if hasattr(self, name)]
+
+    def _set(self, held: AnyExperts) -> None:
+        new = held.arrays()
+        old, skeleton = {name: getattr(self, name).get_value() for name in new}, self.skeleton
+        try:
+            self.skeleton = nnx.static(held.with_arrays({}))
+            for name, array in new.items():
+                getattr(self, name).set_value(array)
+        except BaseException:  # an interrupt, too: weights and their placement belong together
+            self.skeleton = nnx.static(skeleton)
+            for name, array in old.items():
+                getattr(self, name).set_value(array)
+            raise
 
     def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
         """Routing (..., k) of x (..., H) by the layer's router, for `layer(x, routing)` and `jmx.token_counts`.
@@ -179,7 +262,7 @@ class MoE(nnx.Module):
     def _logits(self, x: Float[AnyArray, "*tokens H"], values: Any = None) -> Logits:
         router = None if self.router is None else self._call_router
         bias = None if self.correction_bias is None else self.correction_bias[...]
-        sizes = {"hidden_size": self.skeleton.hidden_size, "num_experts": self.num_experts}
+        sizes = {"hidden_size": inner(self.skeleton).hidden_size, "num_experts": self.num_experts}
         return router_logits(x, values, self.routing, **sizes, router=router, correction_bias=bias)
 
     def _call_router(self, x: Float[AnyArray, "*tokens H"]) -> Float[Array, "*tokens E"]:
@@ -201,7 +284,30 @@ class MoE(nnx.Module):
         """
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return call(self, x, routing, self.experts, mask)
+        return call(self, x, routing, self.held, mask, self.split_of(x))
+
+    def split_of(self, x: Float[Any, "*tokens H"]) -> Split | None:
+        """How mesh axes divide the call on x (an array or `jax.ShapeDtypeStruct`) now; None: on one device.
+
+        Raises:
+            ValueError, TypeError: an x that the call rejects, or a mesh that does not fit the layer's `axes`.
+        """
+        check_x(x, inner(self.skeleton).hidden_size)
+        return split_of(self._axes, x, self.held.arrays(), self.form.num_shards)
+
+    @property
+    def _axes(self) -> Axes | None:
+        return None if self.axes is None else dict(self.axes)
+
+    def token_counts(self, routing: Routing) -> Int32[Array, " E"]:
+        """How many tokens of all devices a routing sends to each expert: (E,) int32, for `jmx.parallel.rebalance`.
+
+        Inside `jax.shard_map` counts are added along the mesh axes of "token".
+
+        Raises:
+            TypeError, ValueError: as `jmx.token_counts`.
+        """
+        return summed_counts(routing, self.num_experts, self._axes)
 
     def problem(self, x: Float[Any, "*tokens H"]) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`.
@@ -209,5 +315,5 @@ class MoE(nnx.Module):
         Raises:
             ValueError, TypeError: an x, or weights, that the call rejects.
         """
-        check_arrays(self.experts)
-        return Problem.of(x, self.routing.top_k, self.experts, self.activation, self.weights_on, self.input_format)
+        check_held(self.held)
+        return problem_of(self, x, self.held)

@@ -87,11 +87,11 @@ def kernels_for_h200(
     tools = _cuda() / "bin"
     if shutil.which("nvdisasm", path=tools) is None:
         pytest.skip(f"needs nvdisasm in {tools}, which the `aot` extra installs")
-    told = capfd.readouterr().out
+    log = capfd.readouterr().out
     # ptxas prints its numbered remarks on a kernel before the first line of its report.
-    told = re.sub(r"((?:^ptxas info +: \(C.*\n)+)(ptxas info +: \d+ bytes gmem.*\n)", r"\2\1", told, flags=re.MULTILINE)
-    memory = [_shared_memory(line) for line in re.findall(r"^Resources\(.*", told, re.MULTILINE)]
-    parts = re.split(r"^(?=ptxas info +: \d+ bytes gmem)", told, flags=re.MULTILINE)[1:]
+    log = re.sub(r"((?:^ptxas info +: \(C.*\n)+)(ptxas info +: \d+ bytes gmem.*\n)", r"\2\1", log, flags=re.MULTILINE)
+    memory = [_shared_memory(line) for line in re.findall(r"^Resources\(.*", log, re.MULTILINE)]
+    parts = re.split(r"^(?=ptxas info +: \d+ bytes gmem)", log, flags=re.MULTILINE)[1:]
     halves = [part.split(".target", maxsplit=1) for part in parts]
     return compiled, [Kernel(bytes_, *half) for bytes_, half in zip(memory, halves, strict=True)]
 

@@ -18,7 +18,7 @@ import pytest
 from dequantized import dequantized, with_odd_scales
 
 import jmx
-from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU
+from jmx import GELU, Experts, GELUAndMul, ReLU, ReLU2, Routing, SiLU, SiLUAndMul, SwiGLU, SwiGLUStep
 from jmx.backends import registered_backends
 from jmx.numerics.formats import FORMATS, MXFP4, WHOLE_ROW, BlockScaled, pack, unpack
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
@@ -127,6 +127,7 @@ ACTIVATIONS = [
     SwiGLU(),
     GPT_OSS,
     SwiGLU(alpha=0.5, beta=-0.25, limit=0.5),
+    SwiGLUStep(limit=0.5),
     SiLUAndMul(),
     GELUAndMul(approximate=True),
     GELUAndMul(approximate=False),
@@ -275,17 +276,21 @@ def rounded_inputs(case: Case, rows: np.ndarray, dtype: Any, product: int) -> np
 
 def activated(case: Case, h: np.ndarray) -> np.ndarray:
     """The activations' definitions, in float64, along the last axis."""
-    if case.order == "interleaved":
+    if case.order in ("interleaved", "interleaved_up_first"):
         gate, up = h[..., 0::2], h[..., 1::2]
-    elif case.order == "concatenated":
+    elif case.order in ("concatenated", "concatenated_up_first"):
         gate, up = np.split(h, 2, axis=-1)
     else:
         gate, up = h, np.ones(())
+    if case.order is not None and case.order.endswith("up_first"):
+        gate, up = up, gate
     match case.activation:
         case SwiGLU(alpha, beta, limit):
             limit = np.inf if limit is None else limit
             gate = np.minimum(gate, limit)
             return gate * sigmoid(alpha * gate) * (np.clip(up, -limit, limit) + beta)
+        case SwiGLUStep(limit):
+            return np.minimum(gate * sigmoid(gate), limit) * np.clip(up, -limit, limit)
         case SiLUAndMul() | SiLU():
             return gate * sigmoid(gate) * up
         case GELUAndMul(approximate=True) | GELU(approximate=True):

@@ -21,6 +21,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's idle threads spin,
 if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= make test` compiles as users do, for longer
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# Tests marked `costly` in a drawn run, which more such tests do not lengthen. One takes some three seconds of CPU time.
+COSTLY = 60
+
 # Set before pytest-xdist starts its workers, who inherit it.
 SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))
 
@@ -49,14 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--drawn",
         action="store_true",
-        help="run one case of each test and backend, a third of a file's costly tests, others in every run, and fewer "
-        "examples of properties",
+        help="run one case of each test and backend, some of the costly tests, others in every run, and fewer examples "
+        "of properties",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--drawn"):
-        hypothesis.settings.register_profile("drawn", hypothesis.settings.get_profile("jmx"), max_examples=20)
+        hypothesis.settings.register_profile("drawn", hypothesis.settings.get_profile("jmx"), max_examples=10)
         hypothesis.settings.load_profile("drawn")
 
 
@@ -84,17 +87,22 @@ def _left_out(items: list[pytest.Item], drawn: bool) -> set[pytest.Item]:
 
 
 def _costly_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The cases of the tests marked `costly` that a drawn run leaves out: of each file, two thirds of these tests."""
+    """The cases of the tests marked `costly` that a drawn run leaves out.
+
+    Of each file it takes a third of these tests, and of all files together `COSTLY`: one of each file first.
+    """
     tests: dict[pathlib.Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
         if item.get_closest_marker("costly"):
             name = item.nodeid.partition("[")[0]
             tests.setdefault(item.path, {}).setdefault(name, []).append(item)
-    left_out: set[pytest.Item] = set()
+    in_turn: list[tuple[int, float, str]] = []  # of each file the first one, then the second one, ...
     for path, cases in tests.items():
-        order = np.random.default_rng([SEED, zlib.crc32(path.name.encode())]).permutation(sorted(cases))
-        left_out.update(case for name in order[-(-len(order) // 3) :] for case in cases[name])
-    return left_out
+        rng = np.random.default_rng([SEED, zlib.crc32(path.name.encode())])
+        order = rng.permutation(sorted(cases))[: -(-len(cases) // 3)]
+        in_turn.extend((turn, rng.random(), name) for turn, name in enumerate(order))
+    taken = {name for *_, name in sorted(in_turn)[:COSTLY]}
+    return {case for cases in tests.values() for name in cases.keys() - taken for case in cases[name]}
 
 
 def _param(item: pytest.Item, name: str) -> str:
@@ -146,6 +154,13 @@ def _programs_of_one_file() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> list[dict[str, object]]:
+    """The parameters of each case of this file that runs, for fixtures that prepare these in one process."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [dict(item.callspec.params) for item in items if hasattr(item, "callspec")]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
     """Computes on a CPU, also on a machine with a GPU, and also in threads, unlike `jax.default_device`."""
@@ -153,6 +168,14 @@ def on_cpu() -> Iterator[None]:
     jax.config.update("jax_default_device", jax.devices("cpu")[0])
     yield
     jax.config.update("jax_default_device", before)
+
+
+@pytest.fixture
+def peer_by_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that seem to write into each other's memory: `peer` runs, and its lowering is XLA's collectives."""
+    from jmx.parallel import peer
+
+    monkeypatch.setattr(peer, "fault", lambda _: None)
 
 
 @pytest.fixture

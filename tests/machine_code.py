@@ -73,6 +73,11 @@ CASES = {
     "mosaic-int4_g64_order-64": Case(64, SMALL, "int4_g64_order", config=Config(32, 2, 1, 2, 3)),
     "mosaic-fp8_block-40": Case(40, SMALL, "fp8_block", config=Config(16, 2, 2, 1, 4, 2)),
     "mosaic-int8_channel-64": Case(64, SMALL, "int8_channel", config=Config(40, 2, 2, 1, 3, 2)),
+    "mosaic-up_first-16": Case(16, SMALL, gate_up_order="concatenated_up_first"),
+    "mosaic-mxfp8-8192": Case(8192, GPT_OSS_20B, "mxfp4", "mxfp8"),
+    "mosaic-nvfp4-nvfp4-64": Case(64, SMALL, "nvfp4", "nvfp4"),
+    "mosaic-int4_g128-int8_token-1": Case(1, SMALL, "int4_g128", "int8_token"),
+    "mosaic-int8_channel-int8_token-8192": Case(8192, SMALL, "int8_channel", "int8_token"),
     "mosaic-no_gate-16": Case(16, SMALL, gate_up_order=None),
     "mosaic-input_weights-16": Case(16, SMALL, weights_on="input"),
     "mosaic_fp8-mxfp4-1": Case(1, GPT_OSS_20B, "mxfp4", "fp8_token"),  # fuse_quantize, resident_rows

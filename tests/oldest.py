@@ -9,9 +9,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def requirements(wanted: list[str], extras: dict[str, list[str]]) -> Iterator[str]:
-    """`wanted` with each lower bound made exact, and jmx[...] replaced by the requirements of those extras."""
+    """`wanted` with each lower bound made exact, and jmx-moe[...] replaced by the requirements of those extras."""
     for requirement in wanted:
-        if own := re.fullmatch(r"jmx\[(.*)\]", requirement):
+        if own := re.fullmatch(r"jmx-moe\[(.*)\]", requirement):
             for extra in own[1].split(","):
                 yield from requirements(extras[extra], extras)
         else:
@@ -20,7 +20,7 @@ def requirements(wanted: list[str], extras: dict[str, list[str]]) -> Iterator[st
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], "jmx[test]"]
+    wanted = [*project["dependencies"], "jmx-moe[test]"]
     print(*requirements(wanted, project["optional-dependencies"]), sep="\n")
 
 

@@ -1,7 +1,8 @@
-"""Runs `jmx convert` in many processes, each of which gets a signal at a stage: python stopped_converts.py DIR
+"""Runs `jmx convert` in many processes, each of which gets a signal at a stage: python stopped_converts.py DIR CASES
 
-One process imports jmx and forks one for each case. Rounding is numpy's, so that none of them has to start XLA. It
-prints a line of JSON a case: how the conversion ended, what it left, and after SIGKILL how the next one went.
+One process imports jmx and forks one for each case. CASES is a list in JSON of those of `cases()` that run. Rounding is
+numpy's, so that none of them has to start XLA. It prints a line of JSON a case: how the conversion ended, what it left,
+and after SIGKILL how the next one went.
 """
 
 import json
@@ -89,29 +90,36 @@ def convert(source: Path, folder: Path, *flags: str, stop: tuple[str, int] | Non
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), log.read_text()
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, chosen: list[tuple[str, int, bool]]) -> None:
     warnings.filterwarnings("ignore", ".*fork.*")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a shell: tests may run where both are ignored
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     writer.quantize = quantize
     writer.jnp = np
     source = directory / "in"
-    for index, (stage, number, overwrite) in enumerate(cases()):
+    for index, (stage, number, overwrite) in enumerate(chosen):
         folder = directory / str(index)
         folder.mkdir()
         if overwrite:
             assert convert(source, folder, "--quantize", "int8_channel")[0] == 0
         flags = ["--quantize", "fp8_channel", *(["--overwrite"] if overwrite else [])]
-        code, told = convert(source, folder, *flags, stop=(stage, number))
+        code, reported = convert(source, folder, *flags, stop=(stage, number))
         left = {str(path.relative_to(folder)): path.read_bytes().hex() for path in folder.rglob("*") if path.is_file()}
         parts_left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
-        again, told_again = None, ""
+        again, reported_again = None, ""
         if number == signal.SIGKILL:
-            again, told_again = convert(source, folder, "--quantize", "fp8_channel", "--overwrite")
-        found = {"stage": stage, "signal": number, "overwrite": overwrite, "code": code, "told": told, "left": left}
-        found |= {"parts": parts_left, "again": again, "told_again": told_again}
+            again, reported_again = convert(source, folder, "--quantize", "fp8_channel", "--overwrite")
+        found = {
+            "stage": stage,
+            "signal": number,
+            "overwrite": overwrite,
+            "code": code,
+            "reported": reported,
+            "left": left,
+        }
+        found |= {"parts": parts_left, "again": again, "reported_again": reported_again}
         print(json.dumps(found | {"after": sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

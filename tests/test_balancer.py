@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from placements import random_placement
 
@@ -71,6 +71,7 @@ def test_each_placement_is_valid_and_no_worse_than_the_ones_before(problem, seed
 
 
 @given(problem=problems())
+@example(problem=(np.array([3.08021067e08, 5.95021366e08, 3.88382233e08, 7.53463039e08, 0, 0]), 2, 1))
 def test_the_same_counts_give_the_same_placement_and_move_nothing_the_second_time(problem):
     counts, num_ranks, spare = problem
     first, second = (balance(counts, num_ranks, spare) for _ in range(2))
@@ -339,3 +340,13 @@ def test_counts_of_another_layer_are_named():
         rank_loads(np.ones((2, 8)), Placement.identity(8, 4))
     with pytest.raises(ValueError, match=re.escape("`after.num_slots` (=12) must be 8")):
         compare(np.ones(8), Placement.identity(8, 4), Placement.identity(8, 4, 4))
+
+
+@pytest.mark.parametrize(("num_ranks", "spare"), [(2, 5), (4, 1), (4, 5)])
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [0, 0, 0, 9], [3, 3, 3, 3]])
+def test_a_host_may_be_empty_before(counts, num_ranks, spare):
+    """As in the identity, whose experts are in the first slots."""
+    placement = balance(np.array(counts), num_ranks, spare, ranks_per_host=1, groups=4)
+    placement.check()
+    identity = Placement.identity(4, num_ranks, spare)
+    assert rank_loads(np.array(counts), placement).max() <= rank_loads(np.array(counts), identity).max()

@@ -68,8 +68,8 @@ def test_formats_are_timed_one_after_the_other_each_against_its_own_reference(ti
     lines = []
     pairs = ["nvfp4", "mxfp4:fp8_static", "int4_g32:int8_token"]
     report = bench.run("tiny", [3], formats=pairs, backends=["xla"], layers=1, repeats=1, progress=lines.append)
-    told = [(row.format, row.input_format, row.error) for row in report.rows]
-    assert told == [("nvfp4", None, None), ("mxfp4", "fp8_static", None), ("int4_g32", "int8_token", None)]
+    reported = [(row.format, row.input_format, row.error) for row in report.rows]
+    assert reported == [("nvfp4", None, None), ("mxfp4", "fp8_static", None), ("int4_g32", "int8_token", None)]
     assert lines[-1].startswith("xla int4_g32 x int8_token, 3 tokens:")
     for row in (SimpleNamespace(**dataclasses.asdict(row)) for row in report.rows):
         expert_bytes = sum(formats.FORMATS[row.format].bytes(shape) for shape in ((128, 32), (32, 64)))
@@ -91,7 +91,7 @@ def test_the_floor_of_fp8_inputs_is_by_the_rate_of_fp8_where_the_device_has_it(d
     assert report.limits == fast_memory  # those of bfloat16, as measured
 
 
-def test_all_that_run_here_are_measured_and_the_others_told(tiny, monkeypatch):
+def test_all_that_run_here_are_measured_and_the_others_reported(tiny, monkeypatch):
     def supports(problem, environment):
         return None if problem.num_tokens == 3 else Rejection(Reason.SHAPE, f"{problem.num_tokens} tokens", "take 3")
 
@@ -173,7 +173,7 @@ def test_a_seed_draws_the_same_data_again_and_no_seed_new_data(tiny, monkeypatch
     assert not np.array_equal(values[0], values[2])
 
 
-def test_a_wrong_result_is_told_beside_its_time(tiny, monkeypatch):
+def test_a_wrong_result_is_reported_beside_its_time(tiny, monkeypatch):
     right = bench.ragged_dot_layer
     monkeypatch.setattr(bench, "ragged_dot_layer", lambda *arguments: right(*arguments) * 1.1)
     (row,) = bench.run("tiny", [3], backends=[RAGGED_DOT], layers=1, repeats=1).rows
@@ -228,15 +228,15 @@ def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(ti
         ({"repeats": -1}, "`repeats` (=-1) must be at least 1"),
     ],
 )
-def test_bad_arguments_are_told_before_anything_is_measured(arguments, message, monkeypatch):
+def test_bad_arguments_are_reported_before_anything_is_measured(arguments, message, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: pytest.fail("measured"))
-    with pytest.raises(ValueError) as told:  # noqa: PT011
+    with pytest.raises(ValueError) as reported:  # noqa: PT011
         bench.run(**{"model": "small", "tokens": [1]} | arguments)
-    assert str(told.value).startswith(message)
+    assert str(reported.value).startswith(message)
 
 
 @pytest.mark.parametrize("model", shapes.MODELS)
-def test_every_named_shape_can_be_run_and_is_the_problem_that_it_says(model):
+def test_every_named_shape_can_be_run_and_is_the_problem_that_it_names(model):
     shape = shapes.MODELS[model]
     experts = jax.eval_shape(shape.experts, jax.random.key(0))
     x = jax.ShapeDtypeStruct((7, shape.hidden_size), jnp.bfloat16)

@@ -92,14 +92,14 @@ def test_formats_are_timed_beside_each_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         (["--format", "int5"], "'int5' must be one of"),
         (["--peer", "x", "--input-format", "int8_token"], "--input-format needs --format"),
         ([], "one of the arguments --peer --format is required"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(flags, told, capsys):
+def test_arguments_that_do_not_fit_are_refused(flags, reported, capsys):
     with pytest.raises(SystemExit):
         cpu.main(flags)
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err

@@ -13,7 +13,7 @@ from jmx.numerics.layouts import LAYOUTS
 from jmx.selection.environment import Environment
 
 BLACKWELL = ("b100", "b200", "gb200")
-PREPARED = ("cutlass_sm100", "trtllm_sm100")
+PREPARED = ("cutlass_sm100", "trtllm_sm100", "trtllm_sm100_vllm")
 PROBLEM = jmx.Problem(64, 2880, 2880, 128, 4, "bfloat16", "mxfp4", jmx.SwiGLU(), "interleaved", True, "packed")
 
 
@@ -33,9 +33,13 @@ def test_xla_runs_there_over_packed_weights(device, capsys):
     assert (found["chosen"], found["problem"]["layout"]) == ("xla", "packed")
 
 
-@pytest.mark.parametrize("layout", PREPARED)
-def test_the_reference_reads_the_layouts(layout, rng):
-    experts = jmx.Experts.random(jax.random.key(int(rng.integers(1 << 30))), 4, 64, 96, gate_up_order="interleaved")
+@pytest.mark.parametrize(
+    ("layout", "format"),
+    [(layout, format) for layout in PREPARED for format in jmx.FORMATS if LAYOUTS[layout].holds(jmx.FORMATS[format])],
+)
+def test_the_reference_reads_the_layouts(layout, format, rng):
+    key = jax.random.key(int(rng.integers(1 << 30)))
+    experts = jmx.Experts.random(key, 4, 64, 96, gate_up_order="interleaved", format=format)
     routing = jmx.Routing(jnp.asarray(rng.integers(0, 4, (5, 2)), jnp.int32), jnp.ones((5, 2)))
     x = jnp.asarray(rng.standard_normal((5, 64)), jnp.float32)
     y, expected = (

@@ -1,5 +1,6 @@
 """Chat templates: prompts of transformers, and templates and files that are wrong."""
 
+import contextlib
 import json
 import sys
 from datetime import datetime
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from jmx.checkpoint import CheckpointError
+from jmx.models.text import template_process
 from jmx.models.text.chat_template import ChatTemplate
 
 DATA = Path(__file__).parent / "data" / "chat_templates"
@@ -39,9 +41,15 @@ def write(folder: Path, template: Any, form: str = "config") -> ChatTemplate:
 
 
 @pytest.mark.parametrize("form", ["config", "file", "json", "list", "map"])
+def test_templates_are_read_in_every_form(form: str, tmp_path: Path) -> None:
+    template = write(tmp_path, (DATA / "mixtral_like.jinja").read_text(encoding="utf-8"), form)
+    conversation = GOLDEN["conversations"]["system"]
+    assert template.render(**conversation) == GOLDEN["prompts"]["mixtral_like"]["system"]
+
+
 @pytest.mark.parametrize("name", GOLDEN["prompts"])
-def test_prompts_are_those_of_transformers(name: str, form: str, tmp_path: Path) -> None:
-    template = write(tmp_path, (DATA / f"{name}.jinja").read_text(encoding="utf-8"), form)
+def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    template = write(tmp_path, (DATA / f"{name}.jinja").read_text(encoding="utf-8"))
     for case, expected in GOLDEN["prompts"][name].items():
         conversation = GOLDEN["conversations"][case]
         if expected is None:
@@ -98,9 +106,68 @@ def test_a_template_that_cannot_be_applied_is_one_line(source: str, tmp_path: Pa
     assert len(str(raised.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("source", ["{{ m.content.__class__ }}", "{{ m.__init__ }}", "{{ strftime_now.__self__ }}"])
-def test_a_template_reaches_no_python(source: str, tmp_path: Path) -> None:
-    assert write(tmp_path, "{% set m = messages[0] %}" + source).render(HELLO) == ""
+LOOP = (
+    "{% set ns = namespace(l=[1]) %}{% for i in range(36) %}{% set ns.l = ns.l + ns.l %}{% endfor %}{{ ns.l | length }}"
+)
+
+
+def test_memory_and_time_of_a_template_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 1.0)
+    with pytest.raises(ValueError, match=r"cannot be applied: it must end within 1 s$"):
+        write(tmp_path, LOOP).render(HELLO)
+    large = "{% set ns = namespace(t='" + "a" * 1000 + "', l=[]) %}{% for i in range(5000) %}"
+    large += "{% set ns.l = ns.l + [(ns.t * 1000) | tojson] %}{% endfor %}"
+    monkeypatch.setattr(template_process, "SECONDS", 30.0)
+    with pytest.raises(ValueError, match=r"cannot be applied: it must do with 1024 MiB of memory|ran out of fuel"):
+        write(tmp_path, large).render(HELLO)
+
+
+# What a template can name: its variables, their methods, functions, and what these have.
+ROOTS = [
+    "messages",
+    "messages[0]",
+    "messages[0].content",
+    "strftime_now",
+    "raise_exception",
+    "('a' | tojson)",
+    "namespace()",
+]
+REACHED = [
+    "__class__", "__init__", "__globals__", "__builtins__", "__self__", "__call__", "__dict__", "__module__",
+    "func", "func_globals", "f_globals", "gi_frame", "mro", "im_func", "sys", "os", "modules", "env", "state",
+]  # fmt: skip
+
+
+def test_a_template_reaches_no_python(tmp_path: Path) -> None:
+    names = [f"{root}.{name}" for root in ROOTS for name in REACHED]
+    names += [f"{root}['{name}']" for root in ROOTS for name in REACHED]
+    names += [f"({root} | attr('{name}'))" for root in ROOTS for name in REACHED]
+    source = "".join(f"{{% if {name} %}}{name} {{% endif %}}" for name in names)
+    assert write(tmp_path, source).render(HELLO) == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages | map(attribute='__class__') | join }}{{ lipsum }}",
+        "{% for m in messages %}{{ loop.__class__ }}{{ loop.func }}{% endfor %}",
+        "{{ __builtins__ }}{{ __import__ }}{{ self.__init__ }}{{ caller }}{{ get_flashed_messages }}",
+    ],
+)
+def test_nothing_of_python_is_printed(source: str, tmp_path: Path) -> None:
+    text = ""
+    with contextlib.suppress(ValueError):
+        text = write(tmp_path, source).render(HELLO)
+    assert text == ""
+
+
+def test_a_template_runs_where_nothing_of_this_process_is(tmp_path: Path) -> None:
+    """The functions that it may call are in the other process, in which jmx and jax are not even imported."""
+    source = Path(template_process.__file__).read_text()
+    assert "import jmx" not in source
+    assert "from jmx" not in source
+    assert write(tmp_path, "{{ messages | tojson }}").render(HELLO) == json.dumps(HELLO)
 
 
 def test_messages_must_be_values_of_json(tmp_path: Path) -> None:
@@ -141,5 +208,5 @@ def test_a_checkpoint_without_a_template_is_one_line(settings: str | None, tmp_p
 def test_without_minijinja_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = write(tmp_path, "a")
     monkeypatch.setitem(sys.modules, "minijinja", None)
-    with pytest.raises(ImportError, match=r"pip install 'jmx\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jmx-moe\[hf\]'"):
         template.render(HELLO)

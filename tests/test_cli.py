@@ -264,7 +264,7 @@ def test_explain_of_a_checkpoint_and_of_a_named_shape(jmx):
     assert (found["num_experts"], found["hidden_size"], found["top_k"]) == (64, 2880, 4)
 
 
-def test_explain_of_gpt_oss_that_a_tool_quantised_and_of_older_files(jmx, tmp_path):
+def test_explain_of_gpt_oss_that_a_tool_quantized_and_of_older_files(jmx, tmp_path):
     data = pathlib.Path(__file__).parent / "data" / "compressed_tensors"
 
     def explained(name, config):
@@ -292,7 +292,7 @@ def test_explain_of_gpt_oss_that_a_tool_quantised_and_of_older_files(jmx, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe/nvfp4", "qwen3_moe/fp8_block", "compressed_tensors/nvfp4"])
-def test_explain_of_a_checkpoint_with_quantised_experts(jmx, name):
+def test_explain_of_a_checkpoint_with_quantized_experts(jmx, name):
     path = pathlib.Path(__file__).parent / "data" / name
     config = json.loads((path / "config.json").read_text())
     given = [] if "num_experts_per_tok" in config else ["--top-k", "2"]
@@ -327,7 +327,7 @@ def test_doctor_tells_versions_devices_and_backends(jmx):
     assert [backend["runs"] for backend in found["backends"] if backend["name"] == "xla"] == [True]
     code, out, _ = jmx("doctor")
     assert code == 0
-    assert all(told in out for told in (jax.__version__, jax.devices()[0].device_kind, "xla"))
+    assert all(reported in out for reported in (jax.__version__, jax.devices()[0].device_kind, "xla"))
 
 
 @pytest.mark.parametrize(
@@ -344,9 +344,9 @@ def test_doctor_says_whether_the_hopper_kernels_run_here_and_why_not(device, lay
     code, out, _ = jmx("doctor", "--json")
     found = json.loads(out)
     assert (code, found["layout"]) == (0, layout)
-    told = {backend["name"]: backend for backend in found["backends"]}
-    assert ({"runs": False} | mosaic).items() <= told["mosaic"].items()
-    assert told["xla"]["runs"]
+    reported = {backend["name"]: backend for backend in found["backends"]}
+    assert ({"runs": False} | mosaic).items() <= reported["mosaic"].items()
+    assert reported["xla"]["runs"]
 
 
 def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):
@@ -362,7 +362,7 @@ def test_doctor_tells_what_is_missing_and_how_to_get_it(jmx, monkeypatch):
     code, out, _ = jmx("doctor")
     assert code == 1
     assert "not built: no kernels here; run `make kernels`" in out
-    assert "pip install 'jmx[hf]'" in out
+    assert "pip install 'jmx-moe[hf]'" in out
 
 
 def test_convert_there_and_back_gives_the_same_experts(jmx, tmp_path):
@@ -419,7 +419,7 @@ def test_bench_saves_prints_and_draws(jmx, tmp_path, monkeypatch):
     assert pathlib.Path(picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_of_a_benchmark_that_is_cut_are_kept(jmx, tmp_path, monkeypatch):
+def test_rows_of_a_benchmark_that_is_interrupted_are_kept(jmx, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
     monkeypatch.setitem(shapes.MODELS, "tiny", dataclasses.replace(shapes.MODELS["small"], num_experts=2))
     file, part = tmp_path / "r.json", tmp_path / "r.json.part"
@@ -486,7 +486,7 @@ def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "reported"),
     [
         (KeyboardInterrupt(), 130, "jmx: interrupted\n"),
         (RuntimeError("out of\nmemory"), 1, "jmx: error: out of memory\n"),
@@ -495,12 +495,12 @@ def test_bench_exits_with_1_where_a_row_is_wrong_or_none_is_measured(jmx, tmp_pa
         (PermissionError(13, "Permission denied", "x"), 2, "jmx: error: [Errno 13] Permission denied: 'x'\n"),
     ],
 )
-def test_what_goes_wrong_in_a_command_is_one_line_and_a_code(error, code, told, jmx, monkeypatch):
+def test_what_goes_wrong_in_a_command_is_one_line_and_a_code(error, code, reported, jmx, monkeypatch):
     def fail():
         raise error
 
     monkeypatch.setattr(doctor, "examine", fail)
-    assert jmx("doctor") == (code, "", told)
+    assert jmx("doctor") == (code, "", reported)
 
 
 @pytest.mark.parametrize("flag_first", [True, False])

@@ -211,6 +211,7 @@ def digest():
     return bits.hexdigest()
 
 
+@pytest.mark.costly
 @built
 @pytest.mark.parametrize("limit", ["one thread", "one core"])
 def test_bits_do_not_depend_on_the_number_of_threads(limit, request):
@@ -291,6 +292,7 @@ def run_on_unreadable_experts():
     print("read no other")
 
 
+@pytest.mark.costly
 @built
 def test_weights_of_experts_not_used_are_never_read(request):
     done = subprocess.run(

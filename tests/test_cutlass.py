@@ -29,7 +29,7 @@ from backend_cases import (
 )
 
 import jmx
-from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU
+from jmx import Environment, Experts, Reason, Routing, SiLU, SwiGLU, SwiGLUStep
 from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.ffi.build import Missing
@@ -49,6 +49,7 @@ from jmx.selection.select import select
 
 PROBLEM = Case(dtype="bfloat16", layout=LAYOUT.name).problem()
 HOPPER = Environment.named("h200")
+SUPPORTED = [activation for activation in ACTIVATIONS if not isinstance(activation, SwiGLUStep)]
 FOUND = cutlass_library.library()
 built = pytest.mark.skipif(FOUND.fault is not None, reason=str(FOUND.fault))
 
@@ -73,7 +74,7 @@ class Unknown(Activation):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "told"),
+    ("change", "reason", "reported"),
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed', not in 'cutlass_sm90'"),
@@ -81,31 +82,33 @@ class Unknown(Activation):
         ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
         ({"activation": Unknown()}, Reason.ACTIVATION, "Unknown()"),
+        ({"activation": SwiGLUStep(limit=7.0)}, Reason.ACTIVATION, "SwiGLUStep(limit=7.0)"),
+        ({"gate_up_order": "interleaved_up_first", "bias": True}, Reason.LAYOUT, "gate before up"),
         ({"num_tokens": 1 << 29}, Reason.SHAPE, "536870912 rows times 8 experts"),
         ({"num_tokens": 1 << 28, "weights_on": "input"}, Reason.SHAPE, "536870912 rows times 8 experts"),
     ],
 )
-def test_what_it_refuses_of_a_problem(there, change, reason, told):
+def test_what_it_refuses_of_a_problem(there, change, reason, reported):
     assert Cutlass().supports(PROBLEM, HOPPER) is None
     rejection = Cutlass().supports(dataclasses.replace(PROBLEM, **change), HOPPER)
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert reported in rejection.detail
 
 
 @pytest.mark.parametrize(
-    ("device", "reason", "told"),
+    ("device", "reason", "reported"),
     [
         ("cpu", Reason.PLATFORM, "'cpu'"),
         ("a100", Reason.COMPUTE_CAPABILITY, "(8, 0)"),
         ("b200", Reason.COMPUTE_CAPABILITY, "(10, 0)"),
     ],
 )
-def test_what_it_refuses_of_a_machine(there, device, reason, told):
+def test_what_it_refuses_of_a_machine(there, device, reason, reported):
     rejection = Cutlass().supports(PROBLEM, Environment.named(device))
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert reported in rejection.detail
 
 
 @pytest.mark.parametrize("layout", ["packed", LAYOUT.name])
@@ -127,14 +130,32 @@ def test_unbuilt_it_names_first_what_building_would_not_mend(nowhere):
         assert rejection.reason is reason
 
 
-def test_it_runs_on_request_alone(there):
+@pytest.mark.parametrize("request_", [None, "cutlass"])
+def test_built_it_runs_weights_in_its_layout(there, request_):
     problem = dataclasses.replace(PROBLEM, layout=LAYOUT.name)
-    assert select(problem, HOPPER, None, registered_backends()).backend.name == "xla"
-    assert select(problem, HOPPER, "cutlass", registered_backends()).backend.name == "cutlass"
+    assert select(problem, HOPPER, request_, registered_backends()).backend.name == "cutlass"
+    assert select(problem, HOPPER, "xla", registered_backends()).backend.name == "xla"
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_it_runs_every_activation(there, activation):
+def test_other_weights_and_machines_run_as_if_it_were_not_there(there):
+    for change, device, chosen in (
+        ({"layout": "mosaic_sm90"}, "h200", "mosaic"),
+        ({"layout": "packed"}, "h200", "triton"),
+        ({"layout": LAYOUT.name, "dtype": "float32"}, "h200", "xla"),
+        ({"layout": LAYOUT.name}, "a100", "xla"),
+    ):
+        problem = dataclasses.replace(PROBLEM, **change)
+        assert select(problem, Environment.named(device), None, registered_backends()).backend.name == chosen
+
+
+def test_unbuilt_its_weights_run_on_xla(nowhere):
+    chosen = select(dataclasses.replace(PROBLEM, layout=LAYOUT.name), HOPPER, None, registered_backends())
+    assert chosen.backend.name == "xla"
+    assert str(dict(chosen.trail)["cutlass"]) == "not built: it is not compiled; jmx build cutlass"
+
+
+@pytest.mark.parametrize("activation", SUPPORTED, ids=str)
+def test_it_runs_every_other_activation(there, activation):
     problem = dataclasses.replace(PROBLEM, activation=activation, gate_up_order=None)
     assert Cutlass().supports(problem, HOPPER) is None
 
@@ -246,7 +267,7 @@ def apply(case, x, routing, experts):
 
 
 @pytest.mark.parametrize("weights_on", ["output", "input"])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", SUPPORTED, ids=str)
 def test_the_call_gets_what_it_needs(in_numpy, activation, weights_on, rng):
     # Each order with each bias, but only once for both places of the weights.
     orders = ("interleaved", "concatenated") if weights_on == "output" else ("concatenated", "interleaved")

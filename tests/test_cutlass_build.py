@@ -4,7 +4,6 @@ A shell script replaces nvcc: it writes the requested file, and is slow, fails o
 """
 
 import dataclasses
-import multiprocessing
 import os
 import pathlib
 import shutil
@@ -15,7 +14,9 @@ import sys
 import time
 
 import jax
+import light_process
 import pytest
+import slow_build
 from rich.console import Console
 
 from jmx import cli
@@ -27,7 +28,6 @@ from jmx.ffi.cutlass import source as cutlass_source
 from jmx.ffi.cutlass.config import TILES
 from jmx.ffi.library import LibraryWarning
 from jmx.selection import tuning
-from jmx.util.atomic_files import Kind
 
 QUIET = Console(quiet=True)
 ROOT = pathlib.Path(cutlass_build.__file__).parents[3]
@@ -122,35 +122,35 @@ def test_a_machine_that_has_all(machine):
     assert {folder for _, folder in found.headers} == {machine.folder / "packages" / "include"}
 
 
-def test_every_missing_thing_is_told_with_the_command_that_gets_it(machine, monkeypatch):
+def test_every_missing_thing_is_reported_with_the_command_that_gets_it(machine, monkeypatch):
     machine.version = None
     machine.headers("nvrtc.h")
     (machine.folder / "cuda" / "bin" / "nvcc").unlink()
     monkeypatch.setattr(cutlass_build, "_find_nvcc", lambda: None)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    told = missing()
+    reported = missing()
     for part in (
         "nvcc 12.8 or newer is missing: install the CUDA toolkit",
         "host compiler (g++) is missing: apt-get install g++",
-        "flashinfer-python, whose sources are compiled is missing: pip install 'jmx[flashinfer]'",
+        "flashinfer-python, whose sources are compiled is missing: pip install 'jmx-moe[flashinfer]'",
         f"pip install --no-deps flashinfer-python=={cutlass_source.FLASHINFER}",
         "the header curand_kernel.h is missing: pip install nvidia-curand",
         "the header cublas_v2.h is missing: pip install nvidia-cublas",
     ):
-        assert part in told
-    assert "nvrtc" not in told
+        assert part in reported
+    assert "nvrtc" not in reported
     with pytest.raises(BuildError, match=r"curand_kernel\.h is missing"):
         cutlass_build.run(QUIET)
     assert not machine.log.exists(), "something was compiled"
     assert not (machine.folder / "cache").exists()
 
 
-def test_an_old_compiler_and_another_flashinfer_are_told_with_what_was_found(machine):
+def test_an_old_compiler_and_another_flashinfer_are_reported_with_what_was_found(machine):
     machine.nvcc("12.4")
     machine.flashinfer("0.6.0")
-    told = missing()
-    assert "nvcc 12.8 or newer (found release 12.4" in told
-    assert f"flashinfer-python {cutlass_source.FLASHINFER} (found 0.6.0)" in told
+    reported = missing()
+    assert "nvcc 12.8 or newer (found release 12.4" in reported
+    assert f"flashinfer-python {cutlass_source.FLASHINFER} (found 0.6.0)" in reported
 
 
 def test_headers_beside_the_compiler_come_first(machine):
@@ -263,7 +263,7 @@ def test_what_changes_the_path_of_a_library(machine, monkeypatch):
     assert len({*seen}) == len(seen)
 
 
-def test_a_failing_step_is_told_with_its_command_and_leaves_nothing(machine):
+def test_a_failing_step_is_reported_with_its_command_and_leaves_nothing(machine):
     machine.nvcc("13.0", 'case "$@" in *handler.cu*) echo "error: no such thing"; exit 2;; esac')
     with pytest.raises(BuildError, match=r"handler failed \(2\)(.|\n)*handler.cu(.|\n)*error: no such thing"):
         cutlass_build.run(QUIET, jobs=2)
@@ -283,41 +283,22 @@ def test_no_step_begins_after_one_has_failed(machine):
 # Many processes
 
 
-def build_slowly(target, log, seconds):
-    def make(folder):
-        with open(log, "a") as file:
-            file.write("begun\n")
-        (folder / "part").write_text("half")
-        time.sleep(seconds)
-        made = folder / "whole"
-        made.write_text("whole")
-        return made
-
-    def fault(path):
-        return None if path.read_text() == "whole" else "it is not whole"
-
-    return build.install(pathlib.Path(target), make, QUIET, Kind("a library", fault))
-
-
 def test_of_processes_side_by_side_one_builds_and_the_others_wait(tmp_path):
     target, log = tmp_path / "cache" / "library.so", tmp_path / "log"
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(3) as pool:
-        made = pool.starmap(build_slowly, [(str(target), str(log), 0.5)] * 3)
-    assert sorted(made) == [False, False, True]
+    processes = [light_process.start(slow_build.PROCESS, target, log, 0.5) for _ in range(3)]
+    assert sorted(process.communicate()[0] for process in processes) == ["False\n", "False\n", "True\n"]
     assert log.read_text() == "begun\n"
     assert target.read_text() == "whole"
 
 
-def test_waiting_is_told(tmp_path):
+def test_waiting_is_reported(tmp_path):
     console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
     with build.locked(tmp_path / "lock", QUIET):
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import sys; from rich.console import Console; from jmx.ffi import build\n"
-             "import pathlib\nwith build.locked(pathlib.Path(sys.argv[1]), Console(file=sys.stdout)): print('in')",
-             str(tmp_path / "lock")],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
+        child = light_process.start(
+            "import pathlib; from rich.console import Console; from jmx.ffi import build\n"
+            "with build.locked(pathlib.Path(sys.argv[1]), Console(file=sys.stdout)): print('in')",
+            tmp_path / "lock",
+        )
         assert child.stdout is not None
         assert "another process builds it" in child.stdout.readline()
     assert child.communicate(timeout=60)[0] == "in\n"
@@ -326,18 +307,16 @@ def test_waiting_is_told(tmp_path):
 
 def test_what_a_killed_process_left_is_removed_and_its_lock_is_free(tmp_path):
     target, log = tmp_path / "library.so", tmp_path / "log"
-    process = multiprocessing.get_context("spawn").Process(target=build_slowly, args=(str(target), str(log), 60))
-    process.start()
+    process = light_process.start(slow_build.PROCESS, target, log, 60)
     while not log.exists():
         time.sleep(0.05)
     time.sleep(0.2)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    process.kill()
+    process.communicate()
     assert not target.exists()
     assert len(list(tmp_path.glob(".library.so.*.part"))) == 1
     with pytest.warns(UserWarning, match=r"removed .*/\.library\.so\.\w{8}\.part, which a process left"):
-        assert build_slowly(target, log, 0)
+        assert slow_build.run(target, log, 0)
     assert target.read_text() == "whole"
     assert list(tmp_path.glob("*.part")) == list(tmp_path.glob(".*.part")) == []
 
@@ -361,9 +340,9 @@ def test_interrupted_it_ends_its_compilers_and_leaves_nothing(machine):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    told = process.communicate(timeout=60)[1]
+    reported = process.communicate(timeout=60)[1]
     assert process.returncode == cli.EXIT_INTERRUPTED
-    assert "interrupted" in told
+    assert "interrupted" in reported
     time.sleep(0.2)
     for pid in map(int, pids.read_text().split()):
         assert (
@@ -400,7 +379,7 @@ def test_the_command_tells_where_the_library_is(machine, capsys):
         (["cutlass", "--output", "/no/such/folder/x.so"], "its directory does not exist"),
     ],
 )
-def test_bad_arguments_are_told_before_anything_is_done(machine, argv, part, capsys):
+def test_bad_arguments_are_reported_before_anything_is_done(machine, argv, part, capsys):
     assert cli.main(["build", *argv]) == cli.EXIT_USAGE
     assert part in capsys.readouterr().err
     assert not machine.log.exists()
@@ -423,7 +402,7 @@ def unloaded(machine, monkeypatch):
     cutlass_library.forget()
 
 
-def test_nothing_built_is_told(unloaded):
+def test_nothing_built_is_reported(unloaded):
     assert "not compiled on this machine" in str(cutlass_library.library().fault)
     with pytest.raises(RuntimeError, match="not compiled"):
         cutlass_library.workspace_bytes(1, 1, 1, 128, 128, True)

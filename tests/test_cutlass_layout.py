@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jmx
+from jmx.experts.creation import ORDERS
 from jmx.ffi.cutlass import library as cutlass_library
 from jmx.ffi.cutlass.layout import LAYOUT
 from jmx.numerics import formats
@@ -60,10 +61,12 @@ def stacked_and_padded(array, spec, size, fill):
     """Rows of up, then of gate, each padded to a multiple of 128, and columns padded to `size`."""
     if spec.role == "down" or spec.gate_up_order is None:
         halves = [array]
-    elif spec.gate_up_order == "interleaved":
+    elif spec.gate_up_order.startswith("interleaved"):
         halves = [array[1::2], array[0::2]]
     else:
         halves = [array[len(array) // 2 :], array[: len(array) // 2]]
+    if (spec.gate_up_order or "").endswith("up_first"):
+        halves = halves[::-1]
     out = []
     for half in halves:
         full = np.full((-(-len(half) // 128) * 128, size), fill, np.uint8)
@@ -81,6 +84,8 @@ def draw(rng, experts, spec):
 SPECS = [
     WeightSpec("gate_up", (192, 64), "interleaved", jmx.MXFP4),
     WeightSpec("gate_up", (512, 160), "concatenated", jmx.MXFP4),
+    WeightSpec("gate_up", (192, 64), "interleaved_up_first", jmx.MXFP4),
+    WeightSpec("gate_up", (512, 160), "concatenated_up_first", jmx.MXFP4),
     WeightSpec("gate_up", (96, 288), None, jmx.MXFP4),
     WeightSpec("down", (160, 96), "interleaved", jmx.MXFP4),
     WeightSpec("down", (128, 128), None, jmx.MXFP4),
@@ -131,7 +136,7 @@ def test_sizes_of_gpt_oss_are_padded_to_2944():
     assert experts.canonical_shape() == (4, 5760, 2880)
 
 
-@pytest.mark.parametrize("order", ["interleaved", "concatenated", None])
+@pytest.mark.parametrize("order", ORDERS)
 def test_it_comes_back_bit_for_bit(rng, order):
     """With every scale code, NaN's too, and out of a stack of layers."""
     spec = WeightSpec("gate_up", (192, 96), order, jmx.MXFP4)

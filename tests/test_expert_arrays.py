@@ -11,6 +11,7 @@ from backend_cases import Case, draw_routing, draw_weights, draw_x
 import jmx
 from jmx import Experts
 from jmx.experts.arrays import check_arrays
+from jmx.experts.creation import ORDERS
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.layouts import LAYOUTS
 
@@ -39,7 +40,7 @@ def abstract(layout="packed", format="mxfp4", order="interleaved", scale_dtype=N
 HELD = [(layout.name, name) for layout in LAYOUTS.values() for name, f in FORMATS.items() if layout.holds(f)]
 
 
-@pytest.mark.parametrize("order", ["interleaved", "concatenated", None])
+@pytest.mark.parametrize("order", ORDERS)
 def test_what_every_layout_holds_is_taken(order):
     for layout, format in HELD:
         check_arrays(abstract(layout, format, order))
@@ -56,7 +57,7 @@ def halved(array, axis):
 
 
 @pytest.mark.parametrize("layers", [0, 2])
-def test_an_array_cut_along_any_axis_is_named(layers):
+def test_an_array_sliced_along_any_axis_is_named(layers):
     tried = 0
     for layout, format in HELD:
         if format not in ("mxfp4", "nvfp4", "int4_g64_asym_order", "fp8_block"):

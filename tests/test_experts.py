@@ -17,6 +17,7 @@ from properties import examples
 
 import jmx
 from jmx import BlockScaled, Experts
+from jmx.experts.creation import ORDERS
 from jmx.numerics import quantization
 from jmx.numerics.layouts import LAYOUTS
 
@@ -186,7 +187,7 @@ def test_quantize_rounds_each_weight_as_ml_dtypes_does(rng):
 @given(
     rule=st.sampled_from(sorted(quantization.SCALE_RULES)),
     layout=st.sampled_from(BOTH),
-    order=st.sampled_from(["interleaved", "concatenated", None]),
+    order=st.sampled_from(ORDERS),
     seed=st.integers(0, 2**31 - 1),
 )
 def test_what_was_quantized_once_quantizes_to_the_same_values(rule, layout, order, seed):

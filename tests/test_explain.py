@@ -163,7 +163,7 @@ def test_a_layer_its_arrays_and_its_shapes_are_explained_alike():
     assert explain(x, ids, experts, activation=GPT_OSS, weights_on="input").problem.weights_on == "input"
 
 
-def test_who_decided_on_the_inputs_is_told():
+def test_who_decided_on_the_inputs_is_reported():
     layer, x = small(), jnp.ones((5, 64), jnp.bfloat16)
     scale = jnp.float32(0.01)
     routing, declared = (
@@ -223,7 +223,7 @@ def test_what_is_missing_or_not_known_is_an_error():
 # Configurations
 
 
-def test_a_tunable_backends_configuration_and_its_source_are_told(tmp_path, monkeypatch):
+def test_a_tunable_backends_configuration_and_its_source_are_reported(tmp_path, monkeypatch):
     engine, h200 = MosaicSm90(), Environment.named("h200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuned, asked = (Config(16, 2, 1, n, 2) for n in (1, 2))
@@ -264,7 +264,7 @@ def test_a_backend_that_has_nothing_to_tune_has_no_configuration():
 # Requests
 
 
-def test_a_request_that_cannot_be_met_is_told_not_raised(monkeypatch):
+def test_a_request_that_cannot_be_met_is_reported_not_raised(monkeypatch):
     monkeypatch.setattr("jmx.backends.REGISTRY", Registry((Never(), *registered_backends())))  # pyright: ignore[reportArgumentType]
     x = jnp.ones((5, 64))
     for found in (
@@ -283,7 +283,7 @@ def test_a_request_that_cannot_be_met_is_told_not_raised(monkeypatch):
         assert explain(small(), x, backend="xla").chosen == "xla"
 
 
-def test_symbolic_tokens_are_told(rng):
+def test_symbolic_tokens_are_reported(rng):
     (tokens,) = export.symbolic_shape("t")
     found = explain(small(), jax.ShapeDtypeStruct((tokens, 64), jnp.float32))
     assert found.chosen is None
@@ -347,8 +347,8 @@ def test_experts_that_are_used_are_an_estimate_where_chance_decides(tokens, top_
 
 
 def test_a_short_floor_has_its_digits():
-    told = str(explain(dataclasses.replace(gpt_oss_120b(1), hidden_size=64, intermediate_size=96), device="H200"))
-    assert "floor 0.00821 us (memory" in told
+    reported = str(explain(dataclasses.replace(gpt_oss_120b(1), hidden_size=64, intermediate_size=96), device="H200"))
+    assert "floor 0.00821 us (memory" in reported
     assert "floor 0 us" in str(explain(gpt_oss_120b(0), device="h200"))
 
 

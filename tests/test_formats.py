@@ -24,12 +24,11 @@ from jmx.numerics.formats import (
     is_packed,
     logical_shape,
     pack,
-    pad,
     unpack,
-    unpad,
     with_float_scales,
 )
 from jmx.numerics.quantization import dequantize, random
+from jmx.numerics.resizing import pad, unpad
 
 SHAPE = (2, 6, 256)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -62,7 +61,7 @@ def test_pack_and_unpack_are_inverse(format, key):
 
 
 @every_format
-def test_the_even_element_lies_in_the_low_nibble(format, key):
+def test_the_even_element_is_in_the_low_nibble(format, key):
     q = jax.tree.map(np.asarray, random(key, SHAPE, format))
     values = bits(unpack(q, format).values)
     if format.element_bits == 4:
@@ -146,7 +145,8 @@ def test_a_format_describes_its_arrays(format, key):
 def test_names_are_those_of_the_field():
     assert {"mxfp4", "nvfp4", "mxint4", "int4_g128", "int8_channel_asym", "int4_g32_asym_order"} < set(FORMATS)
     assert {"fp8_tensor", "fp8_channel", "fp8_block"} < set(FORMATS)
-    assert not {"int4_channel_order", "mxfp8"} & set(FORMATS)
+    assert "mxfp8" in set(FORMATS)
+    assert "int4_channel_order" not in set(FORMATS)
     with pytest.raises(FrozenInstanceError):
         MXFP4.block_size = 16  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -155,7 +155,6 @@ def test_sizes_that_are_not_whole_blocks_are_refused(key):
     for name, size, whole in (
         ("mxfp4", 2870, 32),
         ("nvfp4", 24, 16),
-        ("int4_g128", 2880, 128),
         ("int4_channel", 31, 2),
     ):
         with pytest.raises(

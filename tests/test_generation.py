@@ -16,6 +16,8 @@ from jmx.models import Runner, Sampler, TokenCounts, from_source, random_source
 from jmx.models.logprobs import log_probabilities
 from jmx.models.runner import CHUNK
 
+pytestmark = pytest.mark.costly
+
 TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
 PROMPTS = [[5, 17, 3, 3, 250, 9], [7, 100, 8, 2, 2, 41, 300, 12, 1, 77]]
 STEPS = CHUNK + 4

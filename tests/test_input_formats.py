@@ -143,7 +143,7 @@ def test_any_floats(format, x, static):
 
 @formats
 @given(x=modest_floats, static=static_scales)
-def test_what_is_quantised_stays_under_the_same_scale(format, x, static):
+def test_what_is_quantized_stays_under_the_same_scale(format, x, static):
     """A value divided by its own scale once more is the same element."""
     q = quantize(x, format, static if format.static else None)
     worth = np.asarray(dequantize(q, format)).astype(np.float64).reshape(*SHAPE[:-1], -1, shared(format, K))
@@ -384,7 +384,7 @@ def test_part_of_a_block_is_refused(format):
 
 
 @formats
-def test_what_cannot_be_quantised_is_refused(format):
+def test_what_cannot_be_quantized_is_refused(format):
     with pytest.raises(ValueError, match="scalar"):
         quantize(cast(Any, SINGLE(1)), format, static_for(format))
     for x in (np.ones(K), np.ones(K, np.int32), np.ones(K, jnp.float8_e4m3fn)):

@@ -1,4 +1,4 @@
-"""Prose in the repository keeps to the terms of docs/internals/style.md: a list of banned words does not occur."""
+"""Prose and names in the repository keep to the terms of docs/internals/style.md: banned words do not occur."""
 
 import pathlib
 import re
@@ -35,8 +35,8 @@ FILES = re.compile(r"^```text files\n.*?^```$", re.MULTILINE | re.DOTALL)  # quo
 # Folders and files, each a case; a folder's cases are those below it that no other entry names.
 PLACES = {
     "README.md": ("README.md",),
-    "CONTRIBUTING.md": ("CONTRIBUTING.md",),
-    "docs": ("docs/**/*.md",),
+    "CONTRIBUTING.md": ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+    "docs": ("docs/**/*.md", "docs/site/*.py"),
     "benchmarks": ("benchmarks/*.md", "benchmarks/*.py", "benchmarks/peers/*.py"),
     "jmx": ("jmx/*.py",),
     "jmx/routing": ("jmx/routing/**/*.py",),
@@ -50,6 +50,7 @@ PLACES = {
     "jmx/pallas/mosaic_sm90_fp8": ("jmx/pallas/mosaic_sm90_fp8/*.py",),
     "jmx/perf": ("jmx/perf/**/*.py",),
     "jmx/cli": ("jmx/cli/**/*.py",),
+    "jmx/plot": ("jmx/plot/**/*.py",),
     "jmx/parallel": ("jmx/parallel/**/*.py",),
     "jmx/engines": ("jmx/engines/*.py",),
     "jmx/ffi/cutlass": ("jmx/ffi/*.py", "jmx/ffi/cutlass/**/*.py", "jmx/ffi/cutlass/src/*"),
@@ -58,6 +59,7 @@ PLACES = {
     "jmx/ffi/cpu": ("jmx/ffi/cpu/**/*.py", "jmx/ffi/cpu/**/*.cc", "jmx/ffi/cpu/**/*.h"),
     "jmx/ffi/include": ("jmx/ffi/include/*.h",),
     "jmx/checkpoint": ("jmx/checkpoint/**/*.py",),
+    "jmx/serving": ("jmx/serving/**/*.py", "jmx/serving/**/*.html"),
     "examples": ("examples/**/*.py", "examples/**/*.md"),
 }
 # These define the words.
@@ -72,7 +74,8 @@ def hits(*globs: str) -> list[str]:
         if name not in EXEMPT and "results" not in path.parts:
             text = FILES.sub(lambda block: re.sub(r".+", "", block[0]), path.read_text())
             for number, line in enumerate(text.splitlines(), 1):
-                found += [f"{name}:{number}: {word} (write: {instead(word)})" for word in PATTERN.findall(line)]
+                words = PATTERN.findall(line.replace("_", " "))  # of names, too
+                found += [f"{name}:{number}: {word} (write: {instead(word)})" for word in words]
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import jmx
 from jmx.backends import registered_backends
-from jmx.numerics import formats, layouts
+from jmx.numerics import formats, layouts, resizing
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.layouts import LAYOUTS, Layout, WeightSpec
 
@@ -81,7 +81,7 @@ def test_a_name_belongs_to_one_layout():
 
 
 def _forward(q, spec):
-    packed = formats.pad(formats.pack(q), (spec.shape[0] + 64, spec.shape[1]), spec.format)
+    packed = resizing.pad(formats.pack(q), (spec.shape[0] + 64, spec.shape[1]), spec.format)
     return BlockScaled(packed.values.swapaxes(-1, -2), formats.pack(q).scales)
 
 

@@ -18,6 +18,8 @@ from jmx.checkpoint import CheckpointError, quantizing
 from jmx.checkpoint.quantizing.float_experts import FUSED
 from jmx.models import FAMILIES, Model, load
 
+pytestmark = pytest.mark.costly
+
 DATA = Path(__file__).parent / "data"
 WRITTEN: dict[str, dict[str, tuple[str, list[int], str]]] = json.loads((DATA / "fused.json").read_text())
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")

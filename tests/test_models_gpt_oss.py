@@ -362,7 +362,7 @@ def test_tokens_that_are_not_one_a_row_are_refused(small: Runner) -> None:
             small.decode(jnp.ones(shape, jnp.int32), cache)
 
 
-def test_a_cache_without_room_is_refused(small: Runner) -> None:
+def test_a_cache_without_space_is_refused(small: Runner) -> None:
     with pytest.raises(ValueError, match=r"`cache` \(1 rows of 16\) must have 1 rows of at least 32"):
         small.prefill([PROMPTS[0][:20]], cache=small.model.empty_cache(1, 16))
 

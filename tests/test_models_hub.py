@@ -13,6 +13,7 @@ from typing import ClassVar
 from urllib.parse import urlparse
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from jmx import cli
 from jmx.models import find, load
@@ -228,7 +229,9 @@ def test_only_what_a_model_needs_is_downloaded_and_once(revision: str, server: l
     assert not server
 
 
-def test_a_download_that_was_cut_off_goes_on(server: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_was_interrupted_continues(
+    server: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = find("owner/tiny")
     (found / "model-00002-of-00002.safetensors").unlink()
     server.clear()
@@ -271,6 +274,10 @@ def test_other_errors_of_a_download_are_one_line_and_those_of_the_disk_stay(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     with pytest.raises(OSError, match=r"^owner/tiny cannot be downloaded from the Hugging Face Hub: broken$"):
+        find("owner/tiny")
+    raised = LocalEntryNotFoundError("in many lines")
+    raised.__cause__ = ConnectionError("[Errno -2] Name or service not known")
+    with pytest.raises(FileNotFoundError, match=r"Hub cannot be reached: Name or service not known$"):
         find("owner/tiny")
     raised = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left") as full:

@@ -51,6 +51,7 @@ def test_weights_outside_experts_that_stay_in_fp8_count_without_their_scales() -
     assert 0.97 * held < needs.weights < held
 
 
+@pytest.mark.costly
 def test_the_cache_takes_what_was_computed() -> None:
     source = file_source(TINY)
     runner = Runner(from_source(source))

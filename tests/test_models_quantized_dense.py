@@ -126,7 +126,10 @@ def test_weights_in_one_format_of_fp8_stay_in_it(name: str, format: str, tmp_pat
         elements, factors = (np.asarray(its) for its in (weights.arrays.values, weights.arrays.scales))
         found = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         found *= np.repeat(factors, 128 if scales > 1 else columns, axis=1)[:, :columns]
-        assert np.array_equal(found, np.concatenate([floats[names[its]] for its in group]))
+        # Queries that share keys are side by side with their keys and values.
+        groups = model.config.num_key_value_heads if len(group) == 3 else 1
+        parts = [floats[names[its]].reshape(groups, -1, columns) for its in group]
+        assert np.array_equal(found, np.concatenate(parts, axis=1).reshape(rows, columns))
 
 
 @pytest.mark.parametrize("format", FP8)

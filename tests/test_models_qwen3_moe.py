@@ -376,7 +376,7 @@ def test_checkpoints_that_lack_what_the_config_calls_for_are_refused(
     assert message in str(caught.value)
 
 
-def test_a_cache_that_is_to_be_quantized_is_told_of(tmp_path: Path) -> None:
+def test_a_cache_that_is_to_be_quantized_is_reported(tmp_path: Path) -> None:
     folder = edited(tmp_path / "it", "w4a16", lambda t: t.update({"model.layers.0.self_attn.k_scale": np.ones(1)}))
     shapes = {name: t.shape for name, t in compressed_tensors.Reader(folder).tensors.items() if ".experts." not in name}
     del shapes["model.layers.0.self_attn.k_scale"]

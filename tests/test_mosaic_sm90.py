@@ -32,6 +32,7 @@ from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
+from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS
 from jmx.selection import tuning
 
 pytestmark = pytest.mark.sampled(3)
@@ -48,7 +49,8 @@ HOPPER = Environment.named("h200")
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
-        ({"input_format": "mxfp8"}, Reason.INPUT_FORMAT, "'mxfp8'"),
+        ({"input_format": "fp8_block"}, Reason.INPUT_FORMAT, "'fp8_block'"),
+        ({"input_format": "mxfp8", "format": "int4_g64_order"}, Reason.INPUT_FORMAT, "another order than the blocks"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
@@ -95,6 +97,14 @@ def expert_products(x, gate_up, down, blocks, *, config, num_rows, num_cores):
     return jnp.asarray(out.reshape(-1, down.rows.num_outputs), down.dtype)
 
 
+def one_product(x, one, blocks, *, split_k, config, num_rows, num_cores):
+    """As `kernel.one_product` says."""
+    assert num_cores == HOPPER.core_count
+    assert x.dtype == jnp.bfloat16
+    out = product(np.asarray(x, np.float32), one, blocks, blocks.x_rows, config.block_n, num_rows, split_k)
+    return jnp.asarray(out.reshape(-1, one.rows.num_outputs), one.dtype)
+
+
 @partial(jax.jit, static_argnums=(1, 2))
 def dequantized(weight, spec, format):
     return jmx.dequantize(LAYOUT.inverse(weight, spec), jnp.float32, format)
@@ -132,6 +142,8 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
         assert len(given) == counts[b]
         for part, chosen in enumerate(np.array_split(np.arange(columns), split_k)):
             h = given[:, chosen] @ floats[experts[b]][:, chosen].T
+            if one.row_scales is not None:
+                h *= np.asarray(one.row_scales)[x_rows[b] : x_rows[b] + counts[b], None]
             if one.bias is not None and part == 0:
                 bias = np.asarray(one.bias[experts[b]], np.float32)
                 h += bias if one.order is None else bias[rows_in_order(one.order[experts[b]], order)]
@@ -171,6 +183,19 @@ AROUND = [
     Case(tokens=40, hidden=64, intermediate=192, format="int4_g64_order", order="concatenated"),
     Case(tokens=1, hidden=192, intermediate=64, format="int4_g32_order", order=None, activation=ReLU2()),
     Case(tokens=40, format="fp8_block"),
+    *(
+        Case(tokens=tokens, input_format=inputs, hidden=96, intermediate=160)
+        for tokens in (1, 9, 40)
+        for inputs in INPUTS
+    ),
+    Case(tokens=9, input_format="int8_token", format="int4_g32", hidden=128, weights_on="input"),
+    Case(tokens=40, input_format="fp8_token", format="int4_g64_order", hidden=128, intermediate=192),
+    Case(tokens=5, input_format="fp8_static", format="int8_g64_asym_order", hidden=128, intermediate=192),
+    Case(
+        tokens=40, input_format="int8_token", format="int4_g64_order", hidden=128, intermediate=64, weights_on="input"
+    ),
+    Case(tokens=40, input_format="nvfp4", format="nvfp4", weights_on="input", dtype="float16"),
+    Case(tokens=40, input_format="int8_token", format="int8_channel", ids="anywhere", order="concatenated"),
 ]
 
 
@@ -181,6 +206,7 @@ AROUND = [
 )
 def test_what_is_around_the_kernel(case, layers, rng, monkeypatch):
     monkeypatch.setattr(kernel, "expert_products", expert_products)
+    monkeypatch.setattr(kernel, "one_product", one_product)
     monkeypatch.setattr(act_order, "ordered_rows", ordered_rows)
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)

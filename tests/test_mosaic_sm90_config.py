@@ -63,7 +63,7 @@ def test_shared_memory_counts_what_a_block_holds():
 
 @pytest.mark.parametrize("shape", [(8, 1, 1, 1), (8, 1, 3, 5, 3), (40, 5, 1, 3), (192, 3, 1, 2), (256, 2, 1, 1)])
 @pytest.mark.parametrize("tile_bytes", TILES)
-def test_deepest_leaves_no_room_for_another_stage(tile_bytes, shape):
+def test_deepest_leaves_no_space_for_another_stage(tile_bytes, shape):
     config = deepest(tile_bytes, *shape)
     assert (config.block_n, config.warpgroups_m, config.warpgroups_k, config.k_tiles) == shape[:4]
     more = config.shared_memory(tile_bytes) + config.stage_bytes(tile_bytes)

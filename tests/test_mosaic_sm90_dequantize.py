@@ -119,7 +119,7 @@ def test_every_weight_is_what_it_should_be_rounded_once(name, scale_dtype):
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "int4_g32", "int8_g32_asym", "fp8_block"])
-def test_every_scale_and_zero_point_is_read_where_it_lies(name):
+def test_every_scale_and_zero_point_is_read_where_it_is(name):
     """All codes of a scale, zero and subnormal ones too, at every row and block of a tile."""
     format = FORMATS[name]
     spec = WeightSpec("gate_up", (320, 256), "interleaved", format)

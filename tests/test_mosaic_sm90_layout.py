@@ -12,6 +12,7 @@ from memory import compile_here, temporary_bytes
 from ptx import halves, run_ptx
 
 import jmx
+from jmx.experts.creation import ORDERS
 from jmx.numerics import formats
 from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.layouts import WeightSpec
@@ -30,6 +31,8 @@ SPECS = [
         for order in ("interleaved", "concatenated")
         for shape in [(64, 64), (64, 32), (192, 96), (320, 160)]
     ),
+    WeightSpec("gate_up", (192, 96), "interleaved_up_first", jmx.MXFP4),
+    WeightSpec("gate_up", (320, 160), "concatenated_up_first", jmx.MXFP4),
     WeightSpec("gate_up", (160, 96), None, jmx.MXFP4),
 ]
 SPEC_IDS = [f"{spec.role}-{spec.shape[0]}x{spec.shape[1]}-{spec.gate_up_order}" for spec in SPECS]
@@ -68,7 +71,9 @@ def row_of(spec, tile, warp, lane, below):
     nth = 32 * tile + 8 * warp + lane // 4  # gate above, up below
     if nth >= half:
         return spec.shape[0]
-    return 2 * nth + below if spec.gate_up_order == "interleaved" else half * below + nth
+    if spec.gate_up_order.endswith("up_first"):
+        below = 1 - below
+    return 2 * nth + below if spec.gate_up_order.startswith("interleaved") else half * below + nth
 
 
 # How the kernel's PTX decodes it
@@ -232,7 +237,7 @@ def test_one_expert_taken_and_all_of_a_stack(hidden, intermediate, order, rng):
         assert_same(getattr(stack.canonical(), role), getattr(jmx.Experts.stack(layers), role))
 
 
-@pytest.mark.parametrize("order", ["interleaved", "concatenated", None])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", ["int4_g32_order", "int8_g64_asym_order"])
 def test_rows_of_gate_up_lie_in_the_order_of_the_columns_of_down(name, order, rng):
     key = jax.random.key(int(rng.integers(2**31)))
@@ -246,7 +251,7 @@ def test_rows_of_gate_up_lie_in_the_order_of_the_columns_of_down(name, order, rn
             "interleaved": np.stack([2 * at, 2 * at + 1], axis=1).ravel(),
             "concatenated": np.concatenate([at, at + 192]),
             None: at,
-        }[order]
+        }[order and order.removesuffix("_up_first")]
         np.testing.assert_array_equal(as_they_lie.values[expert], experts.gate_up.values[expert][rows])
         np.testing.assert_array_equal(as_they_lie.scales[expert], experts.gate_up.scales[expert][rows])
     back, chosen = moved.prepare("packed"), jnp.array([[2], [0]])

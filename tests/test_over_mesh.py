@@ -17,9 +17,15 @@ from model_steps import relative_error
 import jmx
 from jmx.parallel import PlacedExperts, Placement, balance
 
-pytestmark = [pytest.mark.costly, pytest.mark.devices(8), pytest.mark.sampled(4)]
+pytestmark = [
+    pytest.mark.costly,
+    pytest.mark.devices(8),
+    pytest.mark.sampled(4),
+    pytest.mark.usefixtures("peer_by_collectives"),
+]
 
 E, H, INTERMEDIATE, T, K = 16, 64, 64, 32, 3
+EXCHANGES = tuple(jmx.parallel.EXCHANGES)
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
 TOKENS = (("dp", "ep"), ("dp",), ("ep",), ())
@@ -82,16 +88,20 @@ def whole() -> Whole:
 # Results and gradients
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("tokens", TOKENS, ids="-".join)
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_divided_experts_compute_what_one_device_does(whole: Whole, kind: str, shape: Any, tokens: Any) -> None:
-    mesh, split = mesh_of(shape, kind), jmx.Split(expert="ep", tokens=tokens)
+def test_divided_experts_compute_what_one_device_does(
+    whole: Whole, kind: str, shape: Any, tokens: Any, exchange: str
+) -> None:
+    mesh, split = mesh_of(shape, kind), jmx.Split(expert="ep", tokens=tokens, exchange=exchange)
     experts = put(whole.experts, mesh, "ep")
     x, logits = put((whole.x, whole.logits), mesh, tokens or None)
     with jax.set_mesh(mesh):
         compiled = jax.jit(partial(run, split=split)).lower(x, logits, experts).compile()
         y = compiled(x, logits, experts)
+        assert np.array_equal(y, compiled(x, logits, experts))
         floats = x, logits, experts.gate_up_bias, experts.down_bias
         gradients = jax.jit(jax.grad(partial(loss, split=split)))(floats, experts)
     assert alike(y, whole.y)
@@ -102,11 +112,14 @@ def test_divided_experts_compute_what_one_device_does(whole: Whole, kind: str, s
         assert gathered <= T * (2 * H + 4 * K), line
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("tokens", [("dp", "ep"), ("dp", "ep", "tp"), ("tp",), ("dp",), ()], ids="-".join)
 @pytest.mark.parametrize(("shards", "intermediate"), [(2, "tp"), (4, "tp"), (4, ("tp", "dp"))])
-def test_divided_shards_compute_what_one_device_does(whole: Whole, shards: int, intermediate: Any, tokens: Any) -> None:
+def test_divided_shards_compute_what_one_device_does(
+    whole: Whole, shards: int, intermediate: Any, tokens: Any, exchange: str
+) -> None:
     mesh = mesh_of((2, 2, 2), names=("dp", "ep", "tp"))
-    split = jmx.Split(expert="ep", tokens=tokens, intermediate=intermediate)
+    split = jmx.Split(expert="ep", tokens=tokens, intermediate=intermediate, exchange=exchange)
     experts = jmx.ShardedExperts.of(whole.experts, shards)
     floats = whole.x, whole.logits, experts.shards.gate_up_bias, experts.down_bias
     with jax.set_mesh(mesh):
@@ -121,7 +134,8 @@ def test_divided_shards_compute_what_one_device_does(whole: Whole, shards: int, 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32_asym_order", "int8_channel", "fp8_block", "fp8_tensor"])
 @pytest.mark.parametrize("order", ["concatenated", None])
 @pytest.mark.parametrize("backend", ["xla", "cpu"])
-def test_formats(format: str, order: str | None, backend: str) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_formats(format: str, order: str | None, backend: str, exchange: str) -> None:
     experts = experts_of(format, order, 128)
     x = jax.random.normal(jax.random.key(1), (T, H), jnp.float32)
     logits = jax.random.normal(jax.random.key(2), (T, E), jnp.float32)
@@ -137,12 +151,13 @@ def test_formats(format: str, order: str | None, backend: str) -> None:
         pytest.skip(str(e).splitlines()[0])
     with jax.set_mesh(mesh_of((2, 2, 2), names=("dp", "ep", "tp"))):
         for given, intermediate in ((experts, None), (jmx.ShardedExperts.of(experts, 2), "tp")):
-            split = jmx.Split(expert="ep", tokens=("dp", "ep"), intermediate=intermediate)
+            split = jmx.Split(expert="ep", tokens=("dp", "ep"), intermediate=intermediate, exchange=exchange)
             assert relative_error(jax.jit(partial(layer, split=split))(given), expected) <= 2e-6
 
 
-def test_everything_to_one_device_and_empty_devices(whole: Whole) -> None:
-    split = jmx.Split(expert="ep", tokens=("dp", "ep"))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_everything_to_one_device_and_empty_devices(whole: Whole, exchange: str) -> None:
+    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     for favourites in ((0,), (E - 1, 5)):
         logits = whole.logits.at[:, favourites].add(50)
         with jax.set_mesh(mesh_of((2, 4))):
@@ -150,16 +165,18 @@ def test_everything_to_one_device_and_empty_devices(whole: Whole) -> None:
         assert alike(y, run(whole.x, logits, whole.experts))
 
 
-def test_a_row_of_nan_affects_itself_only(whole: Whole) -> None:
-    split = jmx.Split(expert="ep", tokens=("dp", "ep"))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_row_of_nan_affects_itself_only(whole: Whole, exchange: str) -> None:
+    split = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     with jax.set_mesh(mesh_of((2, 4))):
         y = np.asarray(jax.jit(partial(run, split=split))(whole.x.at[5].set(jnp.nan), whole.logits, whole.experts))
     assert np.isnan(y[5]).all()
     assert relative_error(np.delete(y, 5, 0), np.delete(np.asarray(whole.y), 5, 0)) <= 1e-6
 
 
-def test_padding_tokens_route_nowhere(whole: Whole) -> None:
-    split, mask = jmx.Split(expert="ep", tokens=("dp", "ep")), np.arange(T) % 3 > 0
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_padding_tokens_route_nowhere(whole: Whole, exchange: str) -> None:
+    split, mask = jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange), np.arange(T) % 3 > 0
     with jax.set_mesh(mesh_of((2, 4))):
         y = jax.jit(partial(run, split=split, mask=mask))(whole.x, whole.logits, whole.experts)
     assert alike(y, jnp.where(mask[:, None], whole.y, 0))
@@ -181,9 +198,10 @@ def test_bfloat16_tokens_and_weights_of_a_routing(whole: Whole) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spare", [0, 8])
-def test_experts_in_the_slots_of_a_placement(whole: Whole, spare: int, kind: str) -> None:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_experts_in_the_slots_of_a_placement(whole: Whole, spare: int, kind: str, exchange: str) -> None:
     """Also by one compiled program for two placements."""
-    mesh, split = mesh_of((2, 4), kind), jmx.Split(expert="ep", tokens=("dp", "ep"))
+    mesh, split = mesh_of((2, 4), kind), jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     counts = np.arange(E)[::-1] ** 2
     with jax.set_mesh(mesh):
         layer: Any = jax.jit(partial(run, split=split))
@@ -199,8 +217,9 @@ def test_experts_in_the_slots_of_a_placement(whole: Whole, spare: int, kind: str
 
 
 @pytest.mark.parametrize("kind", ["vmap", "vmap of grad", "scan", "map", "remat", "eager", "two axes of tokens"])
-def test_transformations(whole: Whole, kind: str) -> None:
-    mesh, split = mesh_of((2, 4)), jmx.Split(expert="ep", tokens=("dp", "ep"))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_transformations(whole: Whole, kind: str, exchange: str) -> None:
+    mesh, split = mesh_of((2, 4)), jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     experts = put(whole.experts, mesh, "ep")
     x, logits, c = (array.reshape(4, T // 4, -1) for array in (whole.x, whole.logits, C))
     layer = partial(run, experts=experts, split=split)
@@ -225,8 +244,9 @@ def test_transformations(whole: Whole, kind: str) -> None:
     assert alike(got.reshape(T, H), expected)
 
 
-def test_an_exported_call(whole: Whole) -> None:
-    mesh, split = mesh_of((2, 4)), jmx.Split(expert="ep", tokens=("dp", "ep"))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_exported_call(whole: Whole, exchange: str) -> None:
+    mesh, split = mesh_of((2, 4)), jmx.Split(expert="ep", tokens=("dp", "ep"), exchange=exchange)
     arguments = (*put((whole.x, whole.logits), mesh, ("dp", "ep")), put(whole.experts, mesh, "ep"))
     described = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), arguments)
     with jax.set_mesh(mesh):

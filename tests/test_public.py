@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -16,7 +17,7 @@ ROOT = pathlib.Path(jmx.__file__).parent
 # Each module may import those of earlier entries; those of one entry do not import each other.
 ORDER = [
     {"_version", "util"},
-    {"meshes"},
+    {"meshes", "guard"},
     {"numerics"},
     {"activations", "routing", "grouping"},
     {"experts"},
@@ -30,9 +31,11 @@ ORDER = [
     {"explain", "module_arguments"},
     {"module_call"},
     {"nnx", "linen"},
+    {"training"},
     {"checkpoint"},
     {"perf"},
-    {"models"},
+    {"models", "plot"},
+    {"serving"},
     {"cli"},
 ]
 
@@ -66,32 +69,38 @@ def test_public_functions_and_classes_say_what_they_are():
             assert not value.__doc__.startswith(f"{name}("), name
 
 
+def changelog():
+    return (ROOT.parent / "CHANGELOG.md").read_text()
+
+
 def test_version():
     assert jmx.__version__ == _version.__version__
     assert re.fullmatch(r"\d+\.\d+\.\d+", jmx.__version__)
+    assert f"\nversion: {jmx.__version__}\n" in (ROOT.parent / "CITATION.cff").read_text()
+    newest = re.search(r"^## (\S+) \((?:not released|\d{4}-\d\d-\d\d)\)$", changelog(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == jmx.__version__
 
 
 def test_the_package_is_typed():
     assert (ROOT / "py.typed").is_file()
 
 
-def test_importing_all_of_it_touches_no_device():
+def test_importing_jmx_imports_nothing_optional_and_all_of_it_touches_no_device():
     """And so compiles nothing."""
-    everything = "import jmx, jmx.nnx, jmx.linen, jmx.perf.bench, jmx.cli, jmx.checkpoint, jmx.models, jmx.parallel"
-    nowhere = {"JAX_PLATFORMS": "nowhere"}  # initializing any device fails
+    absent = "flax.nnx", "optax", "orbax.checkpoint", "rich.progress", "safetensors", "tensorstore", "jmx.checkpoint"
+    all_of_it = "nnx", "linen", "perf.bench", "cli", "checkpoint", "models", "parallel", "plot", "training"
     done = run(
-        f"{everything}\nassert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')\n"
+        f"import jmx, sys\nprint([name for name in {absent} if name in sys.modules])\n"
+        f"import {', '.join(f'jmx.{name}' for name in all_of_it)}\n"
+        "assert jmx.explain and jmx.SwiGLU(limit=7.0) and jmx.Environment.named('h200')\n"
         "import jax\ntry:\n    jax.numpy.ones(3)\nexcept RuntimeError as error:\n    print(error)",
-        **nowhere,
+        JAX_PLATFORMS="nowhere",  # initializing any device fails
     )
     assert done.returncode == 0, done.stderr
-    assert "nowhere" in done.stdout
-
-
-def test_checkpoints_are_imported_when_they_are_used():
-    absent = "flax.nnx", "optax", "orbax.checkpoint", "rich.progress", "safetensors", "tensorstore", "jmx.checkpoint"
-    done = run(f"import jmx, sys; print([name for name in {absent} if name in sys.modules])")
-    assert done.stdout.strip() == "[]", done.stderr
+    imported, error = done.stdout.split("\n", 1)
+    assert imported == "[]"
+    assert "nowhere" in error
     with pytest.raises(AttributeError, match="module 'jmx' has no attribute 'checkpoints'"):
         jmx.checkpoints  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -141,11 +150,38 @@ def test_imports_have_no_circle():
     assert not arrows
 
 
+def functions(path):
+    """Functions and methods of a file, closures included: name and lines, without decorators."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_modules_have_at_most_450_lines_and_functions_90():
+    assert not {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 450}
+    assert not [(m, name, n) for m, path in MODULES.items() for name, n in functions(path) if n > 90]
+
+
 def test_few_modules_are_directly_in_the_package():
     assert len([*ROOT.glob("*.py")]) <= 14
 
 
 @pytest.mark.parametrize("module", ["nnx", "linen"])
 def test_flax_modules_are_imported_by_name(module):
-    told = run(f"import jmx, jmx.{module}; print(jmx.{module}.MoE.__name__)")
-    assert told.stdout.strip() == "MoE", told.stderr
+    done = run(f"import jmx, jmx.{module}; print(jmx.{module}.MoE.__name__)")
+    assert done.stdout.strip() == "MoE", done.stderr
+
+
+def test_remedies_name_the_distribution_and_its_extras():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    found = [
+        (name, extra)
+        for folder in (ROOT, ROOT.parent / "docs")
+        for file in folder.rglob("*")
+        if file.suffix in (".py", ".md")
+        for name, extra in re.findall(r"['`](jmx[\w-]*)\[([a-z{]\w*)\}?\]", file.read_text())
+    ]
+    assert len(found) > 8
+    assert {name for name, _ in found} == {project["name"]}
+    assert {extra for _, extra in found} - {"{extra"} <= project["optional-dependencies"].keys()

@@ -25,10 +25,10 @@ from jmx.numerics.formats import (
     is_packed,
     logical_shape,
     pack,
-    pad,
     unpack,
 )
 from jmx.numerics.quantization import SCALE_RULES, dequantize, quantize, random
+from jmx.numerics.resizing import pad
 
 BLOCK = MXFP4.block_size
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -269,7 +269,7 @@ def test_nonfinite_values_are_refused_or_make_their_block_nan(bad, dtype):
     np.testing.assert_array_equal(bits(q.values), expected_values)
 
 
-def test_refusing_what_is_traced_is_an_error_that_says_so():
+def test_refusing_what_is_traced_is_an_error_with_that_reason():
     x = np.ones(BLOCK, np.float32)
     with pytest.raises(ValueError, match=r"traced.*nonfinite='nan_block'"):
         jax.jit(quantize)(x)

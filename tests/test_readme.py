@@ -29,7 +29,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {"README.md": ROOT / "README.md"} | {
     path.relative_to(ROOT / "docs").as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-PROSE = [*PAGES.values(), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+BESIDE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+PROSE = [*PAGES.values(), *BESIDE, *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 
 class Block(NamedTuple):

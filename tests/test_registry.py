@@ -53,7 +53,7 @@ def call(x):
     return jmx.moe(x, routing, experts, activation=jmx.SwiGLU())
 
 
-def test_before_is_where_it_stands():
+def test_before_gives_the_place_in_the_list():
     registry = Registry((Constant("a"), Constant("xla")))
     registry.register(Constant("b"))
     registry.register(Constant("c"), before="a")
@@ -128,6 +128,7 @@ def test_an_entry_point_that_fails_is_one_warning_and_others_go_on(tmp_path, mon
     assert names(registry) == ["xla"]  # with no other warning
 
 
+@pytest.mark.costly
 def test_importing_jmx_loads_no_entry_point():
     code = """
 import importlib.metadata

@@ -26,6 +26,7 @@ from jmx.routing import (
     Routing,
     SigmoidTopK,
     SoftmaxTopK,
+    SqrtSoftplusTopK,
     TopKSoftmax,
     route,
     token_counts,
@@ -41,7 +42,10 @@ METHODS = [
     SoftmaxTopK(3, renormalize=True),
     SigmoidTopK(4, renormalize=True, routed_scaling_factor=2.5),
     SigmoidTopK(1, renormalize=False),
+    SqrtSoftplusTopK(4, renormalize=True, routed_scaling_factor=1.5),
+    SqrtSoftplusTopK(3, renormalize=False),
     GroupedTopK(4, 4, 2, "sigmoid", True, 2.5),
+    GroupedTopK(3, 4, 2, "sqrt_softplus", True, 2.5),
     GroupedTopK(3, 8, 2, "sigmoid", False),
     GroupedTopK(4, 4, 2, "softmax", False, 16.0),
     GroupedTopK(2, E, 3, "softmax", True),
@@ -64,6 +68,8 @@ def reference_row(x, bias, method):
     if isinstance(method, TopKSoftmax | SoftmaxTopK) or getattr(method, "scoring", None) == "softmax":
         powers = np.where(usable, np.exp(np.where(usable, finite - max(finite[usable], default=0), 0)), 0)
         scores = powers / max(powers.sum(), 1)
+    elif isinstance(method, SqrtSoftplusTopK) or getattr(method, "scoring", None) == "sqrt_softplus":
+        scores = np.sqrt(np.maximum(finite, 0) + np.log1p(np.exp(-np.abs(finite))))
     else:
         scores = 1 / (1 + np.exp(-finite))
     keys = np.where(usable, finite if bias is None else scores + bias, -np.inf)
@@ -125,7 +131,7 @@ def test_shapes(num_tokens, num_groups, group_size, renormalize, data):
 
 
 @pytest.mark.parametrize("num_experts", [8, 1024])
-@pytest.mark.parametrize("method", [*METHODS[:5], GroupedTopK(4, 8, 4, "softmax", True)], ids=str)
+@pytest.mark.parametrize("method", [*METHODS[:7], GroupedTopK(4, 8, 4, "softmax", True)], ids=str)
 def test_ties_go_to_the_lower_id(method, num_experts):
     assert_matches_reference(quarters((32, num_experts)), method)
 
@@ -265,7 +271,7 @@ def test_logits_are_a_pytree_with_a_static_method():
     leaves, structure = jax.tree.flatten(logits)
     assert [leaf.shape for leaf in leaves] == [(2, E), (E,)]
     assert jax.tree.unflatten(structure, leaves).method == METHODS[3]
-    assert hash(METHODS[5]) == hash(GroupedTopK(4, 4, 2, "sigmoid", True, 2.5))
+    assert hash(METHODS[7]) == hash(GroupedTopK(4, 4, 2, "sigmoid", True, 2.5))
 
 
 def test_custom_method_runs_the_users_function():
@@ -281,6 +287,27 @@ def test_custom_method_runs_the_users_function():
         route(Logits(x, Custom(3, first_two)))
     with pytest.raises(TypeError, match=r"`expert_ids` \(dtype float32\) must be integer"):
         route(Logits(x, Custom(2, lambda logits: (logits[:, :2], logits[:, :2]))))
+
+
+def test_custom_method_gets_the_correction_bias():
+    def biased(logits, correction_bias=None):
+        scores = jax.nn.sigmoid(logits)
+        _, ids = jax.lax.top_k(scores if correction_bias is None else scores + correction_bias, 2)
+        return ids, jnp.take_along_axis(scores, ids, axis=1)
+
+    x, bias = random_logits(), np.random.default_rng().standard_normal(E).astype(np.float32)
+    for its_bias in (bias, bias.astype(jnp.bfloat16), None):
+        found = jitted_route(Logits(x, Custom(2, biased), its_bias))
+        expected = jitted_route(Logits(x, SigmoidTopK(2, renormalize=False), its_bias))
+        np.testing.assert_array_equal(found.expert_ids, expected.expert_ids)
+        np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_scores_that_underflow_still_weigh_experts(renormalize):
+    """softplus(x) is 0 in float32 for logits below -104; its square root is not, and the shares of the k are not."""
+    x = np.linspace(-170, -9, T * E, dtype=np.float32).reshape(E, T).T
+    assert_matches_reference(x, SqrtSoftplusTopK(4, renormalize))
 
 
 @examples(25)

@@ -48,7 +48,7 @@ def test_registers_that_are_free_again_may_be_written():
         (", gsb0", "", [("0020", "0070"), ("0020", "0090"), ("0030", "0090")]),  # of no group: no wait reaches it
     ],
 )
-def test_a_register_in_use_is_told_on_every_path(before, after, clashes):
+def test_a_register_in_use_is_reported_on_every_path(before, after, clashes):
     assert LOOP.count(before) == 1
     found = [each.split(" | ") for each in hazards(parse(LOOP.replace(before, after)))]
     assert [(wgmma[:4], other[:4]) for wgmma, other in found] == clashes
@@ -69,7 +69,7 @@ def test_a_loop_is_followed_back_to_its_start():
         assert [each.split(" | ")[1][:4] for each in hazards(program)] == clashes
 
 
-def test_threads_that_part_meet_again_where_they_were_told():
+def test_threads_that_diverge_meet_again_at_their_barrier():
     wgmma = "HGMMA.64x8x16.F32.BF16 R24, R40, gdesc[UR4], R24, gsb0"
     parted = ["BSSY B0, `(.L_x_1)", "@P1 BRA `(.L_x_0)", "BSYNC B0", "MOV R42, R1", ".L_x_0:", "BSYNC B0", ".L_x_1:"]
     assert hazards(parse(lines(wgmma, *parted, WAIT, "MOV R42, R1", "EXIT"))) == []

@@ -1,9 +1,13 @@
 """The suite's own configuration: which warnings are errors, which cases are drawn, which versions are the oldest."""
 
+import collections
+import functools
+import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import oldest
 import pytest
@@ -67,24 +71,37 @@ def test_{number}(n):
 """
     for number in range(7)
 )
+FEW = 5  # costly tests of a run here, where a third of those of one file are three
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(tmp_path, seed, monkeypatch):
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
-    (tmp_path / "test_four.py").write_text(DRAWN)
-    monkeypatch.setenv("JMX_TEST_SEED", seed)
-    monkeypatch.delenv("JMX_TEST_ALL", raising=False)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JMX_TEST_SHAPES", "0")
-    options = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "--collect-only", "-q"]
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[str, str, str]]]:
+    """Collects the tests above with a seed and options, in a process: file, test and case of each that would run."""
+    folder = tmp_path_factory.mktemp("suite")
+    text, replaced = re.subn(r"^COSTLY = \d+$", f"COSTLY = {FEW}", (ROOT / "tests/conftest.py").read_text(), flags=re.M)
+    assert replaced == 1
+    (folder / "conftest.py").write_text(text)
+    (folder / "test_drawn.py").write_text(DRAWN)
+    for name in ("a", "b", "c"):
+        (folder / f"test_costly_{name}.py").write_text(COSTLY)
+    options = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "--collect-only", "-q"]
 
-    def collected(*more):
-        command = [sys.executable, "-m", "pytest", *options, *more, "test_four.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        return re.findall(r"::(\w+)(?:\[(.*)\])?", done.stdout)
+    @functools.cache
+    def collect(seed: int, *more: str) -> list[tuple[str, str, str]]:
+        environment = {name: value for name, value in os.environ.items() if name != "JMX_TEST_ALL"}
+        environment |= {"JMX_TEST_SEED": str(seed), "JAX_PLATFORMS": "cpu", "JMX_TEST_SHAPES": "0"}
+        command = [sys.executable, "-m", "pytest", *options, *more, "."]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        found = re.findall(r"(\w+)\.py::(\w+)(?:\[(.*)\])?", done.stdout)
+        assert found, done.stdout + done.stderr
+        return found
 
-    drawn = collected("--drawn")
+    return collect
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(seed, collected):
+    drawn = [(test, case) for file, test, case in collected(seed, "--drawn") if file == "test_drawn"]
     assert sorted(name for name, _ in drawn) == [
         "test_four",
         "test_one",
@@ -95,27 +112,21 @@ def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(tmp_
     ]
     words = {word for _, case in drawn for word in case.split("-")}
     assert words >= {"xla", "cpu", "mxfp4", "nvfp4", "mxint4"}
-    assert len(collected()) == 6 + 2 + 2 + 1
+    assert sum(file == "test_drawn" for file, *_ in collected(1)) == 6 + 2 + 2 + 1
 
 
-def test_a_third_of_a_files_costly_tests_is_drawn_others_in_other_runs(tmp_path, monkeypatch):
-    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
-    (tmp_path / "test_costly.py").write_text(COSTLY)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("JMX_TEST_SHAPES", "0")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
-    command += ["--rootdir", tmp_path, "--collect-only", "-q", "--drawn", "test_costly.py"]
-    drawn = set()
-    for seed in ("1", "2"):
-        monkeypatch.setenv("JMX_TEST_SEED", seed)
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        found = re.findall(r"::(\w+)", done.stdout)
-        assert len(found) == 3, done.stdout + done.stderr
-        drawn.add(tuple(sorted(found)))
-    assert len(drawn) > 1
+def test_costly_tests_are_a_third_of_a_file_and_few_in_all_and_others_in_other_runs(collected):
+    runs = []
+    for seed in (1, 2):
+        drawn = [(file, test) for file, test, _ in collected(seed, "--drawn") if file != "test_drawn"]
+        assert len(drawn) == len({*drawn}) == FEW  # one case of each
+        counts = collections.Counter(file for file, _ in drawn)
+        assert sorted(counts.values()) == [1, 2, 2]  # none has a third one before each has a second one
+        runs.append(sorted(drawn))
+    assert runs[0] != runs[1]
 
 
 def test_the_oldest_versions_are_those_of_pyproject():
-    extras = {"test": ["jmx[hf]", "psutil", "pytest>=8.2"], "hf": ["tokenizers>=0.21"]}
-    found = [*oldest.requirements(["jax>=0.11", "jmx[test]"], extras)]
+    extras = {"test": ["jmx-moe[hf]", "psutil", "pytest>=8.2"], "hf": ["tokenizers>=0.21"]}
+    found = [*oldest.requirements(["jax>=0.11", "jmx-moe[test]"], extras)]
     assert found == ["jax==0.11", "tokenizers==0.21", "psutil", "pytest==8.2"]

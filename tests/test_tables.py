@@ -36,7 +36,7 @@ def cells_of(text):
     st.data(),
 )
 @examples(60)
-def test_no_column_is_dropped_and_no_number_is_cut(keys, rest, width, data):
+def test_no_column_is_dropped_and_no_number_is_truncated(keys, rest, width, data):
     word = st.text("abcdefgh", min_size=1, max_size=18)
     columns = [*words(*(f"key{i}" for i in range(keys))), *numbers("tokens")]
     for heading, right in rest:

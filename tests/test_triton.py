@@ -51,7 +51,7 @@ def interpreted_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "told"),
+    ("change", "reason", "reported"),
     [
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "canonical"}, Reason.LAYOUT, "'canonical'"),
@@ -63,16 +63,16 @@ def interpreted_too(monkeypatch):
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
-def test_what_it_refuses_of_a_problem(change, reason, told):
+def test_what_it_refuses_of_a_problem(change, reason, reported):
     assert Triton().supports(PROBLEM, AMPERE) is None
     rejection = Triton().supports(dataclasses.replace(PROBLEM, **change), AMPERE)
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert reported in rejection.detail
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason", "told"),
+    ("environment", "reason", "reported"),
     [
         (Environment.named("cpu"), Reason.PLATFORM, "'cpu', not 'gpu'"),
         (Environment.named("b200"), Reason.COMPUTE_CAPABILITY, "(10, 0) is none of (8, 0)"),
@@ -80,11 +80,11 @@ def test_what_it_refuses_of_a_problem(change, reason, told):
         (Environment("gpu", "unknown"), Reason.COMPUTE_CAPABILITY, "None"),
     ],
 )
-def test_what_it_refuses_of_a_machine(environment, reason, told):
+def test_what_it_refuses_of_a_machine(environment, reason, reported):
     rejection = Triton().supports(PROBLEM, environment)
     assert rejection is not None
     assert rejection.reason is reason
-    assert told in rejection.detail
+    assert reported in rejection.detail
 
 
 def test_interpreted_it_runs_on_a_cpu_alone():
@@ -267,7 +267,7 @@ def test_every_tiling(tokens, config, rng):
     ],
 )
 @interpreted
-def test_however_groups_are_cut(name, sizes, config, rng):
+def test_however_groups_are_divided(name, sizes, config, rng):
     hidden, intermediate = sizes
     case = Case(3, hidden, intermediate, num_experts=3, dtype="bfloat16", format=name)
     assert_cut(case, config, rng)

@@ -107,7 +107,7 @@ def _take_fakes_at_their_word(monkeypatch):
     """A `Config` takes the time that it states, so a busy machine changes no outcome; other backends' are timed."""
     trial, time, configs = tuner._Rig.trial, tuner._Rig.time, {}
 
-    def told(rig, call, repeats):
+    def reported(rig, call, repeats):
         us, config = time(rig, call, repeats), configs.setdefault(call.func, rig.trying)
         return 1 + config.work + 1e-6 * us if isinstance(config, Config) else us
 
@@ -116,7 +116,7 @@ def _take_fakes_at_their_word(monkeypatch):
         return trial(rig, config, compiled)
 
     monkeypatch.setattr(tuner._Rig, "trial", trying)
-    monkeypatch.setattr(tuner._Rig, "time", told)
+    monkeypatch.setattr(tuner._Rig, "time", reported)
 
 
 @pytest.fixture(autouse=True)
@@ -152,8 +152,8 @@ def entry(outcome) -> tuning.Entry:
 
 def test_the_fastest_is_kept_and_used_from_then_on(registered, tmp_path):
     engine, file = registered(Fake((MIDDLING, FAST, SLOW))), tmp_path / "a" / "table.json"
-    (outcome,), told = run(engine, file)
-    assert told == ""
+    (outcome,), reported = run(engine, file)
+    assert reported == ""
     assert (outcome.key, outcome.tried, outcome.failed) == (Key(NAME, 2), 3, ())
     assert entry(outcome).config == FAST
     assert 0 < entry(outcome).us < (entry(outcome).heuristic_us or 0)
@@ -167,7 +167,7 @@ def test_the_fastest_is_kept_and_used_from_then_on(registered, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reported"),
     [
         ("trace", "NotImplementedError: no such block"),
         ("compile", "JaxRuntimeError: NOT_FOUND: No FFI handler registered for no_such_kernel"),
@@ -178,14 +178,14 @@ def test_the_fastest_is_kept_and_used_from_then_on(registered, tmp_path):
         ("unsteady", "ValueError: wrong result: not the same bits on every run"),
     ],
 )
-def test_a_candidate_that_fails_is_told_by_name_and_passed_over(fault, told, registered, tmp_path):
+def test_a_candidate_that_fails_is_reported_by_name_and_passed_over(fault, reported, registered, tmp_path):
     bad = Config(0, fault)
     (outcome,), lines = run(registered(Fake((bad, MIDDLING))), tmp_path / "t.json", tokens=[5])
     assert entry(outcome).config == MIDDLING
     assert outcome.tried == 3
     (failed,) = outcome.failed
     assert failed.startswith(f"{bad!r}: ")
-    assert told in failed
+    assert reported in failed
     assert f"5 tokens: passed over {bad!r}" in lines
 
 
@@ -284,8 +284,8 @@ def test_candidates_are_compiled_side_by_side_and_timed_once_all_are_compiled(re
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside_another)
     monkeypatch.setattr(machine, "seconds", lambda call, count: (done.append("timed"), seconds(call, count))[1])
     monkeypatch.setattr(machine, "num_cpus", lambda: 2)
-    (outcome,), told = run(registered(Fake((FAST, MIDDLING, Config(200)))), tmp_path / "t.json")
-    assert told == ""
+    (outcome,), reported = run(registered(Fake((FAST, MIDDLING, Config(200)))), tmp_path / "t.json")
+    assert reported == ""
     assert (outcome.tried, outcome.failed) == (4, ())
     assert done == 4 * ["compiled"] + 8 * ["timed"]
 
@@ -309,7 +309,7 @@ def test_the_layers_are_those_of_the_benchmark_or_as_many_as_memory_holds(regist
     assert entry(outcome).config == FAST
 
 
-def test_token_counts_that_the_engine_refuses_are_told_and_others_measured(registered, tmp_path):
+def test_token_counts_that_the_engine_refuses_are_reported_and_others_measured(registered, tmp_path):
     (none, two), _ = run(registered(Fake((FAST,))), tmp_path / "t.json", tokens=[13, 2])
     assert (none.entry, none.tried) == (None, 0)
     assert none.failed == ("'fake' does not run: shape: 13 tokens; add one",)
@@ -408,9 +408,9 @@ def test_the_command_tunes_other_formats_under_keys_of_their_own(registered, cap
     device = jax.devices()[0].device_kind
     (key,) = tuning.load(tuning.cache_file("fake", device), engine, device)
     assert key.shape.endswith("gated int4_g32 int8_token")
-    for pair, told in (("int5", "`--format` (='int5')"), ("mxfp4:fp9", "`--format` (='fp9')")):
+    for pair, reported in (("int5", "`--format` (='int5')"), ("mxfp4:fp9", "`--format` (='fp9')")):
         assert cli.main([*argv, pair]) == cli.EXIT_USAGE
-        assert told in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
 
 
 def test_inputs_in_fp8_are_tuned_on_the_engine_that_takes_them():

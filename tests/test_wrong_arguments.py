@@ -24,6 +24,7 @@ import jmx
 import jmx.linen
 import jmx.models
 import jmx.nnx
+import jmx.training
 from jmx import checkpoint
 from jmx.backends import registered_backends
 from jmx.selection.registry import Registry
@@ -44,6 +45,7 @@ _NO_NUMBER: list[Any] = [None, "3", [3], {}, Opaque(), np.ones(2), jnp.ones((2, 
 _NO_ARRAY: list[Any] = [None, "x", [[1.0]], {}, Opaque(), 3, 2.5, math.nan]
 KINDS: dict[str, list[Any]] = {
     "size": [*_NO_NUMBER, 2.5, math.nan, True, np.float32(2), -1, 0, np.int64(-3)],
+    "size or None": [*_NO_NUMBER[1:], 2.5, math.nan, True, np.float32(2), -1, 0, np.int64(-3)],
     "count": [*_NO_NUMBER, 2.5, math.nan, True, -1],
     "number": [*_NO_NUMBER, math.nan, math.inf, -math.inf, True, 1j],
     "flag": [*_NO_NUMBER, 1, 0.0, math.nan],
@@ -54,6 +56,7 @@ KINDS: dict[str, list[Any]] = {
     "text or None": [3, 2.5, ["cpu"], {}, Opaque(), np.ones(2)],
     "dtype": [None, "no such", 3, 2.5, ["x"], Opaque(), jnp.int8, jnp.float8_e5m2],
     "floats": [*_NO_ARRAY, np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
+    "floats or None": [*_NO_ARRAY[1:], np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
     "integers": [*_NO_ARRAY, np.ones((3, 2), np.float32), np.ones((2, 3), bool)],
     "mask": ["x", [True], {}, Opaque(), True, np.ones(T), np.ones(T + 1, bool)],
     "key": [*_NO_ARRAY, np.ones(2, np.float32), np.ones(2, np.int32), jnp.uint32(1)],
@@ -66,6 +69,17 @@ KINDS: dict[str, list[Any]] = {
     "named": [None, "no such", 3, 2.5, [], {}, Opaque(), np.ones(3), jax.nn.silu, jmx.Routing],
     "named or None": ["no such", 3, 2.5, [], {}, Opaque(), np.ones(3), jax.nn.silu, jmx.Routing],
     "axes": ["x", 3, [("expert", "x")], Opaque(), {"experts": "x"}, {"expert": 3}, {"expert": ["x"]}],
+    "module axes": [
+        "x",
+        3,
+        Opaque(),
+        {"expert": 3},
+        {"tokens": "x"},
+        {"token": 3},
+        {"token": ["x"]},
+        {"token": ("a", "a")},
+        {"expert": "a", "hidden": ("b", "a")},
+    ],
     "mesh axes": [3, 2.5, ["x"], {}, Opaque(), np.ones(2), ("a", 3), ("a", "a")],
     "sharding": ["x", 3, 2.5, [None], Opaque(), np.ones(2)],
     "sequence": [None, "x", 3, 2.5, {}, Opaque(), [None], ["x"], [Opaque()]],
@@ -156,7 +170,8 @@ MODULE = {
     "backend": "name or None",
     "layout": "name",
     "param_dtype": "dtype",
-    "axes": "axes",
+    "axes": "module axes",
+    "spare_experts": "count",
     "experts": "object or None",
 }
 SIZES = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
@@ -218,9 +233,14 @@ ROWS: dict[str, Row] = {
     "jmx.GELU": Row({"approximate": "flag"}),
     "jmx.GELUAndMul": Row({"approximate": "flag"}),
     "jmx.SwiGLU": Row({"alpha": "number", "beta": "number", "limit": "number or None"}),
+    "jmx.SwiGLUStep": Row({"limit": "number"}, lambda: {"limit": 7.0}),
     "jmx.TopKSoftmax": Row({"top_k": "size"}),
     "jmx.SoftmaxTopK": Row({"top_k": "size", "renormalize": "flag"}, lambda: {"top_k": 2, "renormalize": True}),
     "jmx.SigmoidTopK": Row(
+        {"top_k": "size", "renormalize": "flag", "routed_scaling_factor": "number"},
+        lambda: {"top_k": 2, "renormalize": True},
+    ),
+    "jmx.SqrtSoftplusTopK": Row(
         {"top_k": "size", "renormalize": "flag", "routed_scaling_factor": "number"},
         lambda: {"top_k": 2, "renormalize": True},
     ),
@@ -240,12 +260,13 @@ ROWS: dict[str, Row] = {
         f"jmx.{name}.check": Row(
             {"num_experts": "size"}, call=lambda num_experts: jmx.TopKSoftmax(2).check(num_experts)
         )
-        for name in ("TopKSoftmax", "SoftmaxTopK", "SigmoidTopK", "GroupedTopK", "Custom")
+        for name in ("TopKSoftmax", "SoftmaxTopK", "SigmoidTopK", "SqrtSoftplusTopK", "GroupedTopK", "Custom")
     },
     # Weights
     "jmx.Format.check_size": Row(
         {"name": UNCHECKED, "size": "count"}, lambda: {"name": "size"}, lambda **a: jmx.MXFP4.check_size(**a)
     ),
+    "jmx.Format.whole_size": Row({"size": "count"}, call=lambda **a: jmx.MXFP4.whole_size(**a)),
     "jmx.Format.num_blocks": Row(
         {"size": "count", "what": UNCHECKED}, lambda: {"what": "size"}, lambda **a: jmx.MXFP4.num_blocks(**a)
     ),
@@ -279,6 +300,7 @@ ROWS: dict[str, Row] = {
             **QUANTIZING,
             "scale_rule": "name",
             "nonfinite": "name",
+            "pad": "flag",
         },
         lambda: {
             "gate_up": np.ones((E, 2 * I, H), np.float32),
@@ -324,8 +346,7 @@ ROWS: dict[str, Row] = {
     "jmx.Experts.prepare": method("prepare", {"layout": "name", "donate": "flag"}, lambda: {"layout": "packed"}),
     "jmx.Experts.canonical": method("canonical", {"donate": "flag"}),
     "jmx.Experts.update": method("update", {"new": "object"}),
-    "jmx.Experts.pad": method("pad", {"intermediate_size": "size"}),
-    "jmx.Experts.unpad": method("unpad", {"intermediate_size": "size"}),
+    "jmx.Experts.pad": method("pad", {"hidden_size": "size or None", "intermediate_size": "size or None"}),
     "jmx.Experts.dequantize": method("dequantize", {"dtype": "dtype"}),
     # Routing
     "jmx.route": Row({"logits": "object", "mask": "mask"}, lambda: {"logits": LOGITS}),
@@ -349,6 +370,7 @@ ROWS: dict[str, Row] = {
             "layout": "name",
             "weights_on": "name",
             "input_format": "name or None",
+            "padded_from": "shape or None",
         },
         call=problem,
     ),
@@ -402,6 +424,7 @@ ROWS: dict[str, Row] = {
             "weights_on": "name or None",
             "input_format": "name or None",
             "all": "flag",
+            "split": "object or None",
         },
         lambda: {"subject": X, "activation": jmx.SwiGLU()},
         lambda subject, **a: jmx.explain(subject, *([ROUTING, experts()] if subject is X else []), **a),
@@ -421,19 +444,42 @@ ROWS: dict[str, Row] = {
         },
         lambda: {"x": X, "routing": ROUTING, "experts": experts(), "activation": jmx.SwiGLU()},
     ),
+    "jmx.batched_moe": Row(
+        {
+            "x": "floats",
+            "counts": "integers",
+            "experts": "object",
+            "activation": "named",
+            "weights": "floats or None",
+            "weights_on": "name",
+            "input_format": "name or None",
+            "backend": "name or None",
+        },
+        lambda: {
+            "x": np.ones((E, T, H), np.float32),
+            "counts": np.ones(E, np.int32),
+            "experts": experts(),
+            "activation": jmx.SwiGLU(),
+        },
+    ),
     "jmx.Split": Row(
         {
             "expert": "mesh axes",
             "tokens": "mesh axes",
             "intermediate": "mesh axes",
+            "hidden": "mesh axes",
             "exchange": "name or None",
+            "capacity": "number or None",
+            "chunks": "size",
             "mesh": "object or None",
         }
     ),
     "jmx.ShardedExperts.of": Row(
-        {"experts": "object", "num_shards": "size"}, lambda: {"experts": experts(), "num_shards": 2}
+        {"experts": "object", "num_shards": "size", "input_format": "name or None"},
+        lambda: {"experts": experts(), "num_shards": 2},
     ),
     "jmx.ShardedExperts.shard": Row({"index": "count"}, call=lambda index: shards().shard(index)),
+    "jmx.ShardedExperts.with_arrays": Row({"arrays": "mapping"}, call=lambda arrays: shards().with_arrays(arrays)),
     "jmx.ShardedExperts.prepare": Row(
         {"layout": "name", "donate": "flag"}, lambda: {"layout": "packed"}, lambda **a: shards().prepare(**a)
     ),
@@ -441,12 +487,43 @@ ROWS: dict[str, Row] = {
     "jmx.nnx.MoE.__call__": Row(CALL, lambda: {"x": X}, lambda **a: layer()(**a)),
     "jmx.nnx.MoE.route": Row({"x": "floats", "mask": "mask"}, lambda: {"x": X}, lambda **a: layer().route(**a)),
     "jmx.nnx.MoE.problem": Row({"x": "floats"}, call=lambda x: layer().problem(x)),
+    "jmx.nnx.MoE.split_of": Row({"x": "floats"}, call=lambda x: layer().split_of(x)),
+    "jmx.nnx.MoE.token_counts": Row({"routing": "object"}, call=lambda routing: layer().token_counts(routing)),
+    "jmx.nnx.MoE.hold": Row({"held": "object"}, call=lambda held: layer().hold(held)),
     "jmx.nnx.MoE.update": Row({"new": "object"}, call=lambda new: layer().update(new)),
     "jmx.nnx.MoE.prepare": Row({"layout": "name"}, call=lambda layout: layer().prepare(layout)),
     "jmx.linen.MoE": Row(MODULE, lambda: SIZES),
     "jmx.linen.MoE.__call__": Row(CALL, lambda: {"x": X}, of_linen(None)),
     "jmx.linen.MoE.route": Row({"x": "floats", "mask": "mask"}, lambda: {"x": X}, of_linen("route")),
     "jmx.linen.MoE.problem": Row({"x": "floats"}, call=of_linen("problem")),
+    "jmx.linen.MoE.split_of": Row({"x": "floats"}, call=of_linen("split_of")),
+    "jmx.linen.MoE.token_counts": Row({"routing": "object"}, call=of_linen("token_counts")),
+    "jmx.linen.MoE.held": Row({"variables": "mapping"}, call=lambda variables: linen()[0].held(variables)),
+    "jmx.linen.MoE.experts_of": Row({"variables": "mapping"}, call=lambda variables: linen()[0].experts_of(variables)),
+    "jmx.linen.MoE.hold": Row(
+        {"variables": "mapping", "held": "object"},
+        lambda: {"variables": linen()[1], "held": linen()[0].held(linen()[1])},
+        lambda **a: linen()[0].hold(**a),
+    ),
+    "jmx.linen.MoE.update": Row(
+        {"variables": "mapping", "new": "object"},
+        lambda: {"variables": linen()[1], "new": linen()[0].experts_of(linen()[1])},
+        lambda **a: linen()[0].update(**a),
+    ),
+    # Training
+    "jmx.training.load_balancing_loss": Row(
+        {"logits": "object", "mask": "mask", "axis_name": "mesh axes"}, lambda: {"logits": LOGITS}
+    ),
+    "jmx.training.sequence_balance_loss": Row(
+        {"logits": "object", "mask": "mask", "scoring": "name"}, lambda: {"logits": LOGITS}
+    ),
+    "jmx.training.router_z_loss": Row(
+        {"logits": "floats", "mask": "mask", "axis_name": "mesh axes"}, lambda: {"logits": LOGITS.values}
+    ),
+    "jmx.training.updated_correction_bias": Row(
+        {"correction_bias": "floats", "counts": "array", "rate": "number"},
+        lambda: {"correction_bias": np.zeros(E, np.float32), "counts": np.arange(E), "rate": 0.1},
+    ),
     # Checkpoints
     "jmx.checkpoint.gpt_oss.read_config": Row(
         {"path": "path", "quant_methods": "sequence or None"}, lambda: {"path": TINY}
@@ -498,13 +575,13 @@ ROWS: dict[str, Row] = {
     "jmx.checkpoint.compressed_tensors.Reader.weight": Row({"name": "name"}, call=lambda **a: golden().weight(**a)),
     "jmx.checkpoint.compressed_tensors.Reader.view": Row({"name": "text"}, call=lambda **a: golden().view(**a)),
     "jmx.checkpoint.compressed_tensors.Reader.declared_inputs": Row(
-        {"layer": "name"}, call=lambda **a: golden().declared_inputs(**a)
+        {"layer": "name", "pad": "flag"}, lambda: {"layer": LAYER}, lambda **a: golden().declared_inputs(**a)
     ),
     "jmx.checkpoint.compressed_tensors.Reader.arrays": Row(
         {"layer": "name", "sharding": "sharding"}, lambda: {"layer": LAYER}, lambda **a: golden().arrays(**a)
     ),
     "jmx.checkpoint.compressed_tensors.Reader.experts": Row(
-        {"layer": "name", "layout": "name", "sharding": "sharding", "inputs": "flag"},
+        {"layer": "name", "layout": "name", "sharding": "sharding", "inputs": "flag", "pad": "flag"},
         lambda: {"layer": LAYER},
         lambda **a: golden().experts(**a),
     ),
@@ -522,7 +599,9 @@ ROWS: dict[str, Row] = {
         lambda: {"layer": LAYER},
         lambda **a: floats().experts(**a),
     ),
-    "jmx.checkpoint.quantizing.Reader.floats": Row({"layer": "name"}, call=lambda **a: floats().floats(**a)),
+    "jmx.checkpoint.quantizing.Reader.floats": Row(
+        {"layer": "name", "sharding": "sharding"}, lambda: {"layer": LAYER}, lambda **a: floats().floats(**a)
+    ),
     "jmx.checkpoint.quantizing.Reader.progress": Row(
         {"enabled": "flag", "total": "count or None"}, call=lambda **a: entered(floats().progress(**a))
     ),
@@ -548,9 +627,27 @@ ROWS: dict[str, Row] = {
             "dequantize_dense": "flag",
             "dtype": "model dtype",
             "backend": "name or None",
+            "mesh": "object or None",
+            "axes": "axes",
             "progress": "flag",
         },
         lambda: {"path": TINY},
+    ),
+    "jmx.models.ModelSplit.of": Row(
+        {"mesh": "object", "axes": "axes"}, lambda: {"mesh": jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])}
+    ),
+    "jmx.models.save": Row({"path": "path", "model": "object"}, lambda: {"path": "/nowhere/at/all", "model": model()}),
+    "jmx.models.restore": Row(
+        {
+            "path": "path",
+            "config": "object",
+            "format": "named or None",
+            "dtype": "model dtype",
+            "backend": "name or None",
+            "mesh": "object or None",
+            "axes": "axes",
+        },
+        lambda: {"path": "/nowhere/at/all", "config": model().config},
     ),
     "jmx.models.find": Row({"name": "path"}),
     "jmx.models.family_of": Row({"path": "path"}),
@@ -558,7 +655,13 @@ ROWS: dict[str, Row] = {
         {"config": "object", "seed": "seed", "format": "named"}, lambda: {"config": model().config}
     ),
     "jmx.models.from_source": Row(
-        {"source": "object", "dtype": "model dtype", "backend": "name or None", "dequantize_dense": "flag"},
+        {
+            "source": "object",
+            "dtype": "model dtype",
+            "backend": "name or None",
+            "dequantize_dense": "flag",
+            "split": "object or None",
+        },
         lambda: {"source": jmx.models.random_source(model().config)},
     ),
     **{
@@ -568,6 +671,7 @@ ROWS: dict[str, Row] = {
                 "format": "named or None",
                 "dtype": "model dtype",
                 "backend": "name or None",
+                "split": "object or None",
                 "rngs": "object",
             },
             lambda family=family: {"config": next(iter(family.published.values())), "rngs": nnx.Rngs(0)},
@@ -694,7 +798,11 @@ EXEMPT = {
     "jmx.checkpoint.gpt_oss.Reader.check_scales": "of numpy arrays that it reads itself",
 }
 # What subclasses of `jmx.models.Model` define, or runners call, of arrays that are traced.
-HOOKS = ("angles", "embed", "make_attention", "make_block", "make_moe", "make_shared_experts")
+HOOKS = (
+    *("angles", "embed", "make_attention", "make_block", "make_moe", "make_shared_experts"),
+    *("by_row", "whole", "check_rows"),
+)
+OF_SPLITS = ("check", "check_rows", "mark_sums", "place", "reading", "sharding", "spec", "ways")
 EXEMPT |= {
     "jmx.models.Family": MADE,
     "jmx.models.Generation": MADE,
@@ -703,6 +811,8 @@ EXEMPT |= {
     "jmx.models.TokenCounts": CONTAINER,
     "jmx.models.Cache": "made by `Cache.empty`, and by a runner",
     "jmx.models.Model": "its families make it",
+    "jmx.models.ModelSplit": "made by `ModelSplit.of`",
+    **{f"jmx.models.ModelSplit.{name}": "of what a model asks" for name in OF_SPLITS},
     **{f"jmx.models.ProgramStore.{name}": "of keys that it makes" for name in ("has", "key", "load", "save")},
     **{f"jmx.models.Model.{hook}": "no user calls it" for hook in HOOKS},
 }
@@ -721,6 +831,7 @@ def public() -> Iterator[tuple[str, Callable[..., Any]]]:
         names = getattr(found, "__all__", ["save", "restore"])
         places[f"jmx.checkpoint.{module}"] = (found, [n for n in names if n != "CheckpointError"])
     places["jmx.models"] = (jmx.models, jmx.models.__all__)
+    places["jmx.training"] = (jmx.training, jmx.training.__all__)
     places["jmx.checkpoint"] = (checkpoint, ["CheckpointError"])
     for place, (module, names) in places.items():
         for name in names:

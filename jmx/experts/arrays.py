@@ -39,6 +39,14 @@ def check_arrays(experts: Experts) -> None:
         _check_array(experts, f"experts.{name}", array, expected, dtypes)
 
 
+def expected_shapes(experts: Experts) -> dict[str, tuple[int, ...]]:
+    """The shapes that the arrays of experts, or of a stack of them, must have, by name. Leading axes are kept."""
+    values = experts.gate_up.values
+    rank = layouts.abstract(experts.layout, experts.spec("gate_up")).values.ndim - 1  # of one expert's
+    lead = tuple(values.shape[: len(values.shape) - rank])
+    return {name: shape for name, _, shape, _ in _expected(experts, lead) if shape is not None}
+
+
 def _leading(experts: Experts) -> tuple[int, ...]:
     """Leading axes of gate_up's values: (E,), or (L, E) of a stack with an index; errors for others."""
     index, values = experts.index, experts.gate_up.values
@@ -92,7 +100,7 @@ def _check_array(
         return
     check_array(name, array)
     if tuple(array.shape) != shape:
-        sizes = f"hidden_size={experts.hidden_size} and intermediate_size={experts.intermediate_size}"
+        sizes = "hidden_size={} and intermediate_size={}".format(*experts.array_sizes)
         raise ValueError(
             f"`{name}` (shape {tuple(array.shape)}) must be {shape}, for {experts.num_experts} experts of {sizes}, "
             f"{weights}{_sharding_hint()}"
@@ -115,10 +123,10 @@ def _sharding_hint() -> str:
     )
 
 
-def check_axes(axes: Axes) -> None:
-    """Raises ValueError for unknown logical axes, TypeError for values that are not names of mesh axes."""
+def check_axes(axes: Axes, *others: str) -> None:
+    """Raises ValueError for logical axes that are not of weights, nor `others`, TypeError for values that name none."""
     check_instance("axes", axes, Mapping, "a mapping of logical axes to mesh axes")
-    known = LOGICAL_AXES["gate_up"]
+    known = (*LOGICAL_AXES["gate_up"], *others)
     if unknown := set(axes) - set(known):
         raise ValueError(f"`axes` (={dict(axes)}) must name logical axes among {known}, not {sorted(unknown)}")
     for logical, names in axes.items():

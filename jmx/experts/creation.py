@@ -1,17 +1,20 @@
 """Weights of experts from arrays, floats or random numbers, checked before anything is computed."""
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmx.activations import GATE_UP_ORDERS, join_gate_up, split_gate_up
+from jmx.experts import padding
 from jmx.numerics import formats, quantization
 from jmx.numerics.formats import BlockScaled, Format
-from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.numerics.gate_up import GATE_UP_ORDERS, join_gate_up, split_gate_up
+from jmx.numerics.input_formats import INPUT_FORMATS, check_static_range
 from jmx.util.checks import check_array, check_int
-from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Shaped
+from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Float32, Shaped
 
 ORDERS = (*GATE_UP_ORDERS, None)
 BIAS_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -35,6 +38,26 @@ def check_sizes(
     if input_format is not None:
         INPUT_FORMATS[input_format].check_sizes(hidden_size, intermediate_size)
     return num_experts, hidden_size, intermediate_size
+
+
+def check_input_scale(
+    name: str, scale: Float32[AnyArray, "*layers"] | None, format: str | None, shape: tuple[int, ...]
+) -> None:
+    """Checks a static scale of inputs: there is one, float32 of this shape, where the input format is static.
+
+    Raises:
+        ValueError, TypeError: otherwise, naming the argument; also if it is outside `input_formats.static_limits`.
+    """
+    static = format is not None and INPUT_FORMATS[format].static
+    if (scale is not None) != static:
+        needed = f"float32 {shape}" if static else "None"
+        raise ValueError(f"`{name}` (={scale}) must be {needed} for {format} inputs")
+    if scale is None or format is None:
+        return
+    check_array(name, scale)
+    if scale.dtype != jnp.float32 or tuple(scale.shape) != shape:
+        raise TypeError(f"`{name}` ({scale.dtype} {tuple(scale.shape)}) must be float32 {shape}")
+    check_static_range(name, scale, INPUT_FORMATS[format])
 
 
 def check_weights(
@@ -93,6 +116,43 @@ def check_float_weight(name: str, weight: Any, format: Format) -> None:
     if len(weight.shape) != 3:
         raise ValueError(f"`{name}` (shape {tuple(weight.shape)}) must be (E, N, K), the contracted axis last")
     format.check_size(f"{name}.shape[-1]", weight.shape[-1])
+
+
+def pad_floats(
+    floats: tuple[Any, Any, Any, Any], gate_up_order: str | None, format: Format
+) -> tuple[tuple[Any, Any, Any, Any], tuple[int, int]]:
+    """Float weights and biases, gate_up and down each, with zeros up to whole blocks of `format`; and H and I before.
+
+    Raises:
+        ValueError, TypeError: weights that are not floats (E, N, K).
+    """
+    gate_up, down, gate_up_bias, down_bias = floats
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        check_array(name, weight, jnp.floating, (None, None, None))
+    hidden, intermediate = gate_up.shape[-1], down.shape[-1]
+    for name, bias, rows in (("gate_up_bias", gate_up_bias, gate_up.shape[1]), ("down_bias", down_bias, down.shape[1])):
+        check_bias(name, bias, (gate_up.shape[0], rows))
+    h, i = format.whole_size(hidden), format.whole_size(intermediate)
+    if (h, i) == (hidden, intermediate):
+        return floats, (hidden, intermediate)
+    rows = partial(padding.resize_rows, axis=1, gate_up_order=gate_up_order, intermediate_size=i)
+    gate_up = padding.resize_axis(rows(jnp.asarray(gate_up)), 2, h)
+    down = padding.resize_axis(padding.resize_axis(jnp.asarray(down), 1, h), 2, i)
+    gate_up_bias = None if gate_up_bias is None else rows(jnp.asarray(gate_up_bias))
+    down_bias = None if down_bias is None else padding.resize_axis(jnp.asarray(down_bias), 1, h)
+    return (gate_up, down, gate_up_bias, down_bias), (hidden, intermediate)
+
+
+def quantize_padded(
+    quantize: Callable[..., Any], floats: tuple[Any, Any, Any, Any], *, gate_up_order: str | None, **options: Any
+) -> Any:
+    """`Experts.quantize` of `pad_floats`, with the sizes before them."""
+    padded, (hidden, intermediate) = pad_floats(floats, gate_up_order, options["format"])
+    made = quantize(*padded, gate_up_order=gate_up_order, **options)
+    its = made.hidden_size, made.intermediate_size
+    if its == (hidden, intermediate):
+        return made
+    return dataclasses.replace(made, hidden_size=hidden, intermediate_size=intermediate, padded_to=its)
 
 
 def quantize_weight(

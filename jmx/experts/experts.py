@@ -13,20 +13,18 @@ import numpy as np
 from jmx.activations import Activation
 from jmx.experts import conversion, creation, padding
 from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
-from jmx.experts.stacking import check_alike, layer_index
-from jmx.numerics import formats, layouts, quantization
+from jmx.experts.stacking import check_alike, check_one_layer, check_stackable, layer_index
+from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
-from jmx.numerics.input_formats import INPUT_FORMATS, check_static_range
+from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
 from jmx.util.checks import (
     check_array,
     check_bool,
     check_dtype,
     check_instance,
-    check_int,
     check_key,
     check_one_of,
-    shown,
 )
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer, Key, Shaped, UInt32
 
@@ -37,7 +35,7 @@ OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
-    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format"],
+    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
 )
 @dataclass(frozen=True)
 class Experts:
@@ -54,11 +52,12 @@ class Experts:
 
     Static fields:
         format: the block format.
-        gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (gate first), or
-            None for un-gated experts.
+        gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (all of gate first),
+            either with up before gate ("interleaved_up_first", "concatenated_up_first"), or None for un-gated experts.
         layout: name of the layout of gate_up and down. Biases are canonical in every layout.
-        hidden_size, intermediate_size: logical sizes, which a layout may pad.
+        hidden_size, intermediate_size: logical sizes.
         input_format: name of the format that a checkpoint declares for both products' inputs; None: 16 bits.
+        padded_to: the hidden and the intermediate size of the arrays, if these have padding; see `pad`. Else None.
     """
 
     gate_up: BlockScaled
@@ -74,6 +73,7 @@ class Experts:
     gate_up_input_scale: Float32[Any, "*layers"] | None = None
     down_input_scale: Float32[Any, "*layers"] | None = None
     input_format: str | None = None
+    padded_to: tuple[int, int] | None = None
 
     # Construction
 
@@ -114,6 +114,7 @@ class Experts:
         format: Format | str = MXFP4,
         scale_rule: str = "ocp",
         nonfinite: str = "refuse",
+        pad: bool = False,
     ) -> "Experts":
         """Experts from float weights: gate_up (E, 2I, H), down (E, H, I), contracted axis last.
 
@@ -122,12 +123,19 @@ class Experts:
 
         Args:
             scale_rule, nonfinite: see `quantization.quantize`.
+            pad: whether sizes that whole blocks of the format do not divide are padded; see `pad`. False: they are an
+                error, unless the format's last block may be short.
 
         Raises:
             ValueError, TypeError: as `of` and `quantization.quantize`, naming the weight and the expert.
         """
         check_one_of("gate_up_order", gate_up_order, ORDERS)
         format = formats.get(format)
+        if check_bool("pad", pad):
+            options = {"format": format, "scale_rule": scale_rule, "nonfinite": nonfinite}
+            return creation.quantize_padded(
+                cls.quantize, (gate_up, down, gate_up_bias, down_bias), gate_up_order=gate_up_order, **options
+            )
         for name, weight in (("gate_up", gate_up), ("down", down)):
             creation.check_float_weight(name, weight, format)
         check_one_of("scale_rule", scale_rule, quantization.SCALE_RULES)
@@ -184,16 +192,7 @@ class Experts:
         Raises:
             ValueError: no experts, or some that differ in more than their weights.
         """
-        if not isinstance(experts, Sequence) or isinstance(experts, str):
-            raise TypeError(f"`experts` ({shown(experts)}) must be a sequence of jmx.Experts")
-        for i, other in enumerate(experts):
-            check_instance(f"experts[{i}]", other, Experts, "jmx.Experts")
-        if not experts:
-            raise ValueError("`experts` (=[]) must hold those of one layer at least")
-        for i, other in enumerate(experts):
-            if other.index is not None:
-                raise ValueError(f"`experts[{i}]` must be whole experts, not a `layer` of a stack")
-            check_alike(f"experts[{i}]", other, experts[0], "in one stack")
+        check_stackable(experts, Experts)
         return jax.tree.map(lambda *arrays: jnp.stack(arrays), *experts)
 
     # Sizes
@@ -201,6 +200,11 @@ class Experts:
     @property
     def num_experts(self) -> int:
         return self.gate_up.values.shape[0 if self.index is None else 1]
+
+    @property
+    def array_sizes(self) -> tuple[int, int]:
+        """The hidden and the intermediate size of the arrays, with their padding."""
+        return self.padded_to or (self.hidden_size, self.intermediate_size)
 
     @property
     def gated(self) -> bool:
@@ -215,21 +219,14 @@ class Experts:
     def spec(self, role: str) -> WeightSpec:
         """The `WeightSpec` of one expert's "gate_up" or "down" weight."""
         check_one_of("role", role, ROLES)
-        rows = self.intermediate_size * (2 if self.gated else 1)
-        shape = (rows, self.hidden_size) if role == "gate_up" else (self.hidden_size, self.intermediate_size)
+        hidden, intermediate = self.array_sizes
+        rows = intermediate * (2 if self.gated else 1)
+        shape = (rows, hidden) if role == "gate_up" else (hidden, intermediate)
         return WeightSpec(role, shape, self.gate_up_order, self.format)
 
     def check(self, *, bias: bool, **fields: Any) -> None:
         """Raises ValueError, naming the argument, unless these are of one layer and have such `fields`."""
-        check_bool("bias", bias)
-        if self.index is not None or len(self.canonical_shape()) != 3:
-            raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")
-        for name, value in fields.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"`{name}` (={value!r}) must be {getattr(self, name)!r}, as `experts` have it")
-        for name in ("gate_up_bias", "down_bias"):
-            if bias != (getattr(self, name) is not None):
-                raise ValueError(f"`bias` (={bias}) must say whether `experts` have a `{name}`")
+        check_one_layer(self, check_bool("bias", bias), fields)
 
     def check_activation(self, activation: Activation) -> None:
         """Raises ValueError unless `activation` is gated exactly if these experts are."""
@@ -280,20 +277,10 @@ class Experts:
                 not needed, of another shape or dtype, or outside `input_formats.static_limits`.
         """
         check_one_of("format", format, (*INPUT_FORMATS, None))
-        static = format is not None and INPUT_FORMATS[format].static
-        shape = self.canonical_shape()[:-3]
         for name, scale in (("gate_up_scale", gate_up_scale), ("down_scale", down_scale)):
-            if (scale is not None) != static:
-                needed = f"float32 {shape}" if static else "None"
-                raise ValueError(f"`{name}` (={scale}) must be {needed} for {format} inputs")
-            if scale is not None:
-                check_array(name, scale)
-            if scale is not None and (scale.dtype != jnp.float32 or tuple(scale.shape) != shape):
-                raise TypeError(f"`{name}` ({scale.dtype} {tuple(scale.shape)}) must be float32 {shape}")
-            if scale is not None and format is not None:
-                check_static_range(name, scale, INPUT_FORMATS[format])
+            creation.check_input_scale(name, scale, format, self.canonical_shape()[:-3])
         if format is not None:
-            INPUT_FORMATS[format].check_sizes(self.hidden_size, self.intermediate_size)
+            INPUT_FORMATS[format].check_sizes(*self.array_sizes)
         return dataclasses.replace(
             self, input_format=format, gate_up_input_scale=gate_up_scale, down_input_scale=down_scale
         )
@@ -340,7 +327,8 @@ class Experts:
     def take(self, role: str, experts: Integer[AnyArray, "*ids"]) -> BlockScaled:
         """Packed bytes of the chosen experts' "gate_up" or "down" weights, while tracing, from any layout.
 
-        `experts`: integer array of valid ids, any shape. Returns values (*experts.shape, N, K / 2) and scales.
+        `experts`: integer array of valid ids, any shape. Returns values (*experts.shape, N, K / 2) and scales, without
+        the padding of `pad`.
         """
         check_one_of("role", role, ROLES)
         check_array("experts", experts, jnp.integer)
@@ -348,7 +336,7 @@ class Experts:
         layout, spec, order = layouts.get(self.layout), self.spec(role), self.down.order
         if order is not None:
             order = order.at[index].get(mode="promise_in_bounds")
-        return layout.take(getattr(self, role), spec, index, *layout.rows(order, spec))
+        return padding.without(self, role, layout.take(getattr(self, role), spec, index, *layout.rows(order, spec)))
 
     def take_bias(self, role: str, experts: Integer[AnyArray, "*ids"]) -> Float[Array, "*ids N"] | None:
         """The chosen experts' bias rows (*experts.shape, N), or None if there are no biases."""
@@ -356,7 +344,9 @@ class Experts:
         check_array("experts", experts, jnp.integer)
         bias = getattr(self, f"{role}_bias")
         index = experts if self.index is None else (self.index, experts)
-        return None if bias is None else bias.at[index].get(mode="promise_in_bounds")
+        if bias is None:
+            return None
+        return padding.without_rows(self, role, bias.at[index].get(mode="promise_in_bounds"), axis=-1)
 
     # Layouts
 
@@ -379,7 +369,6 @@ class Experts:
         if not target.holds(self.format):
             raise ValueError(f"`layout` (={layout!r}) must hold {self.format.name!r}, but holds {target.formats} only")
         source, order = layouts.get(self.layout), self.down.order
-
         convert = conversion.convert_donating if donate else conversion.convert
         gate_up = convert(self.gate_up, order, source, target, self.spec("gate_up"))
         down = convert(self.down, None, source, target, self.spec("down"))
@@ -388,40 +377,40 @@ class Experts:
             conversion.warn_of_rounding(getattr(prepared, role), prepared.spec(role), target)
         return prepared
 
-    def pad(self, intermediate_size: int) -> "Experts":
-        """The same experts with a larger intermediate axis, in the layout "packed": results do not change.
+    def pad(self, hidden_size: int | None = None, intermediate_size: int | None = None) -> "Experts":
+        """The same experts with arrays of larger sizes, in the layout "packed": results do not change.
 
-        Gate and up each have further rows, and "down" further columns, of weights with the value 0, and biases of 0.
+        Inputs and results keep the sizes `hidden_size` and `intermediate_size` of these experts, as if there were no
+        padding; `array_sizes` are those of the arrays. Further rows and columns are of weights with the value 0, and
+        biases of 0.
 
-        Raises:
-            ValueError, TypeError: a size that is smaller than the present one, or not a whole number of blocks.
-        """
-        size = check_int("intermediate_size", intermediate_size, least=self.intermediate_size)
-        return self.prepare("packed")._resized(size, formats.pad)
-
-    def unpad(self, intermediate_size: int) -> "Experts":
-        """The experts without the last part of their intermediate axis: the inverse of `pad`, in the layout "packed".
+        Args:
+            hidden_size, intermediate_size: those of the arrays; None: the least of at least the present ones that
+                blocks of the weights, and of declared inputs, divide. Kernels may run such sizes alone.
 
         Raises:
-            ValueError, TypeError: a size that is larger than the present one, or not a whole number of blocks.
+            ValueError, TypeError: a size that is smaller than the present one, or that no blocks can have.
         """
-        size = check_int("intermediate_size", intermediate_size, least=1)
-        if size > self.intermediate_size:
-            raise ValueError(f"`intermediate_size` (={size}) must be at most {self.intermediate_size}, the present one")
-        return self.prepare("packed")._resized(size, formats.unpad)
+        sizes = padding.sizes_of(self, {"hidden_size": hidden_size, "intermediate_size": intermediate_size})
+        return padding.resized(self.prepare("packed"), sizes, resizing.pad)
 
-    def _resized(self, intermediate_size: int, resize: padding.Resize) -> "Experts":
-        order = self.gate_up_order
-        self.format.check_size("intermediate_size", intermediate_size)
-        if self.input_format is not None:
-            INPUT_FORMATS[self.input_format].check_size("intermediate_size", intermediate_size)
-        return dataclasses.replace(
-            self,
-            gate_up=padding.resize_gate_up(self.gate_up, order, intermediate_size, self.format, resize),
-            down=resize(self.down, (self.hidden_size, intermediate_size), self.format),
-            gate_up_bias=padding.resize_gate_up_bias(self.gate_up_bias, order, intermediate_size),
-            intermediate_size=intermediate_size,
-        )
+    def unpad(self) -> "Experts":
+        """The experts without the padding of `pad`, in the layout "packed".
+
+        Raises:
+            ValueError: sizes that no blocks of the format can have without padding.
+        """
+        return padding.resized(self.prepare("packed"), (self.hidden_size, self.intermediate_size), resizing.unpad)
+
+    @property
+    def fits_without_padding(self) -> bool:
+        """Whether blocks of the weights and of declared inputs divide the sizes without padding."""
+        return padding.fits(self, (self.hidden_size, self.intermediate_size))
+
+    def as_padded(self) -> "Experts":
+        """The padding as if it were weights: experts of the sizes that the arrays have."""
+        hidden, intermediate = self.array_sizes
+        return dataclasses.replace(self, hidden_size=hidden, intermediate_size=intermediate, padded_to=None)
 
     def canonical(self, *, donate: bool = False) -> "Experts":
         """The same weights in the layout "canonical", in the dtypes of their format."""
@@ -455,4 +444,6 @@ class Experts:
             chosen = q if self.index is None else jax.tree.map(lambda array: array[self.index], q)
             return quantization.dequantize(chosen, dtype, self.format)
 
-        return floats(experts.gate_up), floats(experts.down)
+        gate_up = padding.without_rows(self, "gate_up", floats(experts.gate_up), axis=-2)
+        down = padding.without_rows(self, "down", floats(experts.down), axis=-2)
+        return gate_up[..., : self.hidden_size], down[..., : self.intermediate_size]

@@ -7,6 +7,7 @@ the rows of gate and up that take it, so that a shard's columns are in the order
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from jmx.experts.experts import Experts
-from jmx.experts.padding import halves_of
+from jmx.experts.padding import halves_of, unit_of
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import rows_in_order
-from jmx.util.checks import check_instance, check_int
+from jmx.util.checks import check_instance, check_int, check_one_of
 from jmx.util.typing import Array, Float, Shaped
 
 
@@ -43,21 +44,25 @@ class ShardedExperts:
     intermediate_size: int
 
     @classmethod
-    def of(cls, experts: Experts, num_shards: int) -> "ShardedExperts":
+    def of(cls, experts: Experts, num_shards: int, input_format: str | None = None) -> "ShardedExperts":
         """`experts`, divided into shards of equal size, in the layout "packed".
 
         Args:
             experts: of one layer, in any layout.
             num_shards: S. Shards are of `shard_size`.
+            input_format: that of the calls, whose blocks divide a shard; None: the one that `experts` declare.
 
         Raises:
-            ValueError, TypeError: experts of a stack, or a number that is not an integer of at least 1.
+            ValueError, TypeError: experts of a stack, a number that is not an integer of at least 1, or an unknown
+                format; experts with padding (see `Experts.pad`) without which blocks would not fit.
         """
         check_instance("experts", experts, Experts, "jmx.Experts")
         num_shards = check_int("num_shards", num_shards, least=1)
+        check_one_of("input_format", input_format, (*INPUT_FORMATS, None))
         experts.check(bias=experts.down_bias is not None)
-        size = shard_size(experts, num_shards)
-        whole = experts.prepare("packed").pad(size * num_shards)
+        experts = experts if experts.padded_to is None else experts.unpad()
+        size = shard_size(experts.intermediate_size, experts.format, input_format or experts.input_format, num_shards)
+        whole = experts.pad(experts.hidden_size, size * num_shards).as_padded()
         gate_up, down, gate_up_bias = whole.gate_up, whole.down, whole.gate_up_bias
         if down.order is not None:
             rows = rows_in_order(down.order, whole.gate_up_order)
@@ -82,6 +87,25 @@ class ShardedExperts:
     @property
     def num_shards(self) -> int:
         return self.shards.gate_up.values.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.shards.gate_up.values.shape[1]
+
+    @property
+    def layout(self) -> str:
+        return self.shards.layout
+
+    def arrays(self) -> dict[str, Shaped[Any, "..."]]:
+        """The arrays by name: those of the shards, as `Experts.arrays` names them, and `down_bias` if present."""
+        bias = {} if self.down_bias is None else {"down_bias": self.down_bias}
+        return self.shards.arrays() | bias
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> "ShardedExperts":
+        """The same with other arrays, by the names of `arrays`; see `Experts.with_arrays`."""
+        check_instance("arrays", arrays, Mapping, "a mapping of names to arrays")
+        shards = self.shards.with_arrays({name: array for name, array in arrays.items() if name != "down_bias"})
+        return dataclasses.replace(self, shards=shards, down_bias=arrays.get("down_bias"))
 
     def shard(self, index: int) -> Experts:
         """One shard as experts of its own, the first one with the bias of the sum.
@@ -125,16 +149,14 @@ class ShardedExperts:
             down_input_scale=None if shards.down_input_scale is None else shards.down_input_scale[0],
             intermediate_size=shards.intermediate_size * self.num_shards,
         )
-        return padded.unpad(self.intermediate_size)
+        sizes = {"intermediate_size": self.intermediate_size, "padded_to": padded.array_sizes}
+        return dataclasses.replace(padded, **sizes).unpad()
 
 
-def shard_size(experts: Experts, num_shards: int) -> int:
+def shard_size(intermediate_size: int, format: Format, input_format: str | None, num_shards: int) -> int:
     """The intermediate size of one of `num_shards` shards: the smallest that blocks of weights and of inputs divide."""
-    blocks: list[int | str] = [8 // experts.format.element_bits, experts.format.block_size]
-    if experts.input_format is not None:
-        blocks += [INPUT_FORMATS[experts.input_format].block_size]
-    unit = max(size for size in blocks if isinstance(size, int) and size != WHOLE_ROW)  # all are powers of two
-    return -(-experts.intermediate_size // (unit * num_shards)) * unit
+    unit = unit_of(format, input_format)
+    return -(-intermediate_size // (unit * num_shards)) * unit
 
 
 def _of_rows(q: BlockScaled) -> list[str]:

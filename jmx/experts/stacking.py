@@ -1,5 +1,6 @@
 """Stacks of layers: checks that experts differ only in values, and the index of a layer."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -7,9 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jmx.util.checks import check_instance, shown
 from jmx.util.typing import Array, Int32
 
-_COMPARED = ("num_experts", "hidden_size", "intermediate_size", "format", "gate_up_order", "layout", "input_format")
+_COMPARED = (
+    "num_experts",
+    "hidden_size",
+    "intermediate_size",
+    "padded_to",
+    "format",
+    "gate_up_order",
+    "layout",
+    "input_format",
+)
 
 
 def check_alike(name: str, experts: Any, others: Any, purpose: str) -> None:
@@ -26,6 +37,32 @@ def check_alike(name: str, experts: Any, others: Any, purpose: str) -> None:
         kinds = [f"{a[array].dtype}{list(a[array].shape)}" if array in a else "None" for a in (ours, theirs)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]} {purpose}")
+
+
+def check_one_layer(experts: Any, bias: bool, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError unless `Experts` are of one layer and have such `fields`; see `Experts.check`."""
+    if experts.index is not None or len(experts.canonical_shape()) != 3:
+        raise ValueError("`experts` must be those of one layer, not a stack or a `layer` of one")
+    for name, value in fields.items():
+        if getattr(experts, name) != value:
+            raise ValueError(f"`{name}` (={value!r}) must be {getattr(experts, name)!r}, as `experts` have it")
+    for name in ("gate_up_bias", "down_bias"):
+        if bias != (getattr(experts, name) is not None):
+            raise ValueError(f"`bias` (={bias}) must say whether `experts` have a `{name}`")
+
+
+def check_stackable(experts: Any, kind: type) -> None:
+    """Raises TypeError or ValueError unless these are a sequence of `Experts` (`kind`) that can be one stack."""
+    if not isinstance(experts, Sequence) or isinstance(experts, str):
+        raise TypeError(f"`experts` ({shown(experts)}) must be a sequence of jmx.Experts")
+    for i, other in enumerate(experts):
+        check_instance(f"experts[{i}]", other, kind, "jmx.Experts")
+    if not experts:
+        raise ValueError("`experts` (=[]) must hold those of one layer at least")
+    for i, other in enumerate(experts):
+        if other.index is not None:
+            raise ValueError(f"`experts[{i}]` must be whole experts, not a `layer` of a stack")
+        check_alike(f"experts[{i}]", other, experts[0], "in one stack")
 
 
 def layer_index(index: Any, num_layers: int) -> Int32[Array, ""]:

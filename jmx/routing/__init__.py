@@ -9,6 +9,7 @@ from jmx.routing.methods import (
     Method,
     SigmoidTopK,
     SoftmaxTopK,
+    SqrtSoftplusTopK,
     TopKSoftmax,
     get,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "Routing",
     "SigmoidTopK",
     "SoftmaxTopK",
+    "SqrtSoftplusTopK",
     "TopKSoftmax",
     "as_int32",
     "check_mask",

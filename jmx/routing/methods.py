@@ -19,7 +19,7 @@ from jmx.routing.top_k import assign, mask_groups
 from jmx.util.checks import check_bool, check_callable, check_finite, check_instance, check_int, check_one_of, shown
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer
 
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
 
 Assignment = tuple[Int32[AnyArray, "T k"], Float32[AnyArray, "T k"]]  # ids and weights
 
@@ -88,7 +88,21 @@ class SoftmaxTopK(Method):
 
 
 @dataclass(frozen=True)
-class SigmoidTopK(Method):
+class _ScoreTopK(Method):
+    """The k largest of an expert's own score + correction bias, weighted by the score alone."""
+
+    renormalize: bool
+    routed_scaling_factor: float = 1.0
+    takes_bias: ClassVar[bool] = True
+    scoring: ClassVar[str]
+
+    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
+        ids, weights = assign(logits, correction_bias, self.top_k, self.scoring, renormalize=self.renormalize)
+        return ids, weights * self.routed_scaling_factor
+
+
+@dataclass(frozen=True)
+class SigmoidTopK(_ScoreTopK):
     """The k largest of sigmoid(logit) + correction bias, weighted by sigmoid(logit) alone (DeepSeek-V3 ungrouped).
 
     Args:
@@ -97,13 +111,22 @@ class SigmoidTopK(Method):
         routed_scaling_factor: multiplies the weights at the end.
     """
 
-    renormalize: bool
-    routed_scaling_factor: float = 1.0
-    takes_bias: ClassVar[bool] = True
+    scoring: ClassVar[str] = "sigmoid"
 
-    def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
-        ids, weights = assign(logits, correction_bias, self.top_k, "sigmoid", renormalize=self.renormalize)
-        return ids, weights * self.routed_scaling_factor
+
+@dataclass(frozen=True)
+class SqrtSoftplusTopK(_ScoreTopK):
+    """The k largest of sqrt(softplus(logit)) + correction bias, weighted by sqrt(softplus(logit)) alone (DeepSeek-V4).
+
+    softplus(x) = log(1 + exp(x)).
+
+    Args:
+        top_k: slots of a token.
+        renormalize: whether the k weights are divided by their sum.
+        routed_scaling_factor: multiplies the weights at the end.
+    """
+
+    scoring: ClassVar[str] = "sqrt_softplus"
 
 
 @dataclass(frozen=True)
@@ -117,7 +140,7 @@ class GroupedTopK(Method):
         top_k: slots of a token.
         num_groups: groups of E / num_groups consecutive experts.
         topk_groups: groups among whose experts the k are chosen.
-        scoring: "softmax" over all experts, or "sigmoid".
+        scoring: "softmax" over all experts, "sigmoid", or "sqrt_softplus", the square root of log(1 + exp(logit)).
         renormalize: whether the k weights are divided by their sum.
         routed_scaling_factor: multiplies the weights at the end.
     """
@@ -158,13 +181,15 @@ class GroupedTopK(Method):
 class Custom(Method):
     """A user's function: float32 logits (T, E), unchanged, to integer ids and floating weights (T, k).
 
-    The function then decides about ties, NaN and whether weights are finite.
+    With a correction bias it is called as `function(logits, correction_bias)`, float32 (E,), else as
+    `function(logits)`. It then decides about ties, NaN and whether weights are finite.
     """
 
-    function: Callable[[Float32[Array, "T E"]], tuple[Integer[Any, "T k"], Float[Any, "T k"]]]
+    function: Callable[..., tuple[Integer[Any, "T k"], Float[Any, "T k"]]]
+    takes_bias: ClassVar[bool] = True
 
     def __call__(self, logits: Float32[Array, "T E"], correction_bias: Float32[Array, " E"] | None) -> Assignment:
-        result = self.function(logits)
+        result = self.function(logits) if correction_bias is None else self.function(logits, correction_bias)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"`function` (={self.function!r}) must return ids and weights, not {shown(result)}")
         ids, weights = result
@@ -180,6 +205,8 @@ ROUTING_METHODS: dict[str, Callable[[int], Method]] = {
     "softmax_top_k": partial(SoftmaxTopK, renormalize=False),
     "sigmoid_top_k": partial(SigmoidTopK, renormalize=False),
     "sigmoid_top_k_renormalized": partial(SigmoidTopK, renormalize=True),
+    "sqrt_softplus_top_k": partial(SqrtSoftplusTopK, renormalize=False),
+    "sqrt_softplus_top_k_renormalized": partial(SqrtSoftplusTopK, renormalize=True),
 }
 
 

@@ -4,12 +4,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jmx import meshes
+from jmx.util import html
 from jmx.util.checks import check_array, check_instance, check_int
+from jmx.util.tables import numbers, words
 from jmx.util.typing import AnyArray, Array, Bool, Float, Int32, Integer
 
 NOWHERE = -1  # the expert id of a slot that routes nowhere
+_SHOWN = 8  # tokens of a routing that a notebook shows
 
 
 class Routing(NamedTuple):
@@ -20,6 +24,20 @@ class Routing(NamedTuple):
 
     expert_ids: Integer[Any, "*tokens k"]
     weights: Float[Any, "*tokens k"]
+
+    def _repr_html_(self) -> str:
+        """The first tokens of a concrete routing as a table; of any other, what `repr` gives."""
+        ids, weights = self
+        if isinstance(ids, Tracer) or isinstance(weights, Tracer) or np.ndim(ids) != 2:
+            return html.preformatted(repr(self))
+        tokens, k = np.shape(ids)
+        shown = zip(np.asarray(ids)[:_SHOWN].tolist(), np.asarray(weights, np.float32)[:_SHOWN].tolist(), strict=True)
+        rows = (
+            [str(token), ", ".join(map(str, its)), ", ".join(f"{weight:.3f}" for weight in their)]
+            for token, (its, their) in enumerate(shown)
+        )
+        table = html.table([*numbers("token"), *words("experts", "weights")], rows)
+        return f"<p>{tokens} tokens, {k} experts each{', of which the first' * (tokens > _SHOWN)}</p>{table}"
 
 
 def validate(routing: Routing, num_tokens: int) -> None:

@@ -15,6 +15,7 @@ from jax import lax
 from jmx.routing.routing import NOWHERE
 from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 
+_TAIL = -10.0  # below it, the next term of the series in `_tail_of_log` is less than half a unit of float32
 _UNROLLED = 8  # up to so many entries are reduced or merged one by one
 
 _Entry = tuple[Any, Any]  # a key and its index
@@ -32,14 +33,14 @@ def assign(
     """Ids and weights (T, k) of logits (T, E).
 
     Args:
-        scoring: "softmax" or "sigmoid".
+        scoring: "softmax", "sigmoid" or "sqrt_softplus".
         renormalize: whether the k weights are divided by their sum.
         mask: sets the keys of experts that may not be chosen to -inf.
     """
     largest = jnp.finfo(jnp.float32).max
     usable = logits > -jnp.inf  # false for NaN too
     logits = jnp.minimum(jnp.where(usable, logits, -largest), largest)
-    scores = _softmax(logits, usable) if scoring == "softmax" else jax.nn.sigmoid(logits)
+    scores = _softmax(logits, usable) if scoring == "softmax" else _SCORES[scoring][0](logits)
 
     # Without a bias the logits order the experts as the scores do, and still do where scores round to equal numbers.
     keys = lax.stop_gradient(logits if correction_bias is None else scores + correction_bias)
@@ -48,11 +49,34 @@ def assign(
     chosen = best > -jnp.inf
 
     if renormalize:  # a softmax of log scores divides by their sum, also where all of them underflow
-        log_scores = logits if scoring == "softmax" else jax.nn.log_sigmoid(logits)
+        log_scores = logits if scoring == "softmax" else _SCORES[scoring][1](logits)
         weights = _softmax(jnp.take_along_axis(log_scores, ids, axis=-1), chosen)
     else:
         weights = jnp.where(chosen, jnp.take_along_axis(scores, ids, axis=-1), 0)
     return jnp.where(chosen, ids, NOWHERE), weights
+
+
+def sqrt_softplus(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """sqrt(log(1 + exp(x))); positive, with a finite gradient, also where exp(x) underflows."""
+    tail, inside = x < _TAIL, jnp.maximum(x, _TAIL)
+    return jnp.where(tail, jnp.exp(_tail_of_log(x)), jnp.sqrt(jax.nn.softplus(inside)))
+
+
+def _log_sqrt_softplus(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return jnp.where(x < _TAIL, _tail_of_log(x), 0.5 * jnp.log(jax.nn.softplus(jnp.maximum(x, _TAIL))))
+
+
+def _tail_of_log(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """log(sqrt(softplus(x))) below `_TAIL`: log(log(1 + t)) = log(t) - t / 2 + O(t^2), with t = exp(x)."""
+    x = jnp.minimum(x, _TAIL)
+    return 0.5 * (x - 0.5 * jnp.exp(x))
+
+
+# Scores of logits, each by itself, and their logarithms.
+_SCORES: dict[str, tuple[Callable[..., Array], Callable[..., Array]]] = {
+    "sigmoid": (jax.nn.sigmoid, jax.nn.log_sigmoid),
+    "sqrt_softplus": (sqrt_softplus, _log_sqrt_softplus),
+}
 
 
 def mask_groups(

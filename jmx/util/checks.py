@@ -90,16 +90,26 @@ def _type_name(kind: Any) -> str:
     return getattr(kind, "__name__", None) or str(kind)
 
 
-def check_one_of(name: str, value: Any, choices: Collection[str | None]) -> Any:
-    """One of the names of a table, or of a tuple, which may hold None."""
+def check_one_of(
+    name: str,
+    value: Any,
+    choices: Collection[str | None],
+    meant: Callable[[str, Collection[str]], str] = nearest,
+) -> Any:
+    """One of the names of a table, or of a tuple, which may hold None.
+
+    `meant`: the end of the message about another name, from that name and the known ones.
+    A table that has more names than it lists says which in its attribute `also`.
+    """
     listed = choices if isinstance(choices, tuple) else [*choices]
     if value is None and None in listed:
         return None
     if not isinstance(value, str):
         raise TypeError(f"`{name}` ({shown(value)}) must be one of {listed}")
-    if value not in listed:
+    if value not in choices:
         names = [choice for choice in listed if choice is not None]
-        raise ValueError(f"`{name}` (={value!r}) must be one of {listed}{nearest(value, names)}")
+        also = f", or {more}" if (more := getattr(choices, "also", "")) else ""
+        raise ValueError(f"`{name}` (={value!r}) must be one of {listed}{also}{meant(value, names)}")
     return value
 
 

@@ -40,23 +40,26 @@ class FoldingTable:
         columns: see `words` and `numbers`.
         title, caption: lines above and below, or "".
         keys: how many of the first columns identify a row, and are repeated in each table.
+
+    Attributes:
+        rows: the cells of each row, and its style or None.
     """
 
     columns: Sequence[Column]
     title: str = ""
     caption: str = ""
     keys: int = 1
-    _rows: list[tuple[tuple[Text, ...], str | None]] = field(default_factory=list)
+    rows: list[tuple[tuple[Text, ...], str | None]] = field(default_factory=list, init=False)
     _sections: set[int] = field(default_factory=set)
 
     def add_row(self, *cells: str | Text, style: str | None = None) -> None:
         """One cell for each column, in order."""
         assert len(cells) == len(self.columns)
-        self._rows.append((tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style))
+        self.rows.append((tuple(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style))
 
     def add_section(self) -> None:
         """A line below the last row."""
-        self._sections.add(len(self._rows) - 1)
+        self._sections.add(len(self.rows) - 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
@@ -72,7 +75,7 @@ class FoldingTable:
 
     def _lengths(self, column: int) -> tuple[int, int]:
         """The minimum width of a column, and the width without folding."""
-        cells = [Text(self.columns[column].heading), *(cells[column] for cells, _ in self._rows)]
+        cells = [Text(self.columns[column].heading), *(cells[column] for cells, _ in self.rows)]
         longest = max((Text(word).cell_len for cell in cells for word in cell.plain.split()), default=1)
         lines = max((Text(line).cell_len for cell in cells for line in cell.plain.splitlines()), default=1)
         return longest if self.columns[column].numbers else min(longest, _NARROW), max(lines, 1)
@@ -105,7 +108,7 @@ class FoldingTable:
         return widths
 
     def _lists(self) -> Iterator[Text]:
-        for cells, style in self._rows:
+        for cells, style in self.rows:
             for (heading, _), cell in zip(self.columns, cells, strict=True):
                 yield Text.assemble(f"{heading}: " if heading else "", cell, style=style or "")
             yield Text("")
@@ -114,7 +117,7 @@ class FoldingTable:
         table = Table()
         for (heading, right), width in zip((self.columns[place] for place in columns), widths, strict=True):
             table.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
-        for number, (cells, style) in enumerate(self._rows):
+        for number, (cells, style) in enumerate(self.rows):
             chosen = (cells[place] for place in columns)
             table.add_row(*chosen, style=style, end_section=number in self._sections)
         return table

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
-from jmx.experts import Experts
+from jmx.experts import Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.routing import Routing
@@ -42,11 +42,14 @@ _MAX_COPIED = 8  # assignments whose weights may be copied at a time
 LIMITS = Limits(input_formats=None)
 
 
+NAME = "xla"
+
+
 @dataclass(frozen=True)
 class Xla:
     """The reference, as a backend; see `jmx.selection.backend.Backend`."""
 
-    name: str = "xla"
+    name: str = NAME
     summary: str = "reference in plain jnp, any platform"
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
@@ -166,7 +169,7 @@ def forward(problem: Problem, x: Float[Array, "T H"], routing: Routing, experts:
         x,
         routing,
         experts,
-        cuda=partial(_forward_few, problem, words=True),
+        cuda=partial(_forward_few, problem, words=experts.padded_to is None),
         default=partial(_forward_few, problem, max_copied=_MAX_COPIED),
     )
 
@@ -282,6 +285,23 @@ class Gradients(NamedTuple):
     down_bias: Float32[Array, "*lead H"] | None
 
 
+def _bias_rows(experts: Experts) -> tuple[int, int]:
+    """Rows of both biases, without padding."""
+    return experts.intermediate_size * (2 if experts.gated else 1), experts.hidden_size
+
+
+def _with_padding(gradients: Gradients, experts: Experts) -> Gradients:
+    """Gradients of biases, with zeros for their padding."""
+    if experts.padded_to is None:
+        return gradients
+    (hidden, intermediate), (_, _, gate_up, down) = experts.padded_to, gradients
+    if gate_up is not None:
+        gate_up = padding.resize_rows(gate_up, gate_up.ndim - 1, experts.gate_up_order, intermediate)
+    if down is not None:
+        down = padding.resize_axis(down, down.ndim - 1, hidden)
+    return gradients._replace(gate_up_bias=gate_up, down_bias=down)
+
+
 def backward(
     problem: Problem,
     x: Float[Array, "T H"],
@@ -297,8 +317,10 @@ def backward(
     """
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
-        jnp.zeros(bias.shape, jnp.float32) if wanted and bias is not None else None
-        for bias, wanted in zip((experts.gate_up_bias, experts.down_bias), biases, strict=True)
+        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if wanted and bias is not None else None
+        for bias, wanted, rows in zip(
+            (experts.gate_up_bias, experts.down_bias), biases, _bias_rows(experts), strict=True
+        )
     )
     experts = _packed_for_loop(experts)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
@@ -344,7 +366,7 @@ def backward(
 
     zeros = Gradients(jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), *bias_gradients)
     sums = zeros if weights.size == 0 else _loop(routing, num_experts, body, zeros)
-    return sums._replace(
+    return _with_padding(sums, experts)._replace(
         x=sums.x.astype(x.dtype),
         weights=sums.weights.reshape(routing.weights.shape).astype(routing.weights.dtype),
     )

@@ -1,0 +1,92 @@
+"""Rounded inputs as bfloat16: exact for every code of elements and scales, and the bits of `input_formats`."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jmx.backends import resolve_layout
+from jmx.numerics.formats import FORMATS
+from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
+from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, round_rows
+from jmx.selection.environment import Environment
+
+E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
+HOPPER = Environment.named("h200")
+SCALE = jnp.float32(0.0123)
+
+
+def every(dtype) -> np.ndarray:
+    """All finite numbers of a dtype of at most 8 bits, in float64."""
+    bits = 4 if dtype == ml_dtypes.float4_e2m1fn else 8
+    numbers = np.arange(1 << bits, dtype=np.uint8).view(dtype).astype(np.float64)
+    return numbers[np.isfinite(numbers)]
+
+
+def in_bfloat16(numbers: np.ndarray) -> np.ndarray:
+    """Which of these bfloat16 holds exactly, subnormal ones included."""
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64) == numbers
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_bfloat16_holds_every_element_times_the_scale_of_its_block(name):
+    format = INPUT_FORMATS[name]
+    elements = every(format.element_dtype)
+    assert in_bfloat16(elements).all()
+    if not isinstance(format.block_size, int):
+        return  # the scale is applied to the sums
+    scales = every(format.scale_dtype)
+    products = elements[:, None] * scales
+    if format.scale_dtype == E8M0:  # beyond, products are no numbers of bfloat16, and inputs were less than 2^-115
+        lowest, highest = (-127, 125) if format.element_dtype == ml_dtypes.float4_e2m1fn else (-124, 119)
+        inside = (scales >= 2.0**lowest) & (scales <= 2.0**highest)
+        assert inside.sum() == highest - lowest + 1
+        assert not in_bfloat16(products[:, ~inside]).all(axis=0).any()
+        products = products[:, inside]
+    assert in_bfloat16(products).all()
+
+
+def test_no_other_format_fits():
+    """Of `fp8_block` scales are float32: an element times such a one has more bits."""
+    (other,) = {*INPUT_FORMATS} - {*INPUTS}
+    assert other == "fp8_block"
+    assert not in_bfloat16(every(E4M3) * np.float64(np.float32(0.1))).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("name", INPUTS)
+def test_values_times_scales_are_what_the_format_represents(name, dtype, rng):
+    format = INPUT_FORMATS[name]
+    x = rng.standard_normal((9, 160)) * np.exp2(rng.integers(-12, 12, (9, 160)))
+    x[0], x[1, :32], x[2, 5] = 0, 0, np.nan
+    x = jnp.asarray(x).astype(dtype)
+    static = SCALE if format.static else None
+    values, scales = jax.jit(round_rows, static_argnums=1)(x, format, static)
+    assert values.dtype == jnp.bfloat16
+    assert scales is None or (scales.dtype, scales.shape) == (jnp.float32, (9,))
+    found = np.asarray(values, np.float64) * (1 if scales is None else np.asarray(scales, np.float64)[:, None])
+    expected = np.asarray(dequantize(quantize(x, format, static), format))
+    np.testing.assert_array_equal(found.astype(np.float32), expected)
+    assert np.isnan(expected[2]).any()
+    assert np.isfinite(np.delete(expected, 2, axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "inputs", "layout"),
+    [
+        ("mxfp4", None, "mosaic_sm90"),
+        ("mxfp4", "fp8_token", "mosaic_sm90_fp8"),
+        ("mxfp4", "fp8_block", "mosaic_sm90_fp8"),
+        ("mxfp4", "mxfp8", "mosaic_sm90"),
+        ("nvfp4", "nvfp4", "mosaic_sm90"),
+        ("nvfp4", "fp8_block", "packed"),
+        ("int4_g128", "fp8_token", "mosaic_sm90"),
+        ("int8_channel", "int8_token", "mosaic_sm90"),
+        ("int4_g128_order", "int8_token", "mosaic_sm90"),
+        ("int4_g128_order", "mxfp8", "packed"),
+    ],
+)
+def test_the_auto_layout_is_that_of_the_backend_that_takes_the_pair(format, inputs, layout):
+    assert resolve_layout("auto", HOPPER, FORMATS[format], inputs) == layout
