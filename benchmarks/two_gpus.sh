@@ -23,7 +23,7 @@ part() {  # NAME SECONDS COMMAND...: its output is shown, and kept
 bench() {  # NAME SECONDS FLAGS...
   local name=$1 seconds=$2
   shift 2
-  part "$name" "$seconds" "$python" -m jmx bench --model gpt-oss-120b --mesh ep=2 --seed 1 --json "$out/$name.json" "$@"
+  part "$name" "$seconds" "$python" -m jmx.cli bench --model gpt-oss-120b --mesh ep=2 --seed 1 --json "$out/$name.json" "$@"
 }
 
 part bits 20 "$python" -m pytest -q -n 0 -m gpu tests/test_peer.py tests/test_peer_lines.py \
