@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Profiles steps of the server's engine on a GPU: how long the device has nothing to do, and what it does otherwise.
+
+    python benchmarks/profile_serving.py gpt-oss-120b --users 1,64 --steps 200 --json FILE
+
+Weights are random. For each number of users the engine first computes their prompts. Then come `--steps` steps without
+a profiler, which give the time of one, and as many under `jax.profiler`, which records every kernel: the device is idle
+where none runs between the first and the last one.
+"""
+
+import argparse
+import gzip
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+import jmx
+from jmx.cli.common import counts
+from jmx.models import FAMILIES, Sampler, from_source, random_source
+from jmx.serving.engine import Engine, Generate, Limits
+from jmx.util import atomic_files
+
+PROMPT = 1024
+SHOWN = 16  # kernels, those that take the most time
+
+
+def main() -> int:
+    """Profiles an engine, and prints what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    published = {name: config for family in FAMILIES.values() for name, config in family.published.items()}
+    parser.add_argument("model", choices=sorted(published), metavar="MODEL")
+    parser.add_argument("--users", type=counts, default=[1, 64], metavar="N,...")
+    parser.add_argument("--steps", type=int, default=200, metavar="N")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="save what is printed to a new file")
+    arguments = parser.parse_args()
+    if arguments.json is not None:
+        atomic_files.check_new(arguments.json)
+    most = max(arguments.users)
+    length = PROMPT + 4 * arguments.steps + most * PROMPT // 512
+    limits = Limits(max_users=most, max_length=length, cache_tokens=most * (length + 128))
+    model = from_source(random_source(published[arguments.model], 0, jmx.MXFP4), dtype=jax.numpy.dtype("bfloat16"))
+    engine = Engine(model, limits)
+    engine.warm_up(lambda ready, of: print(f"{ready} of {of} programs", flush=True))
+    found = [profile(engine, model.config.vocab_size, users, arguments.steps) for users in arguments.users]
+    for its in found:
+        print("{users} users: {step_ms} ms a step, device idle {idle:.1%}".format(**its))
+        for name, per_step, us in its["kernels"]:
+            print(f"  {us:9.1f} us {per_step:7.1f} x  {name}")
+    if arguments.json is not None:
+        atomic_files.write(arguments.json, json.dumps(found, indent=1).encode())
+    return 0
+
+
+def profile(engine: Engine, vocab_size: int, users: int, steps: int) -> dict[str, Any]:
+    """The time of a step of so many users, the share of it that the device is idle, and its kernels."""
+    rng = np.random.default_rng(users)
+    for user in range(users):
+        prompt = tuple(rng.integers(vocab_size, size=PROMPT).tolist())
+        engine.submit(Generate(user, prompt, engine.limits.max_length - PROMPT, Sampler(temperature=0), frozenset()))
+    answering: set[int] = set()
+    while len(answering) < users:
+        answering |= {output.id for output in engine.step()}
+    seconds = run(engine, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            run(engine, steps)
+        (trace,) = pathlib.Path(folder).rglob("perfetto_trace.json.gz")
+        events = kernels(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    for user in range(users):
+        engine.cancel(user)
+    while not engine.is_idle:
+        engine.step()
+    return summary(events, steps) | {"users": users, "steps": steps, "step_ms": round(1e3 * seconds / steps, 3)}
+
+
+def run(engine: Engine, steps: int) -> float:
+    """Seconds of so many steps."""
+    engine.step()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    return time.perf_counter() - start
+
+
+def kernels(trace: Sequence[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    """Start and end, in us, and name of what ran on the device in a trace of `jax.profiler`, in order of time."""
+    streams = {
+        (event["pid"], event["tid"])
+        for event in trace
+        if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
+    }
+    found = (
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"])
+        for event in trace
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams
+    )
+    return sorted(found)
+
+
+def summary(events: Sequence[tuple[float, float, str]], steps: int) -> dict[str, Any]:
+    """The share of time that the device is idle, and of each kernel its launches a step and its us a step."""
+    busy, until = 0.0, events[0][0]
+    for start, end, _ in events:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    time_of, launches = Counter[str](), Counter[str]()
+    for start, end, name in events:
+        time_of[name] += end - start
+        launches[name] += 1
+    rows = [(name, round(launches[name] / steps, 2), round(us / steps, 2)) for name, us in time_of.most_common(SHOWN)]
+    return {"idle": round(1 - busy / (until - events[0][0]), 4), "kernels": rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
