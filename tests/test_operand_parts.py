@@ -1,4 +1,4 @@
-"""Kernels of Mosaic over parts of larger arrays, which XLA hands them where they lie: at addresses of less alignment."""
+"""Kernels of Mosaic over parts of larger arrays, which XLA hands them where they lie: at addresses less aligned."""
 
 import re
 from typing import Any
