@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "mixtral"
 
@@ -52,12 +52,7 @@ PUBLISHED = {"mixtral-8x7b": _published(32, 4096, 14336, 32), "mixtral-8x22b": _
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
     window = None if entries.is_absent("sliding_window") else entries.size("sliding_window")
-    return Config(**common_fields(entries, "intermediate_size"), sliding_window=window)
+    return Config(**grouped_query_fields(entries, "intermediate_size"), sliding_window=window)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "olmoe"
 
@@ -59,15 +59,10 @@ PUBLISHED = {
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
     return Config(
-        **common_fields(entries, "intermediate_size"),
+        **grouped_query_fields(entries, "intermediate_size"),
         norm_topk_prob=entries.flag("norm_topk_prob"),
         attention_bias=entries.flag("attention_bias"),
         clip_qkv=None if entries.is_absent("clip_qkv") else entries.number("clip_qkv"),

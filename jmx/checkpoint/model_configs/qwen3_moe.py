@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "qwen3_moe"
 
@@ -65,14 +65,9 @@ PUBLISHED = {"qwen3-30b-a3b": _published(48, 2048, 768, 32), "qwen3-235b-a22b": 
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
-    common = common_fields(entries)
+    common = grouped_query_fields(entries)
     return Config(
         **common,
         dense_layers=entries.dense_layers(common["num_hidden_layers"]),
