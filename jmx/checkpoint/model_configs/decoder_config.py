@@ -38,6 +38,17 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("num_experts", "top_k", "num_attention_heads", "vocab_size"),
+)
+
+
+def sizes(*values: int) -> dict[str, Any]:
+    """The sizes of a published model: layers, hidden, intermediate, moe_intermediate; experts, top_k, heads, vocab."""
+    return dict(zip(_SIZES, values, strict=True))
+
+
 def decoder_fields(entries: DecoderEntries, *rope_types: str) -> dict[str, Any]:
     """The fields of `DecoderConfig`, except `dense_layers`, `num_experts` and `moe_intermediate_size`.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.model_configs.decoder_config import decoder_fields
+from jmx.checkpoint.model_configs.decoder_config import decoder_fields, sizes
 from jmx.checkpoint.model_configs.decoder_entries import FILE, DecoderEntries
 from jmx.checkpoint.model_configs.grouped_experts import GroupedExpertsConfig, check_groups, grouped_experts_fields
 from jmx.checkpoint.model_configs.yarn import Yarn, read_yarn
@@ -87,48 +87,31 @@ class Config(GroupedExpertsConfig):
 
 
 _HEADS: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-
-
-def _published_v3(**fields: Any) -> Config:
-    return Config(
-        **_HEADS,
-        num_hidden_layers=61,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        top_k=8,
-        n_shared_experts=1,
-        scoring="sigmoid",
-        correction_bias=True,
-        norm_topk_prob=True,
-        q_lora_rank=1536,
-        **fields,
-    )
-
+_PUBLISHED_V3: dict[str, Any] = _HEADS | {
+    "n_shared_experts": 1,
+    "scoring": "sigmoid",
+    "correction_bias": True,
+    "norm_topk_prob": True,
+    "q_lora_rank": 1536,
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
-    "deepseek-v3": _published_v3(
-        num_experts=256,
+    "deepseek-v3": Config(
+        **sizes(61, 7168, 18432, 2048, 256, 8, 128, 129280),
+        **_PUBLISHED_V3,
         dense_layers=(0, 1, 2),
         n_group=8,
         topk_group=4,
         routed_scaling_factor=2.5,
-        num_attention_heads=128,
-        vocab_size=129280,
         yarn=Yarn(40.0, 4096, 32.0, 1.0, True, 1.0, 1.0),
         num_nextn_predict_layers=1,
         eos_token_ids=(1,),
     ),
     "deepseek-v2-lite": Config(
+        **sizes(27, 2048, 10944, 1408, 64, 6, 16, 102400),
         **_HEADS,
-        num_hidden_layers=27,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_experts=64,
-        top_k=6,
         dense_layers=(0,),
         n_shared_experts=2,
         n_group=1,
@@ -137,20 +120,17 @@ PUBLISHED = {
         correction_bias=False,
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
-        num_attention_heads=16,
         q_lora_rank=None,
-        vocab_size=102400,
         yarn=Yarn(40.0, 4096, 32.0, 1.0, True, 0.707, 0.707),
         eos_token_ids=(100001,),
     ),
-    "kimi-k2": _published_v3(
-        num_experts=384,
+    "kimi-k2": Config(
+        **sizes(61, 7168, 18432, 2048, 384, 8, 64, 163840),
+        **_PUBLISHED_V3,
         dense_layers=(0,),
         n_group=1,
         topk_group=1,
         routed_scaling_factor=2.827,
-        num_attention_heads=64,
-        vocab_size=163840,
         rope_theta=50000.0,
         yarn=Yarn(32.0, 4096, 1.0, 1.0, True, 1.0, 1.0),
         eos_token_ids=(163585, 163586),

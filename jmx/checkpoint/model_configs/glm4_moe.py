@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
 from jmx.checkpoint.model_configs.grouped_experts import GroupedExpertsConfig, check_groups, grouped_experts_fields
 from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
@@ -46,51 +47,35 @@ class Config(GroupedExpertsConfig, GroupedQueryConfig):
     rotary_dim: int
 
 
-def _published(layers: int, dense: int, *, routed_scaling_factor: float, use_qk_norm: bool, **sizes: Any) -> Config:
-    return Config(
-        num_hidden_layers=layers,
-        dense_layers=tuple(range(dense)),
-        top_k=8,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        num_nextn_predict_layers=1,
-        routed_scaling_factor=routed_scaling_factor,
-        num_attention_heads=96,
-        num_key_value_heads=8,
-        head_dim=128,
-        rotary_dim=64,
-        vocab_size=151552,
-        attention_bias=True,
-        use_qk_norm=use_qk_norm,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        eos_token_ids=(151329, 151336, 151338),
-        **sizes,
-    )
-
+_PUBLISHED: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_ids": (151329, 151336, 151338),
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
-    "glm-4.5": _published(
-        92,
-        3,
-        hidden_size=5120,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        num_experts=160,
+    "glm-4.5": Config(
+        **sizes(92, 5120, 12288, 1536, 160, 8, 96, 151552),
+        **_PUBLISHED,
+        dense_layers=(0, 1, 2),
         routed_scaling_factor=2.5,
         use_qk_norm=True,
     ),
-    "glm-4.5-air": _published(
-        46,
-        1,
-        hidden_size=4096,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_experts=128,
+    "glm-4.5-air": Config(
+        **sizes(46, 4096, 10944, 1408, 128, 8, 96, 151552),
+        **_PUBLISHED,
+        dense_layers=(0,),
         routed_scaling_factor=1.0,
         use_qk_norm=False,
     ),

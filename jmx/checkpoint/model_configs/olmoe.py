@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
 from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
@@ -38,17 +39,10 @@ class Config(GroupedQueryConfig):
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
     "olmoe-1b-7b": Config(
-        num_hidden_layers=16,
-        hidden_size=2048,
-        intermediate_size=1024,
-        moe_intermediate_size=1024,
-        num_experts=64,
-        top_k=8,
+        **sizes(16, 2048, 1024, 1024, 64, 8, 16, 50304),
         norm_topk_prob=False,
-        num_attention_heads=16,
         num_key_value_heads=16,
         head_dim=128,
-        vocab_size=50304,
         attention_bias=False,
         clip_qkv=None,
         rms_norm_eps=1e-5,
