@@ -89,7 +89,7 @@ class Limits:
         least, count = max(several, default=1), _ROW_SIZES - len(several)
         powers = [1 << at for at in range((least - 1).bit_length(), (self.max_users - 1).bit_length())]
         powers.append(self.max_users)
-        kept = {powers[round(at * (len(powers) - 1) / (count - 1))] for at in range(count)}
+        kept = {powers[-(-at * (len(powers) - 1) // (count - 1))] for at in range(count)}
         alone = [(rows, 0) for rows in kept]
         mixed = {(1, self.max_blocks), (self.max_users, 1), (self.max_users, self.max_blocks)}
         return sorted({*alone, *mixed}, key=lambda size: (size[0] + self.page * size[1], size))
