@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from jmx.serving.scheduling.pages import Pool
 from jmx.serving.scheduling.prefixes import Chain, first_page, reusable
-from jmx.serving.scheduling.state import Block, End, Event, Plan, Request, Row, State, Submit
+from jmx.serving.scheduling.state import End, Event, Plan, Request, State, Submit, Tokens
 
 
 def plan(state: State, events: Sequence[Event]) -> tuple[State, Plan]:
@@ -37,8 +37,8 @@ class _Planner:
         self.pools = tuple(pool.copy() for pool in state.pools)
         self.waiting = {request.id: request for request in state.waiting}
         self.running = {request.id: request for request in state.running}
-        self.rows: list[Row] = []
-        self.blocks: list[Block] = []
+        self.rows: list[Tokens] = []
+        self.blocks: list[Tokens] = []
         self.admitted: list[tuple[int, int]] = []
         self.preempted: list[int] = []
         self.released: list[tuple[Pool, list[int]]] = []  # free from the next plan on
@@ -56,14 +56,10 @@ class _Planner:
             requests[event.id] = replace(request, chain=chain, known=request.known + 1, flying=request.flying - 1)
 
     def _request(self, event: Submit) -> Request:
-        most, length = self.settings.max_length, len(event.prompt)
         if event.id in self.waiting or event.id in self.running:
             raise ValueError(f"`id` (={event.id}) must be that of no other request")
-        if not event.prompt or event.max_new_tokens < 1 or length + event.max_new_tokens > most:
-            raise ValueError(
-                f"`prompt` (of {length} tokens) and `max_new_tokens` (={event.max_new_tokens}) must be at least 1, and "
-                f"together at most {most}"
-            )
+        event.check(self.settings.max_length)
+        length = len(event.prompt)
         chain = Chain.of(event.salt).add(event.prompt, self.settings.page)
         return Request(event.id, chain, length, length + event.max_new_tokens, event.waits, self._no_tables())
 
@@ -118,12 +114,12 @@ class _Planner:
         page, whole = self.settings.page, tuple(tables)
         draws = end == request.total
         if request.total - request.computed == 1:
-            self.rows.append(Row(request.id, request.slot, request.computed, whole))
+            self.rows.append(Tokens(request.id, request.slot, request.computed, 1, draws, whole))
         else:
             for start in range(request.computed, end, page):
                 count = min(page, end - start)
                 last = draws and start + count == end
-                self.blocks.append(Block(request.id, request.slot, start, count, last, whole))
+                self.blocks.append(Tokens(request.id, request.slot, start, count, last, whole))
         changed = self._named(replace(request, computed=end, flying=request.flying + draws, tables=whole))
         kinds = zip(self.pools, tables, self.settings.windows, strict=True)
         seen = tuple(self._seen(pool, table, first_page(end, window, page)) for pool, table, window in kinds)

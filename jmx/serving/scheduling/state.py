@@ -82,6 +82,15 @@ class Submit:
     salt: bytes = b""
     waits: bool = False
 
+    def check(self, max_length: int) -> None:
+        """ValueError unless the request has tokens, and at most `max_length` of them."""
+        length = len(self.prompt)
+        if not length or self.max_new_tokens < 1 or length + self.max_new_tokens > max_length:
+            raise ValueError(
+                f"`prompt` (of {length} tokens) and `max_new_tokens` (={self.max_new_tokens}) must be at least 1, and "
+                f"together at most {max_length}"
+            )
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -154,18 +163,8 @@ class State:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One token of a request, at `position`; the next one is drawn. `tables` as in `Request`."""
-
-    id: int
-    slot: int
-    position: int
-    tables: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Block:
-    """`count` tokens of a request, at most a page, from position `start` on, which begins a page.
+class Tokens:
+    """`count` tokens of a request, from position `start` on; `slot` and `tables` as in `Request`.
 
     Args:
         draws: whether they are its last tokens, so that the next one is drawn.
@@ -184,12 +183,14 @@ class Plan:
     """A step: what it computes, in the order in which requests arrived.
 
     Args:
+        rows: one token each, which draws the next one.
+        blocks: at most a page of a prompt each, from a page's first position on.
         admitted: requests that run from this step on, and how many of their tokens were in the cache.
         preempted: requests that wait again: their pages were needed by older ones.
     """
 
-    rows: tuple[Row, ...] = ()
-    blocks: tuple[Block, ...] = ()
+    rows: tuple[Tokens, ...] = ()
+    blocks: tuple[Tokens, ...] = ()
     admitted: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
 
