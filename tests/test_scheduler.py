@@ -50,7 +50,7 @@ class Device:
         drawn = self._run_once(step, texts)
         for number in range(1, step.steps):
             assert not step.blocks
-            later = [row._replace(position=row.position + number) for row in step.rows]
+            later = [replace(row, start=row.start + number) for row in step.rows]
             drawn += self._run_once(Plan(tuple(later)), texts)
         return drawn
 
@@ -59,9 +59,10 @@ class Device:
         draws: list[tuple[int, int, int, tuple[tuple[int, ...], ...]]] = []
         for row in step.rows:
             text = texts[row.id]
-            token = text[row.position] if row.position < len(text) else self.last[row.slot]
-            self._write(row.tables, row.position, [token])
-            draws.append((row.id, row.slot, row.position, row.tables))
+            assert (row.count, row.draws) == (1, True)
+            token = text[row.start] if row.start < len(text) else self.last[row.slot]
+            self._write(row.tables, row.start, [token])
+            draws.append((row.id, row.slot, row.start, row.tables))
         for block in step.blocks:
             assert block.start % page == 0
             assert 1 <= block.count <= page

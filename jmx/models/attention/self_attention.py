@@ -52,7 +52,7 @@ class SelfAttention(nnx.Module):
         raise NotImplementedError
 
     def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
-        """Attention of the T tokens, (B, T, heads, V): over a cache that has them, or (`starts` None) over themselves."""
+        """Attention over a cache that has the T tokens, or (`starts` None) over these alone: (B, T, heads, V)."""
         raise NotImplementedError
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:

@@ -160,21 +160,17 @@ class Engine:
             raise ValueError(f"`banned` (of {self._vocab_size} tokens) must leave one")
         if request.id in self._active:
             raise ValueError(f"`id` (={request.id}) must be that of no other request")
-        length, most = len(request.prompt), self.limits.max_length
-        if request.max_new_tokens < 1 or length + request.max_new_tokens > most:
-            raise ValueError(
-                f"`prompt` (of {length} tokens) and `max_new_tokens` (={request.max_new_tokens}) must be at least 1, "
-                f"and together at most {most}"
-            )
+        waits = request.grammar is not None
+        alone = _level(request) == Level.ALL
+        event = scheduling.Submit(request.id, request.prompt, request.max_new_tokens, request.salt, waits, alone)
+        event.check(self.limits.max_length)
         guide = None
         if request.grammar is not None:
             if self._guides is None:
                 raise ValueError("`grammar` must be None: this engine has no guides")
             guide = self._guides.start(request.grammar, in_thoughts=request.in_thoughts)
         self._active[request.id] = _Active(request, [*request.prompt], guide=guide)
-        level = Level.of(request.sampler, forbids=bool(request.banned), logprobs=request.logprobs)
-        event = scheduling.Submit(request.id, request.prompt, request.max_new_tokens, request.salt)
-        self._events.append(event._replace(waits=guide is not None, alone=level == Level.ALL))
+        self._events.append(event)
 
     def cancel(self, id: int) -> None:
         """Ends a request without further outputs; its pages are free at the next step. Unknown ids are ignored."""
@@ -226,19 +222,15 @@ class Engine:
             active = self._active[item.id]
             for tables, table in zip(inputs.tables, item.tables, strict=True):
                 tables[place, : len(table)] = table
-            inputs.slots[place] = item.slot
-            if isinstance(item, scheduling.Row):
-                inputs.positions[place], inputs.counts[place], inputs.draws[place] = item.position, 1, True
-                known = item.position < len(active.tokens)
-                inputs.row_tokens[place] = active.tokens[item.position] if known else -1
-                end = item.position + 1
+            inputs.slots[place], inputs.positions[place] = item.slot, item.start
+            inputs.counts[place], inputs.draws[place] = item.count, item.draws
+            end = item.start + item.count
+            if place < size[0]:  # a row, whose token the host may not know yet
+                inputs.row_tokens[place] = active.tokens[item.start] if end <= len(active.tokens) else -1
             else:
-                inputs.positions[place], inputs.counts[place] = item.start, item.count
-                inputs.draws[place] = item.draws
-                end = item.start + item.count
                 inputs.block_tokens[place - size[0], : item.count] = active.tokens[item.start : end]
                 self.statistics.prompt_tokens += item.count
-            if inputs.draws[place]:
+            if item.draws:
                 its = self._sample(inputs, place, active, end - len(active.request.prompt), item.slot)
                 level = max(level, its)
                 drawing.append((place, item.id))
@@ -260,9 +252,8 @@ class Engine:
         active.fresh = False
         if active.guide is not None:
             self._follow(slot, active.guide, request.banned)
-        forbids = bool(request.banned) or active.guide is not None
         inputs.sampling.put(place, request.sampler, number)
-        return Level.of(request.sampler, forbids=forbids, logprobs=request.logprobs)
+        return _level(request)
 
     def _set_history(self, slot: int, prompt: Sequence[int], new: Sequence[int], banned: Sequence[int]) -> None:
         """Begins a slot's history: tokens of its prompt, and new ones, if it was preempted."""
@@ -320,6 +311,12 @@ class Engine:
         found: Any = jax.tree.map(np.asarray, results.logprobs)
         pairs = zip(found.top_ids[place].tolist(), found.top[place].tolist(), strict=True)
         return TokenLogProbabilities(float(found.chosen[place]), tuple(pairs))
+
+
+def _level(request: Generate) -> Level:
+    """What choosing a request's tokens needs."""
+    forbids = bool(request.banned) or request.grammar is not None
+    return Level.of(request.sampler, forbids=forbids, logprobs=request.logprobs)
 
 
 def _begin_slot(history: History, slot: jax.Array, in_prompt: jax.Array, new: jax.Array, allowed: jax.Array) -> History:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jmx.serving.scheduling.pages import Pool
 from jmx.serving.scheduling.prefixes import Chain, first_page, reusable
-from jmx.serving.scheduling.state import Block, End, Event, Plan, Request, Row, State, Submit
+from jmx.serving.scheduling.state import End, Event, Plan, Request, State, Submit, Tokens
 
 
 def plan(state: State, events: Sequence[Event]) -> tuple[State, Plan]:
@@ -36,8 +36,8 @@ class _Planner:
         self.pools = tuple(pool.copy() for pool in state.pools)
         self.waiting = {request.id: request for request in state.waiting}
         self.running = {request.id: request for request in state.running}
-        self.rows: list[Row] = []
-        self.blocks: list[Block] = []
+        self.rows: list[Tokens] = []
+        self.blocks: list[Tokens] = []
         self.admitted: list[tuple[int, int]] = []
         self.preempted: list[int] = []
         self.released: list[tuple[Pool, list[int]]] = []  # free from the next plan on
@@ -56,14 +56,10 @@ class _Planner:
             requests[event.id] = request._replace(chain=chain, known=request.known + 1, flying=request.flying - 1)
 
     def _request(self, event: Submit) -> Request:
-        most, length = self.settings.max_length, len(event.prompt)
         if event.id in self.waiting or event.id in self.running:
             raise ValueError(f"`id` (={event.id}) must be that of no other request")
-        if not event.prompt or event.max_new_tokens < 1 or length + event.max_new_tokens > most:
-            raise ValueError(
-                f"`prompt` (of {length} tokens) and `max_new_tokens` (={event.max_new_tokens}) must be at least 1, and "
-                f"together at most {most}"
-            )
+        event.check(self.settings.max_length)
+        length = len(event.prompt)
         chain = Chain.of(event.salt).add(event.prompt, self.settings.page)
         most = length + event.max_new_tokens
         return Request(event.id, chain, length, most, event.waits, event.alone, self._no_tables())
@@ -138,12 +134,12 @@ class _Planner:
         page, whole = self.settings.page, tuple(tables)
         draws = self.steps if end >= request.total else 0
         if request.total - request.computed == 1:
-            self.rows.append(Row(request.id, request.slot, request.computed, whole))
+            self.rows.append(Tokens(request.id, request.slot, request.computed, 1, True, whole))
         else:
             for start in range(request.computed, end, page):
                 count = min(page, end - start)
                 last = bool(draws) and start + count == end
-                self.blocks.append(Block(request.id, request.slot, start, count, last, whole))
+                self.blocks.append(Tokens(request.id, request.slot, start, count, last, whole))
         changed = self._named(request._replace(computed=end, flying=request.flying + draws, tables=whole))
         for number, window in enumerate(self.settings.windows):
             if window is not None:

@@ -91,6 +91,15 @@ class Submit(NamedTuple):
     waits: bool = False
     alone: bool = False
 
+    def check(self, max_length: int) -> None:
+        """ValueError unless the request has tokens, and at most `max_length` of them."""
+        length = len(self.prompt)
+        if not length or self.max_new_tokens < 1 or length + self.max_new_tokens > max_length:
+            raise ValueError(
+                f"`prompt` (of {length} tokens) and `max_new_tokens` (={self.max_new_tokens}) must be at least 1, and "
+                f"together at most {max_length}"
+            )
+
 
 class Drawn(NamedTuple):
     """An event: the host has read the next token of a request. Those of requests that have ended are ignored."""
@@ -160,21 +169,9 @@ class State:
         return cls(settings, tuple(map(Pool, settings.pages)))
 
 
-class Row(NamedTuple):
-    """One token of a request, at `position`; the next one, or the next `Plan.steps` ones, are drawn.
-
-    `tables` as in `Request`, with pages for all of them but the last.
-    """
-
-    id: int
-    slot: int
-    position: int
-    tables: tuple[tuple[int, ...], ...]
-
-
 @dataclass(frozen=True)
-class Block:
-    """`count` tokens of a request, at most a page, from position `start` on, which begins a page.
+class Tokens:
+    """`count` tokens of a request, from position `start` on; `slot` and `tables` as in `Request`.
 
     Args:
         draws: whether they are its last tokens, so that the next one is drawn.
@@ -192,13 +189,15 @@ class Plan(NamedTuple):
     """A step: what it computes, in the order in which requests arrived.
 
     Args:
+        rows: one token each, which draws the next one.
+        blocks: at most a page of a prompt each, from a page's first position on.
         admitted: requests that run from this step on, and how many of their tokens were in the cache.
         preempted: requests that wait again: their pages were needed by older ones.
         steps: how many tokens each row draws; 1 if there are blocks.
     """
 
-    rows: tuple[Row, ...] = ()
-    blocks: tuple[Block, ...] = ()
+    rows: tuple[Tokens, ...] = ()
+    blocks: tuple[Tokens, ...] = ()
     admitted: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
     steps: int = 1
