@@ -624,6 +624,7 @@ ROWS: dict[str, Row] = {
             "path": "path",
             "format": "named or None",
             "declared_inputs": "flag",
+            "pad_experts": "flag",
             "dequantize_dense": "flag",
             "dtype": "model dtype",
             "backend": "name or None",
