@@ -130,7 +130,7 @@ class Reader(SafetensorsReader):
             return None
         if declared not in INPUT_FORMATS:
             problem = f"inputs of experts {layer!r} are {declared}, which is none of {[*INPUT_FORMATS]}{_REMEDY}"
-            raise CheckpointError(self.quantization.file, problem)
+            raise CheckpointError(self.quantization.file, f"{problem}, to which `with_inputs` gives another format")
         if pad:
             return declared
         try:
