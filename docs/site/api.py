@@ -136,8 +136,10 @@ def markdown(name: str) -> str:
 
 
 def _entry(public: str) -> str:
-    """The directive of mkdocstrings for a name, which the table of contents shows without `jmx.`."""
-    return f"::: {public}\n    options:\n      toc_label: {public.removeprefix('jmx.')}"
+    """The directive of mkdocstrings for a name, whose label in the table of contents fits beside the page."""
+    _, *parts = public.split(".")
+    label = ".".join(parts) if len(parts) < 3 else parts[-1]
+    return f"::: {public}\n    options:\n      toc_label: {label}"
 
 
 def with_links_to_pages(html: str) -> str:
