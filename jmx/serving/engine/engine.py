@@ -232,9 +232,9 @@ class Engine:
                 self._prepare(item.slot, active)
             level = max(level, active.level if item.draws else level)
         self._slots.fill(inputs, places, (*rows, *blocks))
-        for place, row in enumerate(rows):  # those that the host does not know are on the device
-            if row.start < len(tokens := self._active[row.id].tokens):
-                inputs.row_tokens[place] = tokens[row.start]
+        for place, row in enumerate(rows):
+            tokens = self._active[row.id].tokens
+            inputs.row_tokens[place] = tokens[row.start] if row.start < len(tokens) else -1  # only the device knows it
         for its, block in zip(inputs.block_tokens, blocks, strict=False):
             its[: block.count] = self._active[block.id].tokens[block.start : block.start + block.count]
             self.statistics.prompt_tokens += block.count
