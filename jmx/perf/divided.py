@@ -5,6 +5,7 @@ for each split; its experts alone, with the tokens that are exchanged and no exc
 one, and with all. Programs are compiled from descriptions of their arguments, before any of these is made.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -42,10 +43,16 @@ AnyWeights = Experts | ShardedExperts
 
 
 class Weights(NamedTuple):
-    """Of each layer, or descriptions of them: whole on the first device, and divided over the mesh."""
+    """Of each layer, or descriptions of them.
+
+    whole: on the first device.
+    divided: over the mesh.
+    gathered: as divided, but whole along the hidden axis; the same ones where no axis of the mesh divides that.
+    """
 
     whole: list[Experts]
     divided: list[AnyWeights]
+    gathered: list[AnyWeights]
 
 
 @dataclass(frozen=True)
@@ -78,21 +85,29 @@ class Layers:
         whole, divided = jax.eval_shape(self._layer, jax.random.key(self.seed))
         first = SingleDeviceSharding(self.mesh.devices.flat[0])
         whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=first), whole)
-        divided = jax.tree.map(
-            lambda a, its: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=its), divided, self._shardings(divided)
+        divided, gathered = (
+            jax.tree.map(
+                lambda a, its: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=its),
+                divided,
+                self._shardings(split, divided),
+            )
+            for split in (self.split, without_hidden(self.split))
         )
-        return Weights([whole] * self.num_layers, [divided] * self.num_layers)
+        return Weights([whole] * self.num_layers, [divided] * self.num_layers, [gathered] * self.num_layers)
 
     def drawn(self) -> Weights:
         """The weights."""
-        weights = Weights([], [])
+        weights = Weights([], [], [])
+        in_parts, local = bool(self.split.names("hidden")), without_hidden(self.split)
         with jax.default_device(self.mesh.devices.flat[0]):
             for key in jax.random.split(jax.random.key(self.seed), self.num_layers):
-                whole, divided = self._layer(key)
-                weights.whole.append(whole)
-                weights.divided.append(jax.device_put(divided, self._shardings(divided)))
+                whole, its = self._layer(key)
+                divided = jax.device_put(its, self._shardings(self.split, its))
+                gathered = jax.device_put(its, self._shardings(local, its)) if in_parts else divided
+                for found, new in zip(weights, (whole, divided, gathered), strict=True):
+                    found.append(new)
                 # One at a time: what makes a layer takes memory, too.
-                jax.block_until_ready((whole, weights.divided[-1]))
+                jax.block_until_ready((whole, divided, gathered))
         return weights
 
     def _layer(self, key: Array) -> tuple[Experts, AnyWeights]:
@@ -104,9 +119,14 @@ class Layers:
         count = prod(self.mesh.shape[name] for name in shards)
         return whole, ShardedExperts.of(packed, count).prepare(self.layout)
 
-    def _shardings(self, experts: AnyWeights) -> Any:
-        specs = expert_specs(self.split, experts)
+    def _shardings(self, split: Split, experts: AnyWeights) -> Any:
+        specs = expert_specs(split, experts, self.mesh.shape)
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda its: isinstance(its, P))
+
+
+def without_hidden(split: Split) -> Split:
+    """The split of weights that were gathered along the hidden axis."""
+    return dataclasses.replace(split, hidden=None)
 
 
 def run_layers(
@@ -201,7 +221,7 @@ class Case:
         split, shape, mesh = layers.split, layers.shape, layers.mesh
         self.all_tokens = num_tokens * prod(mesh.shape[name] for name in split.names("tokens"))
         functions = {label: partial(run_layers, shape, its) for label, its in splits.items()} | {
-            "experts": partial(run_experts, shape, split, mesh),
+            "experts": partial(run_experts, shape, without_hidden(split), mesh),
             "one": partial(run_layers, shape, None),
             "all_on_one": partial(run_layers, shape, None),
         }
@@ -227,7 +247,7 @@ class Case:
         divided = (*place(tokens), weights.divided)
         first = slice(self.num_tokens)
         return dict.fromkeys(self.splits, divided) | {
-            "experts": (*place(kept), weights.divided),
+            "experts": (*place(kept), weights.gathered),
             "one": (_of_some(x, first), _of_some(logits, slice(None), first), weights.whole),
             "all_on_one": (x, logits, weights.whole),
         }
