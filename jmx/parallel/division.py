@@ -12,7 +12,7 @@ from jmx.experts.sharded import shard_size
 from jmx.numerics.formats import FORMATS
 from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES, choose
-from jmx.parallel.split import Names, Split
+from jmx.parallel.split import Names, Split, exchange_call
 from jmx.selection.problem import Problem, weight_bytes
 from jmx.util.tables import FoldingTable, words
 
@@ -73,19 +73,14 @@ class Division:
         itemsize = jnp.dtype(problem.dtype).itemsize
         call, before, after, chosen, trail = None, 0, 0, None, ()
         if ranks > 1:
-            whole = not {*split.exchanged} & {*split.names("intermediate")}
-            call = Call(
-                axes=split.exchanged,
-                num_ranks=ranks,
+            call = exchange_call(
+                split,
+                sizes,
                 num_tokens=num_tokens,
                 top_k=problem.top_k,
                 hidden_size=problem.hidden_size,
                 itemsize=itemsize,
-                whole_experts=whole,
-                num_experts=experts,
                 experts_per_rank=local_experts,
-                capacity=split.capacity,
-                chunks=split.chunks,
                 input_format=None if problem.on_input else problem.input_format,
             )
             trail = tuple((name, its.summary, its.supports(call)) for name, its in EXCHANGES.items())

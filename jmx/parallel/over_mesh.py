@@ -19,7 +19,7 @@ from jmx.parallel.experts_form import AnyExperts, form_names
 from jmx.parallel.hidden_axis import gather_hidden
 from jmx.parallel.peer import all_sum
 from jmx.parallel.placed_experts import PlacedExperts
-from jmx.parallel.split import AnyMesh, Split
+from jmx.parallel.split import AnyMesh, Split, exchange_call
 from jmx.routing import Routing
 from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
@@ -241,19 +241,14 @@ def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnEx
 
 
 def _call(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnExperts) -> Call:
-    axes = split.exchanged
-    return Call(
-        axes=axes,
-        num_ranks=prod(lax.axis_size(axis) for axis in axes),
+    return exchange_call(
+        split,
+        {name: lax.axis_size(name) for name in split.all_names},
         num_tokens=x.shape[0],
         top_k=routing.expert_ids.shape[1],
         hidden_size=x.shape[1],
         itemsize=x.dtype.itemsize,
-        whole_experts=not {*axes} & {*split.names("intermediate")},
-        num_experts=own.num_experts * prod(lax.axis_size(axis) for axis in split.names("expert")),
         experts_per_rank=own.num_experts,
-        capacity=split.capacity,
-        chunks=split.chunks,
         input_format=own.input_format,
     )
 

@@ -1,6 +1,6 @@
 """How the arrays of a layer are divided over the axes of a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jmx.experts import MeshAxes
+from jmx.parallel.exchange import Call
 from jmx.parallel.exchanges import EXCHANGES
 from jmx.util.checks import check_finite, check_instance, check_int, check_one_of
 
@@ -163,3 +164,25 @@ class Split:
 
 def _quoted(names: Sequence[str] | set[str]) -> str:
     return ", ".join(repr(name) for name in sorted(names))
+
+
+def exchange_call(split: Split, sizes: Mapping[str, int], *, experts_per_rank: int, **of_tokens: Any) -> Call:
+    """What is static of the exchange of a split.
+
+    Args:
+        split: of experts and tokens.
+        sizes: of the mesh axes that it names.
+        experts_per_rank: the experts of one device.
+        of_tokens: `num_tokens`, `top_k`, `hidden_size`, `itemsize` and `input_format` of `Call`.
+    """
+    axes = split.exchanged
+    return Call(
+        axes=axes,
+        num_ranks=prod(sizes[axis] for axis in axes),
+        whole_experts=not {*axes} & {*split.names("intermediate")},
+        num_experts=experts_per_rank * prod(sizes[axis] for axis in split.names("expert")),
+        experts_per_rank=experts_per_rank,
+        capacity=split.capacity,
+        chunks=split.chunks,
+        **of_tokens,
+    )

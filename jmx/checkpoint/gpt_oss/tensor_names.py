@@ -35,7 +35,9 @@ class Form:
     layer: Mapping[str, str]
 
 
-_KINDS = ("weight", "bias")
+def _linear_names(name: str, module: str) -> dict[str, str]:
+    """Names of the tensors of a linear map, which is `module` of a layer."""
+    return {f"{name}_weight": f"{module}.weight", f"{name}_bias": f"{module}.bias"}
 
 
 def _expert_names(module: str, roles: tuple[str, str], separator: str) -> dict[str, str]:
@@ -54,13 +56,13 @@ HF = Form(
     {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "unembedding": "lm_head.weight"},
     {
         "input_norm": "input_layernorm.weight",
-        **{f"{name}_{kind}": f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in _KINDS},
+        **_linear_names("q", "self_attn.q_proj"),
+        **_linear_names("k", "self_attn.k_proj"),
+        **_linear_names("v", "self_attn.v_proj"),
         "sinks": "self_attn.sinks",
-        "o_weight": "self_attn.o_proj.weight",
-        "o_bias": "self_attn.o_proj.bias",
+        **_linear_names("o", "self_attn.o_proj"),
         "post_attention_norm": "post_attention_layernorm.weight",
-        "router_weight": "mlp.router.weight",
-        "router_bias": "mlp.router.bias",
+        **_linear_names("router", "mlp.router"),
         **_expert_names("mlp.experts.{}_proj", ("gate_up", "down"), "_"),
     },
 )
@@ -71,13 +73,12 @@ ORIGINAL = Form(
     {"embedding": "embedding.weight", "final_norm": "norm.scale", "unembedding": "unembedding.weight"},
     {
         "input_norm": "attn.norm.scale",
-        **{f"{name}_{kind}": f"attn.qkv.{kind}" for kind in _KINDS for name in "qkv"},
+        **dict.fromkeys(("q_weight", "k_weight", "v_weight"), "attn.qkv.weight"),
+        **dict.fromkeys(("q_bias", "k_bias", "v_bias"), "attn.qkv.bias"),
         "sinks": "attn.sinks",
-        "o_weight": "attn.out.weight",
-        "o_bias": "attn.out.bias",
+        **_linear_names("o", "attn.out"),
         "post_attention_norm": "mlp.norm.scale",
-        "router_weight": "mlp.gate.weight",
-        "router_bias": "mlp.gate.bias",
+        **_linear_names("router", "mlp.gate"),
         **_expert_names("mlp.{}", ("mlp1", "mlp2"), "_weight."),
     },
 )

@@ -13,17 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import (
-    TILE,
-    TO_BITS,
-    Ref,
-    RunningSoftmax,
-    add_values,
-    element_ids,
-    filled,
-    hide_unseen,
-    shared_memory,
-)
+from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, shared_memory, token_scores
 from jmx.pallas.sm90.launch import launch
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
@@ -191,7 +181,7 @@ def _attend_split(call: _Call, gmem: _Global, smem: _Shared) -> None:
     for step in range(STAGES):
         pl.when(step < split.steps)(lambda step=step: _load(call, split, gmem, smem, jnp.int32(step)))
     plgpu.barrier_wait(smem.rows_full)
-    none = RunningSoftmax(filled((ROWS, call.dim), 0), filled((ROWS,), -jnp.inf), filled((ROWS,), 0))
+    none = RunningSoftmax.begin(ROWS, call.dim)
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, smem, step, softmax)
@@ -228,17 +218,11 @@ def _attend_block(
     """`softmax` with a step's keys and values, once they are in shared memory."""
     stage = lax.rem(step, jnp.int32(STAGES))
     plgpu.barrier_wait(smem.keys_full.at[stage])
-
-    def multiply(accumulator: Ref) -> jax.Array:
-        plgpu.wgmma(accumulator, smem.rows, smem.keys.at[stage].transpose((1, 0)))
-        return accumulator[...]
-
-    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
-    ids = element_ids(scores.shape, 1)
-    scores = hide_unseen(scores, split.position - split.start(call, step) - ids, call.window)
+    distance = split.position - split.start(call, step)
+    scores = token_scores(smem.rows, smem.keys.at[stage], distance, call.window)
     softmax, weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
     plgpu.barrier_wait(smem.values_full.at[stage])
-    return softmax._replace(gathered=add_values(softmax.gathered, weights, smem.values.at[stage]))
+    return softmax.add_values(weights, smem.values.at[stage])
 
 
 def _combine(gathered: jax.Array, peaks: jax.Array, totals: jax.Array, sinks: jax.Array) -> jax.Array:

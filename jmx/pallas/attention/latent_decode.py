@@ -19,17 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import (
-    TILE,
-    TO_BITS,
-    Ref,
-    RunningSoftmax,
-    add_values,
-    element_ids,
-    filled,
-    hide_unseen,
-    shared_memory,
-)
+from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, shared_memory, token_scores
 from jmx.pallas.sm90.launch import launch
 
 ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused ones
@@ -199,7 +189,7 @@ def _consume(call: _Call, work: _Split, gmem: _Global, smem: _Shared, warpgroup:
     plgpu.set_max_registers(232, action="increase")
     plgpu.barrier_wait(smem.rows_full)
     channels = pl.ds(warpgroup * call.channels, call.channels)
-    none = RunningSoftmax(filled((ROWS, call.channels), 0), filled((ROWS,), -jnp.inf), filled((ROWS,), 0))
+    none = RunningSoftmax.begin(ROWS, call.channels)
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         return _attend_block(call, work, smem, channels, step, softmax)
@@ -233,16 +223,9 @@ def _attend_block(
     stage = lax.rem(step, jnp.int32(STAGES))
     latents = smem.latents.at[stage]
     plgpu.barrier_wait(smem.full.at[stage])
-
-    def multiply(accumulator: Ref) -> jax.Array:
-        plgpu.wgmma(accumulator, smem.rows, latents.transpose((1, 0)))
-        return accumulator[...]
-
-    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
-    ids = element_ids(scores.shape, 1)
-    scores = hide_unseen(scores, work.position - work.start(call, step) - ids, None)
+    scores = token_scores(smem.rows, latents, work.position - work.start(call, step), None)
     softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
-    softmax = softmax._replace(gathered=add_values(softmax.gathered, weights, latents.at[:, channels]))
+    softmax = softmax.add_values(weights, latents.at[:, channels])
     plgpu.barrier_arrive(smem.empty.at[stage])
     return softmax
 

@@ -16,17 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import (
-    TILE,
-    TO_BITS,
-    Ref,
-    RunningSoftmax,
-    add_values,
-    element_ids,
-    filled,
-    hide_unseen,
-    shared_memory,
-)
+from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, element_ids, hide_unseen, shared_memory
 from jmx.pallas.sm90.launch import launch
 
 ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
@@ -259,9 +249,7 @@ def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: 
     plgpu.copy_gmem_to_smem(gmem.query.at[work.row, pl.ds(here, ROWS), work.head], rows, rows_full)
     plgpu.barrier_wait(rows_full)
     # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
-    softmax = RunningSoftmax(
-        filled((ROWS, call.value_dim), 0), filled((ROWS,), gmem.sinks[work.head] * TO_BITS), filled((ROWS,), 1)
-    )
+    softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=gmem.sinks[work.head] * TO_BITS, total=1)
     pl.when(warpgroup == 1)(smem.take_turns)
 
     def attend(step: jax.Array, softmax: RunningSoftmax, *, masked: bool) -> RunningSoftmax:
@@ -314,6 +302,6 @@ def _attend_block(
     plgpu.barrier_arrive(smem.turn)
     plgpu.barrier_wait(smem.values_full.at[stage])
     plgpu.barrier_wait(smem.turn)
-    gathered = add_values(gathered, weights, smem.values.at[stage])
+    softmax = RunningSoftmax(gathered, peak, total).add_values(weights, smem.values.at[stage])
     plgpu.barrier_arrive(smem.values_empty.at[stage])
-    return RunningSoftmax(gathered, peak, total)
+    return softmax

@@ -31,6 +31,13 @@ class RunningSoftmax(NamedTuple):
     peak: jax.Array
     total: jax.Array
 
+    @classmethod
+    def begin(
+        cls, rows: int, channels: int, peak: jax.typing.ArrayLike = -jnp.inf, total: float = 0
+    ) -> "RunningSoftmax":
+        """That of no keys; or with `peak` and `total` of a key without a value, a sink."""
+        return cls(_filled((rows, channels), 0), _filled((rows,), peak), _filled((rows,), total))
+
     def add_scores(self, scores: jax.Array, scale: float) -> tuple["RunningSoftmax", jax.Array]:
         """With the weights of further keys in it, but not their values; and these weights, of `scores`' shape."""
         peak = jnp.maximum(self.peak, scores.max(axis=1) * scale)
@@ -39,8 +46,16 @@ class RunningSoftmax(NamedTuple):
         gathered = self.gathered * lax.broadcast_in_dim(shrink, self.gathered.shape, [0])
         return RunningSoftmax(gathered, peak, self.total * shrink + weights.sum(axis=1)), weights
 
+    def add_values(self, weights: jax.Array, values: Ref) -> "RunningSoftmax":
+        """With the product of weights and values, on tensor cores."""
 
-def filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:
+        def multiply(accumulator: Ref) -> None:
+            plgpu.wgmma(accumulator, weights.astype(values.dtype), values)
+
+        return self._replace(gathered=pl.run_state(multiply)(plgpu.ACC.init(self.gathered)))
+
+
+def _filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:
     """A float32 matrix in wgmma's layout of accumulators, or a vector with one number for each row of such a matrix."""
     layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -62,13 +77,15 @@ def hide_unseen(scores: jax.Array, distance: jax.Array, window: int | None) -> j
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def add_values(gathered: jax.Array, weights: jax.Array, values: Ref) -> Any:
-    """`gathered` plus the product of weights and values, on tensor cores."""
+def token_scores(rows: Ref, keys: Ref, distance: jax.Array, window: int | None) -> jax.Array:
+    """Scores of one token's query heads over a block of keys; `distance` is from the first key to the token."""
 
-    def multiply(accumulator: Ref) -> None:
-        plgpu.wgmma(accumulator, weights.astype(values.dtype), values)
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, rows, keys.transpose((1, 0)))
+        return accumulator[...]
 
-    return pl.run_state(multiply)(plgpu.ACC.init(gathered))
+    scores = pl.run_scoped(multiply, plgpu.ACC((rows.shape[0], keys.shape[0]), jnp.float32))
+    return hide_unseen(scores, distance - element_ids(scores.shape, 1), window)
 
 
 def shared_memory(*shape: int, dtype: jax.typing.DTypeLike) -> Any:

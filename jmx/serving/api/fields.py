@@ -117,10 +117,8 @@ def record(fields: Mapping[str, Field], required: Sequence[str] = ()) -> Check:
     """An object with these fields only."""
 
     def check(name: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise TypeError(f"`{name}` (a {type(value).__name__}) must be an object")
         try:
-            return read(value, fields, required=required)
+            return read(json_object(name, value), fields, required=required)
         except ApiError as error:
             raise ValueError(f"`{name}`: {error.message}") from error
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jmx.models.sampling import Sampler
 from jmx.serving.api.errors import ApiError
-from jmx.serving.api.fields import Field, flag, integer, list_of, number, only, record, text, text_or_list
+from jmx.serving.api.fields import Field, flag, integer, json_object, list_of, number, only, record, text, text_or_list
 
 _SEEDS = 1 << 32
 _IDS = integer(0, 2**31 - 1)
@@ -13,9 +13,7 @@ _IDS = integer(0, 2**31 - 1)
 
 def _bias(name: str, value: Any) -> tuple[int, ...]:
     """OpenAI's `logit_bias`, of which only -100, which forbids a token, is there: the ids."""
-    if not isinstance(value, dict):
-        raise TypeError(f"`{name}` (a {type(value).__name__}) must be an object")
-    for key, bias in value.items():
+    for key, bias in json_object(name, value).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise ValueError(f"`{name}` has the key {key[:50]!r}, which must be a token id")
         if isinstance(bias, bool) or bias != -100:
