@@ -198,6 +198,9 @@ def _divided(tokens: _Tokens, experts: AnyExperts, settings: _Settings, split: S
     manual = split.is_manual()
     whole = jax.eval_shape(partial(over_mesh.gathered, split), experts) if manual and split.hidden else experts
     one = one_device(whole)
+    if isinstance(settings.activation, Activation) and settings.activation.num_experts is not None:
+        rule = "must have the same parameters for all experts where several devices run a call"
+        raise ValueError(f"`activation` (={settings.activation}) {rule}")
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
