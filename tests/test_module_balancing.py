@@ -160,7 +160,7 @@ def test_a_linen_layer_is_balanced_in_its_variables() -> None:
         (np.stack([COUNTS] * 2), r"`after` \(shape \(2, 8\)\) must be tokens of 1 layers"),
         (-COUNTS, r"`counts\[0\]` \(=-49\) must be finite and at least 0"),
         (Placement.identity(E, 4), r"`after.num_slots` \(=8\) must be 12"),
-        (3, r"`counts` \(=3, an int\)"),
+        (3, r"`after` \(=3, an int\)"),
     ],
 )
 def test_wrong_counts_move_nothing(counts: Any, message: str) -> None:

@@ -143,7 +143,9 @@ def expert_specs(split: Split, experts: AnyExperts, sizes: Mapping[str, int] | N
     """How the mesh axes of a split divide the arrays of experts: a pytree like these. `sizes`: of the mesh's axes."""
     axes = {name: split.names(name) or None for name in ("expert", "intermediate", "hidden")}
     names = form_names(experts, axes, sizes)
-    return experts.with_arrays({name: P(*entry) for name, entry in names.items()})
+    specs = experts.with_arrays({name: P(*entry) for name, entry in names.items()})
+    # The index of a layer in a stack is no array of it.
+    return jax.tree.map(lambda its: its if isinstance(its, P) else P(), specs, is_leaf=lambda its: isinstance(its, P))
 
 
 def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
