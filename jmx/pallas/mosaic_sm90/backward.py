@@ -237,7 +237,10 @@ class _Backward:
         mine = self._expert_of_row == jnp.arange(self.problem.num_experts)[:, None]
         total = jnp.dot(mine.astype(jnp.bfloat16), dh.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         parts = self._from_places(self._parts(total))
-        return join_gate_up(*parts, self.experts.gate_up_order) if self.experts.gated else parts[0]
+        if not self.experts.gated:
+            return parts[0]
+        gate, up = parts
+        return join_gate_up(gate, up, self.experts.gate_up_order)
 
     def down_bias(self, dy: Float[Array, "T H"]) -> Float32[Array, "E H"]:
         """Sums of the gradients of each expert's tokens, by their routing weights unless these are on the input."""
