@@ -47,7 +47,7 @@ def differentiable(run: Run, backward_of: Backward) -> Run:
 
     Gradients flow to x, routing weights and biases. The gradient of a quantized weight is a TypeError that names it.
 
-    `backward_of`: (x, routing, experts, dy, (whether those of gate_up_bias and down_bias are requested)) -> `Gradients`.
+    `backward_of`: (x, routing, experts, dy, biases) -> `Gradients`, with arguments as of `Differentiable.backward`.
     """
 
     @jax.custom_vjp

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_mosaic_sm90 as emulated
-from backend_cases import NEITHER, Case, draw_routing, draw_weights, draw_x
+from backend_cases import NEITHER, Case, draw_routing, draw_weights, draw_x, poison_memory, suited
 
 import jmx
 from jmx import GELU, Environment, ReLU2, SiLUAndMul, SwiGLU, grouping
+from jmx.engines.gradients import Gradients
+from jmx.numerics.formats import FORMATS
 from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
@@ -86,3 +88,35 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     gradients = MosaicSm90().backward(case.problem(), x, routing, experts, HOPPER, dy, case.bias)
     assert (gradients.x.dtype, gradients.weights.dtype) == (x.dtype, routing.weights.dtype)
     check(case, gradients, *arguments)
+
+
+ON_A_GPU = [
+    *CASES,
+    *(Case(tokens=tokens, hidden=96, intermediate=160, activation=SMOOTH) for tokens in (2, 17, 2000)),
+    Case(tokens=300, hidden=2880, intermediate=2880, num_experts=3),
+    *(Case(tokens=40, hidden=256, intermediate=384, format=name, activation=SMOOTH) for name in FORMATS),
+    *(Case(tokens=600, hidden=256, intermediate=384, format=name, activation=SMOOTH) for name in FORMATS),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_gradients_on_a_gpu(case, rng):
+    case = suited("mosaic", case)
+    arguments = x, routing, experts, dy = drawn(case, rng)
+    poison_memory()
+
+    @jax.jit
+    def gradients(x, weights, biases, dy):
+        def layer(x, weights, biases):
+            with_biases = dataclasses.replace(experts, gate_up_bias=biases[0], down_bias=biases[1])
+            options = {"activation": case.activation, "weights_on": case.weights_on, "backend": "mosaic"}
+            return jmx.moe(x, routing._replace(weights=weights), with_biases, **options)
+
+        dx, dweights, dbiases = jax.vjp(layer, x, weights, biases)[1](dy)
+        return Gradients(dx, dweights, *dbiases)
+
+    biases = experts.gate_up_bias, experts.down_bias
+    found, again = (gradients(x, routing.weights, biases, dy) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    check(case, found, *arguments)

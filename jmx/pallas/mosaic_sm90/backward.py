@@ -1,7 +1,7 @@
 """Gradients of the layer on Hopper, out of the same quantized weights.
 
 Nothing of the forward pass is kept: h, the outputs of `gate_up`, is computed again. So a training step keeps a layer's
-inputs only, and its backward pass takes 8/3 of the products of the forward pass: `gate_up` as it is, and both weights
+inputs only, and its backward pass takes 5/3 of the products of the forward pass: `gate_up` as it is, and both weights
 transposed (`transposed`).
 
     h      gate_up @ x + bias, float32, gates and ups in the order of the weight's tiles
