@@ -1,7 +1,6 @@
 """Derivatives and batching of the layer: custom_vjp around it, custom_vmap inside.
 
-The backward pass is that of the reference backend, whichever backend ran the forward pass: it reads a few experts at a
-time from any layout, so weights are not converted. A vmapped call becomes one call on all tokens together.
+The backward pass is given with the forward pass. A vmapped call becomes one call on all tokens together.
 
 First-order reverse mode only. Primitives on the arguments make every other derivative an error that names the
 alternative. `jax.custom_vjp` alone would reject forward mode with an error that does not name `jmx.moe`, and would
@@ -20,14 +19,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
+from jmx.engines.gradients import Gradients
 from jmx.experts import Experts
 from jmx.guard import guarded
 from jmx.routing import Routing
-from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Shaped
-from jmx.xla import backend as xla
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
+Backward = Callable[[Float[Array, "T H"], Routing, Experts, Float[Array, "T H"], tuple[bool, bool]], Gradients]
 
 
 @jax.tree_util.register_static
@@ -43,10 +42,12 @@ class _Wanted:
         return self.gate_up_bias, self.down_bias
 
 
-def differentiable(run: Run, problem: Problem) -> Run:
+def differentiable(run: Run, backward_of: Backward) -> Run:
     """`run` (x (T, H), routing (T, k), experts) -> y (T, H), made differentiable and batchable.
 
     Gradients flow to x, routing weights and biases. The gradient of a quantized weight is a TypeError that names it.
+
+    `backward_of`: (x, routing, experts, dy, biases) -> `Gradients`, with arguments as of `Differentiable.backward`.
     """
 
     @jax.custom_vjp
@@ -68,10 +69,8 @@ def differentiable(run: Run, problem: Problem) -> Run:
             return None, None, None
         x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
-        def backward(
-            x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]
-        ) -> xla.Gradients:
-            return xla.backward(problem, x, routing, experts, dy, biases=wanted.flags)
+        def backward(x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]) -> Gradients:
+            return backward_of(x, routing, experts, dy, wanted.flags)
 
         # Each element of a batch has its bias gradients; one call on all tokens would sum them.
         dx, dweights, *dbiases = _batchable(backward, together=not any(wanted.flags))(x, routing, experts, dy)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
+from jmx.engines.gradients import Differentiable, Gradients
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
@@ -26,7 +27,7 @@ from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_fo
 from jmx.selection.select import check_backend, select
 from jmx.util.checks import check_array, check_instance, check_one_of, is_array
 from jmx.util.typing import AnyArray, Array, Bool, Float, Integer, Shaped
-from jmx.xla.backend import NAME as XLA
+from jmx.xla import backend as xla
 
 
 def moe(
@@ -288,11 +289,23 @@ def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _St
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0:
             return jnp.zeros_like(x)
-        if chosen.name == XLA:  # takes experts one by one, without their padding
+        if chosen.name == xla.NAME:  # takes experts one by one, without their padding
             return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
         return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
-    return autodiff.differentiable(run, true)(*meshes.varying_alike(x, routing, experts))
+    def backward(
+        x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"], biases: tuple[bool, bool]
+    ) -> Gradients:
+        # A backend without gradients has those of the reference, which reads a few experts at a time from any layout.
+        its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
+        chosen = select(its, environment, static.backend, registered_backends()).backend
+        if its.num_tokens == 0 or its.top_k == 0 or not isinstance(chosen, Differentiable):
+            return xla.backward(true, x, routing, experts, dy, biases=biases)
+        x, dy = _widened(x, experts), _widened(dy, experts)
+        gradients = chosen.backward(its, x, routing, experts.as_padded(), environment, dy, biases)
+        return gradients._replace(x=gradients.x[:, :wide])
+
+    return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts))
 
 
 def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:

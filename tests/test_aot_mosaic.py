@@ -19,7 +19,7 @@ from jmx import Environment, Experts, Routing
 from jmx.numerics.formats import FORMATS, MXFP4
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
-from jmx.pallas.mosaic_sm90.config import Config
+from jmx.pallas.mosaic_sm90.config import Config, backward_config
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.perf.shapes import MODELS, Shape
@@ -137,6 +137,47 @@ def test_rounded_inputs_compile_into_two_sound_kernels(format, input_format, tok
     assert len(products) == 2
     for kernel in products:
         assert_sound(kernel, config, Tile.of(FORMATS[format]).bytes, num_products=1, max_stack=ROUNDED_STACK)
+
+
+GRADIENTS = [  # weights, tokens, gate
+    pytest.param("mxfp4", 64, "interleaved", id="mxfp4-few"),
+    pytest.param("mxfp4", 4096, "interleaved", id="mxfp4-large"),
+    pytest.param("nvfp4", 256, None, id="nvfp4", marks=pytest.mark.slow),
+    pytest.param("mxint4", 4096, "interleaved", id="mxint4-large", marks=pytest.mark.slow),
+    pytest.param("int4_g32_asym", 4096, "interleaved", id="int4_g32_asym-large", marks=pytest.mark.slow),
+    pytest.param("int4_g64_order", 64, "concatenated", id="int4_g64_order", marks=pytest.mark.slow),
+    pytest.param("int8_g64_asym", 4096, "interleaved", id="int8_g64_asym-large", marks=pytest.mark.slow),
+    pytest.param("fp8_block", 4096, "interleaved", id="fp8_block-large", marks=pytest.mark.slow),
+    pytest.param("fp8_channel", 64, None, id="fp8_channel", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("format", "tokens", "order"), GRADIENTS)
+def test_gradients_compile_into_sound_kernels(format, tokens, order, capfd):
+    """The weight as it is, and both weights transposed."""
+
+    def make(key: jax.Array) -> Experts:
+        return Experts.random(key, 8, 512, 640, gate_up_order=order, format=FORMATS[format]).prepare(LAYOUT.name)
+
+    def call(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, dy: jax.Array) -> Any:
+        def layer(x: jax.Array, weights: jax.Array) -> jax.Array:
+            activation = "relu2" if order is None else "swiglu"
+            return jmx.moe(x, Routing(ids, weights), experts, activation=activation, backend=ENGINE.name)
+
+        return jax.vjp(layer, x, weights)[1](dy)
+
+    x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    experts = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+    _, kernels = aot.kernels_for_h200(capfd, call, x, ids, weights, experts, x)
+    tile_bytes = Tile.of(FORMATS[format]).bytes
+    config = backward_config(tile_bytes, 2 * tokens, 8)
+    transposed = [kernel for kernel in kernels if "mosaic_transposed" in kernel.report]
+    assert len(transposed) == 2
+    for kernel in transposed:
+        assert_sound(kernel, config, tile_bytes, num_products=1)
+        assert "MOVM" in kernel.sass
 
 
 def assert_sound(

@@ -40,8 +40,7 @@ from jmx.backends import registered_backends
 
 pytestmark = pytest.mark.costly
 
-# Backward is the reference's, whatever ran forward. A gradient passes one product more than the result does, and its
-# sums cancel.
+# A gradient passes one product more than the result does, and its sums cancel.
 FACTOR = 3
 FEW = 16
 

@@ -27,6 +27,7 @@ import jmx
 from jmx import GELU, Environment, GELUAndMul, Reason, ReLU, ReLU2, SiLUAndMul
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
+from jmx.numerics.gate_up import split_gate_up
 from jmx.numerics.layouts import WeightSpec, rows_in_order
 from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
@@ -102,7 +103,7 @@ def one_product(x, one, blocks, *, split_k, config, num_rows, num_cores):
     assert num_cores == HOPPER.core_count
     assert x.dtype == jnp.bfloat16
     out = product(np.asarray(x, np.float32), one, blocks, blocks.x_rows, config.block_n, num_rows, split_k)
-    return jnp.asarray(out.reshape(-1, one.rows.num_outputs), one.dtype)
+    return jnp.asarray(out.reshape(-1, one.stored.num_outputs), one.dtype)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -117,15 +118,39 @@ def activated(activation, *parts):
     return np.asarray(activation(*padded))[:rows]
 
 
+def floats_of(one):
+    """The weight that the product reads, as (E, outputs, inputs), without padding of its outputs."""
+    rows, order, weight = one.rows, one.rows.gate_up_order, one.weight._replace(order=None)
+    tiles, columns = weight.values.shape[1], 64 * (weight.values.shape[2] // Tile.of(one.format).value_rows)
+    format = FORMATS[one.format.name.removesuffix("_order")]  # `x` comes in the order of columns
+    if not one.transposed:
+        spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, format)
+        return np.asarray(dequantized(weight, spec, format))
+    whole = "scales" if Tile.of(format).scales == 0 else "global_scales"  # which the product leaves out
+    if getattr(weight, whole) is not None:
+        old = getattr(weight, whole)
+        weight = weight._replace(**{whole: jnp.ones((old.shape[0], 64 * tiles, *old.shape[2:]), old.dtype)})
+    # Rows of a weight without a gate are in the order of tiles.
+    floats = np.asarray(dequantized(weight, WeightSpec("down", (64 * tiles, columns), None, format), format))
+    return floats[..., : rows.num_rows].swapaxes(1, 2)
+
+
+def in_order_of_tiles(h, order):
+    """Outputs of a gated weight (R, 2I) as its tiles have them: 8 gates, their 8 ups."""
+    halves = (part.reshape(len(h), -1, 8) for part in padded_to_tiles(*split_gate_up(h, order)))
+    return np.stack([*halves], axis=2).reshape(len(h), -1)
+
+
+def padded_to_tiles(*parts):
+    return [np.pad(part, ((0, 0), (0, -part.shape[1] % 64))) for part in parts]
+
+
 def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
     """One of the two: (split_k, R, its outputs), float32."""
-    rows, order, weight = one.rows, one.rows.gate_up_order, one.weight._replace(order=None)
-    columns = 64 * (weight.values.shape[2] // Tile.of(one.format).value_rows)
-    format = FORMATS[one.format.name.removesuffix("_order")]  # `x` comes in the order of columns
-    spec = WeightSpec("down" if order is None else "gate_up", (rows.num_rows, columns), order, format)
-    floats = np.asarray(dequantized(weight, spec, format))
-    out = np.full((split_k, num_rows, rows.num_outputs), np.nan, np.float32)
-    assert x.shape[1] == columns
+    order, floats = one.rows.gate_up_order, floats_of(one)
+    columns = x.shape[1]
+    floats = np.pad(floats, ((0, 0), (0, 0), (0, columns - floats.shape[2])))
+    out = np.full((split_k, num_rows, one.stored.num_outputs), np.nan, np.float32)
     experts = np.asarray(blocks.experts)
     assert ((experts >= 0) & (experts < floats.shape[0])).all()
     steps = np.arange(experts.size)
@@ -152,7 +177,9 @@ def product(x, one, blocks, x_rows, block_n, num_rows, split_k):
                 h = activated(one.activation, gate, up)
             elif one.activation is not None:
                 h = activated(one.activation, h)
-            out[part, here] = np.pad(h, ((0, 0), (0, rows.num_outputs - h.shape[1])))
+            elif order is not None:
+                h = in_order_of_tiles(h, order)
+            (out[part, here],) = padded_to_tiles(h)
     return out
 
 

@@ -55,6 +55,37 @@ def as_the_kernel_has_it(held: BlockScaled, decoder: Decoder, spec: WeightSpec) 
     return out.reshape(tiles * TILE, columns * TILE) * 2.0**decoder.rescale_exponent
 
 
+def by_slices(held: BlockScaled, decoder: Decoder, spec: WeightSpec) -> np.ndarray:
+    """The same by the instructions for transposed tiles: each warp has 16 columns, of all rows."""
+    tiles, columns = num_tiles(spec)
+    out, lane, tile = np.full((tiles, TILE, columns, TILE), np.nan), np.arange(32), decoder.tile
+    values = words_of(held.values, tiles, columns, -1, 128, 4).swapaxes(2, 3).reshape(tiles, columns, 128, -1)
+    exponent = None
+    if spec.format == formats.MXFP4:
+        exponent = np.broadcast_to((126 - held.scales[:, -1:, :1].astype(np.uint32)) * 0x00800080, (tiles, 1, 1))
+
+    def of_row(array, per_row, rows, warp, row):
+        """A value for each lane, as a word."""
+        size = array.dtype.itemsize
+        each = np.ascontiguousarray(array).view(f"u{size}").reshape(tiles, -1, 32, 2, per_row)[:, :columns]
+        return each[:, :, 8 * rows + lane // 4, row, warp * per_row // 4].astype(np.uint32)
+
+    for warp, rows in np.ndindex(4, 4):
+        mine = values[:, :, 32 * rows + lane]
+        first = {1: warp, 2: 2 * (warp // 2 if values.shape[-1] == 4 else warp)}[decoder.slice_words]
+        words = [mine[..., first + nth] for nth in range(decoder.slice_words)]
+        scales = [of_row(held.scales, tile.scales, rows, warp, row) for row in range(2)] if tile.scales else []
+        zeros = tile.zero_points
+        zeros = [of_row(held.zero_points, zeros, rows, warp, row) for row in range(2)] if zeros else []
+        pairs = decoder.slice_pairs(words, np.uint32(warp % 2), scales, zeros, exponent, run_ptx)
+        for eight, row in np.ndindex(2, 2):
+            pair = halves(np.broadcast_to(pairs[eight, row], (tiles, columns, 32)))
+            for even in range(2):
+                column = 16 * warp + 8 * eight + 2 * (lane % 4) + even
+                out[:, 16 * rows + lane // 4 + 8 * row, :, column] = pair[..., even].transpose(2, 0, 1)
+    return out.reshape(tiles * TILE, columns * TILE) * 2.0**decoder.rescale_exponent
+
+
 def draw(key: int, format: formats.Format, shape: tuple[int, int], scale_dtype: str | None) -> BlockScaled:
     """Packed, numpy. Every code is in it, and scales are as odd as their dtype has them."""
     rng = np.random.default_rng(key)
@@ -99,7 +130,9 @@ def test_every_weight_is_what_it_should_be_rounded_once(name, scale_dtype):
     held = jax.tree.map(np.asarray, forward(jax.tree.map(jnp.asarray, q), spec))
     held = jax.tree.map(lambda array: array[0], held)
     decoder = decoder_of(format, held.scales.dtype)
-    got = as_the_kernel_has_it(held, decoder, spec)[:96, :384]
+    got = as_the_kernel_has_it(held, decoder, spec)
+    np.testing.assert_array_equal(by_slices(held, decoder, spec), got)
+    got = got[:96, :384]
     plain = formats.unpack(q, format)._replace(global_scales=None)
     if not decoder.tile.scales:
         plain = plain._replace(scales=np.ones_like(plain.scales))
@@ -135,6 +168,7 @@ def test_every_scale_and_zero_point_is_read_where_it_is(name):
     held = jax.tree.map(lambda array: array[0], held)
     decoder = decoder_of(format, held.scales.dtype)
     got = as_the_kernel_has_it(held, decoder, spec)
+    np.testing.assert_array_equal(by_slices(held, decoder, spec), got)
     expected = dequantized(formats.unpack(q, format)._replace(global_scales=None), format)[0]
     # Of each warp's 16 rows the upper 8 are gates, the lower 8 their ups.
     gates = got.reshape(-1, 4, 2, 8, 256).swapaxes(2, 3).reshape(-1, 256)[:320]

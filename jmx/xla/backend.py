@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
+from jmx.engines.gradients import Gradients
 from jmx.experts import Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
@@ -275,15 +276,6 @@ def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, ex
 def _activation_dtype(x: Float[Array, "..."]) -> Any:
     """The dtype of activations between the two products."""
     return jnp.float32 if x.dtype == jnp.float16 else x.dtype
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases, None unless requested."""
-
-    x: Float[Array, "T H"]
-    weights: Float[Array, "..."]
-    gate_up_bias: Float32[Array, "*lead N"] | None
-    down_bias: Float32[Array, "*lead H"] | None
 
 
 def _bias_rows(experts: Experts) -> tuple[int, int]:

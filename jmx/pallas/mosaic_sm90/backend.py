@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jmx import grouping
 from jmx.engines import grouped
+from jmx.engines.gradients import Gradients
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
-from jmx.pallas.mosaic_sm90.config import Config, candidates, heuristic
+from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
-from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows, round_rows
+from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
+from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, padded, rounded, sorted_rows
 from jmx.pallas.sm90.config import FEW_TOKENS
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
@@ -35,9 +35,8 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
-from jmx.util.typing import Array, Float, Integer, Shaped
+from jmx.util.typing import Array, Float
 
-ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 
 LIMITS = Limits.hopper(LAYOUT.name, LAYOUT.formats, (None, *INPUTS))
@@ -84,31 +83,17 @@ class MosaicSm90:
         every = experts.merged()
         gate_up, down = alike(every.gate_up, every.down, experts.format)
         order = every.gate_up.order
-        format = None if problem.input_format is None else INPUT_FORMATS[problem.input_format]
-
-        def rounded(role: str, rows: Float[Array, "R K"]) -> RoundedRows:
-            """The inputs of a product, as they are if they have no format."""
-            return RoundedRows(rows, None) if format is None else round_rows(rows, format, experts.input_scale(role))
 
         def rows_and_blocks(work: Work) -> tuple[RoundedRows, Blocks]:
-            # Each token is rounded once, not each of its rows, unless these have their routing weights.
-            given = RoundedRows(x, None) if problem.on_input else rounded("gate_up", x)
             blocks = work.blocks
-            if work.token_of_row is None:  # few tokens, all of which every block reads
-                if order is None:
-                    return given, blocks
-                tokens = np.tile(np.minimum(_EIGHT, x.shape[0] - 1), blocks.experts.size)
-                rows = ordered_rows(given.values, tokens, order, blocks.experts + experts.first_expert)
-                return RoundedRows(rows, given.take(tokens)), blocks._replace(x_rows=ROW_ALIGNMENT)
+            if work.token_of_row is not None:
+                return sorted_rows(problem, x, routing, experts, work), blocks
+            given = rounded(problem, experts, "gate_up", x)  # few tokens, all of which every block reads
             if order is None:
-                rows = grouped.gather(problem, given.values, routing, work, _take_pairs)
-            else:
-                users = grouping.expert_of_row(work, routing.expert_ids, work.num_rows)[::ROW_ALIGNMENT]
-                rows = ordered_rows(given.values, work.token_of_row, order, users + experts.first_expert)
-                rows = grouped.weigh(problem, rows, routing, work)
-            return rounded("gate_up", rows) if problem.on_input else RoundedRows(
-                rows, given.take(work.token_of_row)
-            ), blocks
+                return given, blocks
+            tokens = np.tile(np.minimum(_EIGHT, x.shape[0] - 1), blocks.experts.size)
+            rows = ordered_rows(given.values, tokens, order, blocks.experts + experts.first_expert)
+            return RoundedRows(rows, given.take(tokens)), blocks._replace(x_rows=ROW_ALIGNMENT)
 
         def products(work: Work) -> Float[Array, "P R H"]:
             rows, blocks = rows_and_blocks(work)
@@ -125,25 +110,36 @@ class MosaicSm90:
             second = Product(down, experts.format, every.down_bias, Rows(experts.hidden_size, None), jnp.float32)
             launched = {"config": config, "num_rows": work.num_rows, "num_cores": environment.core_count or 1}
             blocks = blocks.of_layer(experts.first_expert)
-            if format is None:
-                out = expert_products(_padded(rows.values), first, second, blocks, **launched)
+            if problem.input_format is None:
+                out = expert_products(padded(rows.values), first, second, blocks, **launched)
             else:  # h must be complete before it is rounded
                 dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32  # as in the reference
                 first = dataclasses.replace(first, dtype=dtype)
-                h = one_product(_padded(rows.values), first, blocks, split_k=1, **launched)
-                h = rounded("down", h[:, : experts.intermediate_size])
+                h = one_product(padded(rows.values), first, blocks, split_k=1, **launched)
+                h = rounded(problem, experts, "down", h[:, : experts.intermediate_size])
                 second = dataclasses.replace(second, row_scales=h.scales)
                 blocks = blocks._replace(x_rows=blocks.out_rows)
-                out = one_product(_padded(h.values), second, blocks, split_k=config.split_k, **launched)
+                out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
         tiling = Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT)
         return grouped.run(problem, x, routing, tiling, products)
 
+    def backward(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+        dy: Float[Array, "T H"],
+        biases: tuple[bool, bool],
+    ) -> Gradients:
+        # Importing Pallas takes a second.
+        from jmx.pallas.mosaic_sm90.backward import backward
 
-def _padded(rows: Float[Array, "R K"]) -> Float[Array, "R k"]:
-    """Rows in bfloat16, with zeros up to whole tiles of columns."""
-    return jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE)))
+        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_experts)
+        return backward(problem, x, routing, experts, dy, biases, config, environment.core_count or 1)
 
 
 def takes_inputs(format: Format, input_format: str | None) -> bool:
@@ -161,13 +157,6 @@ def _column_order(problem: Problem) -> Rejection | None:
         return None
     detail = f"columns of {problem.format!r} weights are in another order than the blocks of {problem.input_format!r}"
     return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
-
-
-def _take_pairs(x: Shaped[Array, "T H"], index: Integer[Array, " R"]) -> Shaped[Array, "R H"]:
-    """Rows of x, H even and 16 bits an element. Gathering pairs of columns takes two thirds of the time."""
-    words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
-    rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
-    return rows.reshape(index.size, x.shape[1])
 
 
 def _tile_bytes(problem: Problem) -> int:

@@ -96,6 +96,12 @@ def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) ->
         return deepest(tile_bytes, 8, 1, 3, 5 if k_tiles > 1 else 3, split_k=3)
     if assignments <= 24:
         return deepest(tile_bytes, 8, 1, 5, 3 if k_tiles > 1 else 2)
+    return backward_config(tile_bytes, assignments, num_experts)
+
+
+def backward_config(tile_bytes: int, assignments: int, num_experts: int) -> Config:
+    """A configuration for sorted rows, from the average number of rows of an expert: also that of the gradients."""
+    k_tiles = 1 if tile_bytes > _LARGE_TILE else 2
     rows = max(1.0, assignments / num_experts)
     most = rows + 3 * sqrt(rows)  # with random routing
     if most > 96:

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.numerics.formats import MXFP4
-from jmx.pallas.mosaic_sm90 import tile_mma
+from jmx.pallas.mosaic_sm90 import tile_mma, transposed
 from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm
 from jmx.pallas.mosaic_sm90.scheduler import WorkItem
 from jmx.pallas.sm90 import accumulator, counters, epilogue
@@ -67,7 +67,9 @@ class Consumer:
             expert = blocks.experts[item.block]
             inside = jnp.minimum(item.tile, gemm.schedule.m_tiles - 1)
             exponent = rescale = None
-            if gemm.product.format == MXFP4:
+            if operands.shifts is not None:
+                exponent, rescale = tile_mma.block_scalars(operands.shifts[item.block])
+            elif gemm.product.format == MXFP4:
                 exponent, rescale = tile_mma.tile_scalars(operands.scales, expert, inside)
             channel_scales, bias = (
                 None if ref is None else epilogue.load_row(ref, gemm.product.rows, expert, item.tile, operands.order)
@@ -88,6 +90,7 @@ class Consumer:
         gemm, config, share = self.gemm, self.gemm.config, self.gemm.share
         acc = plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
         step = self.add_stage_of_few if config.block_n <= FEW_ROWS else self.add_stage
+        step = self.add_transposed_stage if gemm.product.transposed else step
         with jax.named_scope("accumulate"):
             acc = gemm.pipeline.consume(share, turn, acc, partial(step, loaded, width))
         sums = accumulator.split_rows(acc)
@@ -132,6 +135,24 @@ class Consumer:
                 accumulator.wait_for_earlier_products()
         return tile_mma.wait_for_product(acc)
 
+    def add_transposed_stage(
+        self, loaded: Loaded, width: int, acc: Float32[Array, "64 n"], slot: Scalar
+    ) -> Float32[Array, "64 n"]:
+        """`acc` plus a stage's transposed tiles times rows, by wgmma, as in `add_stage`."""
+        gemm, stages, k_tiles = self.gemm, self.gemm.shared.stages, self.gemm.config.k_tiles
+        first = self.wk * k_tiles
+        x = stages.x.at[slot, pl.ds(0, width), pl.ds(first * TILE, k_tiles * TILE)]
+        for i in range(k_tiles):
+            values, scales, zero_points = (
+                None if ref is None else ref.at[slot, first + i, pl.ds(self.wm * rows, rows)]
+                for ref, rows in ((stages.values, gemm.value_rows), (stages.scales, 1), (stages.zero_points, 1))
+            )
+            tile = Stage(values=values, scales=scales, zero_points=zero_points)
+            for half, a in enumerate(transposed.dequantize(gemm.decoder, tile, loaded.exponent)):
+                acc = tile_mma.multiply(acc, a, x, i, half)
+                accumulator.wait_for_earlier_products()
+        return tile_mma.wait_for_product(acc)
+
     @jax.named_scope("epilogue")
     def finish(self, loaded: Loaded, width: int, sums: RowSums) -> None:
         """The epilogue: rescales the sums, applies scales, bias and activation, stores the results and signals them."""
@@ -150,7 +171,7 @@ class Consumer:
             outs = [product.activation(*outs)] if gated else [product.activation(out) for out in outs]
         first = item.part * gemm.num_rows + loaded.first_row
         outs = [out.astype(product.dtype) for out in outs]
-        epilogue.store(gemm.out, outs, product.rows, item.tile, first, loaded.num_rows)
+        epilogue.store(gemm.out, outs, product.stored, item.tile, first, loaded.num_rows)
         if gemm.is_read:
             counters.signal(gemm.written, gemm.schedule.counter(item))
 

@@ -38,6 +38,7 @@ from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.sm90.tiles import TILE
 
 Register = Any  # of 32 bits: an MLIR value, or in tests a numpy array
+Place = tuple[Register, int]  # a word, and which of the values in it
 Run = Callable[..., Register]  # (PTX text, operands $1, $2, ...) -> $0
 _EIGHTS = TILE // 8  # groups of 8 columns in a tile; a thread has a pair in each, for each of its two rows
 _SCALE_EXPONENT = 96  # scales of 16 and 32 bits are multiplied by 2 to this power
@@ -46,6 +47,14 @@ _MIX = f"lop3.b32 $0, $1, $2, {EVEN:#x}, 0xE4;"
 # Up to 6 no bit wraps around, so a shift suffices.
 _TURNS = tuple(f"shl.b32 t, $1, {left};" if left <= 6 else f"shf.l.wrap.b32 t, $1, $1, {left};" for left in ROTATIONS)
 _E2M1 = tuple(f"{{ .reg .b32 t; {turn} and.b32 $0, t, {PLACE:#x}; }}" for turn in _TURNS)
+# Of the first or the second one of two neighboring slices: its pairs' rotations differ by 8.
+_SLICE_MASK = f"mad.lo.u32 $0, $1, {int(EVEN) + 1:#x}, 0xFFFFFFFF;"  # of the first all bits, else the even ones
+_SLICE_LEFT = "shl.b32 $0, $1, 3;"
+_SLICE_MIX = "lop3.b32 $0, $1, $2, $3, 0xE4;"
+_SLICE_E2M1 = tuple(
+    f"{{ .reg .b32 t; add.u32 t, $2, {left}; shf.l.wrap.b32 t, $1, $1, t; and.b32 $0, t, {PLACE:#x}; }}"
+    for left in ROTATIONS[:4]
+)
 _INT4 = tuple(f"{{ .reg .b32 t; shr.u32 t, $1, {4 * nth}; and.b32 $0, t, {NIBBLES:#x}; }}" for nth in range(4))
 _INT8 = tuple(f"prmt.b32 $0, $1, 0, {select:#x};" for select in (0x4140, 0x4342))
 _E4M3 = (
@@ -133,12 +142,60 @@ class Decoder:
             exponent: for MXFP4: (126 - shift) in the exponents of two bfloat16.
             run: emits or executes an instruction; see the module's docstring.
         """
-        blocks = max(1, self.tile.scales, self.tile.zero_points)
-        scaled = [[self._scaling(row, b, scales, zero_points, exponent, run) for b in range(blocks)] for row in (0, 1)]
+        tile = self.tile
+        blocks = max(1, tile.scales, tile.zero_points)
+        per_word = 4 // self.scale_dtype.itemsize
+
+        def scaling(row: int, block: int) -> Callable[[Register], Register]:
+            nth = row * tile.scales + block
+            scale = (scales[nth // per_word], nth % per_word) if tile.scales else None
+            nth = row * tile.zero_points + (block if tile.zero_points > 1 else 0)
+            zero_point = (zero_points[nth // 2], nth % 2) if tile.zero_points else None
+            return self._scaling(scale, zero_point, exponent, run)
+
+        scaled = [[scaling(row, block) for block in range(blocks)] for row in (0, 1)]
         out = np.empty((_EIGHTS, 2), dtype=object)
         for nth, placed in enumerate(self._placed(words, run)):
             eight, row = divmod(nth, 2)
             out[eight, row] = scaled[row][eight * blocks // _EIGHTS](placed)
+        return out
+
+    @property
+    def slice_words(self) -> int:
+        """Words that hold a thread's values of 16 columns, the second of two neighboring slices in E2M1 beside the
+        first."""
+        return 1 if self.tile.elements == INT4 else 2
+
+    def slice_pairs(
+        self,
+        words: Sequence[Register],
+        odd: Register,
+        scales: Sequence[Register],
+        zero_points: Sequence[Register],
+        exponent: Register | None,
+        run: Run,
+    ) -> np.ndarray:
+        """`pairs` of one slice of 16 columns, which may be another one in each warp: (its 2 groups of 8 columns, rows).
+
+        Args:
+            words: `slice_words`, of E2M1 those of two slices.
+            odd: whether it is the second one of two neighboring slices, 0 or 1.
+            scales, zero_points: those of the slice, in the lowest bits of a word for each of the 2 rows.
+            exponent, run: as for `pairs`.
+        """
+        if self.tile.elements == E2M1:
+            mask, left = run(_SLICE_MASK, odd), run(_SLICE_LEFT, odd)
+            sources = (run(_SLICE_MIX, *words, mask), run(_SLICE_MIX, *words[::-1], mask))
+            placed = [run(text, sources[nth // 2], left) for nth, text in enumerate(_SLICE_E2M1)]
+        else:
+            placed = self._placed(words, run)
+        out = np.empty((2, 2), dtype=object)
+        for row in (0, 1):
+            scale = (scales[row], 0) if self.tile.scales else None
+            zero_point = (zero_points[row], 0) if self.tile.zero_points else None
+            scaled = self._scaling(scale, zero_point, exponent, run)
+            for eight in (0, 1):
+                out[eight, row] = scaled(placed[2 * eight + row])
         return out
 
     def _placed(self, words: Sequence[Register], run: Run) -> list[Register]:
@@ -154,37 +211,32 @@ class Decoder:
         return [run(text, word) for word in words for text in texts]
 
     def _scaling(
-        self,
-        row: int,
-        block: int,
-        scales: Sequence[Register],
-        zero_points: Sequence[Register],
-        exponent: Register | None,
-        run: Run,
+        self, scale: Place | None, zero_point: Place | None, exponent: Register | None, run: Run
     ) -> Callable[[Register], Register]:
         """A function that maps a row's placed pairs of one block to weights; what they share is computed here, once."""
-        tile, offset = self.tile, self.tile.elements.offset
+        offset = self.tile.elements.offset
         low = None  # of the scale, where bfloat16 `high` is not all of it
         zero = None  # (zero point + offset) * 2^-133, twice
         less = None  # -offset times the scale
-        nth = row * tile.scales + block
-        match self.scale_dtype.itemsize, self.scale_dtype.name:
-            case _ if not tile.scales:
-                high = run(_ROW)
-            case 1, _ if self.format == MXFP4:
-                high = run(_EXPONENT.format(select=0x4040 + 0x101 * nth), scales[0], exponent)
-            case 1, _:
-                two = run(_E4M3_SCALES[block % 2], scales[row])
-                high = run(_TWICE[block // 2], two)
-            case 2, "bfloat16":
-                high = run(_BF16[nth % 2], scales[nth // 2])
-            case size, _:
-                load, word = (_F16[nth % 2], scales[nth // 2]) if size == 2 else (_F32[0], scales[nth])
-                high = run(_HIGH.format(load=load), word)
-                low = run(_LOW.format(load=load), word, high)
-        if offset and tile.zero_points:
-            nth = row * tile.zero_points + (block if tile.zero_points > 1 else 0)
-            zero = run(_TWICE[nth % 2], zero_points[nth // 2])
+        if scale is None:
+            high = run(_ROW)
+        else:
+            word, nth = scale
+            match self.scale_dtype.itemsize, self.scale_dtype.name:
+                case 1, _ if self.format == MXFP4:
+                    high = run(_EXPONENT.format(select=0x4040 + 0x101 * nth), word, exponent)
+                case 1, _:
+                    two = run(_E4M3_SCALES[nth % 2], word)
+                    high = run(_TWICE[nth // 2], two)
+                case 2, "bfloat16":
+                    high = run(_BF16[nth], word)
+                case size, _:
+                    load = _F16[nth] if size == 2 else _F32[0]
+                    high = run(_HIGH.format(load=load), word)
+                    low = run(_LOW.format(load=load), word, high)
+        if offset and zero_point is not None:
+            word, nth = zero_point
+            zero = run(_TWICE[nth], word)
         elif offset and low is not None:
             zero = run(_ZERO.format(zero=offset * 0x10001))
         elif offset:

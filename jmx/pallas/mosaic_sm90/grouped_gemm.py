@@ -12,7 +12,7 @@ from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
-from jmx.pallas.sm90.gemm import BaseProduct
+from jmx.pallas.sm90.gemm import BaseProduct, Rows
 from jmx.pallas.sm90.mlir import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
@@ -29,10 +29,23 @@ class Product(BaseProduct):
         order: where the weight's rows are in another product's column order: `bias` and whole-row scales have an
             output's value in the place of output order[expert, output]. None: in its own place.
         row_scales: of each row that the product reads, by which its sums are multiplied before the bias; None: 1.
+        transposed: whether rows are multiplied with the weight itself, not with its transpose: rows @ weight[expert].
+            Columns of the rows are in the weight's order of tiles (`Rows.stored`), and already multiplied by its scales
+            of whole rows. `rows` are the weight's columns. There is no bias and no activation.
+        shifts: of each block of rows, with `transposed` and MXFP4: a shift (see `layout`) for all tiles of its expert.
     """
 
     order: Int32[Array, "E outputs"] | None = None
     row_scales: Float32[Array, " X"] | None = None
+    transposed: bool = False
+    shifts: Int32[Array, " B"] | None = None
+
+    @property
+    def stored(self) -> Rows:
+        """How the result is stored: without an activation, gates and ups in the order of the weight's tiles."""
+        if self.activation is None and self.rows.gate_up_order is not None:
+            return Rows(2 * self.rows.num_outputs, None)
+        return self.rows
 
 
 class Operands(NamedTuple):
@@ -43,7 +56,7 @@ class Operands(NamedTuple):
         scales: of blocks, which are copied with the tiles.
         channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
         bias, order: as in `Product`; `order` only if there is `bias` or `channel_scales`.
-        row_scales: as in `Product`.
+        row_scales, shifts: as in `Product`.
     """
 
     values: Ref
@@ -53,13 +66,16 @@ class Operands(NamedTuple):
     bias: Ref
     order: Ref
     row_scales: Ref
+    shifts: Ref
 
     @classmethod
     def of(cls, product: Product) -> "Operands":
         q, of_blocks = product.weight, Tile.of(product.format).scales > 0
         scales, channel_scales = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
+        channel_scales = None if product.transposed else channel_scales
         order = None if channel_scales is None and product.bias is None else product.order
-        return cls(q.values, scales, q.zero_points, channel_scales, product.bias, order, product.row_scales)
+        rest = product.row_scales, product.shifts
+        return cls(q.values, scales, q.zero_points, channel_scales, product.bias, order, *rest)
 
 
 class SharedMemory(NamedTuple):
@@ -78,13 +94,17 @@ class SharedMemory(NamedTuple):
     sums_empty_barriers: Ref
 
     @classmethod
-    def of(cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any) -> "SharedMemory":
+    def of(
+        cls, config: Config, operands: Operands, value_rows: int, x_dtype: Any, *, transposed: bool
+    ) -> "SharedMemory":
         """`operands`: of either product. `value_rows`: rows of a tile in `operands.values`."""
         num_stages, stage_tiles = config.num_stages, config.stage_tiles
 
         def tiles(array: Any, rows: int = 1) -> Any:
             if array is None:
                 return None
+            if transposed:  # tiles of one row of the weight's tiles are next to each other, as in memory
+                return plgpu.SMEM((num_stages, stage_tiles, config.warpgroups_m * rows, array.shape[-1]), array.dtype)
             return plgpu.SMEM((num_stages, config.warpgroups_m, stage_tiles * rows, array.shape[-1]), array.dtype)
 
         stages = Stage(

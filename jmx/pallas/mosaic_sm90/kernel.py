@@ -88,9 +88,10 @@ def one_product(
 
 
 def _tiles(product: Product) -> tuple[int, int]:
-    """Tiles along the rows and the columns of a product's weight."""
+    """Tiles along the rows and the columns of a product's weight, or of its transpose."""
     values = product.weight.values
-    return values.shape[1], values.shape[2] // Tile.of(product.format).value_rows
+    tiles = values.shape[1], values.shape[2] // Tile.of(product.format).value_rows
+    return tiles[::-1] if product.transposed else tiles
 
 
 def _products(
@@ -106,7 +107,7 @@ def _products(
     first = products[0]
     tile, decoder = Tile.of(first.format), decoder_of(first.format, first.weight.scales.dtype)
     outputs = [
-        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.rows.num_outputs), product.dtype)
+        jax.ShapeDtypeStruct((schedule.num_parts * num_rows, product.stored.num_outputs), product.dtype)
         for product, schedule in zip(products, all_schedules, strict=True)
     ]
 
@@ -140,13 +141,22 @@ def _products(
 
         def each(function: Callable[[Gemm], None]) -> None:
             for gemm in gemms():
-                with jax.named_scope("gate_up" if gemm.product.activation is not None else "down"):
+                with jax.named_scope(_scope(gemm.product)):
                     function(gemm)
 
         specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
 
     operands = tuple(map(Operands.of, products))
-    shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype)
-    kernel = persistent_kernel(body, "mosaic", config, num_cores, outputs, shared)
+    shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed)
+    kernel = persistent_kernel(
+        body, "mosaic_transposed" if first.transposed else "mosaic", config, num_cores, outputs, shared
+    )
     written = jax.new_ref(blocks.experts >> 30)  # zeros, which XLA makes in the kernel that makes `experts`
     return launch(kernel, x, operands, blocks.arrays, written)[-1]
+
+
+def _scope(product: Product) -> str:
+    """The name of a product in profiles of the kernel."""
+    if product.transposed:
+        return "transposed"
+    return "down" if product.activation is None and product.rows.gate_up_order is None else "gate_up"

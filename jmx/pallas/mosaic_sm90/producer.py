@@ -31,7 +31,7 @@ def copy_weights(gemm: Gemm) -> None:
     @jax.named_scope("weights_prologue")
     def prologue(turn: Scalar) -> Callable[[Scalar, Scalar], None]:
         item = gemm.work_item(turn)
-        expert, m = gemm.blocks.experts[item.block], pl.ds(item.tile, config.warpgroups_m)
+        expert = gemm.blocks.experts[item.block]
         before = share.stages_before + turn * share.item_stages
 
         @jax.named_scope("copy_weights")
@@ -40,7 +40,10 @@ def copy_weights(gemm: Gemm) -> None:
             k = schedule.first_tile(item.part, step)
             for array, buffers, rows in copies:
                 if array is not None:
-                    tiles = array.at[expert, m, pl.ds(k * rows, config.stage_tiles * rows)]
+                    m_tiles, k_tiles = (item.tile, config.warpgroups_m), (k, config.stage_tiles)
+                    along_rows, along_columns = (k_tiles, m_tiles) if gemm.product.transposed else (m_tiles, k_tiles)
+                    (column, number), m = along_columns, pl.ds(*along_rows)
+                    tiles = array.at[expert, m, pl.ds(column * rows, number * rows)]
                     pipeline.copy(tiles, buffers.at[slot], slot)
 
         return fill

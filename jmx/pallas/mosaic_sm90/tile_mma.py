@@ -221,6 +221,28 @@ def multiply_few(
     return body(acc, stage, exponent)
 
 
+_MULTIPLIERS = tuple(result((), dtype, SCALAR) for dtype in (jnp.int32, jnp.float32))
+
+
+def _multipliers(shift: ir.Value) -> tuple[Fragment, ...]:
+    """The results of `tile_scalars`."""
+    exponent = arith.muli(arith.subi(constant(126), shift), constant(0x00800080))
+    rescale = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
+    rescale = arith.select(less(shift, constant(127)), rescale, utils.c(float("nan"), f32()))
+    splat = partial(Fragment.splat, shape=())
+    return splat(exponent, is_signed=True), splat(rescale)
+
+
+def block_scalars(shift: Int32[Array, ""]) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
+    """The same as `tile_scalars` of a known shift."""
+
+    @operation(arg_types=(SCALAR,), return_type=_MULTIPLIERS)
+    def body(_: Any, shift: Fragment) -> tuple[Fragment, ...]:
+        return _multipliers(shift.registers.item())
+
+    return body(shift)
+
+
 def tile_scalars(
     scales: Ref, expert: Int32[Array, ""], tile: Int32[Array, ""]
 ) -> tuple[Int32[Array, ""], Float32[Array, ""]]:
@@ -229,19 +251,14 @@ def tile_scalars(
     A scale code s becomes the multiplier 2^(s - 1 - shift), whose bfloat16 exponent is s + 126 - shift. A shift of 127
     means a code 255, NaN, which is no multiplier: then the factor is NaN.
     """
-    returns = tuple(result((), dtype, SCALAR) for dtype in (jnp.int32, jnp.float32))
 
-    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=returns)
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=_MULTIPLIERS)
     def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
         _, tiles, chunks, _ = ir.MemRefType(scales.type).shape
         row = arith.addi(arith.muli(expert.registers.item(), constant(tiles)), tile.registers.item())
         last = arith.addi(arith.muli(wide(row), constant(chunks, i64())), constant(chunks - 1, i64()))
         at = address_of(scales, arith.muli(last, constant(_SHIFT_BYTES, i64())), i8())
         shift = arith.extui(i32(), llvm.load(i8(), at))
-        exponent = arith.muli(arith.subi(constant(126), shift), constant(0x00800080))
-        rescale = llvm.bitcast(f32(), arith.shli(arith.addi(shift, constant(127)), constant(23)))
-        rescale = arith.select(less(shift, constant(127)), rescale, utils.c(float("nan"), f32()))
-        splat = partial(Fragment.splat, shape=())
-        return splat(exponent, is_signed=True), splat(rescale)
+        return _multipliers(shift)
 
     return body(scales, expert, tile)

@@ -1,0 +1,42 @@
+"""Gradients of the layer, and the protocol of backends that compute them themselves."""
+
+import typing
+from typing import NamedTuple, Protocol
+
+from jmx.experts import Experts
+from jmx.routing import Routing
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Float, Float32
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases, None unless requested."""
+
+    x: Float[Array, "T H"]
+    weights: Float[Array, "..."]
+    gate_up_bias: Float32[Array, "*lead N"] | None
+    down_bias: Float32[Array, "*lead H"] | None
+
+
+@typing.runtime_checkable
+class Differentiable(Protocol):
+    """What a backend with a backward pass of its own has beside `jmx.selection.backend.Backend`."""
+
+    def backward(
+        self,
+        problem: Problem,
+        x: Float[Array, "T H"],
+        routing: Routing,
+        experts: Experts,
+        environment: Environment,
+        dy: Float[Array, "T H"],
+        biases: tuple[bool, bool],
+    ) -> Gradients:
+        """Gradients at the arguments of `Backend.apply`, given those of its result, while tracing.
+
+        Args:
+            dy: (T, H) of x's dtype.
+            biases: whether those of (gate_up_bias, down_bias) are requested.
+        """
+        ...

@@ -1,0 +1,257 @@
+"""Gradients of the layer on Hopper, out of the same quantized weights.
+
+Nothing of the forward pass is kept: h, the outputs of `gate_up`, is computed again. So a training step keeps a layer's
+inputs only, and its backward pass takes 5/3 of the products of the forward pass: `gate_up` as it is, and both weights
+transposed (`transposed`).
+
+    h      gate_up @ x + bias, float32, gates and ups in the order of the weight's tiles
+    da     down transposed @ dy, float32
+    dh     the activation's derivative at h times da, bfloat16: elementwise, by XLA
+    dx     gate_up transposed @ dh, float32, each token's rows added in the order of its slots
+
+Rows are those of the sorted forward pass, at any number of tokens. Scales of whole rows multiply dy and dh, because
+products with the transposed weights sum over its rows. The rounding of inputs to a format has a straight-through
+gradient, as in the reference.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmx import grouping
+from jmx.engines.gradients import Gradients
+from jmx.experts import Experts
+from jmx.grouping import Work
+from jmx.numerics.formats import MXFP4, BlockScaled
+from jmx.numerics.gate_up import join_gate_up, split_gate_up
+from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
+from jmx.pallas.mosaic_sm90 import act_order, kernel
+from jmx.pallas.mosaic_sm90.config import Config
+from jmx.pallas.mosaic_sm90.grouped_gemm import Product
+from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, expert_of_eight, padded, sorted_rows, take_pairs
+from jmx.pallas.sm90.gemm import Rows
+from jmx.pallas.sm90.tiles import TILE, alike
+from jmx.routing import Routing
+from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped
+
+# At bfloat16 some of h would be at a clamp, where it is not, and its derivative another one.
+H_DTYPE = jnp.float32
+_EIGHTS = 8  # rows of gate in a tile that follow each other, and then as many of up
+
+
+def backward(
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts,
+    dy: Float[Array, "T H"],
+    biases: tuple[bool, bool],
+    config: Config,
+    num_cores: int,
+) -> Gradients:
+    """See `Differentiable.backward`. `num_cores`: SMs."""
+    with jax.named_scope("grouping"):
+        ids, num_experts = routing.expert_ids, problem.num_experts
+        work = grouping.many(ids, num_experts, config.block_n, ROW_ALIGNMENT)
+    pass_ = _Backward(problem, routing, experts, work, config, num_cores)
+    assert work.token_of_row is not None
+    with jax.named_scope("products"):
+        h = pass_.gate_up_outputs(x)
+        dout = take_pairs(dy, work.token_of_row)
+        da = pass_.transposed("down", dout * pass_.row_scales("down"))
+    with jax.named_scope("activation"):
+        dh, dweights = pass_.through_activation(h, da, dout)
+    with jax.named_scope("products"):
+        drows = pass_.in_order_of_inputs(pass_.transposed("gate_up", dh * pass_.row_scales("gate_up")))
+    with jax.named_scope("combine"):
+        if problem.on_input:
+            dweights = (drows * take_pairs(x, work.token_of_row).astype(jnp.float32)).sum(-1)
+        dx = grouping.combine(drows[None], work, routing.weights if problem.on_input else None)
+        rows = work.row_of
+        dweights = jnp.where(rows >= 0, dweights.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0)
+    gate_up_bias, down_bias = experts.gate_up_bias, experts.down_bias
+    return Gradients(
+        dx.astype(x.dtype),
+        dweights.astype(routing.weights.dtype),
+        pass_.of_layer(pass_.gate_up_bias(dh), gate_up_bias) if biases[0] and gate_up_bias is not None else None,
+        pass_.of_layer(pass_.down_bias(dy), down_bias) if biases[1] and down_bias is not None else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What the steps of one backward pass share.
+
+    Args:
+        work: sorted.
+        config: of all three products.
+        num_cores: SMs.
+    """
+
+    problem: Problem
+    routing: Routing
+    experts: Experts
+    work: Work
+    config: Config
+    num_cores: int
+
+    def gate_up_outputs(self, x: Float[Array, "T H"]) -> Float[Array, "R tile_rows"]:
+        """The outputs of `gate_up` in the order of its tiles."""
+        rows = sorted_rows(self.problem, x, self.routing, self.experts, self.work)
+        every = self.experts.merged()
+        product = Product(
+            self._weight("gate_up"),
+            self.experts.format,
+            every.gate_up_bias,
+            Rows(self.experts.spec("gate_up").shape[0], self.experts.gate_up_order),
+            H_DTYPE,
+            order=every.down.order,
+            row_scales=rows.scales,
+        )
+        return self._product(padded(rows.values), product)
+
+    def transposed(self, role: str, rows: Float[Array, "R N"]) -> Float32[Array, "R K"]:
+        """rows @ the role's weight, without its scales of whole rows. Columns of rows are in the order of its tiles."""
+        weight, format = self._weight(role), self.experts.format
+        columns = self.experts.spec(role).shape[1]
+        shifts = None
+        if format == MXFP4:
+            users = self.work.blocks.experts + self.experts.first_expert
+            shifts = weight.scales.at[users, :, -1, 0].get(mode="promise_in_bounds")
+            shifts = lax.bitcast_convert_type(shifts, jnp.uint8).max(axis=1).astype(jnp.int32)
+        product = Product(weight, format, None, Rows(columns, None), jnp.float32, transposed=True, shifts=shifts)
+        return self._product(padded(rows), product)[:, :columns]
+
+    def _product(self, rows: Float[Array, "R K"], product: Product) -> Float[Array, "R N"]:
+        launched = {"config": self.config, "num_rows": self.work.num_rows, "num_cores": self.num_cores}
+        blocks = self.work.blocks.of_layer(self.experts.first_expert)
+        return kernel.one_product(rows, product, blocks, split_k=1, **launched)
+
+    def _weight(self, role: str) -> BlockScaled:
+        every = self.experts.merged()
+        gate_up, down = alike(every.gate_up, every.down, self.experts.format)
+        return gate_up if role == "gate_up" else down
+
+    def row_scales(self, role: str) -> Float32[Array, "R N"] | float:
+        """For each row the scales of whole rows of its expert's weight, in the order of tiles; 1 without any."""
+        q = self._weight(role)
+        scales = q.global_scales if Tile.of(self.experts.format).scales else q.scales
+        if scales is None:
+            return 1.0
+        rows = self.experts.spec(role).shape[0]
+        scales = self._layer(scales.astype(jnp.float32).reshape(-1, rows))
+        if role == "gate_up":
+            parts = split_gate_up(scales, self.experts.gate_up_order) if self.experts.gated else (scales,)
+            scales = self._tiled(*self._placed(parts))
+        return scales.at[self._expert_of_row].get(mode="promise_in_bounds")
+
+    @property
+    def _expert_of_row(self) -> Int32[Array, " R"]:
+        return grouping.expert_of_row(self.work, self.routing.expert_ids, self.work.num_rows)
+
+    @property
+    def _weights(self) -> Float32[Array, "R 1"]:
+        return grouping.by_row(self.routing.weights, self.work, self.work.num_rows)[:, None]
+
+    @property
+    def _assigned(self) -> Bool[Array, "R 1"]:
+        """Which rows are those of an assignment; results of products may be anything in others."""
+        ones = jnp.ones(self.routing.weights.shape, jnp.float32)
+        return grouping.by_row(ones, self.work, self.work.num_rows)[:, None] > 0
+
+    def _layer(self, array: Shaped[Array, "every ..."]) -> Shaped[Array, "E ..."]:
+        """Of an array of all layers' experts those of this layer."""
+        return lax.dynamic_slice_in_dim(array, self.experts.first_expert, self.problem.num_experts)
+
+    # The order of tiles: 8 gates, their 8 ups, and so on, each up to whole tiles; without a gate that of outputs
+
+    def _parts(self, h: Float[Array, "*lead tile_rows"]) -> tuple[Float[Array, "*lead I"], ...]:
+        """Gate and up of outputs in the order of tiles, or all of them without a gate."""
+        if not self.experts.gated:
+            return (h[..., : self.experts.intermediate_size],)
+        h = h.reshape(*h.shape[:-1], -1, 2, _EIGHTS)
+        halves = (h[..., half, :].reshape(*h.shape[:-3], -1) for half in range(2))
+        return tuple(half[..., : self.experts.intermediate_size] for half in halves)
+
+    def _tiled(self, *parts: Float[Array, "*lead I"]) -> Float[Array, "*lead tile_rows"]:
+        """The inverse of `_parts`, with zeros in the padding."""
+        missing = -self.experts.intermediate_size % TILE
+        parts = tuple(jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, missing)]) for part in parts)
+        lead, eights = parts[0].shape[:-1], parts[0].shape[-1] // _EIGHTS
+        halves = [part.reshape(*lead, eights, _EIGHTS) for part in parts]
+        return jnp.stack(halves, axis=-2).reshape(*lead, -1)
+
+    def _placed(self, parts: tuple[Float[Array, "E I"], ...]) -> tuple[Float[Array, "E I"], ...]:
+        """Outputs in the places in which the layout has them: in the order of the columns of `down`."""
+        order = self.experts.merged().down.order
+        if order is None:
+            return parts
+        return tuple(jnp.take_along_axis(part, self._layer(order), axis=1) for part in parts)
+
+    def _from_places(self, parts: tuple[Float[Array, "E I"], ...]) -> tuple[Float[Array, "E I"], ...]:
+        """The inverse of `_placed`."""
+        order = self.experts.merged().down.order
+        if order is None:
+            return parts
+        index = np.arange(self.problem.num_experts)[:, None], self._layer(order)
+        return tuple(jnp.zeros_like(part).at[index].set(part, unique_indices=True) for part in parts)
+
+    def in_order_of_inputs(self, drows: Float32[Array, "R H"]) -> Float32[Array, "R H"]:
+        """Gradients of rows whose columns are in the order of `gate_up`, in the order of x."""
+        order = self.experts.merged().gate_up.order
+        if order is None:
+            return drows
+        order = self._layer(order)
+        index = np.arange(order.shape[0])[:, None], order
+        inverse = jnp.zeros_like(order).at[index].set(np.arange(order.shape[1], dtype=np.int32), unique_indices=True)
+        users = expert_of_eight(self.routing, self.experts, self.work) - self.experts.first_expert
+        return act_order.ordered_rows(drows, np.arange(drows.shape[0], dtype=np.int32), inverse, users)
+
+    def through_activation(
+        self, h: Float[Array, "R tile_rows"], da: Float32[Array, "R I"], dout: Float[Array, "R H"]
+    ) -> tuple[Float32[Array, "R tile_rows"], Float32[Array, " R"]]:
+        """The gradient of h, zero in rows of no assignment, and that of the routing weight of each row's output."""
+        parts = tuple(part.astype(jnp.float32) for part in self._parts(h))
+        a, derivative = jax.vjp(self.problem.activation, *parts)
+        dparts = derivative(da if self.problem.on_input else da * self._weights)
+        dh = self._tiled(*(jnp.where(self._assigned, part, 0) for part in dparts))
+        if self.problem.input_format is not None:
+            format = INPUT_FORMATS[self.problem.input_format]
+            a = dequantize(quantize(a, format, self.experts.input_scale("down")), format)
+        dweights = (da * a).sum(-1)
+        bias = self.experts.merged().down_bias
+        if bias is not None:
+            bias = self._layer(bias).at[self._expert_of_row].get(mode="promise_in_bounds")
+            dweights += (dout.astype(jnp.float32) * bias.astype(jnp.float32)).sum(-1)
+        return dh, dweights
+
+    # Biases
+
+    def gate_up_bias(self, dh: Float32[Array, "R tile_rows"]) -> Float32[Array, "E N"]:
+        """Sums of each expert's rows."""
+        mine = self._expert_of_row == jnp.arange(self.problem.num_experts)[:, None]
+        total = jnp.dot(mine.astype(jnp.bfloat16), dh.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        parts = self._from_places(self._parts(total))
+        if not self.experts.gated:
+            return parts[0]
+        gate, up = parts
+        return join_gate_up(gate, up, self.experts.gate_up_order)
+
+    def down_bias(self, dy: Float[Array, "T H"]) -> Float32[Array, "E H"]:
+        """Sums of the gradients of each expert's tokens, by their routing weights unless these are on the input."""
+        weights = self.routing.weights.astype(jnp.float32)
+        weights = jnp.ones_like(weights) if self.problem.on_input else weights
+        mine = self.routing.expert_ids == jnp.arange(self.problem.num_experts)[:, None, None]
+        shares = jnp.where(mine, weights, 0).sum(-1)
+        return jnp.dot(shares, dy.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+    def of_layer(self, gradient: Float32[Array, "E N"], bias: Float[Array, "*lead N"]) -> Float32[Array, "*lead N"]:
+        """The gradient of a bias of all layers of a stack."""
+        if self.experts.index is None:
+            return gradient
+        return jnp.zeros(bias.shape, jnp.float32).at[self.experts.index].set(gradient)

@@ -1,0 +1,64 @@
+"""The rows that the kernel reads: rounded inputs, gathered by expert, in the order of their expert's columns."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jmx import grouping
+from jmx.engines import grouped
+from jmx.experts import Experts
+from jmx.grouping import Work
+from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows, round_rows
+from jmx.pallas.sm90.tiles import TILE
+from jmx.routing import Routing
+from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Float, Int32, Integer, Shaped
+
+ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
+
+
+def rounded(problem: Problem, experts: Experts, role: str, rows: Float[Array, "R K"]) -> RoundedRows:
+    """The inputs of a product, as they are if they have no format."""
+    if problem.input_format is None:
+        return RoundedRows(rows, None)
+    return round_rows(rows, INPUT_FORMATS[problem.input_format], experts.input_scale(role))
+
+
+def sorted_rows(
+    problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, work: Work
+) -> RoundedRows:
+    """The rows of `gate_up` for sorted `work`. `experts`: of which `merged` are read."""
+    # Importing Pallas takes a second.
+    from jmx.pallas.mosaic_sm90.act_order import ordered_rows
+
+    assert work.token_of_row is not None
+    # Each token is rounded once, not each of its rows, unless these have their routing weights.
+    given = RoundedRows(x, None) if problem.on_input else rounded(problem, experts, "gate_up", x)
+    order = experts.merged().gate_up.order
+    if order is None:
+        rows = grouped.gather(problem, given.values, routing, work, take_pairs)
+    else:
+        users = expert_of_eight(routing, experts, work)
+        rows = ordered_rows(given.values, work.token_of_row, order, users)
+        rows = grouped.weigh(problem, rows, routing, work)
+    if problem.on_input:
+        return rounded(problem, experts, "gate_up", rows)
+    return RoundedRows(rows, given.take(work.token_of_row))
+
+
+def expert_of_eight(routing: Routing, experts: Experts, work: Work) -> Int32[Array, " n"]:
+    """The expert, of those of all layers, of each eight rows of sorted `work`."""
+    users = grouping.expert_of_row(work, routing.expert_ids, work.num_rows)[::ROW_ALIGNMENT]
+    return users + experts.first_expert
+
+
+def padded(rows: Float[Array, "R K"]) -> Float[Array, "R k"]:
+    """Rows in bfloat16, with zeros up to whole tiles of columns."""
+    return jnp.pad(rows.astype(jnp.bfloat16), ((0, 0), (0, -rows.shape[1] % TILE)))
+
+
+def take_pairs(x: Shaped[Array, "T H"], index: Integer[Array, " R"]) -> Shaped[Array, "R H"]:
+    """Rows of x, H even and 16 bits an element. Gathering pairs of columns takes two thirds of the time."""
+    words = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+    rows = lax.bitcast_convert_type(words.at[index].get(mode="promise_in_bounds"), x.dtype)
+    return rows.reshape(index.size, x.shape[1])
