@@ -16,11 +16,14 @@ from jmx.backends import registered_backends
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
+from jmx.lora import Adapters
+from jmx.lora import layer as lora
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
+from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
 from jmx.selection.select import check_backend, select
@@ -40,6 +43,7 @@ def moe(
     mask: Bool[AnyArray, "*tokens"] | None = None,
     backend: str | None = None,
     split: Split | None = None,
+    adapters: Adapters | None = None,
 ) -> Float[Array, "*tokens H"]:
     """`y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t])`, the backend chosen while tracing.
 
@@ -65,6 +69,8 @@ def moe(
         backend: name of the backend that must run; None: that of the `use_backend` context, else the first that can.
         split: how mesh axes divide experts and tokens. Inside `jax.shard_map` over these axes, arrays are those of one
             device; elsewhere they are whole arrays, which may be on devices so already.
+        adapters: of these experts, added to their products; differentiable. With a split they are divided as experts
+            are, along mesh axes of `expert` and `tokens` alone.
 
     Returns:
         (..., H) of x's dtype.
@@ -76,23 +82,27 @@ def moe(
     """
     activation = activations.get(activation)
     check_instance("split", split, Split | None, "a jmx.Split, or None")
+    check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
     settings = _Settings(activation, weights_on, input_format, backend)
     if split is None and isinstance(experts, Experts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, _by_token(x, routing, mask), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
-        return _divided(x, routing, experts, mask, settings, split or Split())
+        return _divided(x, routing, experts, adapters, mask, settings, split or Split())
     check_arguments(x, routing, experts, activation, weights_on)
+    if adapters is not None:
+        adapters.check(experts)
     check_backend(backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
-    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format)
+    adapted = adapters is not None
+    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format, adapted)
     static = _Static(problem, environment, backend)
     of_tokens = _token_split(x, routing, experts, mask)
     if of_tokens is None:
-        return _on_one_device(x, routing, experts, mask, static)
+        return _on_one_device(x, routing, experts, adapters, mask, static)
     if isinstance(routing, Routing):
         routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
-    return _on_devices(x, routing, experts, mask, static, of_tokens)
+    return _on_devices(x, routing, experts, adapters, mask, static, of_tokens)
 
 
 def batched_moe(
@@ -168,6 +178,7 @@ def _divided(
     x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
     experts: AnyExperts,
+    adapters: Adapters | None,
     mask: Bool[AnyArray, "*tokens"] | None,
     settings: _Settings,
     split: Split,
@@ -180,29 +191,40 @@ def _divided(
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
+    if adapters is not None:
+        _check_divided_adapters(adapters, experts, split)
     if isinstance(routing, Routing):
         routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
     by_token, rest = (x, _arrays(routing), mask), _with_arrays(routing, dict.fromkeys(_arrays(routing)))
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)
-        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, experts)
+        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, (experts, adapters))
     static = over_mesh.static_of(split, x.ndim - 1, _by_token(x, routing, mask), experts)
-    return _of_all_devices(by_token, rest, experts, settings, static)
+    return _of_all_devices(by_token, rest, (experts, adapters), settings, static)
+
+
+def _check_divided_adapters(adapters: Adapters, experts: AnyExperts, split: Split) -> None:
+    """Raises ValueError unless `adapters` fit `experts`, and the split divides both alike."""
+    if not isinstance(experts, Experts):
+        raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for {type(experts).__name__}")
+    if split.intermediate or split.hidden:
+        raise ValueError(f"`split` (={split}) must name axes of `expert` and `tokens` alone for experts with adapters")
+    adapters.check(experts)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
 def _of_all_devices(
-    by_token: Any, rest: Any, experts: AnyExperts, settings: _Settings, static: over_mesh.Static
+    by_token: Any, rest: Any, weights: over_mesh.Weights, settings: _Settings, static: over_mesh.Static
 ) -> Float[Array, "*tokens H"]:
     body = partial(_of_this_device, settings=settings, split=static.split)
-    return over_mesh.over_mesh(static, body, by_token, rest, experts)
+    return over_mesh.over_mesh(static, body, by_token, rest, weights)
 
 
 def _of_this_device(
-    by_token: Any, rest: Any, experts: AnyExperts, *, settings: _Settings, split: Split
+    by_token: Any, rest: Any, weights: over_mesh.Weights, *, settings: _Settings, split: Split
 ) -> Float[Array, "*tokens H"]:
     """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
-    x, arrays, mask = by_token
+    (x, arrays, mask), (experts, adapters) = by_token, weights
     experts = over_mesh.gathered(split, experts)
     routing = flat_routing(_with_arrays(rest, arrays), x.shape[:-1], mask)
     on_one = partial(moe, **settings._asdict())
@@ -210,7 +232,7 @@ def _of_this_device(
     if settings.weights_on == "output":  # else it is x times a weight that is rounded
         rounded = resolve_input_format(one_device(experts), settings.input_format)
     flat = x.reshape(-1, x.shape[-1])
-    return over_mesh.on_this_device(split, flat, routing, experts, on_one, rounded).reshape(x.shape)
+    return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
 
 
 class _Static(NamedTuple):
@@ -225,6 +247,7 @@ def _on_one_device(
     x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
     experts: Experts,
+    adapters: Adapters | None,
     mask: Bool[AnyArray, "*tokens"] | None,
     static: _Static,
 ) -> Float[Array, "*tokens H"]:
@@ -232,14 +255,15 @@ def _on_one_device(
     check_not_divided(experts.arrays())
     tokens = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    return _run(tokens, routing, experts, static).reshape(x.shape)
+    return _run(tokens, routing, experts, adapters, static).reshape(x.shape)
 
 
-@partial(jax.jit, static_argnums=(4, 5))
+@partial(jax.jit, static_argnums=(5, 6))
 def _on_devices(
     x: Float[AnyArray, "*tokens H"],
     routing: Routing | Logits,
     experts: Experts,
+    adapters: Adapters | None,
     mask: Bool[AnyArray, "*tokens"] | None,
     static: _Static,
     split: meshes.TokenSplit,
@@ -247,11 +271,11 @@ def _on_devices(
     """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
     def run(by_token: Any, whole: Any) -> Float[Array, "*tokens H"]:
-        (x, arrays, mask), (rest, experts) = by_token, whole
-        return _on_one_device(x, _with_arrays(rest, arrays), experts, mask, static)
+        (x, arrays, mask), (rest, experts, adapters) = by_token, whole
+        return _on_one_device(x, _with_arrays(rest, arrays), experts, adapters, mask, static)
 
     rest = _with_arrays(routing, dict.fromkeys(_arrays(routing)))
-    return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts))
+    return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts, adapters))
 
 
 def _token_split(
@@ -270,11 +294,15 @@ def _by_token(x: Any, routing: Any, mask: Any) -> dict[str, Shaped[Any, "..."]]:
     return {name: array for name, array in {"x": x, **arrays, "mask": mask}.items() if is_array(array)}
 
 
-@partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
-def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _Static) -> Float[Array, "T H"]:
+@partial(jax.jit, static_argnums=4)  # so that calls outside of any jit are traced and compiled once, too
+def _run(
+    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters | None, static: _Static
+) -> Float[Array, "T H"]:
     environment, problem = static.environment, static.problem
+    if adapters is not None:
+        return _adapted(x, routing, experts, adapters, static)
     if experts.padded_to is not None and not experts.fits_without_padding:
-        return _run(_widened(x, experts), routing, experts.as_padded(), static)[:, : x.shape[-1]]
+        return _run(_widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
     true = problem.without_padding()
 
     def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
@@ -288,6 +316,21 @@ def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _St
         return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
     return autodiff.differentiable(run, true)(*meshes.varying_alike(x, routing, experts))
+
+
+def _adapted(
+    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters, static: _Static
+) -> Float[Array, "T H"]:
+    """The layer with adapters, whose weights' padding counts as weights."""
+    x, routing, experts, adapters = meshes.varying_alike(x, routing, experts, adapters)
+    problem, wide = with_tokens(static.problem, x.shape[0]), x.shape[-1]
+    backend = select(problem, static.environment, static.backend, registered_backends()).backend
+    if x.shape[0] == 0 or problem.top_k == 0:
+        return jnp.zeros_like(x)
+    assert isinstance(backend, ProductBackend)
+    adapters, x, experts = adapters.padded(experts), _widened(x, experts), experts.as_padded()
+    engine = lora.engine_of(backend, problem, static.environment, experts)
+    return lora.forward(problem, x, routing, experts, adapters, engine)[:, :wide]
 
 
 def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:
