@@ -817,7 +817,6 @@ KINDS |= {
     "number or None": KINDS["number"][1:],
     "dtype or None": KINDS["dtype"][1:],
     "size or None": KINDS["size"][1:],
-    "names": [None, "down", 3, 2.5, {}, Opaque(), np.ones(2), ("no such",), (3,), [Opaque()]],
     "mapping": [value for value in KINDS["object"] if not isinstance(value, dict)],
     "count or None": KINDS["count"][1:],
     "shape or None": KINDS["shape"][1:],
