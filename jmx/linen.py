@@ -147,7 +147,8 @@ class MoE(nn.Module):
         if like is None:
             return None
         starting = self.is_initializing()
-        drawn = given.initial_adapters(lambda: self.make_rng("params"), experts).arrays() if starting else {}
+        made = given.initial_adapters(lambda: self.make_rng("params"), experts) if starting else None
+        drawn = {} if made is None else made.arrays()
         arrays = {}
         for name, matrix in like.arrays().items():
             names = ((given.axes or {}).get("expert"), None, None)[3 - matrix.ndim :]
@@ -254,11 +255,11 @@ class MoE(nn.Module):
             TypeError, ValueError: no variables of a layer with these adapters.
         """
         check_instance("variables", variables, Mapping, "a mapping of the layer's collections")
-        given = self._arguments()
-        if given.lora is None:
+        lora = self._arguments().lora
+        if lora is None:
             raise ValueError("`lora` (=None) must be given to a layer with adapters")
         experts = self.experts_of(variables)
-        skeleton = Skeleton.of(jax.eval_shape(lambda: given.lora.random(jax.random.key(0), experts)))
+        skeleton = Skeleton.of(jax.eval_shape(lambda: lora.random(jax.random.key(0), experts)))
         found = {name: nn.meta.unbox(array) for name, array in variables.get("lora", {}).items()}
         if missing := sorted({*skeleton.names} - {*found}):
             raise ValueError(f"`variables` (with {sorted(found)} in 'lora') must have {missing[0]!r} there")

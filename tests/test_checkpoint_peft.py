@@ -4,6 +4,7 @@ import errno
 import json
 import pathlib
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ E, H, I = 3, 32, 24  # noqa: E741
 GOLDEN = {"gpt_oss": "interleaved", "qwen3_moe": "concatenated", "modules": "concatenated"}
 
 
-def experts_of(order, layers=(0, 1)):
-    experts = jax.eval_shape(
+def experts_of(order, layers=(0, 1)) -> dict[int, Any]:
+    experts: Any = jax.eval_shape(
         lambda key: jmx.Experts.random(key, E, H, I, gate_up_order=order, format="int8_channel"), jax.random.key(0)
     )
     return dict.fromkeys(layers, experts)
@@ -184,7 +185,7 @@ def test_tensors_that_do_not_fit_are_named(case, tmp_path):
 
 
 def test_fused_tensors_of_other_experts_are_named():
-    wrong = jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), E, 64, 32, gate_up_order="interleaved"))
+    wrong: Any = jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), E, 64, 32, gate_up_order="interleaved"))
     with pytest.raises(CheckpointError, match=r"must have N and K of one of"):
         peft.load(DATA / "gpt_oss", {0: wrong, 1: wrong})
 
@@ -192,7 +193,7 @@ def test_fused_tensors_of_other_experts_are_named():
 def test_layers_that_differ_are_an_error(tmp_path):
     experts = experts_of("interleaved")
     found = peft.load(DATA / "gpt_oss", experts)
-    other = found[1].down
+    other: Any = found[1].down
     with pytest.raises(ValueError, match=r"`adapters\[1\]` .* must be as those before"):
         peft.save(tmp_path / "new", found | {1: Adapters(down=Adapter(other.a, other.b, 9.0))}, experts)
     with pytest.raises(ValueError, match=r"`experts` \(of layers \[0\]\) must have layer 1"):

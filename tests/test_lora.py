@@ -1,5 +1,7 @@
 """Adapters on experts, beside a dense layer of the sum of both weights: forward, gradients, transformations, meshes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ FORMS = {
 GATED, PLAIN = jmx.SwiGLU(1.702, 1.0, 7.0), jmx.GELU(approximate=False)
 
 
-def experts_of(rng, order="interleaved", format="mxfp4", bias=True):
+def experts_of(rng, order: str | None = "interleaved", format="mxfp4", bias=True):
     key = jax.random.key(int(rng.integers(2**31)))
     return jmx.Experts.random(key, E, H, I, gate_up_order=order, format=format, bias=bias)
 
@@ -165,7 +167,7 @@ def test_transformations(transformation, rng):
     experts = experts_of(rng)
     layer, _, (x, weights, adapters) = both(rng, experts, adapters_of(rng, experts))
     xs, more = jnp.stack([x, x[::-1], 2 * x]), jax.tree.map(lambda a: jnp.stack([a, -a, 2 * a]), adapters)
-    runs = {
+    runs: dict[str, Any] = {
         "jit": (jax.jit(layer), layer),
         "remat": (jax.checkpoint(layer), layer),
         "scan": (
@@ -256,7 +258,7 @@ def test_modules_over_a_mesh(rng):
             H, I, E, K, experts=layer.experts, lora=LoRA(R), axes={"expert": "x", "token": "x"}, rngs=nnx.Rngs(0)
         )
         divided.adapt(adapters)
-        assert divided.lora_down_a.get_value().sharding.spec[0] == "x"
+        assert nnx.state(divided, nnx.LoRAParam)["lora_down_a"].get_value().sharding.spec[0] == "x"
         divided.router.kernel.set_value(layer.router.kernel[...])
         got = jax.device_get(divided(x))
     assert_alike(jnp.asarray(got), layer(x))
@@ -300,7 +302,8 @@ def test_linen_modules_have_adapters_in_a_collection_of_their_own(rng):
     frozen = {name: each for name, each in variables.items() if name != "lora"}
 
     def loss(its):
-        return jnp.square(module.apply(frozen | {"lora": its}, x)).sum()
+        y: Any = module.apply(frozen | {"lora": its}, x)
+        return jnp.square(y).sum()
 
     optimizer = training.refuse_frozen(optax.sgd(1e-6))
     gradients = jax.grad(loss)(variables["lora"])
@@ -392,7 +395,7 @@ def test_requantizing_reports_what_it_loses(rng):
 
 
 def wrong(experts):
-    good = LoRA(R).random(jax.random.key(0), experts)
+    good: Any = LoRA(R).random(jax.random.key(0), experts)
     a, b = good.down.a, good.down.b
 
     def down(a, b, scale=1.0):
@@ -409,7 +412,7 @@ def wrong(experts):
         "8 bits": (down(a, b.astype(jnp.float8_e4m3fn)), r"`adapters.down.b` \(dtype float8_e4m3fn\)"),
         "no array": (down(a, "x"), "`adapters.down.b`"),
         "scale": (down(a, b, float("nan")), "`adapters.down.scale`"),
-        "no adapter": (Adapters(down=(a, b)), "`adapters.down`"),
+        "no adapter": (Adapters(**{"down": (a, b)}), "`adapters.down`"),
     }
 
 
@@ -425,7 +428,7 @@ def test_what_cannot_have_adapters(rng):
     experts, x, routing = experts_of(rng), jnp.ones((T, H)), routing_of(rng)
     adapters = adapters_of(rng, experts)
     with pytest.raises(ValueError, match=r"`adapters` .* must be None for ShardedExperts"):
-        moe(x, routing, jmx.ShardedExperts.of(experts, 2), adapters)
+        jmx.moe(x, routing, jmx.ShardedExperts.of(experts, 2), activation=GATED, adapters=adapters)
     with pytest.raises(ValueError, match="`spare_experts`"):
         jmx.nnx.MoE(H, I, E, K, lora=LoRA(R), spare_experts=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`axes`"):

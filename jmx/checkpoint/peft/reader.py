@@ -168,8 +168,8 @@ def _modules(
             raise CheckpointError(
                 file.with_name(CONFIG), f"`alpha_pattern` must be alike for all experts of {module!r}"
             )
-        stacked = (np.stack(each) for each in zip(*matrices, strict=True))
-        found[target] = Adapter(*stacked, scales.pop())
+        stacked_a, stacked_b = (np.stack(each) for each in zip(*matrices, strict=True))
+        found[target] = Adapter(stacked_a, stacked_b, scales.pop())
     return found
 
 
