@@ -1,5 +1,6 @@
 """Adapters on experts, beside a dense layer of the sum of both weights: forward, gradients, transformations, meshes."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -412,7 +413,7 @@ def wrong(experts):
         "8 bits": (down(a, b.astype(jnp.float8_e4m3fn)), r"`adapters.down.b` \(dtype float8_e4m3fn\)"),
         "no array": (down(a, "x"), "`adapters.down.b`"),
         "scale": (down(a, b, float("nan")), "`adapters.down.scale`"),
-        "no adapter": (Adapters(**{"down": (a, b)}), "`adapters.down`"),
+        "no adapter": (dataclasses.replace(good, down=(a, b)), "`adapters.down`"),
     }
 
 
