@@ -56,48 +56,60 @@ def routings(of_first: int) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def measure(shape: Shape, split: jmx.Split, routing: str, num_tokens: int, spare: int, arguments: Any) -> dict:
-    """A row: `num_tokens` a device under one routing, with `spare` copies."""
-    mesh: Any = split.mesh
-    ranks, experts = mesh.size, shape.num_experts
-    x_key, logits_key = jax.random.split(jax.random.key(num_tokens))
-    kind = "zipf" if routing == "zipf" else "uniform"
-    (logits,) = draw_logits(logits_key, (1, num_tokens * ranks, experts), kind)
-    before = Placement.identity(experts, ranks, spare)
-    logits = routings(before.num_slots // ranks)[routing](logits)
-    x = jax.random.normal(x_key, (num_tokens * ranks, shape.hidden_size), jnp.bfloat16)
-    by_token = NamedSharding(mesh, P(split.names("tokens")))
-    x, logits = jax.device_put((x, logits), by_token)
-    counts = np.bincount(np.asarray(jmx.route(jmx.Logits(logits, shape.method))[0]).ravel(), minlength=experts)
+class Layer:
+    """A chain of one layer over a mesh, whose weights are in slots, compiled once for each number of tokens."""
 
-    start = time.perf_counter()
-    after = balance(counts, ranks, spare, before=before)
-    balance_s = time.perf_counter() - start
-    placed = PlacedExperts.of(prepared(shape), before).split(mesh, split.names("expert"))
+    def __init__(self, shape: Shape, split: jmx.Split, spare: int, num_layers: int):
+        mesh: Any = split.mesh
+        self.shape, self.split, self.spare, self.num_layers, self.ranks = shape, split, spare, num_layers, mesh.size
+        self.before = Placement.identity(shape.num_experts, self.ranks, spare)
+        self.placed = PlacedExperts.of(prepared(shape), self.before).split(mesh, split.names("expert"))
+        self.run = jax.jit(self._run)
+        balance(np.ones(shape.num_experts, np.int64), self.ranks, spare, before=self.before)  # imports
 
-    @jax.jit
-    def layer(x: Any, logits: Any, placed: Any) -> Any:
-        call = {"activation": shape.activation, "input_format": shape.input_format, "split": split}
-        for _ in range(arguments.layers):  # in one program, which takes longer than its launch
-            x = x + jmx.moe(x, jmx.Logits(logits, shape.method), placed, **call)
+    def _run(self, x: Any, logits: Any, placed: Any) -> Any:
+        call = {"activation": self.shape.activation, "input_format": self.shape.input_format, "split": self.split}
+        for _ in range(self.num_layers):  # in one program, which takes longer than its launch
+            x = x + jmx.moe(x, jmx.Logits(logits, self.shape.method), placed, **call)
         return x
 
-    expected = jax.block_until_ready(layer(x, logits, placed))
-    before_s = seconds(partial(layer, x, logits, placed), arguments.repeats)[0]
-    move(placed, after)  # compiles
+    def tokens(self, routing: str, num_tokens: int) -> tuple[Any, Any]:
+        """x and logits of `num_tokens` a device."""
+        x_key, logits_key = jax.random.split(jax.random.key(num_tokens))
+        kind = "zipf" if routing == "zipf" else "uniform"
+        (logits,) = draw_logits(logits_key, (1, num_tokens * self.ranks, self.shape.num_experts), kind)
+        logits = routings(self.before.num_slots // self.ranks)[routing](logits)
+        x = jax.random.normal(x_key, (num_tokens * self.ranks, self.shape.hidden_size), jnp.bfloat16)
+        mesh: Any = self.split.mesh
+        return jax.device_put((x, logits), NamedSharding(mesh, P(self.split.names("tokens"))))
+
+
+def measure(layer: Layer, routing: str, num_tokens: int, repeats: int) -> dict[str, Any]:
+    """A row: `num_tokens` a device under one routing."""
+    x, logits = layer.tokens(routing, num_tokens)
+    ids = jmx.route(jmx.Logits(logits, layer.shape.method))[0]
+    counts = np.bincount(np.asarray(ids).ravel(), minlength=layer.shape.num_experts)
+
     start = time.perf_counter()
-    moved = jax.block_until_ready(move(placed, after))
+    after = balance(counts, layer.ranks, layer.spare, before=layer.before)
+    balance_s = time.perf_counter() - start
+
+    expected = jax.block_until_ready(layer.run(x, logits, layer.placed))
+    before_s = seconds(partial(layer.run, x, logits, layer.placed), repeats)[0]
+    move(layer.placed, after)  # compiles
+    start = time.perf_counter()
+    moved = jax.block_until_ready(move(layer.placed, after))
     move_s = time.perf_counter() - start
-    error = float(jnp.linalg.norm(layer(x, logits, moved) - expected) / jnp.linalg.norm(expected))
-    after_s = seconds(partial(layer, x, logits, moved), arguments.repeats)[0]
+    error = float(jnp.linalg.norm(layer.run(x, logits, moved) - expected) / jnp.linalg.norm(expected))
+    after_s = seconds(partial(layer.run, x, logits, moved), repeats)[0]
     arrays = jax.tree.leaves(moved.experts)
     return {
         "routing": routing,
         "tokens": num_tokens,
-        "spare_experts": spare,
-        "us_before": before_s / arguments.layers * 1e6,
-        "us_after": after_s / arguments.layers * 1e6,
-        "fullest_before": imbalance(rank_loads(counts, before)),
+        "spare_experts": layer.spare,
+        "us_before": before_s / layer.num_layers * 1e6,
+        "us_after": after_s / layer.num_layers * 1e6,
+        "fullest_before": imbalance(rank_loads(counts, layer.before)),
         "fullest_after": imbalance(rank_loads(counts, after)),
         "balance_ms": balance_s * 1e3,
         "move_ms": move_s * 1e3,
@@ -134,10 +146,11 @@ def main() -> int:
     split = jmx.Split(expert=axis, tokens=axis, exchange=arguments.exchange, mesh=mesh)
     shape = MODELS[arguments.model]
     spare = mesh.size if arguments.spare is None else arguments.spare
+    layer = Layer(shape, split, spare, arguments.layers)
     rows = []
     for tokens in map(int, arguments.tokens.split(",")):
         for routing in routings(0):
-            rows.append(measure(shape, split, routing, tokens, spare, arguments))
+            rows.append(measure(layer, routing, tokens, arguments.repeats))
             print(json.dumps(rows[-1]), flush=True)
     if arguments.json:
         devices = [device.device_kind for device in mesh.devices.flat]

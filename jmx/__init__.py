@@ -15,6 +15,7 @@ from jmx.activations import (
     SiLU,
     SiLUAndMul,
     SwiGLU,
+    SwiGLUPerExpert,
     SwiGLUStep,
 )
 from jmx.backends import register_backend
@@ -94,6 +95,7 @@ __all__ = [
     "Split",
     "SqrtSoftplusTopK",
     "SwiGLU",
+    "SwiGLUPerExpert",
     "SwiGLUStep",
     "TopKSoftmax",
     "__version__",

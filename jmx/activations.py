@@ -5,15 +5,17 @@ outputs. Kernels read the parameters; `__call__` is the definition that they are
 dtype of their arguments and propagate NaN. Gradients are those of jax: 0 beyond a clamp, half at the clamp.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmx.numerics.gate_up import split_gate_up
-from jmx.util.checks import check_bool, check_finite, check_named
-from jmx.util.typing import Array, Float
+from jmx.util.checks import check_bool, check_finite, check_named, shown
+from jmx.util.typing import Array, Float, Integer
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Activation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Float[Array, "..."]:
         raise NotImplementedError
+
+    @property
+    def num_experts(self) -> int | None:
+        """The number of experts, if each has parameters of its own; else None."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,61 @@ class SwiGLU(Activation):
             gate = jnp.minimum(gate, self.limit)
             up = jnp.clip(up, -self.limit, self.limit)
         return (up + self.beta) * gate * jax.nn.sigmoid(self.alpha * gate)
+
+
+@dataclass(frozen=True)
+class SwiGLUPerExpert(Activation):
+    """`SwiGLU` with parameters of each expert, as the arguments `gemm1_alpha` and so on of TensorRT-LLM's kernels are.
+
+    The backend `xla` alone runs it. It is called with the experts' ids, too.
+
+    Args:
+        alpha, beta: E numbers each, finite.
+        limit: E numbers, positive and finite, or None for no clamp.
+
+    Raises:
+        ValueError, TypeError: sequences of different lengths, or a parameter that `SwiGLU` rejects.
+    """
+
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
+    limit: tuple[float, ...] | None = None
+    gated: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "limit"):
+            value = getattr(self, name)
+            if name == "limit" and value is None:
+                continue
+            if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str) or np.ndim(value) != 1:
+                raise TypeError(f"`{name}` ({shown(value)}) must be a sequence of numbers, one an expert")
+            numbers = tuple(check_finite(f"{name}[{i}]", number) for i, number in enumerate(value))
+            if not numbers:
+                raise ValueError(f"`{name}` (={value}) must have a number for each expert")
+            if len(numbers) != len(self.alpha):
+                raise ValueError(f"`{name}` (={value}) must have as many numbers as `alpha` (={self.alpha})")
+            if name == "limit" and min(numbers) <= 0:
+                raise ValueError(f"`limit` (={numbers}) must be positive, or None for no clamp")
+            object.__setattr__(self, name, numbers)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.alpha)
+
+    def __call__(
+        self, gate: Float[Any, "*ids I"], up: Float[Any, "*ids I"], experts: Integer[Any, "..."]
+    ) -> Float[Array, "*ids I"]:
+        """`experts`: the ids, of the first axes of gate and up."""
+        more = gate.ndim - experts.ndim
+
+        def of_experts(numbers: tuple[float, ...]) -> Float[Array, "..."]:
+            chosen = jnp.asarray(numbers, gate.dtype).at[experts].get(mode="clip")
+            return chosen.reshape(*experts.shape, *[1] * more)
+
+        if self.limit is not None:
+            limit = of_experts(self.limit)
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (up + of_experts(self.beta)) * gate * jax.nn.sigmoid(of_experts(self.alpha) * gate)
 
 
 @dataclass(frozen=True)
@@ -179,15 +241,19 @@ def get(activation: Activation | str) -> Activation:
     return check_named("activation", activation, Activation, ACTIVATIONS)
 
 
-def apply(activation: Activation, h: Float[Any, "*lead N"], order: str | None) -> Float[Array, "*lead I"]:
+def apply(
+    activation: Activation, h: Float[Any, "*lead N"], order: str | None, experts: Integer[Any, "..."] | None = None
+) -> Float[Array, "*lead I"]:
     """Applies `activation` to the outputs of an expert's first matrix.
 
     Args:
         activation: gated or not.
         h: (..., 2I) for gated activations, (..., I) for others.
         order: the order of gate and up in `h`, one of `gate_up.GATE_UP_ORDERS`; ignored if there is no gate.
+        experts: the ids of the first axes of `h`, which an activation with parameters of each expert needs.
 
     Returns:
         (..., I), in the dtype of `h`.
     """
-    return activation(*split_gate_up(h, order)) if activation.gated else activation(h)
+    of_experts = () if activation.num_experts is None else (experts,)
+    return activation(*split_gate_up(h, order), *of_experts) if activation.gated else activation(h, *of_experts)

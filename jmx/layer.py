@@ -83,11 +83,11 @@ def moe(
     activation = activations.get(activation)
     check_instance("split", split, Split | None, "a jmx.Split, or None")
     check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
-    settings = _Settings(activation, weights_on, input_format, backend)
+    settings, tokens = _Settings(activation, weights_on, input_format, backend), _Tokens(x, routing, mask)
     if split is None and isinstance(experts, Experts) and is_array(x):
-        split = over_mesh.split_of_types(x.ndim - 1, _by_token(x, routing, mask), experts.arrays())
+        split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
-        return _divided(x, routing, experts, adapters, mask, settings, split or Split())
+        return _divided(tokens, (experts, adapters), settings, split or Split())
     check_arguments(x, routing, experts, activation, weights_on)
     if adapters is not None:
         adapters.check(experts)
@@ -97,12 +97,10 @@ def moe(
     adapted = adapters is not None
     problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format, adapted)
     static = _Static(problem, environment, backend)
-    of_tokens = _token_split(x, routing, experts, mask)
+    of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
-        return _on_one_device(x, routing, experts, adapters, mask, static)
-    if isinstance(routing, Routing):
-        routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
-    return _on_devices(x, routing, experts, adapters, mask, static, of_tokens)
+        return _on_one_device(tokens, (experts, adapters), static)
+    return _on_devices(tokens.for_jit(), (experts, adapters), static, of_tokens)
 
 
 def batched_moe(
@@ -174,33 +172,59 @@ class _Settings(NamedTuple):
     backend: str | None
 
 
+class _Tokens(NamedTuple):
+    """What a call has of each token: x (..., H), its routing, and the mask; see `moe`."""
+
+    x: Any
+    routing: Any
+    mask: Any
+
+    def arrays(self) -> dict[str, Shaped[Any, "..."]]:
+        """The arrays, by name; without those that are no arrays, which are rejected later."""
+        arrays = _arrays(self.routing) if isinstance(self.routing, Routing | Logits) else {}
+        return {name: array for name, array in {"x": self.x, **arrays, "mask": self.mask}.items() if is_array(array)}
+
+    def for_jit(self) -> "_Tokens":
+        """With expert ids in 32 bits: jit narrows numpy's 64 bits."""
+        if isinstance(self.routing, Logits):
+            return self
+        return self._replace(routing=self.routing._replace(expert_ids=as_int32(self.routing.expert_ids)))
+
+    def divided(self) -> tuple[Any, Any]:
+        """The arrays with axes of tokens, and the routing without them, as `of_parts` takes them."""
+        arrays = _arrays(self.routing)
+        return (self.x, arrays, self.mask), _with_arrays(self.routing, dict.fromkeys(arrays))
+
+    @classmethod
+    def of_parts(cls, by_token: Any, rest: Any) -> "_Tokens":
+        x, arrays, mask = by_token
+        return cls(x, _with_arrays(rest, arrays), mask)
+
+
 def _divided(
-    x: Float[AnyArray, "*tokens H"],
-    routing: Routing | Logits,
-    experts: AnyExperts,
-    adapters: Adapters | None,
-    mask: Bool[AnyArray, "*tokens"] | None,
-    settings: _Settings,
-    split: Split,
+    tokens: _Tokens, weights: over_mesh.Weights, settings: _Settings, split: Split
 ) -> Float[Array, "*tokens H"]:
     """`moe` with experts, or their shards, on several devices; or with shards on one."""
+    experts, adapters = weights
     check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
+    x, routing, mask = tokens
     manual = split.is_manual()
     whole = jax.eval_shape(partial(over_mesh.gathered, split), experts) if manual and split.hidden else experts
     one = one_device(whole)
+    if isinstance(settings.activation, Activation) and settings.activation.num_experts is not None:
+        rule = "must have the same parameters for all experts where several devices run a call"
+        raise ValueError(f"`activation` (={settings.activation}) {rule}")
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     if adapters is not None:
         _check_divided_adapters(adapters, experts, split)
-    if isinstance(routing, Routing):
-        routing = routing._replace(expert_ids=as_int32(routing.expert_ids))  # before jit, which narrows numpy's 64 bits
-    by_token, rest = (x, _arrays(routing), mask), _with_arrays(routing, dict.fromkeys(_arrays(routing)))
+    by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)
-        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, (experts, adapters))
-    static = over_mesh.static_of(split, x.ndim - 1, _by_token(x, routing, mask), experts)
-    return _of_all_devices(by_token, rest, (experts, adapters), settings, static)
+        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, weights)
+    static = over_mesh.static_of(split, x.ndim - 1, tokens.arrays(), experts)
+    return _of_all_devices(by_token, rest, weights, settings, static)
 
 
 def _check_divided_adapters(adapters: Adapters, experts: AnyExperts, split: Split) -> None:
@@ -224,9 +248,9 @@ def _of_this_device(
     by_token: Any, rest: Any, weights: over_mesh.Weights, *, settings: _Settings, split: Split
 ) -> Float[Array, "*tokens H"]:
     """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
-    (x, arrays, mask), (experts, adapters) = by_token, weights
+    (x, routing, mask), (experts, adapters) = _Tokens.of_parts(by_token, rest), weights
     experts = over_mesh.gathered(split, experts)
-    routing = flat_routing(_with_arrays(rest, arrays), x.shape[:-1], mask)
+    routing = flat_routing(routing, x.shape[:-1], mask)
     on_one = partial(moe, **settings._asdict())
     rounded = None
     if settings.weights_on == "output":  # else it is x times a weight that is rounded
@@ -244,54 +268,38 @@ class _Static(NamedTuple):
 
 
 def _on_one_device(
-    x: Float[AnyArray, "*tokens H"],
-    routing: Routing | Logits,
-    experts: Experts,
-    adapters: Adapters | None,
-    mask: Bool[AnyArray, "*tokens"] | None,
-    static: _Static,
+    tokens: _Tokens, weights: tuple[Experts, Adapters | None], static: _Static
 ) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
+    experts, adapters = weights
     check_not_divided(experts.arrays())
-    tokens = x.reshape(-1, x.shape[-1])
+    x, routing, mask = tokens
+    flat = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    return _run(tokens, routing, experts, adapters, static).reshape(x.shape)
+    return _run(flat, routing, experts, adapters, static).reshape(x.shape)
 
 
-@partial(jax.jit, static_argnums=(5, 6))
+@partial(jax.jit, static_argnums=(2, 3))
 def _on_devices(
-    x: Float[AnyArray, "*tokens H"],
-    routing: Routing | Logits,
-    experts: Experts,
-    adapters: Adapters | None,
-    mask: Bool[AnyArray, "*tokens"] | None,
-    static: _Static,
-    split: meshes.TokenSplit,
+    tokens: _Tokens, weights: tuple[Experts, Adapters | None], static: _Static, split: meshes.TokenSplit
 ) -> Float[Array, "*tokens H"]:
     """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
     def run(by_token: Any, whole: Any) -> Float[Array, "*tokens H"]:
-        (x, arrays, mask), (rest, experts, adapters) = by_token, whole
-        return _on_one_device(x, _with_arrays(rest, arrays), experts, adapters, mask, static)
+        rest, weights = whole
+        return _on_one_device(_Tokens.of_parts(by_token, rest), weights, static)
 
-    rest = _with_arrays(routing, dict.fromkeys(_arrays(routing)))
-    return meshes.over_devices(split, run, (x, _arrays(routing), mask), (rest, experts, adapters))
+    by_token, rest = tokens.divided()
+    return meshes.over_devices(split, run, by_token, (rest, weights))
 
 
-def _token_split(
-    x: Float[Any, "*tokens H"], routing: Routing | Logits, experts: Experts, mask: Bool[Any, "*tokens"] | None
-) -> meshes.TokenSplit | None:
+def _token_split(tokens: _Tokens, experts: Experts) -> meshes.TokenSplit | None:
     """How Explicit mesh axes split the tokens; ValueError if they split anything else."""
-    by_token = _by_token(x, routing, mask)
     whole = {f"experts.{name}": array for name, array in experts.arrays().items()}
-    whole["correction_bias"] = routing.correction_bias if isinstance(routing, Logits) else None
-    return meshes.leading_split(x.ndim - 1, by_token, {n: array for n, array in whole.items() if array is not None})
-
-
-def _by_token(x: Any, routing: Any, mask: Any) -> dict[str, Shaped[Any, "..."]]:
-    """The arrays with axes of tokens, by name; without those that are no arrays, which are rejected later."""
-    arrays = _arrays(routing) if isinstance(routing, Routing | Logits) else {}
-    return {name: array for name, array in {"x": x, **arrays, "mask": mask}.items() if is_array(array)}
+    if isinstance(tokens.routing, Logits):
+        whole["correction_bias"] = tokens.routing.correction_bias
+    whole = {name: array for name, array in whole.items() if array is not None}
+    return meshes.leading_split(tokens.x.ndim - 1, tokens.arrays(), whole)
 
 
 @partial(jax.jit, static_argnums=4)  # so that calls outside of any jit are traced and compiled once, too

@@ -34,7 +34,19 @@ def mesh_of(**sizes: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "tp": 1}, {"dp": 4}], ids=str
+    "sizes",
+    [
+        {"ep": 2},
+        {"dp": 2, "ep": 2},
+        {"ep": 2, "tp": 2},
+        {"ep": 2, "tp": 1},
+        {"dp": 4},
+        {"fsdp": 2},
+        {"dp": 2, "fsdp": 2},
+        {"fsdp": 2, "ep": 2},
+        {"fsdp": 2, "tp": 2},
+    ],
+    ids=str,
 )
 def test_the_calls_of_a_case_compute_the_same_layers(sizes: dict[str, int]) -> None:
     """Also the experts alone: with the exchange's sum they are the first divided layer."""
@@ -44,12 +56,13 @@ def test_the_calls_of_a_case_compute_the_same_layers(sizes: dict[str, int]) -> N
     case = Case(layers, 3, {"split": split})
     arguments = case.arguments(layers.drawn(), *case.draw())
     results = {name: np.asarray(its.result()(*arguments[name]), np.float64) for name, its in case.calls.items()}
-    assert case.all_tokens == 3 * sizes.get("dp", 1) * sizes.get("ep", 1)
+    own = sizes.get("dp", 1) * sizes.get("fsdp", 1)
+    assert case.all_tokens == 3 * own * sizes.get("ep", 1)
     whole = results["all_on_one"]
     np.testing.assert_allclose(results["one"], whole[:3], atol=0.1)
     assert np.linalg.norm(results["split"] - whole) <= 1e-2 * np.linalg.norm(whole)
     x = np.asarray(arguments["all_on_one"][0], np.float64)
-    axes = [sizes.get(name, 1) for name in ("dp", "ep", "tp")]
+    axes = [own, *(sizes.get(name, 1) for name in ("ep", "tp"))]
     added = results["experts"].reshape(*axes, -1, x.shape[1]) - x.reshape(axes[0], 1, 1, -1, x.shape[1])
     together = x + added.sum((1, 2)).reshape(x.shape)
     assert np.linalg.norm(together - whole) <= 2e-2 * np.linalg.norm(whole)
@@ -105,8 +118,9 @@ def test_exchanges_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_mesh.run("small", [8, 4], mesh, splits, layers=1, repeats=1)
 
 
-def test_memory_is_that_of_the_arrays() -> None:
-    mesh = mesh_of(dp=2, ep=2)
+@pytest.mark.parametrize("other", ["dp", "fsdp"])
+def test_memory_is_that_of_the_arrays(other: str) -> None:
+    mesh = mesh_of(**{other: 2, "ep": 2})
     split = split_of(mesh, "gather")
     layers = Layers.of(MODELS["small"], split, mesh, 2)
     small, case = (Case(layers, count, {"gather": split}) for count in (1, 5))
@@ -116,9 +130,16 @@ def test_memory_is_that_of_the_arrays() -> None:
     for array, like in zip(jax.tree.leaves(weights), jax.tree.leaves(described), strict=True):
         assert (array.shape, array.dtype, array.sharding) == (like.shape, like.dtype, like.sharding)
     assert memory.whole == sum(array.nbytes for array in jax.tree.leaves(weights.whole))
-    shards = [array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(weights.divided)]
-    assert memory.divided == sum(shards)
-    assert memory.divided < memory.whole
+    divided, gathered = (
+        sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(its))
+        for its in (weights.divided, weights.gathered)
+    )
+    if other == "dp":
+        assert all(parts is its for parts, its in zip(weights.divided, weights.gathered, strict=True))
+        assert memory.divided == divided < memory.whole
+    else:
+        assert memory.divided == divided + gathered
+        assert divided < 0.6 * gathered
     x, logits = case.draw()
     assert memory.tokens >= x.nbytes + logits.nbytes
     assert memory.temporary > 0

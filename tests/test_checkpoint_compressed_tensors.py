@@ -712,17 +712,6 @@ def test_quantized_tensors_that_no_target_means_are_refused(tmp_path, ignore, me
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
 
 
-def test_experts_of_which_only_some_are_quantized_are_refused(tmp_path):
-    arrays, config = golden("w4a16_g32")
-    for name in [name for name in arrays if f"{LAYER}.1." in name]:
-        del arrays[name]
-    arrays |= {f"{LAYER}.1.{p}_proj.weight": np.ones((2, 2), np.float32) for p in PARTS}
-    config["quantization_config"]["ignore"] += [r"re:.*experts\.1\..*"]
-    message = f"experts of '{LAYER}' must all be quantized or none, but '{LAYER}.0.down_proj' is"
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
-
-
 def test_integers_that_no_target_means_are_refused_without_their_scales_too(tmp_path):
     arrays, config = golden("w8a8_channel")
     config["quantization_config"]["ignore"] += [r"re:.*experts.*"]
@@ -745,18 +734,6 @@ def test_other_modules_may_be_quantized_too(tmp_path):
     message = "is of a quantized module, but no target of the config selects 'model.layers.0.self_attn.q_proj'"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         compressed_tensors.Reader(write(tmp_path / "wrong", arrays | moved, config))
-
-
-def test_roles_of_different_schemes_are_refused(tmp_path):
-    arrays, config = golden("w8a8_channel")
-    groups = config["quantization_config"]["config_groups"]
-    groups["group_1"] = groups["group_0"] | {"targets": ["re:.*down_proj"], "input_activations": None}
-    message = (
-        f"scheme of '{LAYER}.0.down_proj' (=int8_channel, inputs as they are, stored as 'int-quantized') must be "
-        f"int8_channel, inputs in int8_token, stored as 'int-quantized', as other experts of '{LAYER}'"
-    )
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        compressed_tensors.Reader(write(tmp_path / "wrong", arrays, config))
 
 
 def test_sizes_that_do_not_fit_each_other_are_refused(tmp_path):

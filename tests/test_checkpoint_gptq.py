@@ -186,3 +186,24 @@ def test_zero_points_are_one_more_than_older_files_say(tmp_path):
         CheckpointError, match="less one below 15, which some tools read as 0 and others as 16, but has one"
     ):
         reader.layers[LAYER].arrays()["gate_up_zero_points"].whole()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("gptq")])
+def test_the_newer_form_of_each_golden_file_has_the_same_weights(name, tmp_path):
+    """In "gptq_v2" each zero point is one more than in the older form, and nothing else differs (GPTQModel's
+    `convert_gptq_v1_to_v2_format`), so that the answers of the older files are those of the newer ones."""
+    arrays, config = golden(name)
+    bits = config["quantization_config"]["bits"]
+    ones = sum(1 << bits * element for element in range(32 // bits))
+    for key, array in arrays.items():
+        if key.endswith(".qzeros"):
+            arrays[key] = (array.view(np.uint32) + np.uint32(ones)).view(np.int32)  # no zero point of 0 carries
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    newer = compressed_tensors.Reader(write(tmp_path / name, arrays, config))
+    older = compressed_tensors.Reader(GOLDEN / name)
+    assert newer.layers[LAYER].scheme.storage == "gptq_v2"
+    for key, array in older.layers[LAYER].arrays().items():
+        np.testing.assert_array_equal(newer.layers[LAYER].arrays()[key].whole(), array.whole(), err_msg=key)
+    compressed_tensors.convert(newer, tmp_path / "again")
+    again = compressed_tensors.Reader(tmp_path / "again")
+    assert all(np.array_equal(again.view(key), array) for key, array in arrays.items())

@@ -158,6 +158,19 @@ def test_floats_rounded_as_they_are_read_are_those_that_convert_writes(tmp_path:
     assert 1e-5 < relative_error(logits, golden) <= 0.02
 
 
+def test_padded_experts_give_the_same_logits(tmp_path: Path) -> None:
+    quantizing.convert(GOLDEN / "bf16", tmp_path / "fp8", jmx.FORMATS["fp8_block"])
+    ids = jnp.asarray(load_file(GOLDEN / "bf16.safetensors")["input_ids"])
+    plain, padded = (load(tmp_path / "fp8", dtype=jnp.float32, pad_experts=pad) for pad in (False, True))
+    sizes = plain.config.hidden_size, plain.config.moe_intermediate_size
+    for model, wanted in ((plain, sizes), (padded, tuple(-(-size // 128) * 128 for size in sizes))):
+        experts = model.layers[0].moe.experts
+        assert (experts.array_sizes, (experts.hidden_size, experts.intermediate_size)) == (wanted, sizes)
+    assert sizes != (128, 128), "nothing would be padded"
+    first, second = (whole(model, ids, empty(model, ids))[0] for model in (plain, padded))
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("head", ["absent", "equal", "other", "of another dtype"])
 @pytest.mark.parametrize("embedding", ["stored", "absent"])
 def test_tied_tables_that_files_hold_both_or_either(

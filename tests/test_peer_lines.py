@@ -63,7 +63,7 @@ def test_the_kernels_compile_for_hopper() -> None:
     try:
         image = compile_kernels("sm_90")
     except OSError as e:
-        pytest.skip(f"needs NVRTC: {e}")
+        pytest.skip(f"needs NVRTC, which the `aot` extra installs: {e}")
     for name in ("gather_lines", "reduce_bf16_lines", "reduce_f16_lines", "reduce_f32_lines", "gather_16"):
         assert name.encode() in image
 

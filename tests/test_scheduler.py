@@ -20,6 +20,8 @@ SETTINGS = [
     Settings((9, 9), (None, 1), max_length=9, max_rows=4, max_blocks=1, budget=6, page=2),
     Settings((30, 8), (None, 4), max_length=30, max_rows=2, max_blocks=4, budget=10, page=1),
 ]
+# Each also with several tokens of a row in one plan.
+SETTINGS += [replace(its, decode_steps=2 + number % 3, decode_rows=its.max_rows) for number, its in enumerate(SETTINGS)]
 
 
 def next_token(seen: Sequence[Sequence[int]]) -> int:
@@ -45,13 +47,22 @@ class Device:
 
     def run(self, step: Plan, texts: dict[int, list[int]]) -> list[tuple[int, int]]:
         """Writes all tokens of a step, then attends: as each layer does. Returns the drawn tokens."""
+        drawn = self._run_once(step, texts)
+        for number in range(1, step.steps):
+            assert not step.blocks
+            later = [replace(row, start=row.start + number) for row in step.rows]
+            drawn += self._run_once(Plan(tuple(later)), texts)
+        return drawn
+
+    def _run_once(self, step: Plan, texts: dict[int, list[int]]) -> list[tuple[int, int]]:
         page = self.settings.page
         draws: list[tuple[int, int, int, tuple[tuple[int, ...], ...]]] = []
         for row in step.rows:
             text = texts[row.id]
-            token = text[row.position] if row.position < len(text) else self.last[row.slot]
-            self._write(row.tables, row.position, [token])
-            draws.append((row.id, row.slot, row.position, row.tables))
+            assert (row.count, row.draws) == (1, True)
+            token = text[row.start] if row.start < len(text) else self.last[row.slot]
+            self._write(row.tables, row.start, [token])
+            draws.append((row.id, row.slot, row.start, row.tables))
         for block in step.blocks:
             assert block.start % page == 0
             assert 1 <= block.count <= page
@@ -162,14 +173,15 @@ class Machine(RuleBasedStateMachine):
         new=st.integers(1, 12),
         salt=st.sampled_from([b"", b"a"]),
         waits=st.booleans(),
+        alone=st.booleans(),
     )
     @precondition(lambda self: self.servers)
-    def submit(self, prompt, new, salt, waits):
+    def submit(self, prompt, new, salt, waits, alone):
         most = self.servers[0].settings.max_length
         prompt = tuple(prompt[: most - 1])
         id = len(self.servers[0].texts)
         for server in self.servers:
-            server.submit(Submit(id, prompt, min(new, most - len(prompt)), salt, waits))
+            server.submit(Submit(id, prompt, min(new, most - len(prompt)), salt, waits, alone))
 
     @rule(data=st.data())
     @precondition(lambda self: self.servers and self.servers[0].unfinished)
@@ -248,6 +260,17 @@ def test_rows_go_on_beside_a_long_prompt():
     assert [[row.id for row in step.rows] for step in steps] == [[0], [0], [0, 1], [0]]
 
 
+def test_rows_draw_several_tokens_where_nothing_waits():
+    server = Server(SETTINGS[5])
+    assert SETTINGS[5].decode_steps == 3
+    server.submit(Submit(0, (1,), 9))
+    assert [server.step().steps for _ in range(3)] == [1, 3, 3]
+    server.submit(Submit(1, (1, 2, 3, 4, 5), 6, alone=True))
+    assert [server.step().steps for _ in range(3)] == [1, 1, 1]
+    server.submit(Submit(2, (1, 2), 3))
+    server.finish()
+
+
 def test_the_youngest_is_preempted_and_ends_all_the_same():
     settings = Settings((9,), (None,), max_length=32, max_rows=3, max_blocks=8, budget=40, page=4)
     server = Server(settings)
@@ -277,6 +300,8 @@ def test_wrong_requests_are_errors():
         ({"pages": (8,)}, "`pages` .*one number for each"),
         ({"windows": (None, 0)}, r"`windows\[1\]`"),
         ({"budget": 6}, "`budget` .=6. must be at least 7"),
+        ({"decode_steps": 0}, "`decode_steps` .=0. must be at least 1"),
+        ({"decode_rows": 0}, "`decode_rows` .=0. must be at least 1"),
     ],
 )
 def test_wrong_settings_are_errors(change, message):

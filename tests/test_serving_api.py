@@ -255,6 +255,7 @@ def test_a_server_is_measured(server: Server, monkeypatch: pytest.MonkeyPatch, c
     assert closed.tok_s > 0
     assert 0 < closed.ttft_ms["p50"] <= closed.ttft_ms["p99"]
     assert 0 <= closed.itl_ms["p50"] <= closed.itl_ms["p99"]
+    assert 0 < closed.tpot_ms["p50"] <= closed.tpot_ms["p99"]
     assert load.measure_rate(target, rate=50, requests=4).rate == 50
     monkeypatch.setenv("JMX_API_KEY", KEY)
     flags = ["--users", "1", "--requests", "2", "--input", "3", "--output", "4", "--json"]

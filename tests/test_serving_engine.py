@@ -37,6 +37,9 @@ class FewPrograms(Limits):
     def sizes(self) -> list[tuple[int, int]]:
         return [(3, 0), (3, 2)]
 
+    def decode_sizes(self) -> list[int]:
+        return [3]
+
 
 LIMITS = FewPrograms(max_users=3, max_length=72, cache_tokens=160, page=16, prompt_tokens=32)
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.serving_trace import evening, simulate, step_seconds
-from jmx.serving.scheduling import Block, Plan, Row, Settings
+from jmx.serving.scheduling import Plan, Settings, Tokens
 
 SETTINGS = Settings((600, 100), (None, 128), 8192, 16, 4, 16 + 4 * 128)
 
@@ -31,8 +31,8 @@ def test_a_long_evening() -> None:
 
 
 def test_steps_take_longer_with_more_tokens() -> None:
-    rows = tuple(Row(id, id, 5, ()) for id in range(8))
-    block = Block(9, 9, 0, 128, True, ())
+    rows = tuple(Tokens(id, id, 5, 1, True, ()) for id in range(8))
+    block = Tokens(9, 9, 0, 128, True, ())
     times = [step_seconds(Plan(rows[:1])), step_seconds(Plan(rows)), step_seconds(Plan(rows, (block,)))]
     assert times[:2] == pytest.approx([2.4e-3, 5.95e-3])
     assert times[2] > times[1]

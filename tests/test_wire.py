@@ -4,14 +4,16 @@ import re
 from functools import partial
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmx
+from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS, quantize
 from jmx.parallel import wire
 from jmx.parallel.division import Division
@@ -138,3 +140,43 @@ def test_calls_know_their_wire() -> None:
     assert call.wire == Wire(INPUT_FORMATS["mxfp8"], 2880)
     assert call.token_bytes == 2880 + 180 + 32
     assert call.result_bytes == 5760
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("exchange", ["gather", "rows"])
+@pytest.mark.parametrize(
+    ("format", "input_format"), [("fp8_channel", "fp8_token"), ("fp8_block", "fp8_block"), ("mxfp4", "fp8_token")]
+)
+def test_codes_go_over_the_links_when_compiled_for_two_gpus(
+    format: str, input_format: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels for FP8: codes, magnitudes and routing in one collective, and nothing before or after it."""
+    monkeypatch.setattr(wire, "LEAST_SAVED", 1)
+    jax.clear_caches()
+    mesh = aot.mesh_of("h200", 2)
+    (axis,) = mesh.axis_names
+    split = jmx.Split(expert=axis, tokens=axis, exchange=exchange, mesh=mesh)
+
+    def make(key: jax.Array) -> jmx.Experts:
+        experts = jmx.Experts.random(key, E, 512, 256, gate_up_order="interleaved", format=FORMATS[format])
+        return experts.with_inputs(input_format).prepare("mosaic_sm90_fp8")
+
+    def call(x: Any, logits: Any, experts: Any) -> jax.Array:
+        routing = jmx.Logits(logits, jmx.TopKSoftmax(2))
+        return jmx.moe(x, routing, experts, activation="swiglu", backend="mosaic_fp8", split=split)
+
+    def described(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec(axis)))
+
+    experts = jax.eval_shape(make, jax.random.key(0))
+    arguments = jax.tree.map(described, (jnp.zeros((128, 512), jnp.bfloat16), jnp.zeros((128, E)), experts))
+    text = jax.jit(call).lower(*arguments).compile().as_text() or ""
+    kinds = r"all-gather|all-to-all|reduce-scatter|all-reduce|collective-permute"
+    found = re.findall(rf"= (\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text)
+    there = Wire(INPUT_FORMATS[input_format], 512).token_bytes + 2 * 8
+    kind, rows, back = ("all-gather", 128, 64) if exchange == "gather" else ("all-to-all", 128, 128)
+    assert [*found] == [
+        (f"u16[{rows},{there // 2}]", kind),
+        (f"bf16[{back},512]", "reduce-scatter" if exchange == "gather" else kind),
+    ]
+    jax.clear_caches()

@@ -24,7 +24,15 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     "Activations": (
         "Activations between an expert's two products.",
         [
-            *("jmx.Activation", "jmx.ACTIVATIONS", "jmx.SwiGLU", "jmx.SwiGLUStep", "jmx.SiLUAndMul", "jmx.GELUAndMul"),
+            *(
+                "jmx.Activation",
+                "jmx.ACTIVATIONS",
+                "jmx.SwiGLU",
+                "jmx.SwiGLUPerExpert",
+                "jmx.SwiGLUStep",
+                "jmx.SiLUAndMul",
+                "jmx.GELUAndMul",
+            ),
             *("jmx.SiLU", "jmx.GELU", "jmx.ReLU", "jmx.ReLU2"),
         ],
     ),

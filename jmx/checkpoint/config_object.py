@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jmx.checkpoint.shards import CheckpointError
 
@@ -16,6 +16,19 @@ class ConfigObject:
             raise CheckpointError(file, f"`{place}` (={value!r}) must be an object")
         self.entries: Mapping[str, Any] = value
         self._left = set(value)
+
+    @classmethod
+    def of_method(cls, file: Path, place: str, value: Any, method: str, ignored: tuple[str, ...] = ()) -> Self:
+        """The object at `place` of config.json that describes a quantization of a `quant_method`.
+
+        Raises:
+            CheckpointError: it is of another method. Later, from methods: a key is unknown or missing, or has a value
+                of another type or one that jmx does not support. The message names the key and its value.
+        """
+        entries = cls(file, place, value)
+        entries.one_of("quant_method", (method,))
+        entries.ignore(*ignored)
+        return entries
 
     def error(self, key: str, rule: str) -> CheckpointError:
         return CheckpointError(self.file, f"`{self.place}.{key}` (={self.entries[key]!r}) {rule}")

@@ -27,6 +27,28 @@ _EPILOG = """exit codes:
   143  ended by SIGTERM (129: by SIGHUP), likewise
 """
 
+# By name: what adds a command's arguments, what runs it, and a summary.
+_COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[argparse.Namespace], int], str]] = {
+    "generate": (generate.add, generate.run, "generate text, or token ids, with a whole model"),
+    "chat": (chat.add, chat.run, "talk with a whole model in a terminal"),
+    "serve": (serve.add, serve.run, "serve a whole model over HTTP, with OpenAI's API"),
+    "explain": (explain.add, explain.run, "show which backend runs a layer, and why each of the others does not"),
+    "doctor": (
+        *(machine.add_doctor, machine.run_doctor),
+        "show versions and devices, what each backend lacks here, and how to get it",
+    ),
+    "convert": (convert.add, convert.run, "write a checkpoint in another form, or with quantized experts"),
+    "bench": (bench.add, bench.run, "time one layer on this machine, against the machine's own limits"),
+    "tune": (
+        *(tune.add, tune.run),
+        "find the fastest configurations of a backend's kernels here, and keep them for later calls",
+    ),
+    "build": (
+        *(machine.add_build, machine.run_build),
+        "compile a backend's kernels for this machine, and keep them for later calls",
+    ),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the program's arguments) asks for, and returns its exit code."""
@@ -109,12 +131,7 @@ def parser() -> Parser:
     )
     commands = whole.add_subparsers(metavar="COMMAND")
 
-    def add(
-        name: str,
-        add_arguments: Callable[[Parser], None],
-        run: Callable[[argparse.Namespace], int],
-        summary: str,
-    ) -> None:
+    for name, (add, run, summary) in _COMMANDS.items():
         command = commands.add_parser(
             name,
             help=summary,
@@ -125,30 +142,5 @@ def parser() -> Parser:
             parents=[shared],
         )
         command.set_defaults(command=run)
-        add_arguments(command)
-
-    add("generate", generate.add, generate.run, "generate text, or token ids, with a whole model")
-    add("chat", chat.add, chat.run, "talk with a whole model in a terminal")
-    add("serve", serve.add, serve.run, "serve a whole model over HTTP, with OpenAI's API")
-    add("explain", explain.add, explain.run, "show which backend runs a layer, and why each of the others does not")
-    add(
-        "doctor",
-        machine.add_doctor,
-        machine.run_doctor,
-        "show versions and devices, what each backend lacks here, and how to get it",
-    )
-    add("convert", convert.add, convert.run, "write a checkpoint in another form, or with quantized experts")
-    add("bench", bench.add, bench.run, "time one layer on this machine, against the machine's own limits")
-    add(
-        "tune",
-        tune.add,
-        tune.run,
-        "find the fastest configurations of a backend's kernels here, and keep them for later calls",
-    )
-    add(
-        "build",
-        machine.add_build,
-        machine.run_build,
-        "compile a backend's kernels for this machine, and keep them for later calls",
-    )
+        add(command)
     return whole

@@ -74,9 +74,11 @@ def _or(value: int | None, default: int) -> int:
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table("users", "requests/s", "input", "output", "tokens/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")
+    of_time = ("TTFT ms p50", "p99", "ITL ms p50", "p99", "TPOT ms p50")
+    table = Table("users", "requests/s", "input", "output", "tokens/s", *of_time)
     for row in rows:
         times = (f"{row[name][share]:.1f}" for name in ("ttft_ms", "itl_ms") for share in ("p50", "p99"))
         of_load = ("" if row[name] is None else str(row[name]) for name in ("users", "rate"))
-        table.add_row(*of_load, str(row["input"]), str(row["output"]), f"{row['tok_s']:.1f}", *times)
+        tpot = f"{row['tpot_ms']['p50']:.2f}"
+        table.add_row(*of_load, str(row["input"]), str(row["output"]), f"{row['tok_s']:.1f}", *times, tpot)
     return table

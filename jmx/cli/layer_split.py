@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
     from jmx.parallel import Split
 
-AXES = {"ep": "experts and tokens", "tp": "experts' intermediate axis", "dp": "tokens"}  # what each axis divides
+# What each axis divides.
+AXES = {
+    "ep": "experts and tokens",
+    "tp": "experts' intermediate axis",
+    "fsdp": "tokens, and weights that are gathered at each call",
+    "dp": "tokens",
+}
 
 
 def add(command: Any, what: str, *, several: bool = False) -> None:
@@ -66,4 +72,11 @@ def split_of(mesh: "Mesh | AbstractMesh", exchange: str | None) -> "Split":
         return tuple(name for name in wanted if name in mesh.axis_names)
 
     # Devices that exchange tokens have consecutive ones.
-    return Split(expert=named("ep"), intermediate=named("tp"), tokens=named("dp", "ep"), exchange=exchange, mesh=mesh)
+    return Split(
+        expert=named("ep"),
+        intermediate=named("tp"),
+        hidden=named("fsdp"),
+        tokens=named("dp", "fsdp", "ep"),
+        exchange=exchange,
+        mesh=mesh,
+    )

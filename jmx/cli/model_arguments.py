@@ -31,6 +31,11 @@ def add(parser: Parser) -> None:
         default="declared",
         help="whether experts quantize their inputs as the checkpoint declares (the default), or not at all",
     )
+    parser.add_argument(
+        "--pad-experts",
+        action="store_true",
+        help="pad experts where whole blocks of their weights and inputs do not divide their sizes",
+    )
     parser.add_argument("--backend", metavar="NAME", help="the backend that must run the experts")
     parser.add_argument(
         "--mesh",
@@ -90,7 +95,8 @@ def source(arguments: argparse.Namespace, directory: Path) -> "Source":
     from jmx.models.loading import file_source
 
     format = None if arguments.format is None else jmx.FORMATS[arguments.format]
-    return file_source(directory, format=format, declared_inputs=arguments.inputs == "declared")
+    declared = arguments.inputs == "declared"
+    return file_source(directory, format=format, declared_inputs=declared, pad_experts=arguments.pad_experts)
 
 
 def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int], all_logits: bool = False) -> "Model":

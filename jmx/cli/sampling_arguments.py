@@ -9,47 +9,31 @@ if TYPE_CHECKING:
     from jmx.models import Sampler
 
 
+# By field of `Sampler`: the type, the default, the letter of the value in the help, and the help.
+_ARGUMENTS: dict[str, tuple[type, float | None, str, str]] = {
+    "temperature": (float, 0.0, "T", "divides the logits; default: 0, the likeliest token"),
+    "top_p": (float, 1.0, "P", "keep the likeliest tokens that sum to P (default: all)"),
+    "top_k": (int, None, "K", "keep the K likeliest tokens (default: all)"),
+    "min_p": (float, 0.0, "P", "keep tokens at least P times as probable as the likeliest (default: all)"),
+    "repetition_penalty": (
+        *(float, 1.0, "R"),
+        "divides positive logits of tokens that are there already, and multiplies negative ones (default: 1)",
+    ),
+    "presence_penalty": (float, 0.0, "P", "subtracted for tokens generated already"),
+    "frequency_penalty": (float, 0.0, "F", "subtracted as often as a token was generated"),
+    "seed": (int, 0, "S", "of sampling and of random weights"),
+}
+
+
 def add(parser: Parser) -> None:
     """Adds the arguments of which `sampler` makes a `Sampler`."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="divides the logits; default: 0, the likeliest token",
-    )
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that sum to P (default: all)"
-    )
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="keep tokens at least P times as probable as the likeliest (default: all)",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="divides positive logits of tokens that are there already, and multiplies negative ones (default: 1)",
-    )
-    group.add_argument(
-        "--presence-penalty", type=float, default=0.0, metavar="P", help="subtracted for tokens generated already"
-    )
-    group.add_argument(
-        "--frequency-penalty", type=float, default=0.0, metavar="F", help="subtracted as often as a token was generated"
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of random weights")
+    for name, (kind, default, letter, text) in _ARGUMENTS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=letter, help=text)
 
 
 def sampler(arguments: argparse.Namespace) -> "Sampler":
     """The `Sampler` of parsed arguments. ValueError for one outside its range."""
     from jmx.models import Sampler
 
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    return Sampler(**{name: getattr(arguments, name) for name in (*names, *penalties)})
+    return Sampler(**{name: getattr(arguments, name) for name in _ARGUMENTS})

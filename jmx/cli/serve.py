@@ -51,6 +51,13 @@ def add(parser: Parser) -> None:
         help="tokens of prompts that a step computes beside answers; default: %(default)s",
     )
     group.add_argument(
+        "--decode-steps",
+        type=number,
+        default=4,
+        metavar="N",
+        help="tokens that up to 8 requests draw in one call, where none waits; default: %(default)s",
+    )
+    group.add_argument(
         "--page", type=number, default=128, metavar="N", help="tokens of a page of the cache; default: %(default)s"
     )
     group.add_argument(

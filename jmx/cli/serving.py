@@ -77,6 +77,7 @@ def _limits(arguments: argparse.Namespace, max_length: int, cache_tokens: int = 
             cache_tokens=_or(arguments.cache_tokens, cache_tokens),
             page=arguments.page,
             prompt_tokens=arguments.prompt_tokens,
+            decode_steps=arguments.decode_steps,
             reuse=not arguments.no_prefix_reuse,
         )
     except ValueError as error:

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmx.activations import Activation
 from jmx.experts import padding
 from jmx.numerics import formats, quantization
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.numerics.gate_up import GATE_UP_ORDERS, join_gate_up, split_gate_up
 from jmx.numerics.input_formats import INPUT_FORMATS, check_static_range
-from jmx.util.checks import check_array, check_int
+from jmx.util.checks import check_array, check_instance, check_int
 from jmx.util.typing import AbstractArray, AnyArray, Array, Float, Float32, Shaped
 
 ORDERS = (*GATE_UP_ORDERS, None)
@@ -92,6 +93,20 @@ def check_weights(
     if formats.is_packed(gate_up) != formats.is_packed(down):
         raise TypeError("`gate_up` and `down` must both be packed or both be canonical")
     return (*lead, hidden, intermediate)
+
+
+def check_activation(activation: Any, gate_up_order: str | None, num_experts: int) -> None:
+    """Raises ValueError or TypeError unless `activation` fits that many experts with that order of gate and up."""
+    check_instance("activation", activation, Activation, "a jmx.Activation")
+    if activation.gated != (gate_up_order is not None):
+        raise ValueError(
+            f"`activation` (={activation}) is {'' if activation.gated else 'un-'}gated, but the experts have "
+            f"gate_up_order={gate_up_order!r}"
+        )
+    if activation.num_experts not in (None, num_experts):
+        raise ValueError(
+            f"`activation` (with parameters of {activation.num_experts} experts) must have those of {num_experts}"
+        )
 
 
 def check_bias(name: str, bias: Any, shape: tuple[int, ...]) -> None:

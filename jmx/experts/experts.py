@@ -229,13 +229,9 @@ class Experts:
         check_one_layer(self, check_bool("bias", bias), fields)
 
     def check_activation(self, activation: Activation) -> None:
-        """Raises ValueError unless `activation` is gated exactly if these experts are."""
-        check_instance("activation", activation, Activation, "a jmx.Activation")
-        if activation.gated != self.gated:
-            raise ValueError(
-                f"`activation` (={activation}) is {'' if activation.gated else 'un-'}gated, but the experts have "
-                f"gate_up_order={self.gate_up_order!r}"
-            )
+        """Raises ValueError unless `activation` is gated exactly if these experts are, and has parameters of as many if
+        it has those of each."""
+        creation.check_activation(activation, self.gate_up_order, self.num_experts)
 
     # Arrays by name, as in modules and checkpoints
 

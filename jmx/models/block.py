@@ -10,7 +10,7 @@ from flax import nnx
 
 import jmx
 import jmx.nnx
-from jmx.models.attention.protocol import SelfAttention
+from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import MLP, Linear, RMSNorm, Variables
 from jmx.models.model_split import ModelSplit

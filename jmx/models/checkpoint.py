@@ -30,6 +30,7 @@ class Checkpoint:
         format: what float experts are quantized to; None: they stay floats.
         gate_up_order: the order of gate and up rows in one tensor, which files do not record.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
+        pad_experts: whether quantized experts are padded to whole blocks; see `compressed_tensors.Reader.experts`.
 
     Raises:
         CheckpointError: files that are wrong or broken; a `format` for experts that are quantized already.
@@ -42,9 +43,10 @@ class Checkpoint:
         format: jmx.Format | None = None,
         gate_up_order: str | None = None,
         declared_inputs: bool = True,
+        pad_experts: bool = False,
     ):
         self.path = Path(path)
-        self._declared_inputs = declared_inputs
+        self._options = {"inputs": declared_inputs, "pad": pad_experts}
         quantized = compressed_tensors.is_quantized(path)
         if quantized and format is not None:
             raise CheckpointError(self.path / "config.json", f"experts are quantized already, and not to {format.name}")
@@ -126,7 +128,7 @@ class Checkpoint:
     def experts(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts | FloatExperts:
         """The experts of the module of that name, all arrays with that sharding; None: on the default device."""
         if isinstance(self.reader, compressed_tensors.Reader):
-            return self.reader.experts(name, sharding=sharding, inputs=self._declared_inputs)
+            return self.reader.experts(name, sharding=sharding, **self._options)
         if self.reader.format is not None:
             return self.reader.experts(name, sharding=sharding)
         return self.reader.floats(name, sharding)

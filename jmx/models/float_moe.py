@@ -14,7 +14,7 @@ from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.layers import precision
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
-from jmx.parallel.over_mesh import exchanged
+from jmx.parallel.over_mesh import OwnExperts, exchanged
 from jmx.routing import Method
 
 
@@ -105,4 +105,5 @@ def _exchanged(split: jmx.Split, moe: FloatMoE, x: jax.Array, logits: jax.Array,
     def experts_of(arrays: Any, tokens: jax.Array, routing: jmx.Routing) -> jax.Array:
         return nnx.merge(graph, arrays).experts_of(tokens, routing)
 
-    return exchanged(split, tokens, routing, moe.gate_up.shape[0], experts_of, arrays).reshape(x.shape)
+    own = OwnExperts(moe.gate_up.shape[0], experts_of, arrays)
+    return exchanged(split, tokens, routing, own).reshape(x.shape)

@@ -42,6 +42,7 @@ def load(
     *,
     format: jmx.Format | str | None = None,
     declared_inputs: bool = True,
+    pad_experts: bool = False,
     dequantize_dense: bool = False,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
@@ -58,6 +59,8 @@ def load(
             on the Hugging Face Hub, as `jmx.models.find` takes.
         format: what float experts are quantized to on reading, or its name; None: they stay floats.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
+        pad_experts: whether experts that are quantized in the files are padded where whole blocks of their weights and
+            inputs do not divide their sizes, as `jmx.Experts.pad` does. Those that `format` quantizes always are.
         dequantize_dense: whether all weights outside experts become floats of `dtype` on reading. False: the weights of
             a product stay in FP8 if files have all of them in one format of it.
         dtype: of activations, dense weights and float experts, bfloat16 or float32.
@@ -76,19 +79,29 @@ def load(
     _check_options(dtype, backend, dequantize_dense)
     split = split_of(mesh, axes)
     check_bool("progress", progress)
-    source = file_source(hub.find(path), format=format, declared_inputs=declared_inputs)
+    options = {"format": format, "declared_inputs": declared_inputs, "pad_experts": pad_experts}
+    source = file_source(hub.find(path), **options)
     with source.progress(progress):
         return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense, split=split)
 
 
-def file_source(path: Path, *, format: jmx.Format | str | None = None, declared_inputs: bool = True) -> Source:
+def file_source(
+    path: Path,
+    *,
+    format: jmx.Format | str | None = None,
+    declared_inputs: bool = True,
+    pad_experts: bool = False,
+) -> Source:
     """The weights of a checkpoint. CheckpointError unless it holds exactly the tensors of a model with its config."""
     format = None if format is None else formats.get(format)
-    check_bool("declared_inputs", declared_inputs)
+    options = {
+        "declared_inputs": check_bool("declared_inputs", declared_inputs),
+        "pad_experts": check_bool("pad_experts", pad_experts),
+    }
     family = family_of(path)
     if format is None and (source := family.reader(path)) is not None:
         return source
-    checkpoint = Checkpoint(path, format=format, gate_up_order=family.gate_up_order, declared_inputs=declared_inputs)
+    checkpoint = Checkpoint(path, format=format, gate_up_order=family.gate_up_order, **options)
     config, stored = _untied(checkpoint, family.read_config(path))
     more = {}
     if config.tie_word_embeddings and checkpoint.holds(TOP_NAMES["unembedding"]):

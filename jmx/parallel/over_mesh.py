@@ -176,6 +176,22 @@ def num_experts(experts: AnyExperts) -> int:
     return experts.experts.num_experts if isinstance(experts, PlacedExperts) else experts.num_experts
 
 
+class OwnExperts(NamedTuple):
+    """The experts of one device, inside `jax.shard_map`.
+
+    Args:
+        num_experts: how many they are.
+        compute: what they compute of `arrays`, tokens and their routing; ids count from this device's first expert.
+        arrays: a pytree, of which gradients may be asked for.
+        input_format: what `compute` rounds tokens to before anything else; None: nothing.
+    """
+
+    num_experts: int
+    compute: Local
+    arrays: Any
+    input_format: str | None = None
+
+
 def on_this_device(
     split: Split,
     x: Float[Array, "T H"],
@@ -206,7 +222,7 @@ def on_this_device(
             return results[0]
         return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
 
-    return exchanged(split, x, routing, num_experts(experts), local, (parts, adapters), input_format)
+    return exchanged(split, x, routing, OwnExperts(num_experts(experts), local, (parts, adapters), input_format))
 
 
 def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
@@ -219,40 +235,24 @@ def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
     return gather_hidden(experts, axes, varying)
 
 
-def exchanged(
-    split: Split,
-    x: Float[Array, "T H"],
-    routing: Routing,
-    own_experts: int,
-    experts: Local,
-    arrays: Any,
-    input_format: str | None = None,
-) -> Float[Array, "T H"]:
-    """The results of this device's tokens, inside `jax.shard_map` over the axes of `split`.
-
-    Args:
-        x, routing: this device's tokens, and their experts among those of all devices.
-        own_experts: how many experts this device has.
-        experts: what they compute of `arrays`, tokens and their routing; ids count from this device's first expert.
-        arrays: a pytree, of which gradients may be asked for.
-        input_format: what `experts` rounds tokens to before anything else; None: nothing.
-    """
+def exchanged(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnExperts) -> Float[Array, "T H"]:
+    """The results of this device's tokens, as `on_this_device`, for experts of any kind."""
 
     def local(arrays: tuple[Any, Any], x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
         first, of_experts = arrays
-        return experts(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first))
+        return own.compute(of_experts, x, routing._replace(expert_ids=routing.expert_ids - first))
 
-    mine = jnp.asarray(own_experts * _index(split.names("expert")), jnp.int32), arrays
+    mine = jnp.asarray(own.num_experts * _index(split.names("expert")), jnp.int32), own.arrays
     if split.exchanged:
-        here = Here(local, mine, _first_experts(split, own_experts))
-        call = _call(split, x, routing, own_experts, input_format)
+        here = Here(local, mine, _first_experts(split, own.num_experts))
+        call = _call(split, x, routing, own)
         y = choose(call, split.exchange).exchange.apply(call, x, routing, here)
     else:
         y = local(mine, x, routing)
     return all_sum(y, split.summed) if split.summed else y
 
 
-def _call(split: Split, x: Float[Array, "T H"], routing: Routing, own_experts: int, input_format: str | None) -> Call:
+def _call(split: Split, x: Float[Array, "T H"], routing: Routing, own: OwnExperts) -> Call:
     axes = split.exchanged
     return Call(
         axes=axes,
@@ -262,11 +262,11 @@ def _call(split: Split, x: Float[Array, "T H"], routing: Routing, own_experts: i
         hidden_size=x.shape[1],
         itemsize=x.dtype.itemsize,
         whole_experts=not {*axes} & {*split.names("intermediate")},
-        num_experts=own_experts * prod(lax.axis_size(axis) for axis in split.names("expert")),
-        experts_per_rank=own_experts,
+        num_experts=own.num_experts * prod(lax.axis_size(axis) for axis in split.names("expert")),
+        experts_per_rank=own.num_experts,
         capacity=split.capacity,
         chunks=split.chunks,
-        input_format=input_format,
+        input_format=own.input_format,
     )
 
 

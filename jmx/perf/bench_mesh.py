@@ -73,7 +73,8 @@ def run(
     memory.check(described.num_layers)
     device = mesh.devices.flat[0]
     progress(f"measuring the limits of {device.device_kind}")
-    links = measure_links(mesh, splits[0].exchanged or splits[0].summed, repeats)
+    axes = splits[0].exchanged or splits[0].summed or splits[0].names("hidden")
+    links = measure_links(mesh, axes, repeats)
     machine = Machine(measure_limits(repeats), links)
     values = describe_machine(device) | {"mesh": dict(mesh.shape), "link_GBs": None if links is None else links / 1e9}
     settings = {"model": model, "tokens": [*tokens], "routing": routing, "formats": format and [format]} | {

@@ -17,7 +17,8 @@ class MeshMemory:
     """Bytes on the first device, which has the whole layers too; the others have less.
 
     Args:
-        whole, divided: weights of all layers: whole, and this device's part.
+        whole, divided: weights of all layers: whole, and this device's part; with these as they are gathered along the
+            hidden axis, where the mesh divides that.
         tokens: x and logits of the case that needs most, of every call; results of two calls.
         temporary: of the call that needs most.
         limit: what the device has; None: not known. On CPUs it is that of all devices together.
@@ -40,7 +41,7 @@ class MeshMemory:
         programs = [call.result() for case in cases for call in case.calls.values()]
         return cls(
             whole=_bytes(weights.whole),
-            divided=_bytes(weights.divided),
+            divided=_bytes(weights.divided) + (_bytes(weights.gathered) if layers.split.names("hidden") else 0),
             tokens=max(map(_tokens, cases)),
             temporary=max(temporary_bytes(program) or 0 for program in programs),
             limit=memory_limit(device),

@@ -120,10 +120,7 @@ class SqrtSoftplusTopK(_ScoreTopK):
 
     softplus(x) = log(1 + exp(x)).
 
-    Args:
-        top_k: slots of a token.
-        renormalize: whether the k weights are divided by their sum.
-        routed_scaling_factor: multiplies the weights at the end.
+    The arguments are those of `SigmoidTopK`.
     """
 
     scoring: ClassVar[str] = "sqrt_softplus"

@@ -28,6 +28,7 @@ class Limits:
         input_formats: names of input formats; None among them stands for inputs in the dtype of x.
         dtypes: names of the activations' dtypes.
         weights_on: what routing weights may multiply.
+        activations_per_expert: whether the activation may have parameters of each expert.
         symbolic_tokens: whether the number of tokens may be symbolic.
         layout: name of the one layout that its kernels read.
     """
@@ -39,6 +40,7 @@ class Limits:
     input_formats: tuple[str | None, ...] | None = (None,)
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     weights_on: tuple[str, ...] = WEIGHTS_ON
+    activations_per_expert: bool = False
     symbolic_tokens: bool = False
     layout: str | None = None
 
@@ -53,6 +55,7 @@ class Limits:
             self._input_format,
             self._dtype,
             self._weights_on,
+            self._activation,
             self._tokens,
             *more,
             self._layout,
@@ -125,6 +128,11 @@ class Limits:
             return None
         detail = f"routing weights multiply the {problem.weights_on}, not the {' or '.join(self.weights_on)}"
         return Rejection(Reason.WEIGHTS_ON, detail, "use xla")
+
+    def _activation(self, problem: Problem) -> Rejection | None:
+        if self.activations_per_expert or problem.activation.num_experts is None:
+            return None
+        return Rejection(Reason.ACTIVATION, "the activation has parameters of each expert", "use xla, or jmx.SwiGLU")
 
     def _tokens(self, problem: Problem) -> Rejection | None:
         if problem.num_tokens is not None or self.symbolic_tokens:

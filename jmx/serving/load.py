@@ -65,7 +65,8 @@ class Point:
         input, output: tokens of each prompt and answer.
         tok_s: tokens of all answers over the time from the first request to the last token.
         ttft_ms: from a request to its first token, the median and the 99th percentile.
-        itl_ms: between two events of an answer, likewise.
+        itl_ms: between two events of an answer, which may have several tokens, likewise.
+        tpot_ms: of each token of an answer after the first event, on average over the answer, likewise of all answers.
     """
 
     users: int | None
@@ -76,6 +77,7 @@ class Point:
     tok_s: float
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
+    tpot_ms: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -99,7 +101,7 @@ def measure(target: Target, *, users: int, requests: int) -> Point:
 
         return [timed for its in await asyncio.gather(*(user() for _ in range(users))) for timed in its]
 
-    return _point(target, asyncio.run(_with_server(target, run)), users, None)
+    return _point(target, asyncio.run(_with_server(target, [users], run)), users, None)
 
 
 def measure_rate(target: Target, *, rate: float, requests: int) -> Point:
@@ -122,15 +124,18 @@ def measure_rate(target: Target, *, rate: float, requests: int) -> Point:
 
         return list(await asyncio.gather(*map(later, range(requests))))
 
-    return _point(target, asyncio.run(_with_server(target, run)), None, rate)
+    return _point(target, asyncio.run(_with_server(target, [], run)), None, rate)
 
 
 async def _with_server(
-    target: Target, run: Callable[[Callable[[int], Awaitable[Timed]]], Awaitable[list[Timed]]]
+    target: Target, seeds: list[int], run: Callable[[Callable[[int], Awaitable[Timed]]], Awaitable[list[Timed]]]
 ) -> list[Timed]:
-    """What `run` returns, given a function that asks for the answer of a number."""
+    """What `run` returns, given a function that asks for the answer of a number.
+
+    `seeds`, besides that of the target: another measurement's prompts would be in the server's cache.
+    """
     model = json.loads(b"".join([line async for line in _lines(target, "GET", "/v1/models", None)]))["data"][0]
-    numbers = np.random.default_rng([target.seed, 1])
+    numbers = np.random.default_rng([target.seed, 1, *seeds])
     prompts: dict[int, list[int]] = {}
 
     async def ask(number: int) -> Timed:
@@ -188,6 +193,7 @@ def _point(target: Target, answers: list[Timed], users: int | None, rate: float 
     first, last = min(its.asked for its in answers), max(its.events[-1] for its in answers)
     firsts = [its.events[0] - its.asked for its in answers]
     between = [gap for its in answers for gap in np.diff(its.events).tolist()] or [0.0]
+    each = [(its.events[-1] - its.events[0]) / max(its.tokens - 1, 1) for its in answers]
     tokens = sum(its.tokens for its in answers)
     return Point(
         users,
@@ -198,6 +204,7 @@ def _point(target: Target, answers: list[Timed], users: int | None, rate: float 
         round(tokens / (last - first), 1),
         _percentiles(firsts),
         _percentiles(between),
+        _percentiles(each),
     )
 
 

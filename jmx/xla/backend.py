@@ -41,7 +41,7 @@ from jmx.xla import dot
 
 _MAX_COPIED = 8  # assignments whose weights may be copied at a time
 
-LIMITS = Limits(input_formats=None)
+LIMITS = Limits(input_formats=None, activations_per_expert=True)
 
 
 NAME = "xla"
@@ -236,7 +236,7 @@ def _forward_few(
     def compute(assignments: tuple[Int32[Array, " n"], Float[Array, "n H"]]) -> Float32[Array, "n H"]:
         chosen, rows = assignments
         h = product("gate_up", chosen, rows)
-        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_activation_dtype(x))
+        a = activations.apply(problem.activation, h, experts.gate_up_order, chosen).astype(_activation_dtype(x))
         return product("down", chosen, a)
 
     chosen = jnp.where(inside, routing.expert_ids, 0).astype(jnp.int32).reshape(-1)
@@ -286,7 +286,8 @@ def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, ex
         if problem.on_input:
             rows = (rows * weight).astype(x.dtype)
         h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows))
-        a = activations.apply(problem.activation, h, experts.gate_up_order).astype(_activation_dtype(x))
+        a = activations.apply(problem.activation, h, experts.gate_up_order, step.experts)
+        a = a.astype(_activation_dtype(x))
         out = step_weights.product("down", _round_inputs(problem, experts, "down", a))
         if not problem.on_input:
             out *= weight
@@ -404,7 +405,7 @@ def backward(
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
         h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows_in))
-        a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order), h)
+        a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order, step.experts), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
         da = step_weights.transposed("down", dout)  # without the routing weight, which is linear and applied below
         if on_input:

@@ -19,14 +19,8 @@ _ELSEWHERE = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modul
 
 
 def parse_awq(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization of the object at `place` of config.json.
-
-    Raises:
-        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
-    """
-    top = ConfigObject(file, place, value)
-    top.one_of("quant_method", (METHOD,))
-    top.ignore(*_ELSEWHERE)
+    """The quantization of the object at `place` of config.json. Raises `CheckpointError`: see `of_method`."""
+    top = ConfigObject.of_method(file, place, value, METHOD, _ELSEWHERE)
     top.one_of("bits", (4,))
     size = group_size(top, "group_size")
     top.one_of("zero_point", (True,))  # the package packs no weights without them

@@ -156,14 +156,8 @@ def _with_outer(module: str) -> Iterator[str]:
 
 
 def parse_quantization(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization of the object at `place` of config.json.
-
-    Raises:
-        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
-            The message names the key and its value.
-    """
-    top = ConfigObject(file, place, value)
-    top.one_of("quant_method", (METHOD,))
+    """The quantization of the object at `place` of config.json. Raises `CheckpointError`: see `of_method`."""
+    top = ConfigObject.of_method(file, place, value, METHOD)
     top.one_of("quantization_status", ("compressed", "frozen", None), None)  # "frozen" in files of older versions
     top.check("sparsity_config", _no_sparsity, "must be empty: sparse weights are not read", None)
     for key in ("transform_config", "moe_sparsity_config"):

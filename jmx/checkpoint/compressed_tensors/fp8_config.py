@@ -44,11 +44,9 @@ _IGNORE = ("modules_to_not_convert", "ignored_layers")
 def parse_fp8(file: Path, place: str, value: Any, expert_dtype: Any = None) -> Quantization:
     """The quantization of the object at `place` of config.json; `expert_dtype`: that key of the config around it.
 
-    Raises:
-        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
+    Raises `CheckpointError`: see `of_method`.
     """
-    top = ConfigObject(file, place, value)
-    top.one_of("quant_method", (METHOD,))
+    top = ConfigObject.of_method(file, place, value, METHOD)
     dynamic = top.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
     top.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)  # two names of one type
     inputs, storage = _BY_SCALES[top.one_of("scale_fmt", (*_BY_SCALES,), None)]

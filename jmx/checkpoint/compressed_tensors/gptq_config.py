@@ -54,14 +54,8 @@ _SKIPPED = "-:"  # before a pattern of `dynamic`: modules that are not quantized
 
 
 def parse_gptq(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization of the object at `place` of config.json.
-
-    Raises:
-        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
-    """
-    top = ConfigObject(file, place, value)
-    top.one_of("quant_method", (METHOD,))
-    top.ignore(*_ELSEWHERE)
+    """The quantization of the object at `place` of config.json. Raises `CheckpointError`: see `of_method`."""
+    top = ConfigObject.of_method(file, place, value, METHOD, _ELSEWHERE)
     bits = top.one_of("bits", (4, 8))
     size = group_size(top, "group_size")
     ordered = top.one_of("desc_act", (True, False), False) and size is not None

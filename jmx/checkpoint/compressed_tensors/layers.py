@@ -14,14 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
+from jmx.checkpoint.compressed_tensors import common_format
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
+from jmx.checkpoint.compressed_tensors.float_module import FloatModule
 from jmx.checkpoint.compressed_tensors.gptq_module import module_of
 from jmx.checkpoint.compressed_tensors.module import Module, Piece, Shape
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.host_arrays import stacked
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor
 from jmx.experts import ROLES
-from jmx.numerics.formats import Format
+from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.gate_up import GATE_UP_ORDERS
 from jmx.util.typing import Float32, Shaped
 
@@ -34,6 +36,7 @@ PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 )
 
 WHOLE = "weight_shape"  # describes a whole tensor, also one that holds all experts
+_REMEDY = "; `jmx convert IN OUT --quantize FORMAT` requantizes all to one"
 
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)\.([^.]+)", re.DOTALL)
@@ -41,8 +44,8 @@ _PARAMETER = re.compile(rf"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(bias
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The experts of a layer: E of them, of hidden size H and intermediate size I, all quantized alike.
+class ExpertModules[M: Module | FloatModule]:
+    """The modules of a layer's experts: E of them, of hidden size H and intermediate size I.
 
     Args:
         name: of the module that holds them, such as "model.layers.0.mlp.experts".
@@ -51,20 +54,12 @@ class Layer:
     """
 
     name: str
-    modules: Mapping[str, Sequence[tuple[Module, ...]]]
+    modules: Mapping[str, Sequence[tuple[M, ...]]]
     gate_up_order: str | None
 
     @property
-    def _first(self) -> Module:
+    def _first(self) -> M:
         return self.modules["gate_up"][0][0]
-
-    @property
-    def scheme(self) -> Scheme:
-        return self._first.scheme
-
-    @property
-    def format(self) -> Format:
-        return self._first.format
 
     @property
     def num_experts(self) -> int:
@@ -82,15 +77,35 @@ class Layer:
     def has_bias(self) -> bool:
         return "bias" in self._first.pieces
 
-    def arrays(self) -> dict[str, "Stacked"]:
-        """The layer's arrays, packed, by name as `jmx.Experts.arrays` names them."""
-        names = [*self.format.arrays, *["bias"] * self.has_bias]
-        return {f"{role}_{name}": Stacked(self.modules[role], name) for role in ROLES for name in names}
-
     def tensors(self) -> set[Tensor]:
         """The tensors that hold these experts."""
         modules = (module for role in ROLES for parts in self.modules[role] for module in parts)
         return {piece.tensor for module in modules for piece in module.pieces.values()}
+
+
+@dataclass(frozen=True)
+class Layer(ExpertModules[Module]):
+    """The experts of a layer, all quantized, which `jmx.Experts` can hold.
+
+    Args:
+        scheme: of all modules. Of several the weights are those of `common_format`; inputs that differ are described.
+    """
+
+    scheme: Scheme
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.scheme.weights]
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """Those of the modules, each once."""
+        return [*dict.fromkeys(m.scheme for its in self.modules.values() for parts in its for m in parts)]
+
+    def arrays(self) -> dict[str, "Stacked"]:
+        """The layer's arrays, packed, by name as `jmx.Experts.arrays` names them."""
+        names = [*self.format.arrays, *["bias"] * self.has_bias]
+        return {f"{role}_{name}": Stacked(self.modules[role], name, self.format) for role in ROLES for name in names}
 
     def static_scales(self, role: str) -> Float32[np.ndarray, "E parts"] | None:
         """The static scales of a role's inputs, as factors, gate and up separately; None if there are none.
@@ -104,15 +119,17 @@ class Layer:
 
 
 class Stacked:
-    """An array of all experts, (E, ...), that is read from files when it is sliced.
+    """An array of all experts, (E, ...), in a format that all have in common, read from files when it is sliced.
 
     Indices are slices, as `jmx.checkpoint.placement.place` makes them: experts, rows, and the other axes.
     """
 
-    def __init__(self, modules: Sequence[tuple[Module, ...]], name: str):
-        self._modules, self._name = modules, name
-        parts = [module.abstract(name) for module in modules[0]]
-        (shape, self.dtype), *others = parts
+    def __init__(self, modules: Sequence[tuple[Module, ...]], name: str, format: Format):
+        self._modules, self._name, self._format = modules, name, format
+        different = {(m.scheme, m.pieces["weight_scale"].dtype): m for parts in modules for m in parts}
+        dtypes = {common_format.abstract(module, name, format)[1] for module in different.values()}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)  # of scales, which it holds exactly
+        (shape, _), *others = (common_format.abstract(module, name, format) for module in modules[0])
         if name != "order":
             shape = (shape[0] + sum(other[0] for other, _ in others), *shape[1:])
         self.shape: Shape = (len(modules), *shape)
@@ -135,23 +152,28 @@ class Stacked:
         """The tensors that the array is made of, in the order of their use."""
         for modules in self._modules:
             for module in modules:
-                yield from (piece.tensor for piece in module.sources(self._name))
+                yield from (piece.tensor for piece in self._sources(module))
+
+    def _sources(self, module: Module) -> list[Piece]:
+        return module.sources(self._name) if self._name in (*module.format.arrays, "bias") else []
 
     def _of_all(self) -> set[Tensor]:
         """Those that hold all experts. They are used again for each expert, and so must be held until the last."""
-        pieces = (piece for module in self._modules[0] for piece in module.sources(self._name))
+        pieces = (piece for module in self._modules[0] for piece in self._sources(module))
         return {piece.tensor for piece in pieces if piece.expert is not None}
 
     def _expert(self, expert: int) -> Shaped[np.ndarray, "..."]:
         modules = self._modules[expert]
-        parts = [module.array(self._name) for module in modules]
+        parts = [common_format.array(module, self._name, self._format) for module in modules]
+        parts = [part.astype(self.dtype, copy=False) for part in parts]
         if len(parts) == 1:
             return parts[0]
         if self._name == "order":
             for module, part in zip(modules[1:], parts[1:], strict=True):
                 if not np.array_equal(part, parts[0]):
-                    raise module.pieces["weight_g_idx"].error(
-                        f"must group columns as {modules[0].name!r} does, which has the same inputs"
+                    other, its = (modules[0], module) if "weight_g_idx" in module.pieces else (module, modules[0])
+                    raise its.pieces["weight_g_idx"].error(
+                        f"must group columns as {other.name!r} does, which has the same inputs"
                     )
             return parts[0]
         return np.concatenate(parts)
@@ -170,8 +192,23 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
         gate_up_order: the order of rows in a tensor that holds gate and up, which files do not record.
 
     Raises:
-        CheckpointError: there are no experts; one is missing, or differs from the others in more than its numbers; a
-            tensor belongs to no scheme; and the errors of `Module`.
+        CheckpointError: as `find_modules`; experts of a layer are floats, or have no format in common.
+        ValueError: as `find_modules`.
+    """
+    layers = {}
+    for name, its in find_modules(found, quantization, gate_up_order).items():
+        layers[name] = Layer(name, _quantized(its), its.gate_up_order, _scheme(its))
+    return layers
+
+
+def find_modules(
+    found: Mapping[str, Tensor], quantization: Quantization, gate_up_order: str | None
+) -> dict[str, ExpertModules[Module | FloatModule]]:
+    """The modules of experts of which some are quantized, which may differ in their schemes; arguments as in `find`.
+
+    Raises:
+        CheckpointError: there are no experts; one is missing, or differs from the others in more than its numbers and
+            scheme; a tensor belongs to no scheme; and the errors of `Module`.
         ValueError: `gate_up_order` is None, but files hold gate and up in one tensor.
     """
     layers: dict[str, _Found] = {}
@@ -199,7 +236,9 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
     return quantized
 
 
-def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: str | None) -> Layer | None:
+def _layer(
+    name: str, found: _Found, quantization: Quantization, gate_up_order: str | None
+) -> ExpertModules[Module | FloatModule] | None:
     projections = {projection for its in found.values() for projection in its}
     file = next(tensor.file for its in found.values() for tensors in its.values() for tensor in tensors.values())
     spelling = next((s for s in PROJECTIONS if {p for names in s.values() for p in names} == projections), None)
@@ -210,8 +249,9 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
     names = [f"{its_name}.{projection}" for its_name, _ in experts for projection in sorted(projections)]
     schemes = {its_name: quantization.scheme(its_name) for its_name in dict.fromkeys(names)}
     if None in schemes.values():
-        _check_unquantized(file, name, found, schemes)
-        return None
+        _check_unquantized(name, found, schemes)
+        if not any(schemes.values()):
+            return None
     if len(spelling["gate_up"]) > 1:
         gate_up_order = "concatenated"  # here, from two tensors
     elif spelling["gate_up"] == ("up_proj",):
@@ -222,16 +262,15 @@ def _layer(name: str, found: _Found, quantization: Quantization, gate_up_order: 
             "tensor, and files do not record the order of its rows"
         )
 
-    def module(its_name: str, pieces: Mapping[str, Mapping[str, Piece]], projection: str) -> Module:
+    def module(its_name: str, pieces: Mapping[str, Mapping[str, Piece]], projection: str) -> Module | FloatModule:
         full, scheme = f"{its_name}.{projection}", schemes[f"{its_name}.{projection}"]
         if projection not in pieces:
             raise CheckpointError(file, f"module {full!r} is missing, which other experts have")
-        assert scheme is not None
-        return module_of(full, pieces[projection], scheme)
+        return FloatModule(full, pieces[projection]) if scheme is None else module_of(full, pieces[projection], scheme)
 
     modules = {role: [tuple(module(*expert, p) for p in spelling[role]) for expert in experts] for role in ROLES}
     _check_alike(file, name, modules, gate_up_order)
-    return Layer(name, modules, gate_up_order)
+    return ExpertModules(name, modules, gate_up_order)
 
 
 def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[str, dict[str, Piece]]]]:
@@ -261,31 +300,31 @@ def _experts(file: Path, name: str, found: _Found) -> Iterator[tuple[str, dict[s
         yield name, pieces
 
 
-def _check_unquantized(file: Path, name: str, found: _Found, schemes: Mapping[str, Scheme | None]) -> None:
-    """CheckpointError if some of the experts are quantized, or have tensors that only quantized ones have."""
-    quantized = [its_name for its_name, scheme in schemes.items() if scheme is not None]
-    if quantized:
-        raise CheckpointError(file, f"experts of {name!r} must all be quantized or none, but {quantized[0]!r} is")
-    for its in found.values():
-        for tensors in its.values():
-            for last, tensor in tensors.items():
+def _check_unquantized(name: str, found: _Found, schemes: Mapping[str, Scheme | None]) -> None:
+    """CheckpointError if experts that are not quantized have tensors that only quantized ones have."""
+    for expert, its in found.items():
+        for projection, tensors in its.items():
+            module = f"{name}.{projection}" if expert is None else f"{name}.{expert}.{projection}"
+            for last, tensor in tensors.items() if schemes[module] is None else ():
                 if last not in ("weight", "bias") or DTYPES[tensor.dtype].itemsize < 2:
                     raise Piece(tensor).error(f"({tensor.dtype}) is of a module that no target of the config selects")
 
 
 def _check_alike(
-    file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module, ...]]], gate_up_order: str | None
+    file: Path, name: str, modules: Mapping[str, Sequence[tuple[Module | FloatModule, ...]]], gate_up_order: str | None
 ) -> None:
     """CheckpointError unless the experts' modules can be stacked, and gate, up and down agree in size."""
     first, down = modules["gate_up"][0][0], modules["down"][0][0]
-    dtypes = {last: piece.dtype for last, piece in first.pieces.items()}
+    biases = {last: piece.dtype for last, piece in first.pieces.items() if last == "bias"}
+    dtypes: dict[Scheme | None, dict[str, str]] = {}
     for role, model in (("gate_up", first), ("down", down)):
         for module in (module for its in modules[role] for module in its):
             its_dtypes = {last: piece.dtype for last, piece in module.pieces.items()}
+            its_biases = {last: dtype for last, dtype in its_dtypes.items() if last == "bias"}
             for what, its, wanted in (
-                ("scheme", module.scheme, first.scheme),
                 ("shape", module.shape, model.shape),
-                ("tensors", its_dtypes, dtypes),
+                ("tensors", its_dtypes, dtypes.setdefault(module.scheme, its_dtypes)),
+                ("biases", its_biases, biases),
             ):
                 if its != wanted:
                     raise CheckpointError(
@@ -299,3 +338,44 @@ def _check_alike(
             file,
             f"experts of {name!r} must be {what} and down (H, I), but are {(rows, first.shape[1])} and {down.shape}",
         )
+
+
+def _quantized(its: ExpertModules[Module | FloatModule]) -> Mapping[str, Sequence[tuple[Module, ...]]]:
+    """The modules, all of which must be quantized. CheckpointError if one is not."""
+    every = [module for modules in its.modules.values() for parts in modules for module in parts]
+    floats = next((module for module in every if isinstance(module, FloatModule)), None)
+    if floats is not None:
+        other = next(module for module in every if isinstance(module, Module))
+        raise CheckpointError(
+            floats.file,
+            f"experts of {its.name!r} must all be quantized or none, but {other.name!r} is, and {floats.name!r} is not"
+            f"{_REMEDY}",
+        )
+    return {
+        role: [tuple(module for module in parts if isinstance(module, Module)) for parts in modules]
+        for role, modules in its.modules.items()
+    }
+
+
+def _scheme(its: ExpertModules[Module | FloatModule]) -> Scheme:
+    """The scheme of a layer, in which all its modules' weights are the same numbers.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found: dict[Scheme, Module] = {}
+    for module in (module for modules in _quantized(its).values() for parts in modules for module in parts):
+        found.setdefault(module.scheme, module)
+    if len(found) == 1:
+        return next(iter(found))
+    each = " and ".join(f"{module.name.removeprefix(f'{its.name}.')!r} ({scheme})" for scheme, module in found.items())
+    format = common_format.common_format(module.format for module in found.values())
+    first = next(iter(found))
+    if format is None:
+        raise CheckpointError(
+            found[first].file,
+            f"experts of {its.name!r} must be in one format, or in several that have one in common, but are of {each}"
+            f"{_REMEDY}",
+        )
+    inputs = {scheme.inputs for scheme in found}
+    return Scheme(format.name, inputs.pop() if len(inputs) == 1 else f"of {each}", first.storage)

@@ -55,14 +55,8 @@ _SHARED_SCALES = (
 
 
 def parse_quark(file: Path, place: str, value: Any) -> Quantization:
-    """The quantization of the object at `place` of config.json.
-
-    Raises:
-        CheckpointError: a key is unknown or missing, or has a value of another type or one that jmx does not support.
-    """
-    top = ConfigObject(file, place, value)
-    top.one_of("quant_method", (METHOD,))
-    top.ignore(*_ELSEWHERE)
+    """The quantization of the object at `place` of config.json. Raises `CheckpointError`: see `of_method`."""
+    top = ConfigObject.of_method(file, place, value, METHOD, _ELSEWHERE)
     top.one_of("quant_mode", (*_MODES, None), None)
     top.check("algo_config", _is_past, f"must be of algorithms that are done: {', '.join(_ALGORITHMS)}", None)
     if top.object_or_none("export") is not None:

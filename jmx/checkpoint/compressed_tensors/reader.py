@@ -1,7 +1,10 @@
 """Reading a compressed-tensors checkpoint: headers are checked first, then experts are read layer by layer."""
 
 import os
+import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +24,7 @@ from jmx.checkpoint.placement import ShardingLike, send, sharding_of
 from jmx.checkpoint.safetensors_reader import SafetensorsReader
 from jmx.checkpoint.shards import CheckpointError, Tensor
 from jmx.experts import ORDERS, ROLES, Experts
-from jmx.numerics.formats import BlockScaled
+from jmx.numerics.formats import FORMATS, BlockScaled
 from jmx.numerics.input_formats import INPUT_FORMATS, reduce_static_scales
 from jmx.numerics.quantization import dequantize
 from jmx.util.checks import check_bool, check_one_of, check_path, check_str
@@ -55,6 +58,8 @@ class Reader(SafetensorsReader):
         ValueError: `gate_up_order` is unknown, or None where it is needed.
     """
 
+    _find: Callable[..., dict[str, Any]] = staticmethod(layers.find)
+
     def __init__(self, path: str | os.PathLike[str], gate_up_order: str | None = None):
         check_one_of("gate_up_order", gate_up_order, ORDERS)
         self.path = check_path("path", path)
@@ -67,7 +72,7 @@ class Reader(SafetensorsReader):
             self._modules.setdefault(module, {})[last] = Piece(tensor)
             if last in QUANTIZED and self.quantization.scheme(module) is None:
                 raise Piece(tensor).error(f"is of a quantized module, but no target of the config selects {module!r}")
-        self.layers: dict[str, Layer] = layers.find(self.tensors, self.quantization, gate_up_order)
+        self.layers: dict[str, Layer] = self._find(self.tensors, self.quantization, gate_up_order)
         for name, layer in self.layers.items():
             sizes = {"num_experts": layer.num_experts, "hidden_size": layer.hidden_size}
             check_model_sizes(self.path / FILE, self.config, name, **sizes)
@@ -82,6 +87,9 @@ class Reader(SafetensorsReader):
         pad: bool = False,
     ) -> Experts:
         """A layer's experts, which stay in their format throughout.
+
+        Where files have several formats in a layer, all are in one in which their weights are the same numbers (see
+        `common_format`), with a UserWarning.
 
         Args:
             layer, sharding: as in `arrays`.
@@ -99,6 +107,7 @@ class Reader(SafetensorsReader):
         declared = self.declared_inputs(layer, pad=pad) if check_bool("inputs", inputs) else None
         check_bool("pad", pad)
         found = self._layer(layer)
+        _warn_of_common_format(found)
         scales = [] if declared is None else _static_scales(found)
         read = partial(self.arrays, layer, sharding)
         experts = experts_of(read, found.format, found.gate_up_order, layout, sharding, declared, pad=pad)
@@ -121,7 +130,7 @@ class Reader(SafetensorsReader):
             return None
         if declared not in INPUT_FORMATS:
             problem = f"inputs of experts {layer!r} are {declared}, which is none of {[*INPUT_FORMATS]}{_REMEDY}"
-            raise CheckpointError(self.quantization.file, problem)
+            raise CheckpointError(self.quantization.file, f"{problem}, to which `with_inputs` gives another format")
         if pad:
             return declared
         try:
@@ -215,3 +224,13 @@ def _static_scales(layer: Layer) -> list[Float32[np.ndarray, "E _"] | None]:
         return [layer.static_scales(role) for role in ROLES]
     except CheckpointError as error:
         raise CheckpointError(error.file, f"{error.problem}{_REMEDY}") from error
+
+
+def _warn_of_common_format(layer: Layer) -> None:
+    found = {FORMATS[scheme.weights].name for scheme in layer.schemes}
+    if found != {layer.format.name}:
+        warnings.warn(
+            f"experts {layer.name!r} are {' and '.join(sorted(found))} in the files: all are held in "
+            f"{layer.format.name}, as the same numbers",
+            stacklevel=3,  # where experts are read
+        )

@@ -35,30 +35,33 @@ class Form:
     layer: Mapping[str, str]
 
 
+_KINDS = ("weight", "bias")
+
+
+def _expert_names(module: str, roles: tuple[str, str], separator: str) -> dict[str, str]:
+    """Names of the experts' tensors. `roles`: the form's names of gate_up and down, in `module`."""
+    found: dict[str, str] = {}
+    for role, name in zip(("gate_up", "down"), roles, strict=True):
+        base = module.format(name)
+        found |= {f"{role}_values": f"{base}{separator}blocks", f"{role}_scales": f"{base}{separator}scales"}
+        found[f"{role}_bias"] = f"{base}_bias"
+    return found
+
+
 HF = Form(
     "hf",
     "model.layers.{}.",
     {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "unembedding": "lm_head.weight"},
     {
         "input_norm": "input_layernorm.weight",
-        "q_weight": "self_attn.q_proj.weight",
-        "q_bias": "self_attn.q_proj.bias",
-        "k_weight": "self_attn.k_proj.weight",
-        "k_bias": "self_attn.k_proj.bias",
-        "v_weight": "self_attn.v_proj.weight",
-        "v_bias": "self_attn.v_proj.bias",
+        **{f"{name}_{kind}": f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in _KINDS},
         "sinks": "self_attn.sinks",
         "o_weight": "self_attn.o_proj.weight",
         "o_bias": "self_attn.o_proj.bias",
         "post_attention_norm": "post_attention_layernorm.weight",
         "router_weight": "mlp.router.weight",
         "router_bias": "mlp.router.bias",
-        "gate_up_values": "mlp.experts.gate_up_proj_blocks",
-        "gate_up_scales": "mlp.experts.gate_up_proj_scales",
-        "gate_up_bias": "mlp.experts.gate_up_proj_bias",
-        "down_values": "mlp.experts.down_proj_blocks",
-        "down_scales": "mlp.experts.down_proj_scales",
-        "down_bias": "mlp.experts.down_proj_bias",
+        **_expert_names("mlp.experts.{}_proj", ("gate_up", "down"), "_"),
     },
 )
 
@@ -68,24 +71,14 @@ ORIGINAL = Form(
     {"embedding": "embedding.weight", "final_norm": "norm.scale", "unembedding": "unembedding.weight"},
     {
         "input_norm": "attn.norm.scale",
-        "q_weight": "attn.qkv.weight",
-        "k_weight": "attn.qkv.weight",
-        "v_weight": "attn.qkv.weight",
-        "q_bias": "attn.qkv.bias",
-        "k_bias": "attn.qkv.bias",
-        "v_bias": "attn.qkv.bias",
+        **{f"{name}_{kind}": f"attn.qkv.{kind}" for kind in _KINDS for name in "qkv"},
         "sinks": "attn.sinks",
         "o_weight": "attn.out.weight",
         "o_bias": "attn.out.bias",
         "post_attention_norm": "mlp.norm.scale",
         "router_weight": "mlp.gate.weight",
         "router_bias": "mlp.gate.bias",
-        "gate_up_values": "mlp.mlp1_weight.blocks",
-        "gate_up_scales": "mlp.mlp1_weight.scales",
-        "gate_up_bias": "mlp.mlp1_bias",
-        "down_values": "mlp.mlp2_weight.blocks",
-        "down_scales": "mlp.mlp2_weight.scales",
-        "down_bias": "mlp.mlp2_bias",
+        **_expert_names("mlp.{}", ("mlp1", "mlp2"), "_weight."),
     },
 )
 

@@ -35,18 +35,6 @@ def check_heads(file: Path, heads: int, kv_heads: int, head_dim: int) -> None:
         raise CheckpointError(file, f"`head_dim` (={head_dim}) must be even, for rotary pairs")
 
 
-def check_groups(file: Path, num_experts: int, top_k: int, n_group: int, topk_group: int) -> None:
-    """CheckpointError unless `jmx.GroupedTopK` can choose `top_k` experts from `topk_group` groups of `n_group`."""
-    if num_experts % n_group:
-        raise CheckpointError(file, f"`n_group` (={n_group}) must divide {num_experts} experts")
-    if topk_group > n_group:
-        raise CheckpointError(file, f"`topk_group` (={topk_group}) must be at most {n_group}")
-    candidates = topk_group * (num_experts // n_group)
-    if candidates < top_k:
-        rule = f"must be at most {candidates}, the experts of `topk_group` (={topk_group}) groups"
-        raise CheckpointError(file, f"`num_experts_per_tok` (={top_k}) {rule}")
-
-
 def top_k(config: Mapping[str, Any]) -> int | None:
     """Experts per token, or None if the config has no such key."""
     return _first(config, _TOP_K, int)

@@ -28,7 +28,12 @@ class DecoderEntries(ConfigObject):
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_type: str, defaults: Mapping[str, Any]) -> Self:
-        """The entries in the directory `path`, which must be of a model of that type."""
+        """The entries in the directory `path`, which must be of a model of that type.
+
+        Raises:
+            CheckpointError: a file is missing or is not JSON, or the type is another one. Later, from methods: a key
+                is missing, has a value of another type or out of range, or would make it another model.
+        """
         file = Path(path) / FILE
         entries = cls(file, file.name, read_json(file))
         entries.defaults = defaults

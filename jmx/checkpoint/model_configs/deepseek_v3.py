@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jmx.checkpoint.model_configs.common_keys import check_groups
+from jmx.checkpoint.model_configs.decoder_config import decoder_fields, sizes
 from jmx.checkpoint.model_configs.decoder_entries import FILE, DecoderEntries
+from jmx.checkpoint.model_configs.grouped_experts import GroupedExpertsConfig, check_groups, grouped_experts_fields
 from jmx.checkpoint.model_configs.yarn import Yarn, read_yarn
 from jmx.checkpoint.shards import CheckpointError, read_json
 
@@ -58,111 +59,59 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """A model with multi-head latent attention (MLA) and grouped routing.
+class Config(GroupedExpertsConfig):
+    """A model with multi-head latent attention (MLA) and grouped routing; see `GroupedExpertsConfig` for other fields.
 
     Args:
-        num_hidden_layers, hidden_size, num_experts, vocab_size: sizes.
-        intermediate_size: of layers with a dense MLP instead of experts.
-        moe_intermediate_size: of each expert.
-        top_k: experts per token.
-        dense_layers: numbers of the layers without experts.
-        n_shared_experts: experts that every token goes to, each as large as the others.
-        n_group, topk_group: groups of experts, and how many of them a token's experts are chosen from.
-        scoring: "sigmoid" or "softmax", from router logits to scores.
-        correction_bias: whether a bias of each expert is added to scores to choose experts.
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
-        routed_scaling_factor: multiplies these weights.
-        num_attention_heads: heads of attention.
         q_lora_rank: size of the latent of queries; None: there is none.
         kv_lora_rank: size of the latent of keys and values.
         qk_nope_head_dim, qk_rope_head_dim: channels of a head's query and key that are not rotated, and that are.
         v_head_dim: channels of a head's value.
         attention_bias: whether the projections to latents and of the result have biases.
-        rms_norm_eps: added to the mean square in RMSNorm, and `latent_norm_eps` in that of latents.
-        rope_theta: base of the rotary frequencies.
+        latent_norm_eps: added to the mean square in RMSNorm of latents.
         rope_interleave: whether a rotated pair is two neighboring channels.
         yarn: how rotary positions are stretched; None: they are not.
-        tie_word_embeddings: whether the embedding is also the unembedding.
-        num_nextn_predict_layers: layers after the others that predict further tokens. They are not run.
-        eos_token_ids: ids that end a generation, from config.json and generation_config.json; may be empty.
     """
 
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_experts: int
-    top_k: int
-    dense_layers: tuple[int, ...]
-    n_shared_experts: int
-    n_group: int
-    topk_group: int
-    scoring: str
-    correction_bias: bool
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    num_attention_heads: int
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    vocab_size: int
     attention_bias: bool = False
     rms_norm_eps: float = _V3["rms_norm_eps"]
     latent_norm_eps: float = _V3["latent_norm_eps"]
     rope_theta: float = _V3["rope_theta"]
     rope_interleave: bool = True
     yarn: Yarn | None
-    tie_word_embeddings: bool = False
-    num_nextn_predict_layers: int = 0
-    eos_token_ids: tuple[int, ...] = ()
 
 
 _HEADS: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-
-
-def _published_v3(**fields: Any) -> Config:
-    return Config(
-        **_HEADS,
-        num_hidden_layers=61,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        top_k=8,
-        n_shared_experts=1,
-        scoring="sigmoid",
-        correction_bias=True,
-        norm_topk_prob=True,
-        q_lora_rank=1536,
-        **fields,
-    )
-
+_PUBLISHED_V3: dict[str, Any] = _HEADS | {
+    "n_shared_experts": 1,
+    "scoring": "sigmoid",
+    "correction_bias": True,
+    "norm_topk_prob": True,
+    "q_lora_rank": 1536,
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
-    "deepseek-v3": _published_v3(
-        num_experts=256,
+    "deepseek-v3": Config(
+        **sizes(61, 7168, 18432, 2048, 256, 8, 128, 129280),
+        **_PUBLISHED_V3,
         dense_layers=(0, 1, 2),
         n_group=8,
         topk_group=4,
         routed_scaling_factor=2.5,
-        num_attention_heads=128,
-        vocab_size=129280,
         yarn=Yarn(40.0, 4096, 32.0, 1.0, True, 1.0, 1.0),
         num_nextn_predict_layers=1,
         eos_token_ids=(1,),
     ),
     "deepseek-v2-lite": Config(
+        **sizes(27, 2048, 10944, 1408, 64, 6, 16, 102400),
         **_HEADS,
-        num_hidden_layers=27,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_experts=64,
-        top_k=6,
         dense_layers=(0,),
         n_shared_experts=2,
         n_group=1,
@@ -171,20 +120,17 @@ PUBLISHED = {
         correction_bias=False,
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
-        num_attention_heads=16,
         q_lora_rank=None,
-        vocab_size=102400,
         yarn=Yarn(40.0, 4096, 32.0, 1.0, True, 0.707, 0.707),
         eos_token_ids=(100001,),
     ),
-    "kimi-k2": _published_v3(
-        num_experts=384,
+    "kimi-k2": Config(
+        **sizes(61, 7168, 18432, 2048, 384, 8, 64, 163840),
+        **_PUBLISHED_V3,
         dense_layers=(0,),
         n_group=1,
         topk_group=1,
         routed_scaling_factor=2.827,
-        num_attention_heads=64,
-        vocab_size=163840,
         rope_theta=50000.0,
         yarn=Yarn(32.0, 4096, 1.0, 1.0, True, 1.0, 1.0),
         eos_token_ids=(163585, 163586),
@@ -193,12 +139,7 @@ PUBLISHED = {
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     file = Path(path) / FILE
     entries = DecoderEntries(file, file.name, read_json(file))
     model_type = entries.one_of("model_type", (*DEFAULTS,))
@@ -206,38 +147,27 @@ def read_config(path: str | os.PathLike[str]) -> Config:
     for key, values in ({"hidden_act": ("silu",)} | _SUPPORTED[model_type]).items():
         if not entries.is_absent(key):
             entries.one_of(key, values)
-    layers, method = entries.layers(), entries.entries.get("topk_method") or entries.defaults["topk_method"]
+    common = decoder_fields(entries, "default", "yarn")
+    method = entries.entries.get("topk_method") or entries.defaults["topk_method"]
     config = Config(
-        num_hidden_layers=layers,
-        hidden_size=entries.size("hidden_size"),
-        intermediate_size=entries.size("intermediate_size"),
+        **common,
+        **grouped_experts_fields(entries),
         moe_intermediate_size=entries.size("moe_intermediate_size"),
         num_experts=entries.size("n_routed_experts"),
-        top_k=entries.size("num_experts_per_tok"),
-        dense_layers=_dense_layers(entries, layers),
-        n_shared_experts=entries.size("n_shared_experts"),
+        dense_layers=_dense_layers(entries, common["num_hidden_layers"]),
         n_group=1 if method == "greedy" else entries.size("n_group"),
         topk_group=1 if method == "greedy" else entries.size("topk_group"),
         scoring=entries.defaults["scoring_func"],
         correction_bias=method == "noaux_tc",
-        norm_topk_prob=entries.flag("norm_topk_prob"),
-        routed_scaling_factor=entries.number("routed_scaling_factor"),
-        num_attention_heads=entries.size("num_attention_heads"),
         q_lora_rank=None if _is_null(entries, "q_lora_rank") else entries.size("q_lora_rank"),
         kv_lora_rank=entries.size("kv_lora_rank"),
         qk_nope_head_dim=entries.size("qk_nope_head_dim"),
         qk_rope_head_dim=entries.size("qk_rope_head_dim"),
         v_head_dim=entries.size("v_head_dim"),
-        vocab_size=entries.size("vocab_size"),
         attention_bias=entries.flag("attention_bias"),
-        rms_norm_eps=entries.number("rms_norm_eps"),
         latent_norm_eps=entries.defaults["latent_norm_eps"],
-        rope_theta=entries.rope_number("rope_theta", "default", "yarn"),
         rope_interleave=entries.flag("rope_interleave"),
         yarn=read_yarn(entries),
-        tie_word_embeddings=entries.flag("tie_word_embeddings"),
-        num_nextn_predict_layers=entries.count("num_nextn_predict_layers"),
-        eos_token_ids=entries.eos_token_ids(),
     )
     _check(entries, config)
     return config
@@ -272,4 +202,4 @@ def _check(entries: DecoderEntries, config: Config) -> None:
     must("attention_bias", has_query_latent or not config.attention_bias, "must be false without a `q_lora_rank`")
     if config.yarn is not None and config.rope_theta <= 1:
         raise CheckpointError(entries.file, f"`rope_theta` (={config.rope_theta}) must be above 1 for YaRN")
-    check_groups(entries.file, config.num_experts, config.top_k, config.n_group, config.topk_group)
+    check_groups(entries, config)

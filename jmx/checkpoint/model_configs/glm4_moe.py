@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from jmx.checkpoint.model_configs.common_keys import check_groups
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_experts import GroupedExpertsConfig, check_groups, grouped_experts_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 from jmx.checkpoint.shards import CheckpointError
 
 MODEL_TYPE = "glm4_moe"
@@ -30,71 +31,51 @@ DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GroupedQueryConfig):
-    """A GLM-4.5 model; see `GroupedQueryConfig` for its other fields.
+class Config(GroupedExpertsConfig, GroupedQueryConfig):
+    """A GLM-4.5 model; see `GroupedExpertsConfig` and `GroupedQueryConfig` for its other fields.
 
     Args:
-        n_shared_experts: experts that every token goes to, each as large as the others.
-        n_group, topk_group: groups of experts, and how many of them a token's experts are chosen from.
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
-        routed_scaling_factor: multiplies these weights.
         attention_bias: whether the q, k and v projections have biases.
         use_qk_norm: whether queries and keys are normalized per head.
         rotary_dim: how many of a head's channels, the first ones, are rotated.
-        num_nextn_predict_layers: layers after the others that predict further tokens. They are not run.
     """
 
-    n_shared_experts: int = 1
-    n_group: int = 1
-    topk_group: int = 1
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float
+    scoring: str = "sigmoid"
+    correction_bias: bool = True
     attention_bias: bool
     use_qk_norm: bool
     rotary_dim: int
-    num_nextn_predict_layers: int = 1
 
 
-def _published(layers: int, dense: int, *, routed_scaling_factor: float, use_qk_norm: bool, **sizes: Any) -> Config:
-    return Config(
-        num_hidden_layers=layers,
-        dense_layers=tuple(range(dense)),
-        top_k=8,
-        routed_scaling_factor=routed_scaling_factor,
-        num_attention_heads=96,
-        num_key_value_heads=8,
-        head_dim=128,
-        rotary_dim=64,
-        vocab_size=151552,
-        attention_bias=True,
-        use_qk_norm=use_qk_norm,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        eos_token_ids=(151329, 151336, 151338),
-        **sizes,
-    )
-
+_PUBLISHED: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_ids": (151329, 151336, 151338),
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
-    "glm-4.5": _published(
-        92,
-        3,
-        hidden_size=5120,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        num_experts=160,
+    "glm-4.5": Config(
+        **sizes(92, 5120, 12288, 1536, 160, 8, 96, 151552),
+        **_PUBLISHED,
+        dense_layers=(0, 1, 2),
         routed_scaling_factor=2.5,
         use_qk_norm=True,
     ),
-    "glm-4.5-air": _published(
-        46,
-        1,
-        hidden_size=4096,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_experts=128,
+    "glm-4.5-air": Config(
+        **sizes(46, 4096, 10944, 1408, 128, 8, 96, 151552),
+        **_PUBLISHED,
+        dense_layers=(0,),
         routed_scaling_factor=1.0,
         use_qk_norm=False,
     ),
@@ -102,29 +83,21 @@ PUBLISHED = {
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
-    common = common_fields(entries)
+    common = grouped_query_fields(entries)
     dense = min(entries.count("first_k_dense_replace"), common["num_hidden_layers"])
     config = Config(
         **common,
+        **grouped_experts_fields(entries),
         dense_layers=tuple(range(dense)),
-        n_shared_experts=entries.size("n_shared_experts"),
         n_group=entries.size("n_group"),
         topk_group=entries.size("topk_group"),
-        norm_topk_prob=entries.flag("norm_topk_prob"),
-        routed_scaling_factor=entries.number("routed_scaling_factor"),
         attention_bias=entries.flag("attention_bias"),
         use_qk_norm=entries.flag("use_qk_norm"),
         rotary_dim=_rotary_dim(entries, common["head_dim"]),
-        num_nextn_predict_layers=entries.count("num_nextn_predict_layers"),
     )
-    check_groups(entries.file, config.num_experts, config.top_k, config.n_group, config.topk_group)
+    check_groups(entries, config)
     return config
 
 

@@ -4,8 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "mixtral"
 
@@ -28,36 +29,24 @@ class Config(GroupedQueryConfig):
     sliding_window: int | None = None
 
 
-def _published(num_hidden_layers: int, hidden_size: int, intermediate_size: int, heads: int) -> Config:
-    return Config(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        moe_intermediate_size=intermediate_size,
-        num_experts=8,
-        top_k=2,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=32000,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        eos_token_ids=(2,),
-    )
-
+_PUBLISHED: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_ids": (2,),
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
-PUBLISHED = {"mixtral-8x7b": _published(32, 4096, 14336, 32), "mixtral-8x22b": _published(56, 6144, 16384, 48)}
+PUBLISHED = {
+    "mixtral-8x7b": Config(**sizes(32, 4096, 14336, 14336, 8, 2, 32, 32000), **_PUBLISHED),
+    "mixtral-8x22b": Config(**sizes(56, 6144, 16384, 16384, 8, 2, 48, 32000), **_PUBLISHED),
+}
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
     window = None if entries.is_absent("sliding_window") else entries.size("sliding_window")
-    return Config(**common_fields(entries, "intermediate_size"), sliding_window=window)
+    return Config(**grouped_query_fields(entries, "intermediate_size"), sliding_window=window)

@@ -4,8 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "olmoe"
 
@@ -38,17 +39,10 @@ class Config(GroupedQueryConfig):
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
     "olmoe-1b-7b": Config(
-        num_hidden_layers=16,
-        hidden_size=2048,
-        intermediate_size=1024,
-        moe_intermediate_size=1024,
-        num_experts=64,
-        top_k=8,
+        **sizes(16, 2048, 1024, 1024, 64, 8, 16, 50304),
         norm_topk_prob=False,
-        num_attention_heads=16,
         num_key_value_heads=16,
         head_dim=128,
-        vocab_size=50304,
         attention_bias=False,
         clip_qkv=None,
         rms_norm_eps=1e-5,
@@ -59,15 +53,10 @@ PUBLISHED = {
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
     return Config(
-        **common_fields(entries, "intermediate_size"),
+        **grouped_query_fields(entries, "intermediate_size"),
         norm_topk_prob=entries.flag("norm_topk_prob"),
         attention_bias=entries.flag("attention_bias"),
         clip_qkv=None if entries.is_absent("clip_qkv") else entries.number("clip_qkv"),

@@ -4,8 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "qwen2_moe"
 
@@ -42,58 +43,39 @@ class Config(GroupedQueryConfig):
     windows: tuple[int | None, ...]
 
 
-def _published(layers: int, **sizes: Any) -> Config:
-    return Config(
-        num_hidden_layers=layers,
-        norm_topk_prob=False,
-        head_dim=128,
-        vocab_size=151936,
-        qkv_bias=True,
-        windows=(None,) * layers,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        eos_token_ids=(151643,),
-        **sizes,
-    )
-
+_PUBLISHED: dict[str, Any] = {
+    "norm_topk_prob": False,
+    "head_dim": 128,
+    "qkv_bias": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "eos_token_ids": (151643,),
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
 PUBLISHED = {
-    "qwen1.5-moe-a2.7b": _published(
-        24,
-        hidden_size=2048,
-        intermediate_size=5632,
-        moe_intermediate_size=1408,
+    "qwen1.5-moe-a2.7b": Config(
+        **sizes(24, 2048, 5632, 1408, 60, 4, 16, 151936),
+        **_PUBLISHED,
         shared_expert_intermediate_size=5632,
-        num_experts=60,
-        top_k=4,
-        num_attention_heads=16,
         num_key_value_heads=16,
+        windows=(None,) * 24,
     ),
-    "qwen2-57b-a14b": _published(
-        28,
-        hidden_size=3584,
-        intermediate_size=18944,
-        moe_intermediate_size=2560,
+    "qwen2-57b-a14b": Config(
+        **sizes(28, 3584, 18944, 2560, 64, 8, 28, 151936),
+        **_PUBLISHED,
         shared_expert_intermediate_size=20480,
-        num_experts=64,
-        top_k=8,
-        num_attention_heads=28,
         num_key_value_heads=4,
+        windows=(None,) * 28,
     ),
 }
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
-    common = common_fields(entries)
+    common = grouped_query_fields(entries)
     layers = common["num_hidden_layers"]
     return Config(
         **common,

@@ -4,8 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from jmx.checkpoint.model_configs.decoder_config import sizes
 from jmx.checkpoint.model_configs.decoder_entries import DecoderEntries
-from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, common_fields
+from jmx.checkpoint.model_configs.grouped_query import GroupedQueryConfig, grouped_query_fields
 
 MODEL_TYPE = "qwen3_moe"
 
@@ -38,41 +39,29 @@ class Config(GroupedQueryConfig):
     sliding_window: int | None
 
 
-def _published(num_hidden_layers: int, hidden_size: int, moe_intermediate_size: int, heads: int) -> Config:
-    return Config(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        moe_intermediate_size=moe_intermediate_size,
-        num_experts=128,
-        top_k=8,
-        norm_topk_prob=True,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        attention_bias=False,
-        rms_norm_eps=1e-6,
-        sliding_window=None,
-        rope_theta=1e6,
-        eos_token_ids=(151645, 151643),
-    )
-
+_PUBLISHED: dict[str, Any] = {
+    "norm_topk_prob": True,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "attention_bias": False,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "eos_token_ids": (151645, 151643),
+}
 
 # Published models. Tests compare them with public copies of their config.json (tests/data/published_configs.json, which
 # names the sources, and the end-of-sequence ids that no copy has).
-PUBLISHED = {"qwen3-30b-a3b": _published(48, 2048, 768, 32), "qwen3-235b-a22b": _published(94, 4096, 1536, 64)}
+PUBLISHED = {
+    "qwen3-30b-a3b": Config(**sizes(48, 2048, 6144, 768, 128, 8, 32, 151936), **_PUBLISHED),
+    "qwen3-235b-a22b": Config(**sizes(94, 4096, 12288, 1536, 128, 8, 64, 151936), **_PUBLISHED),
+}
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The config of the checkpoint in the directory `path`.
-
-    Raises:
-        CheckpointError: a file is missing or is not JSON; a key is missing, has a value of another type or out of
-            range, or would make it another model.
-    """
+    """The config of the checkpoint in the directory `path`. Raises `CheckpointError`, as `DecoderEntries.read` does."""
     entries = DecoderEntries.read(path, MODEL_TYPE, DEFAULTS)
-    common = common_fields(entries)
+    common = grouped_query_fields(entries)
     return Config(
         **common,
         dense_layers=entries.dense_layers(common["num_hidden_layers"]),

@@ -16,6 +16,8 @@ import numpy as np
 from jmx.checkpoint import compressed_tensors
 from jmx.checkpoint.compressed_tensors import Module
 from jmx.checkpoint.compressed_tensors.config import GLOBAL, INPUTS, Scheme
+from jmx.checkpoint.compressed_tensors.float_module import FloatModule
+from jmx.checkpoint.compressed_tensors.layers import find_modules
 from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 from jmx.checkpoint.quantizing.float_experts import PARTS, Layer, Matrix
 from jmx.checkpoint.quantizing.output_forms import storage_of
@@ -48,7 +50,13 @@ class QuantizedMatrix(Matrix):
         return [piece.tensor for piece in self.source.pieces.values()]
 
 
-def find(reader: compressed_tensors.Reader) -> list[Layer]:
+class Source(compressed_tensors.Reader):
+    """A reader whose layers may have experts in several formats, also in floats, which need none in common."""
+
+    _find = staticmethod(find_modules)
+
+
+def find(reader: Source) -> list[Layer]:
     """The layers of quantized experts as those of float ones.
 
     Raises:
@@ -70,8 +78,10 @@ def find(reader: compressed_tensors.Reader) -> list[Layer]:
     return layers
 
 
-def _matrix(module: Module, layer: str, part: str) -> QuantizedMatrix:
+def _matrix(module: Module | FloatModule, layer: str, part: str) -> Matrix:
     bias = module.pieces["bias"].tensor if "bias" in module.pieces else None
+    if isinstance(module, FloatModule):
+        return Matrix(module.name, layer, part, module.pieces["weight"].tensor, bias)
     return QuantizedMatrix(module.name, layer, part, module.sources("values")[0].tensor, bias, source=module)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmx.checkpoint import compressed_tensors, shards
+from jmx.checkpoint import shards
 from jmx.checkpoint.compressed_tensors import Module, modelopt_config
 from jmx.checkpoint.compressed_tensors.config import FILE
 from jmx.checkpoint.compressed_tensors.quantization_config import KEYS, TEXT_CONFIG, find_quantization, is_quantized
@@ -126,7 +126,7 @@ def convert(
 
 def _read_quantized(directory: Path, config: dict[str, Any]) -> tuple[list[Layer], dict[str, Module]]:
     """The layers of experts of a quantized source, and its other quantized modules; `config` loses its formats."""
-    source = compressed_tensors.Reader(directory, "concatenated")
+    source = quantized_source.Source(directory, "concatenated")
     for entries in (config, config.get(TEXT_CONFIG)):
         if isinstance(entries, dict):
             for key in KEYS:

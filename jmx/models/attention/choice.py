@@ -103,11 +103,18 @@ def _prefill_reason(case: Case, environment: jmx.Environment) -> str | None:
     return None
 
 
-def _decode_reason(case: Case, environment: jmx.Environment) -> str | None:
+def _step_reason(case: Case, keys: int) -> str | None:
+    """For a kernel of one token a row, which reads `keys` positions of the cache at a time."""
     if case.tokens != 1:
         return f"`tokens` (={case.tokens}) must be 1"
-    if case.length % decode.KEYS:
-        return f"the cache's capacity (={case.length}) must be a multiple of {decode.KEYS}"
+    if case.length % keys:
+        return f"the cache's capacity (={case.length}) must be a multiple of {keys}"
+    return None
+
+
+def _decode_reason(case: Case, environment: jmx.Environment) -> str | None:
+    if reason := _step_reason(case, decode.KEYS):
+        return reason
     if case.key_dim != case.value_dim:
         return f"`value_dim` (={case.value_dim}) must be `key_dim` (={case.key_dim})"
     if not decode.fits(1, case.key_dim):
@@ -119,10 +126,8 @@ def _decode_reason(case: Case, environment: jmx.Environment) -> str | None:
 
 
 def _latent_reason(case: Case, environment: jmx.Environment) -> str | None:
-    if case.tokens != 1:
-        return f"`tokens` (={case.tokens}) must be 1"
-    if case.length % latent_decode.KEYS:
-        return f"the cache's capacity (={case.length}) must be a multiple of {latent_decode.KEYS}"
+    if reason := _step_reason(case, latent_decode.KEYS):
+        return reason
     if not latent_decode.fits(case.key_dim, case.value_dim):
         latent = f"a latent (of {case.key_dim} channels, of which {case.value_dim} are values)"
         return f"{latent} must be a multiple of 64, its values one of 128 and at most 512, and fit in shared memory"

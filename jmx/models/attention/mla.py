@@ -10,7 +10,7 @@ from flax import nnx
 from jmx.checkpoint.model_configs.yarn import Yarn
 from jmx.models.attention.functions import attend_latents, attend_prompt
 from jmx.models.attention.paged import attend_latent_pages
-from jmx.models.cache import write
+from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables, precision
 from jmx.models.paged_cache import PagedLayer
@@ -40,7 +40,7 @@ class LatentConfig(Config, Protocol):
     def yarn(self) -> Yarn | None: ...
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(SelfAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     A token's keys and values are products of one latent of `kv_lora_rank` channels, and all heads share one rotated
@@ -73,15 +73,9 @@ class LatentAttention(nnx.Module):
         columns = heads * self.value_dim
         self.out = linear(columns, config.hidden_size, bias=config.attention_bias, divided=(None, "heads"))
 
-    def __call__[Layer: (jax.Array, PagedLayer)](
-        self,
-        x: jax.Array,
-        norm: RMSNorm,
-        starts: jax.Array | None,
-        angles: tuple[jax.Array, jax.Array],
-        cache: Layer,
-    ) -> tuple[jax.Array, Layer]:
-        """As in `SelfAttention`: a prompt (`starts` None) through expanded keys and values, others absorbed."""
+    def project(
+        self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         inputs = self.latents(x, norm).astype(x.dtype)
         query, latent, key = jnp.split(inputs, (self.query_width, self.query_width + self.rank), axis=-1)
         query = self.query_up(x, norm) if self.query_norm is None else self.query_up(query, self.query_norm)
@@ -90,12 +84,14 @@ class LatentAttention(nnx.Module):
         rotated = rotate(rotated, angles, interleaved=self.interleaved)
         key = rotate(key[:, :, None], angles, interleaved=self.interleaved)
         latent = self.latent_norm(latent)[:, :, None]
-        cache = write(cache, (jnp.concatenate([latent, key], axis=-1),), starts)
+        return (query, rotated, latent, key), (jnp.concatenate([latent, key], axis=-1),)
+
+    def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
+        """A prompt attends to expanded keys and values; other tokens to latents, with the matrices absorbed."""
+        query, rotated, latent, key = heads
         if starts is None:
-            out = self._expanded(query, rotated, latent, key)
-        else:
-            out = self._absorbed(query, rotated, cache, starts)
-        return self.out(out.reshape(*x.shape[:2], -1)).astype(x.dtype), cache
+            return self._expanded(query, rotated, latent, key)
+        return self._absorbed(query, rotated, cache, starts)
 
     def _expanded(self, query: jax.Array, rotated: jax.Array, latent: jax.Array, key: jax.Array) -> jax.Array:
         """Attention of rows that start at position 0 over their own keys and values, one of each a head.

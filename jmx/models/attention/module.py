@@ -1,7 +1,7 @@
 """Grouped-query attention as a module."""
 
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 
 from jmx.models.attention.functions import attend_cache, attend_prompt
 from jmx.models.attention.paged import attend_pages
-from jmx.models.cache import write
+from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
 from jmx.models.layers import Linear, RMSNorm, Variables
 from jmx.models.paged_cache import PagedLayer
@@ -37,7 +37,7 @@ def norm_sizes(config: AttentionConfig, norms: Norms | None) -> tuple[int, int] 
     return heads[0] * config.head_dim, heads[1] * config.head_dim
 
 
-class Attention(nnx.Module):
+class Attention(SelfAttention):
     """Grouped-query attention.
 
     Queries that share keys are one group with their keys and values: a product of the residual stream has them side by
@@ -79,15 +79,9 @@ class Attention(nnx.Module):
         made = (None if size is None else norm(size) for size in norm_sizes(config, norms))
         self.query_norm, self.key_norm = map(nnx.data, made)
 
-    def __call__[Layer: (jax.Array, PagedLayer)](
-        self,
-        x: jax.Array,
-        norm: RMSNorm,
-        starts: jax.Array | None,
-        angles: tuple[jax.Array, jax.Array],
-        cache: Layer,
-    ) -> tuple[jax.Array, Layer]:
-        """x (B, T, H), T consecutive tokens a row before `norm`, the first at `starts` (B,) -> (B, T, H), cache."""
+    def project(
+        self, x: jax.Array, norm: RMSNorm, angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         groups = self.grouped(x, norm).astype(x.dtype).reshape(*x.shape[:2], -1, self.group + 2, self.head_dim)
         parts = jnp.split(groups, (self.group, self.group + 1), axis=3)
         query, key, value = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in parts)
@@ -96,15 +90,16 @@ class Attention(nnx.Module):
         if self.clip is not None:
             query, key, value = (jnp.clip(heads, -self.clip, self.clip) for heads in (query, key, value))
         query, key = rotate(query, angles), rotate(key, angles)
-        cache = write(cache, (key, value), starts)
+        return (query, key, value), (key, value)
+
+    def attend(self, heads: tuple[jax.Array, ...], cache: Any, starts: jax.Array | None) -> jax.Array:
+        query, key, value = heads
         sinks = None if self.sinks is None else self.sinks[...]
         if isinstance(cache, PagedLayer):
-            out = attend_pages(query, cache, sinks, self.window)
-        elif starts is None:
-            out = attend_prompt(query, key, value, sinks, self.window)
-        else:
-            out = attend_cache(query, cache, sinks, starts, self.window)
-        return self.out(out.reshape(*x.shape[:2], -1)).astype(x.dtype), cache
+            return attend_pages(query, cache, sinks, self.window)
+        if starts is None:
+            return attend_prompt(query, key, value, sinks, self.window)
+        return attend_cache(query, cache, sinks, starts, self.window)
 
     def cache_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Shape of this layer's cache: keys and values, (2, B, kv_heads, C, head_dim)."""

@@ -1,23 +1,19 @@
 """DeepSeek-V3 as a Flax NNX module, for any config of the family: also DeepSeek-V2 and Kimi-K2."""
 
 from functools import partial
-from typing import Any
 
 import jax
 from flax import nnx
 
-import jmx
 from jmx.checkpoint.model_configs.deepseek_v3 import PUBLISHED, Config, read_config
 from jmx.models.attention.mla import LatentAttention
-from jmx.models.decoder import Model
-from jmx.models.families import tensors
+from jmx.models.families import grouped_experts, tensors
 from jmx.models.families.family import Family
 from jmx.models.rope import rope_angles
-from jmx.models.shared_experts import SharedExperts
 from jmx.models.sources.protocol import Shape
 
 
-class DeepseekV3(Model):
+class DeepseekV3(grouped_experts.GroupedExpertsModel):
     """The whole model; see `jmx.models.load` for making one from a checkpoint.
 
     Attention is multi-head latent attention. Routing is limited to groups of experts: of sigmoids with a correction
@@ -29,28 +25,9 @@ class DeepseekV3(Model):
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> LatentAttention:
         return LatentAttention(self.config, dtype=self.dtype, rngs=rngs)
 
-    def make_shared_experts(self, rngs: nnx.Rngs) -> SharedExperts:
-        return SharedExperts(self.config.hidden_size, _shared_size(self.config), dtype=self.dtype, rngs=rngs)
-
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
         return rope_angles(positions, config.qk_rope_head_dim, config.rope_theta, config.yarn)
-
-    def moe_options(self) -> dict[str, Any]:
-        config = self.config
-        routing = jmx.GroupedTopK(
-            config.top_k,
-            num_groups=config.n_group,
-            topk_groups=config.topk_group,
-            scoring=config.scoring,
-            renormalize=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
-        return {"activation": jmx.SwiGLU(), "routing": routing, "correction_bias": config.correction_bias}
-
-
-def _shared_size(config: Config) -> int:
-    return config.n_shared_experts * config.moe_intermediate_size
 
 
 def _attention_shapes(config: Config) -> dict[str, Shape]:
@@ -90,19 +67,11 @@ _ATTENTION_NAMES = {
         for kind in ("weight", "bias")
     },
 }
-_LAYER_NAMES = (
-    tensors.LAYER_NAMES
-    | _ATTENTION_NAMES
-    | tensors.shared_names("mlp.shared_experts")
-    | {"router_correction_bias": "mlp.gate.e_score_correction_bias"}
-)
+_LAYER_NAMES = tensors.LAYER_NAMES | _ATTENTION_NAMES | grouped_experts.NAMES
 
 
 def _shapes(config: Config) -> dict[str, Shape]:
-    beside = tensors.shared_shapes(config.hidden_size, _shared_size(config))
-    if config.correction_bias:
-        beside["router_correction_bias"] = (config.num_experts,)
-    return tensors.whole_model(config, _attention_shapes(config), beside)
+    return tensors.whole_model(config, _attention_shapes(config), grouped_experts.shapes(config))
 
 
 FAMILY = Family(

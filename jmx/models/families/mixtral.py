@@ -1,17 +1,14 @@
 """Mixtral as a Flax NNX module, for any config of the family."""
 
-from functools import partial
 from typing import Any
 
 from flax import nnx
 
 import jmx
-from jmx.checkpoint.model_configs.mixtral import PUBLISHED, Config, read_config
+from jmx.checkpoint.model_configs import mixtral as configs
 from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
-from jmx.models.families import tensors
-from jmx.models.families.family import Family
-from jmx.models.sources.protocol import Shape
+from jmx.models.families.grouped_query import grouped_query_family
 
 
 class Mixtral(Model):
@@ -20,7 +17,7 @@ class Mixtral(Model):
     Routing is a softmax over all experts, then the `top_k` largest, divided by their sum (Jiang et al., 2024).
     """
 
-    config: Config
+    config: configs.Config
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
         return Attention(self.config, window=self.config.sliding_window, dtype=self.dtype, rngs=rngs)
@@ -29,21 +26,11 @@ class Mixtral(Model):
         return {"activation": jmx.SwiGLU(), "routing": jmx.SoftmaxTopK(self.config.top_k, renormalize=True)}
 
 
-def _shapes(config: Config) -> dict[str, Shape]:
-    return tensors.whole_model(config, tensors.attention_shapes(config))
-
-
-_LAYER_NAMES = tensors.LAYER_NAMES | {"router_weight": "block_sparse_moe.gate.weight"}
-
-FAMILY = Family(
-    name="mixtral",
-    architectures={"MixtralForCausalLM": ("mixtral",)},
-    config=Config,
-    model=Mixtral,
-    published=PUBLISHED,
-    read_config=read_config,
-    shapes=_shapes,
-    file_name=partial(tensors.file_name, layer_names=_LAYER_NAMES),
+FAMILY = grouped_query_family(
+    configs,
+    "MixtralForCausalLM",
+    Mixtral,
+    layer_names={"router_weight": "block_sparse_moe.gate.weight"},
     expert_module="model.layers.{}.block_sparse_moe.experts",
     renamed={"block_sparse_moe": "mlp"},
 )

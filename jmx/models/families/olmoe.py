@@ -4,12 +4,10 @@ from typing import Any
 
 from flax import nnx
 
-from jmx.checkpoint.model_configs.olmoe import PUBLISHED, Config, read_config
+from jmx.checkpoint.model_configs import olmoe as configs
 from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
-from jmx.models.families import tensors
-from jmx.models.families.family import Family
-from jmx.models.sources.protocol import Shape
+from jmx.models.families.grouped_query import grouped_query_family
 
 
 class OLMoE(Model):
@@ -19,29 +17,16 @@ class OLMoE(Model):
     softmax over all experts, then the `top_k` largest (Muennighoff et al., 2024).
     """
 
-    config: Config
+    config: configs.Config
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
         config, options = self.config, _attention(self.config)
         return Attention(config, window=None, clip=config.clip_qkv, **options, dtype=self.dtype, rngs=rngs)
 
 
-def _attention(config: Config) -> dict[str, Any]:
+def _attention(config: configs.Config) -> dict[str, Any]:
     """Arguments of `Attention` that decide which arrays it has."""
     return {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "norms": "all_heads"}
 
 
-def _shapes(config: Config) -> dict[str, Shape]:
-    return tensors.whole_model(config, tensors.attention_shapes(config, **_attention(config)))
-
-
-FAMILY = Family(
-    name="olmoe",
-    architectures={"OlmoeForCausalLM": ("olmoe",)},
-    config=Config,
-    model=OLMoE,
-    published=PUBLISHED,
-    read_config=read_config,
-    shapes=_shapes,
-    file_name=tensors.file_name,
-)
+FAMILY = grouped_query_family(configs, "OlmoeForCausalLM", OLMoE, attention=_attention)

@@ -24,6 +24,7 @@ from jmx.pallas.attention.softmax import (
     hide_unseen,
     shared_memory,
 )
+from jmx.pallas.sm90.launch import launch
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
 KEYS = 128  # of one step
@@ -89,13 +90,14 @@ def flash_decode(
         )
 
     per_head = jax.ShapeDtypeStruct((splits, *padded.shape[:2]), jnp.float32)
-    parts = plgpu.kernel(
+    kernel = plgpu.kernel(
         entry,
         out_type=(jax.ShapeDtypeStruct((splits, *padded.shape), jnp.float32), per_head, per_head),
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(padded, cache.reshape(-1, dim), positions, *given)
+    )
+    parts = launch(kernel, padded, cache.reshape(-1, dim), positions, *given)
     if padded_group != group:
         parts = [_without_padding(part, kv_heads, group) for part in parts]
     return _combine(*parts, sinks).astype(query.dtype)

@@ -30,6 +30,7 @@ from jmx.pallas.attention.softmax import (
     hide_unseen,
     shared_memory,
 )
+from jmx.pallas.sm90.launch import launch
 
 ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused ones
 KEYS = 64  # of one step
@@ -88,7 +89,7 @@ def flash_decode_latent(
         )
 
     per_head = jax.ShapeDtypeStruct((splits, *padded.shape[:2]), jnp.float32)
-    gathered, peaks, totals = plgpu.kernel(
+    kernel = plgpu.kernel(
         entry,
         out_type=(jax.ShapeDtypeStruct((*per_head.shape, rank), jnp.float32), per_head, per_head),
         grid=(splits, blocks, batch),
@@ -96,7 +97,8 @@ def flash_decode_latent(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(padded, latents.reshape(-1, width), positions)
+    )
+    gathered, peaks, totals = launch(kernel, padded, latents.reshape(-1, width), positions)
     return _combine(gathered, peaks, totals)[:, :heads].astype(query.dtype)
 
 

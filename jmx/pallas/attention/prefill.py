@@ -27,6 +27,7 @@ from jmx.pallas.attention.softmax import (
     hide_unseen,
     shared_memory,
 )
+from jmx.pallas.sm90.launch import launch
 
 ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
 BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
@@ -114,7 +115,7 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, *keys_and_values:
             collective_axes="warpgroup",
         )
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         entry,
         out_type=jax.ShapeDtypeStruct((batch, length, heads, call.value_dim), query.dtype),
         grid=(heads, length // BLOCK, batch),
@@ -122,7 +123,8 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, *keys_and_values:
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, sinks, *keys_and_values)
+    )
+    return launch(kernel, query, sinks, *keys_and_values)
 
 
 @dataclass(frozen=True)

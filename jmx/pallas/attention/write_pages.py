@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from jmx.pallas.attention.softmax import Ref
+from jmx.pallas.sm90.launch import launch
 
 _ALIGNMENT = 16  # bytes of a row that the copy engine moves
 
@@ -78,5 +79,5 @@ def _in_place(
     def body(*refs: Ref) -> None:
         pl.run_scoped(lambda *scoped: entry(*refs, *scoped), plgpu.SMEM(held, pages.dtype), plgpu.Barrier())
 
-    plgpu.kernel(body, grid=grid, grid_names=names)(written, *given)
+    launch(plgpu.kernel(body, grid=grid, grid_names=names), written, *given)
     return written[...]

@@ -12,6 +12,7 @@ _BY_EIGHT = 64  # rows of a block, above which the kernel is compiled for half a
 MAX_STAGES = 32
 _REGISTERS = 64 * 1024  # of an SM
 _OTHER_REGISTERS = 30  # of a thread, which ptxas needs beside wgmma's accumulator
+_MOST_OF_FIVE = 80  # rows of a block beside which five warpgroups have registers to dequantize every format
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def heuristic(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) ->
     most = rows + 3 * sqrt(rows)  # with random routing
     if most > 96:
         return deepest(tile_bytes, 192, 3, 1, k_tiles)
-    return deepest(tile_bytes, -(-int(most) // 8) * 8, 5, 1, 1 + k_tiles)
+    block_n = -(-int(most) // 8) * 8
+    return deepest(tile_bytes, block_n, 5 if block_n <= _MOST_OF_FIVE else 4, 1, 1 + k_tiles)
 
 
 def candidates(tile_bytes: int, num_tokens: int, top_k: int, num_experts: int) -> list[Config]:

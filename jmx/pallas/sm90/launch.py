@@ -13,6 +13,7 @@ from jmx.pallas.sm90.config import BaseConfig
 from jmx.util.typing import Array, Int32
 
 PRODUCER_REGISTERS = 40  # of a thread
+ALIGNMENT = 256  # bytes, of the arrays that a Mosaic kernel takes
 
 
 def persistent_kernel(
@@ -73,13 +74,26 @@ def specialize(
 
 
 def launch(kernel: Callable[..., Any], *operands: Any) -> Any:
-    """Calls `kernel` with `operands`, pytrees of arrays, none of which may have 64-bit elements.
+    """Calls `kernel` with `operands`, pytrees of arrays or references, none of which may have 64-bit elements.
 
     The kernel is traced in 32 bits, as it is written for, whatever `jax_enable_x64` is.
     """
     assert all(array.dtype.itemsize <= 4 for array in jax.tree.leaves(operands))
     with jax.enable_x64(False):
-        return kernel(*operands)
+        return kernel(*jax.tree.map(aligned, operands))
+
+
+def aligned(array: Any) -> Any:
+    """An operand that is at an address which Mosaic takes, if it is a part of a larger array.
+
+    XLA gives a kernel such a part, as of `x[1:]`, where it lies in the larger array, and not a copy. Mosaic fails when
+    it runs if that is no multiple of `ALIGNMENT`. Behind a barrier XLA makes a copy. Parts of arrays whose leading
+    axis advances by such a multiple, as weights of a stack of layers do, stay where they are.
+    """
+    if not isinstance(array, jax.Array):  # a reference is a whole array
+        return array
+    row = array.size // array.shape[0] * array.dtype.itemsize if array.size else ALIGNMENT
+    return array if row % ALIGNMENT == 0 else jax.lax.optimization_barrier(array)
 
 
 def for_width(widths: tuple[int, ...], count: Int32[Array, ""], function: Callable[[int], None]) -> None:

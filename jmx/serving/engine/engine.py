@@ -1,5 +1,6 @@
 """The engine: requests in, tokens out, one step of a model at a time. The host is a step ahead of the device."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ class Statistics:
     """What an engine has done so far.
 
     Args:
-        steps: computed.
+        steps: computed, each of several in one call.
         prompt_tokens: computed, without those in the cache.
         cached_tokens: of prompts, in the cache.
         new_tokens: drawn, of requests that had not ended.
@@ -106,7 +107,7 @@ class Engine:
         pages = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in made]
         of_slots = jnp.zeros(limits.max_users, jnp.int32), History.empty(limits.max_users, self._vocab_size)
         self._device = Device(pages, *model.whole(of_slots))
-        self._programs = Programs(weights, pools, store)
+        self._programs = Programs(weights, pools, limits.decode_steps, store)
         self._begin_slot = jax.jit(_begin_slot, donate_argnums=0)
         self._allow = jax.jit(_allow, donate_argnums=0)
         self._guides = guides
@@ -121,14 +122,19 @@ class Engine:
         Args:
             progress: is called with the programs that are ready, and all of them.
         """
-        inputs = {size: self._padding(*size) for size in self._sizes}
-        self._programs.begin([*reversed(inputs.values())], self._device)
-        for number, its in enumerate(inputs.values(), 1):
-            for level in Level:
-                self._device, *results = self._programs.run(self._device, its, level, counts_load=True)
+        inputs = [self._padding(*size) for size in self._sizes]
+        decoded = [self._padding(rows, 0) for rows in self.limits.decode_sizes()]
+        self._programs.begin(inputs[::-1], decoded[::-1], self._device)
+        for number, its in enumerate((*decoded, *inputs), 1):
+            if number <= len(decoded):
+                self._device, *results = self._programs.run_several(self._device, its, counts_load=True)
                 jax.block_until_ready(results)
+            else:
+                for level in Level:
+                    self._device, *results = self._programs.run(self._device, its, level, counts_load=True)
+                    jax.block_until_ready(results)
             if progress is not None:
-                progress(number, len(inputs))
+                progress(number, len(decoded) + len(inputs))
         self._set_history(self.limits.max_users, (), (), ())
 
     def export(self, rows: int, checks: Sequence[jax.export.DisabledSafetyCheck] = ()) -> ExportedStep:
@@ -154,20 +160,17 @@ class Engine:
             raise ValueError(f"`banned` (of {self._vocab_size} tokens) must leave one")
         if request.id in self._active:
             raise ValueError(f"`id` (={request.id}) must be that of no other request")
-        length, most = len(request.prompt), self.limits.max_length
-        if request.max_new_tokens < 1 or length + request.max_new_tokens > most:
-            raise ValueError(
-                f"`prompt` (of {length} tokens) and `max_new_tokens` (={request.max_new_tokens}) must be at least 1, "
-                f"and together at most {most}"
-            )
+        waits = request.grammar is not None
+        alone = _level(request) == Level.ALL
+        event = scheduling.Submit(request.id, request.prompt, request.max_new_tokens, request.salt, waits, alone)
+        event.check(self.limits.max_length)
         guide = None
         if request.grammar is not None:
             if self._guides is None:
                 raise ValueError("`grammar` must be None: this engine has no guides")
             guide = self._guides.start(request.grammar, in_thoughts=request.in_thoughts)
         self._active[request.id] = _Active(request, [*request.prompt], guide=guide)
-        waits = guide is not None
-        self._events.append(scheduling.Submit(request.id, request.prompt, request.max_new_tokens, request.salt, waits))
+        self._events.append(event)
 
     def cancel(self, id: int) -> None:
         """Ends a request without further outputs; its pages are free at the next step. Unknown ids are ignored."""
@@ -195,7 +198,7 @@ class Engine:
         return [(pool.size - pool.num_free, pool.size) for pool in self._state.pools]
 
     def step(self) -> list[Output]:
-        """Launches the next step, then reads the tokens of the one before it."""
+        """Launches the next step, or several in one call, then reads the tokens of the one before."""
         events, self._events = self._events, []
         self._state, plan = scheduling.plan(self._state, events)
         self.statistics.preempted += len(plan.preempted)
@@ -209,7 +212,8 @@ class Engine:
 
     def _launch(self, plan: scheduling.Plan) -> _Launched:
         rows, blocks = plan.rows, plan.blocks
-        fitting = (size for size in self._sizes if size[0] >= len(rows) and size[1] >= len(blocks))
+        sizes = self._sizes if plan.steps == 1 else [(count, 0) for count in self.limits.decode_sizes()]
+        fitting = (size for size in sizes if size[0] >= len(rows) and size[1] >= len(blocks))
         size, level = next(fitting), Level.GREEDY
         inputs = self._padding(*size)
         drawing: list[tuple[int, int]] = []
@@ -218,25 +222,25 @@ class Engine:
             active = self._active[item.id]
             for tables, table in zip(inputs.tables, item.tables, strict=True):
                 tables[place, : len(table)] = table
-            inputs.slots[place] = item.slot
-            if isinstance(item, scheduling.Row):
-                inputs.positions[place], inputs.counts[place], inputs.draws[place] = item.position, 1, True
-                known = item.position < len(active.tokens)
-                inputs.row_tokens[place] = active.tokens[item.position] if known else -1
-                end = item.position + 1
+            inputs.slots[place], inputs.positions[place] = item.slot, item.start
+            inputs.counts[place], inputs.draws[place] = item.count, item.draws
+            end = item.start + item.count
+            if place < size[0]:  # a row, whose token the host may not know yet
+                inputs.row_tokens[place] = active.tokens[item.start] if end <= len(active.tokens) else -1
             else:
-                inputs.positions[place], inputs.counts[place] = item.start, item.count
-                inputs.draws[place] = item.draws
-                end = item.start + item.count
                 inputs.block_tokens[place - size[0], : item.count] = active.tokens[item.start : end]
                 self.statistics.prompt_tokens += item.count
-            if inputs.draws[place]:
+            if item.draws:
                 its = self._sample(inputs, place, active, end - len(active.request.prompt), item.slot)
                 level = max(level, its)
                 drawing.append((place, item.id))
-        counts_load = self.statistics.steps % LOAD_PERIOD == 0
-        self.statistics.steps += 1
-        self._device, results, load = self._programs.run(self._device, inputs, level, counts_load=counts_load)
+        counts_load = self.statistics.steps % LOAD_PERIOD < plan.steps
+        self.statistics.steps += plan.steps
+        if plan.steps > 1:
+            done = self._programs.run_several(self._device, inputs, counts_load=counts_load)
+        else:
+            done = self._programs.run(self._device, inputs, level, counts_load=counts_load)
+        self._device, results, load = done
         jax.tree.map(lambda array: array.copy_to_host_async(), (results, load))
         return _Launched(results, load, drawing)
 
@@ -248,9 +252,8 @@ class Engine:
         active.fresh = False
         if active.guide is not None:
             self._follow(slot, active.guide, request.banned)
-        forbids = bool(request.banned) or active.guide is not None
         inputs.sampling.put(place, request.sampler, number)
-        return Level.of(request.sampler, forbids=forbids, logprobs=request.logprobs)
+        return _level(request)
 
     def _set_history(self, slot: int, prompt: Sequence[int], new: Sequence[int], banned: Sequence[int]) -> None:
         """Begins a slot's history: tokens of its prompt, and new ones, if it was preempted."""
@@ -276,16 +279,16 @@ class Engine:
 
     def _read(self, launched: _Launched) -> list[Output]:
         """The outputs of a step, once the device has computed it."""
-        tokens = np.asarray(launched.results.tokens).tolist()
+        tokens = np.atleast_2d(np.asarray(launched.results.tokens)).tolist()
         if launched.load is not None:
             load = np.asarray(launched.load).astype(np.int64)
             its = self.statistics
             its.load = load if its.load.shape != load.shape else its.load + load
         outputs = []
-        for place, id in launched.rows:
+        for of_step, (place, id) in itertools.product(tokens, launched.rows):
             if (active := self._active.get(id)) is None:  # it ended while this was computed
                 continue
-            token = tokens[place]
+            token = of_step[place]
             self._events.append(scheduling.Drawn(id, token))
             active.tokens.append(token)
             if active.guide is not None:
@@ -308,6 +311,12 @@ class Engine:
         found: Any = jax.tree.map(np.asarray, results.logprobs)
         pairs = zip(found.top_ids[place].tolist(), found.top[place].tolist(), strict=True)
         return TokenLogProbabilities(float(found.chosen[place]), tuple(pairs))
+
+
+def _level(request: Generate) -> Level:
+    """What choosing a request's tokens needs."""
+    forbids = bool(request.banned) or request.grammar is not None
+    return Level.of(request.sampler, forbids=forbids, logprobs=request.logprobs)
 
 
 def _begin_slot(history: History, slot: jax.Array, in_prompt: jax.Array, new: jax.Array, allowed: jax.Array) -> History:

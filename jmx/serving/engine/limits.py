@@ -10,6 +10,8 @@ from jmx.util.checks import check_bool, check_int
 
 # Programs take minutes to compile: there are few, and smaller steps are padded. Padding goes to no expert.
 _ROW_SIZES = 5
+# With more rows, a step takes the device longer than the host, and new requests would wait for several.
+_MOST_DECODE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Limits:
         page: tokens of a page, and of a block of a prompt.
         prompt_tokens: the most tokens of prompts in one step, rounded up to blocks.
         reuse: whether requests with the same first tokens share pages.
+        decode_steps: how many tokens up to 8 requests draw in one call, where none waits. More need less of the host,
+            and come in groups; a request that arrives meanwhile waits for a group.
 
     Raises:
         TypeError, ValueError: sizes that are not positive integers, or a cache smaller than a request.
@@ -34,9 +38,10 @@ class Limits:
     page: int = 128
     prompt_tokens: int = 1024
     reuse: bool = True
+    decode_steps: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("max_users", "max_length", "cache_tokens", "page", "prompt_tokens"):
+        for name in ("max_users", "max_length", "cache_tokens", "page", "prompt_tokens", "decode_steps"):
             check_int(name, getattr(self, name), least=1)
         check_int("max_length", self.max_length, least=2)
         check_bool("reuse", self.reuse)
@@ -70,13 +75,21 @@ class Limits:
             self.max_users + blocks * self.page,
             self.page,
             self.reuse,
+            self.decode_steps,
+            max(self.decode_sizes(), default=1),
         )
+
+    def decode_sizes(self) -> list[int]:
+        """Rows of the steps that draw several tokens of each, the smallest first; none if `decode_steps` is 1."""
+        return sorted({1, min(self.max_users, _MOST_DECODE_ROWS)}) if self.decode_steps > 1 else []
 
     def sizes(self) -> list[tuple[int, int]]:
         """Rows and blocks of the steps that there are programs for, the smallest first."""
-        powers = [1 << at for at in range((self.max_users - 1).bit_length() + 1)]
-        powers[-1] = self.max_users
-        kept = {powers[round(at * (len(powers) - 1) / (_ROW_SIZES - 1))] for at in range(_ROW_SIZES)}
+        several = self.decode_sizes()
+        least, count = max(several, default=1), _ROW_SIZES - len(several)
+        powers = [1 << at for at in range((least - 1).bit_length(), (self.max_users - 1).bit_length())]
+        powers.append(self.max_users)
+        kept = {powers[-(-at * (len(powers) - 1) // (count - 1))] for at in range(count)}
         alone = [(rows, 0) for rows in kept]
         mixed = {(1, self.max_blocks), (self.max_users, 1), (self.max_users, self.max_blocks)}
         return sorted({*alone, *mixed}, key=lambda size: (size[0] + self.page * size[1], size))

@@ -12,19 +12,22 @@ from jmx.models.program_store import ProgramStore
 from jmx.models.programs import Program
 from jmx.serving.engine.limits import Pools
 from jmx.serving.engine.sampling import Level
-from jmx.serving.engine.step import Device, Inputs, Passed, Results, draw, load_of, pass_of
+from jmx.serving.engine.step import Decoded, Device, Inputs, Passed, Results, decode_of, draw, load_of, pass_of
 
 
 class Programs:
     """Of each size of a step: the model's pass, the choice of tokens at each level, and the count of experts' tokens.
 
+    Of few rows also several passes in one program.
+
     Args:
         weights: of the model.
         pools: of its layers.
+        decode_steps: how many passes.
         store: keeps compiled programs; None: nothing does.
     """
 
-    def __init__(self, weights: Weights, pools: Pools, store: ProgramStore | None):
+    def __init__(self, weights: Weights, pools: Pools, decode_steps: int, store: ProgramStore | None):
         self._weights = weights.arrays
         identity = f"{pools} {weights.graphdef!r}"
         self._pass = Program(
@@ -34,14 +37,26 @@ class Programs:
             identity=f"serving pass {identity}",
             store=store,
         )
+        self._decode = Program(
+            decode_of(weights, pools.of_layer, decode_steps),
+            weights.arrays,
+            donate=("pages", "last"),
+            identity=f"serving decode {decode_steps} {identity}",
+            store=store,
+        )
         self._draw = Program(
             draw, [], donate=("tokens", "history"), static=("level",), identity="serving draw", store=store
         )
         self._load = Program(load_of(weights), weights.arrays, identity=f"serving load {identity}", store=store)
         self._compiled: dict[Any, Any] = {}
 
-    def begin(self, inputs: Sequence[Inputs], device: Device) -> None:
-        """Begins to compile the passes of these sizes, and then, as they take less time, the choices of tokens."""
+    def begin(self, inputs: Sequence[Inputs], decoded: Sequence[Inputs], device: Device) -> None:
+        """Begins to compile the passes of these sizes, and then, as they take less time, the choices of tokens.
+
+        `decoded`: the sizes of several passes.
+        """
+        for its in decoded:
+            self._decode.compile(device.pages, device.tokens, its)
         for its in inputs:
             self._pass.compile(device.pages, device.tokens, its)
         placed = device.tokens.sharding if isinstance(device.tokens.sharding, NamedSharding) else None
@@ -61,6 +76,15 @@ class Programs:
         load = self._call(self._load, size, passed.router_logits, inputs) if counts_load else None
         tokens, history, results = self._drawn(device, passed, inputs, level, size)
         return Device(pages, tokens, history), results, load
+
+    def run_several(
+        self, device: Device, inputs: Inputs, *, counts_load: bool
+    ) -> tuple[Device, Results, jax.Array | None]:
+        """As `run`, several steps of rows that need no `Level.ALL`."""
+        size = inputs.block_tokens.shape[0], inputs.row_tokens.shape[0]
+        decoded: Decoded = self._call(self._decode, size, device.pages, device.tokens, inputs)
+        load = self._call(self._load, size, decoded.router_logits, inputs) if counts_load else None
+        return Device(decoded.pages, decoded.tokens, device.history), decoded.results, load
 
     def _drawn(self, device: Device, passed: Passed, inputs: Inputs, level: Level, size: tuple[int, int]) -> Any:
         given = inputs.slots, inputs.draws, inputs.sampling

@@ -79,6 +79,12 @@ class History(NamedTuple):
         return cls(counts, jnp.full((slots, -(-vocab_size // 32)), 0xFFFFFFFF, jnp.uint32))
 
 
+def choose_simply(logits: jax.Array, rows: Rows, level: Level) -> jax.Array:
+    """As `choose` below `Level.ALL`: the next token of each row, int32 (R,), which depends on no history."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return tokens if level == Level.GREEDY else _random(logits, tokens, rows, level)
+
+
 def choose(
     logits: jax.Array, rows: Rows, history: History, slots: jax.Array, draws: jax.Array, level: Level
 ) -> tuple[jax.Array, LogProbabilities | None, History]:
@@ -97,8 +103,7 @@ def choose(
         the tokens.
     """
     if level < Level.ALL:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return (tokens if level == Level.GREEDY else _random(logits, tokens, rows, level)), None, history
+        return choose_simply(logits, rows, level), None, history
     changed = _allowed(_penalized(logits, rows, history.counts, slots), history.allowed, slots)
     tokens = _random(changed, jnp.argmax(changed, axis=-1).astype(jnp.int32), rows, level)
     counts = history.counts

@@ -1,6 +1,8 @@
 """A step: one pass of a model over rows and blocks of many requests, then the choice of their next tokens.
 
 Both are programs of their own, see `sampling`. A third one counts the tokens of each expert, in few of the steps.
+Several passes of few rows, with the choices between them, are one program: the host needs as long for a call as the
+device for such a pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from jmx.models.decoder import Model
 from jmx.models.forward import Weights
 from jmx.models.logprobs import LogProbabilities
 from jmx.models.paged_cache import PagedLayer, Places
-from jmx.serving.engine.sampling import History, Level, Rows, choose
+from jmx.serving.engine.sampling import History, Level, Rows, choose, choose_simply
 
 
 class Device(NamedTuple):
@@ -88,12 +90,27 @@ class Results(NamedTuple):
     """What the host reads of a step.
 
     Args:
-        tokens: int32 (B + M,), drawn ones.
+        tokens: int32 (B + M,), drawn ones; of several passes (steps, B).
         logprobs: theirs, at `Level.ALL`.
     """
 
     tokens: jax.Array
     logprobs: LogProbabilities | None
+
+
+class Decoded(NamedTuple):
+    """What several passes of rows return.
+
+    Args:
+        pages, tokens: as in `Device`.
+        results: for the host.
+        router_logits: as in `Passed`, of the last pass.
+    """
+
+    pages: list[jax.Array]
+    tokens: jax.Array
+    results: Results
+    router_logits: jax.Array
 
 
 def pass_of(weights: Weights, pools: Sequence[int]) -> Callable[..., tuple[list[jax.Array], Passed]]:
@@ -118,6 +135,30 @@ def pass_of(weights: Weights, pools: Sequence[int]) -> Callable[..., tuple[list[
         logits = model.logits(jnp.concatenate([x[:rows, 0], x[ends, 0]]))
         router = jnp.stack([record.logits[:, 0] for record in records])
         return [layer.pages for layer in layers], model.whole(Passed(logits, router))
+
+    return run
+
+
+def decode_of(weights: Weights, pools: Sequence[int], steps: int) -> Callable[..., Decoded]:
+    """The function of `steps` passes of rows, each with the tokens that the one before drew: (arrays, pages, tokens of
+    slots, inputs of the first). No row needs `Level.ALL`."""
+    once = pass_of(weights, pools)
+
+    def run(arrays: list[jax.Array], pages: list[jax.Array], last: jax.Array, inputs: Inputs) -> Decoded:
+        into = jnp.where(jnp.asarray(inputs.draws), jnp.asarray(inputs.slots), len(last))
+
+        def step(carry: Any, number: jax.Array) -> Any:
+            pages, last = carry
+            integers, floats = inputs.sampling
+            rows = Rows(jnp.asarray(integers).at[:, 2].add(number.astype(jnp.uint32)), floats)
+            known = jnp.where(number == 0, jnp.asarray(inputs.row_tokens), -1)
+            now = inputs._replace(row_tokens=known, positions=jnp.asarray(inputs.positions) + number)
+            pages, passed = once(arrays, pages, last, now)
+            drawn = choose_simply(passed.logits, rows, Level.RANDOM)
+            return (pages, last.at[into].set(drawn, mode="drop")), (drawn, passed.router_logits)
+
+        (pages, last), (drawn, router) = jax.lax.scan(step, (pages, last), jnp.arange(steps, dtype=jnp.int32))
+        return Decoded(pages, last, Results(drawn, None), router[-1])
 
     return run
 

@@ -10,11 +10,10 @@ may be written by the next one, but not by the same: pages are released when a p
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jmx.serving.scheduling.pages import Pool
 from jmx.serving.scheduling.prefixes import Chain, first_page, reusable
-from jmx.serving.scheduling.state import Block, End, Event, Plan, Request, Row, State, Submit
+from jmx.serving.scheduling.state import End, Event, Plan, Request, State, Submit, Tokens
 
 
 def plan(state: State, events: Sequence[Event]) -> tuple[State, Plan]:
@@ -37,11 +36,12 @@ class _Planner:
         self.pools = tuple(pool.copy() for pool in state.pools)
         self.waiting = {request.id: request for request in state.waiting}
         self.running = {request.id: request for request in state.running}
-        self.rows: list[Row] = []
-        self.blocks: list[Block] = []
+        self.rows: list[Tokens] = []
+        self.blocks: list[Tokens] = []
         self.admitted: list[tuple[int, int]] = []
         self.preempted: list[int] = []
         self.released: list[tuple[Pool, list[int]]] = []  # free from the next plan on
+        self.steps = 1
 
     def apply(self, event: Event) -> None:
         if isinstance(event, Submit):
@@ -53,19 +53,16 @@ class _Planner:
         else:
             request = requests[event.id]
             chain = request.chain.add((event.token,), self.settings.page)
-            requests[event.id] = replace(request, chain=chain, known=request.known + 1, flying=request.flying - 1)
+            requests[event.id] = request._replace(chain=chain, known=request.known + 1, flying=request.flying - 1)
 
     def _request(self, event: Submit) -> Request:
-        most, length = self.settings.max_length, len(event.prompt)
         if event.id in self.waiting or event.id in self.running:
             raise ValueError(f"`id` (={event.id}) must be that of no other request")
-        if not event.prompt or event.max_new_tokens < 1 or length + event.max_new_tokens > most:
-            raise ValueError(
-                f"`prompt` (of {length} tokens) and `max_new_tokens` (={event.max_new_tokens}) must be at least 1, and "
-                f"together at most {most}"
-            )
+        event.check(self.settings.max_length)
+        length = len(event.prompt)
         chain = Chain.of(event.salt).add(event.prompt, self.settings.page)
-        return Request(event.id, chain, length, length + event.max_new_tokens, event.waits, self._no_tables())
+        most = length + event.max_new_tokens
+        return Request(event.id, chain, length, most, event.waits, event.alone, self._no_tables())
 
     def _no_tables(self) -> tuple[tuple[int, ...], ...]:
         return ((),) * len(self.pools)
@@ -73,6 +70,7 @@ class _Planner:
     def plan(self) -> tuple[State, Plan]:
         for request in [request for request in self.running.values() if request.known >= request.most]:
             self._end(self.running.pop(request.id))
+        self.steps = self._steps()
         for id in [*self.running]:  # from the oldest on; those that are preempted meanwhile come later
             if id in self.running:
                 self._continue(self.running[id])
@@ -81,14 +79,32 @@ class _Planner:
         for pool, pages in self.released:
             pool.release(pages)
         state = State(self.settings, self.pools, tuple(self.waiting.values()), tuple(self.running.values()))
-        return state, Plan(tuple(self.rows), tuple(self.blocks), tuple(self.admitted), tuple(self.preempted))
+        rows, blocks = tuple(self.rows), tuple(self.blocks)
+        return state, Plan(rows, blocks, tuple(self.admitted), tuple(self.preempted), self.steps)
+
+    def _steps(self) -> int:
+        """How many tokens each row draws: several only if all rows can, and nothing waits that could run meanwhile."""
+        count, page = self.settings.decode_steps, self.settings.page
+        rows = [request for request in self.running.values() if request.total < request.most]
+        if count == 1 or self.waiting or not 0 < len(rows) <= self.settings.decode_rows:
+            return 1
+        for request in rows:
+            if request.alone or request.waits or request.total + count > request.most:
+                return 1
+            if request.total - request.computed > 1:  # its prompt is not in the cache
+                return 1
+        for number, pool in enumerate(self.pools):
+            needed = (-(-(its.total + count - 1) // page) - len(its.tables[number]) for its in rows)
+            if sum(max(its, 0) for its in needed) > pool.num_free:
+                return 1
+        return count
 
     def _continue(self, request: Request) -> None:
         """Plans what a running request needs next, as far as there are pages and budget for it."""
         if request.total >= request.most or (request.waits and request.flying):
             return
-        end = request.total
-        if end - request.computed > 1:
+        end = request.total + self.steps - 1
+        if request.total - request.computed > 1:
             end = min(end, request.computed + self._blocks_left() * self.settings.page)
         while end > request.computed:
             if (tables := self._tables(request, end)) is not None:
@@ -116,18 +132,19 @@ class _Planner:
     def _compute(self, request: Request, end: int, tables: list[tuple[int, ...]]) -> None:
         """Plans a request's tokens up to `end`, which have pages."""
         page, whole = self.settings.page, tuple(tables)
-        draws = end == request.total
+        draws = self.steps if end >= request.total else 0
         if request.total - request.computed == 1:
-            self.rows.append(Row(request.id, request.slot, request.computed, whole))
+            self.rows.append(Tokens(request.id, request.slot, request.computed, 1, True, whole))
         else:
             for start in range(request.computed, end, page):
                 count = min(page, end - start)
-                last = draws and start + count == end
-                self.blocks.append(Block(request.id, request.slot, start, count, last, whole))
-        changed = self._named(replace(request, computed=end, flying=request.flying + draws, tables=whole))
-        kinds = zip(self.pools, tables, self.settings.windows, strict=True)
-        seen = tuple(self._seen(pool, table, first_page(end, window, page)) for pool, table, window in kinds)
-        self.running[request.id] = replace(changed, tables=seen)
+                last = bool(draws) and start + count == end
+                self.blocks.append(Tokens(request.id, request.slot, start, count, last, whole))
+        changed = self._named(request._replace(computed=end, flying=request.flying + draws, tables=whole))
+        for number, window in enumerate(self.settings.windows):
+            if window is not None:
+                tables[number] = self._seen(self.pools[number], tables[number], first_page(end, window, page))
+        self.running[request.id] = changed if (seen := tuple(tables)) == whole else changed._replace(tables=seen)
 
     def _seen(self, pool: Pool, table: tuple[int, ...], first: int) -> tuple[int, ...]:
         """A table without its pages before `first`, which no later token attends to."""
@@ -146,13 +163,13 @@ class _Planner:
             for number in range(request.named, full):
                 if table[number]:
                     pool.name(table[number], request.chain.keys[number])
-        return replace(request, named=full)
+        return request._replace(named=full)
 
     def _preempt(self, request: Request) -> None:
         """Makes a request wait that ran. None of its tokens is in this step yet: younger requests come later."""
         self._release(request)
         self.preempted.append(request.id)
-        waits = replace(request, computed=0, named=0, slot=-1, tables=self._no_tables())
+        waits = request._replace(computed=0, named=0, slot=-1, tables=self._no_tables())
         self.waiting = {request.id: waits} | self.waiting  # it arrived before all others that wait
 
     def _end(self, request: Request) -> None:
@@ -187,7 +204,7 @@ class _Planner:
         used = {other.slot for other in self.running.values()}
         slot = next(slot for slot in range(settings.max_rows) if slot not in used)
         del self.waiting[request.id]
-        admitted = replace(request, computed=reused, named=count, slot=slot, tables=tuple(tables))
+        admitted = request._replace(computed=reused, named=count, slot=slot, tables=tuple(tables))
         self.running[request.id] = admitted
         self.admitted.append((request.id, reused))
         self._continue(admitted)

@@ -1,0 +1,55 @@
+"""The programs of the engine's steps, compiled for an H200 that is not there."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from memory import temporary_bytes
+
+import jmx
+from jmx.checkpoint.model_configs.gpt_oss import PUBLISHED
+from jmx.models import GptOss
+from jmx.models.forward import Weights
+from jmx.serving.engine.limits import Pools
+from jmx.serving.engine.step import Inputs, decode_of
+
+ROWS, PAGE, PAGES = 8, 128, 256
+
+
+def decode(pages_of: int = PAGES) -> tuple[Any, list[Any]]:
+    """Four passes of two layers of gpt-oss-20b, and abstract arguments."""
+    config = PUBLISHED["gpt-oss-20b"]
+    config = dataclasses.replace(config, num_hidden_layers=2, layer_types=config.layer_types[:2])
+    with jax.sharding.use_abstract_mesh(aot.h200_mesh().abstract_mesh):
+        model = nnx.eval_shape(
+            lambda: GptOss(config, format=jmx.MXFP4, dtype=jnp.bfloat16, backend="mosaic", rngs=nnx.Rngs(0))
+        )
+        pages = [model.cache_layers(pages_of, PAGE)[number] for number in range(2)]
+    weights, pools = Weights.of(model), Pools.of(model)
+    inputs = Inputs.padding(ROWS, 0, PAGE, [16] * len(pools.windows), ROWS)
+    given = [weights.arrays, pages, jax.ShapeDtypeStruct((ROWS,), jnp.int32), inputs]
+    return decode_of(weights, pools.of_layer, 4), given
+
+
+@pytest.mark.aot
+def test_each_of_several_passes_is_one_cuda_graph(tmp_path: pathlib.Path) -> None:
+    function, given = decode()
+    launches = aot.launches_on_h200(tmp_path, function, *given)
+    assert any("kWhile" in launch for launch in launches)
+    (graph,) = [launch for launch in launches if launch.count("kCustomCall") > 2]
+    assert graph.count("kCommandBuffer") == 1
+    assert graph.count("kCustomCall") == 6, "in each layer rows are written, attention and experts"
+
+
+@pytest.mark.aot
+def test_several_passes_copy_no_pages() -> None:
+    few, many = (
+        temporary_bytes(aot.compile_for_h200(jax.jit(function, donate_argnums=(1, 2)), *given))
+        for function, given in map(decode, (64, 1024))
+    )
+    assert many - few < 1024
