@@ -59,10 +59,10 @@ test-cuda12: $(VENV)/installed-test$(extra)
 	@$(MAKE) --no-print-directory $(cuda12)/installed-test-cuda12 VENV=$(cuda12) EXTRA= BUILD=--config-settings=wheel.cmake=false
 	JMX_CUDA12=$(cuda12) $(bin)/python -m pytest -m slow $(or $(ARGS),tests/test_aot_cuda12.py)
 
-# What dependencies decide: arrays, modules, checkpoints, tables in a terminal. The kernels in C++ are those of $(VENV).
+# What dependencies decide: arrays, modules, checkpoints, tables in a terminal, text, the server's API, pictures. The kernels in C++ are those of $(VENV).
 oldest := $(VENV)-oldest
 oldest_tests := $(patsubst %,tests/test_%.py,formats ffi library cutlass_handler nnx linen explain tables \
-    checkpoint_orbax checkpoint_gpt_oss cli_completion)
+    checkpoint_orbax checkpoint_gpt_oss cli_completion chat_template harmony serving_guide serving_api plot)
 test-oldest: $(VENV)/installed $(oldest)/installed-oldest
 	$(oldest)/bin/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn $(oldest_tests))
 

@@ -8,7 +8,7 @@ SECTION = "Reference"  # of docs/index.md
 PAGES: dict[str, tuple[str, list[str]]] = {
     "Layer": (
         "The layer as a function, and as a module of Flax NNX and of Linen.",
-        ["jmx.moe", "jmx.nnx.MoE", "jmx.linen.MoE", "jmx.batched_moe"],
+        ["jmx.moe", "jmx.nnx.MoE", "jmx.nnx.Quantized", "jmx.linen.MoE", "jmx.batched_moe"],
     ),
     "Experts": (
         "The quantized weights of a layer.",
@@ -19,6 +19,14 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         [
             *("jmx.Format", "jmx.BlockScaled", "jmx.FORMATS", "jmx.MXFP4", "jmx.MXINT4", "jmx.NVFP4"),
             *("jmx.pack", "jmx.unpack", "jmx.pad", "jmx.unpad", "jmx.from_offset_binary"),
+        ],
+    ),
+    "Input formats": (
+        "What activations are rounded to, before a product.",
+        [
+            *("jmx.numerics.input_formats.InputFormat", "jmx.numerics.input_formats.QuantizedInputs"),
+            *("jmx.numerics.input_formats.quantize", "jmx.numerics.input_formats.dequantize"),
+            *("jmx.numerics.input_formats.resolve", "jmx.numerics.input_formats.reduce_static_scales"),
         ],
     ),
     "Activations": (
@@ -56,7 +64,15 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         [
             *("jmx.explain", "jmx.Explanation", "jmx.select", "jmx.Selection", "jmx.use_backend"),
             *("jmx.Problem", "jmx.Environment", "jmx.Rejection", "jmx.Reason", "jmx.NoBackendError"),
-            "jmx.register_backend",
+        ],
+    ),
+    "Backends": (
+        "What a backend of one's own implements, its layouts, and its tunable configurations.",
+        [
+            *("jmx.register_backend", "jmx.backends.registered_backends", "jmx.selection.backend.Backend"),
+            *("jmx.selection.requirements.Limits", "jmx.numerics.layouts.Layout", "jmx.numerics.layouts.WeightSpec"),
+            *("jmx.numerics.layouts.gather", "jmx.selection.tuning.Tunable", "jmx.selection.tuning.config"),
+            *("jmx.selection.tuning.override", "jmx.selection.tuning.reload", "jmx.selection.tuning.describe"),
         ],
     ),
     "Many devices": (
@@ -83,6 +99,15 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             *("jmx.models.GptOss", "jmx.models.Qwen2MoE", "jmx.models.Qwen3MoE", "jmx.models.Mixtral"),
             *("jmx.models.OLMoE", "jmx.models.Glm4MoE", "jmx.models.DeepseekV3"),
             *("jmx.models.from_source", "jmx.models.random_source"),
+            *("jmx.models.memory.needed", "jmx.models.memory.Needs", "jmx.models.memory.available"),
+        ],
+    ),
+    "Text": (
+        "From messages to tokens and back: tokenizers, chat templates, answers, conversations.",
+        [
+            *("jmx.models.text.stream.read_tokenizer", "jmx.models.text.stream.TextStream"),
+            *("jmx.models.text.chat_template.ChatTemplate", "jmx.models.text.continuation.Continuation"),
+            *("jmx.models.text.dialog.Dialog", "jmx.models.text.dialog.Piece", "jmx.models.text.harmony.Channels"),
         ],
     ),
     "Training": (
@@ -121,8 +146,10 @@ def markdown(name: str) -> str:
 
 
 def _entry(public: str) -> str:
-    """The directive of mkdocstrings for a name, which the table of contents shows without `jmx.`."""
-    return f"::: {public}\n    options:\n      toc_label: {public.removeprefix('jmx.')}"
+    """The directive of mkdocstrings for a name, whose label in the table of contents fits beside the page."""
+    _, *parts = public.split(".")
+    label = ".".join(parts) if len(parts) < 3 else parts[-1]
+    return f"::: {public}\n    options:\n      toc_label: {label}"
 
 
 def with_links_to_pages(html: str) -> str:

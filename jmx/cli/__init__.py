@@ -119,7 +119,7 @@ def parser() -> Parser:
     compilation_cache.add(shared)
     whole = Parser(
         prog="jmx",
-        description="A mixture-of-experts layer for Flax whose expert weights stay in 4 bits.",
+        description="A mixture-of-experts layer for Flax whose expert weights stay quantized, and whole models of it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -33,7 +33,18 @@ def add(parser: Parser) -> None:
 
 
 def sampler(arguments: argparse.Namespace) -> "Sampler":
-    """The `Sampler` of parsed arguments. ValueError for one outside its range."""
+    """The `Sampler` of parsed arguments.
+
+    Raises:
+        ValueError: one is outside its range, or would have no effect without --temperature.
+    """
     from jmx.models import Sampler
 
-    return Sampler(**{name: getattr(arguments, name) for name in _ARGUMENTS})
+    made = Sampler(**{name: getattr(arguments, name) for name in _ARGUMENTS})
+    for name, absent in (("top_p", 1.0), ("top_k", None), ("min_p", 0.0)):
+        if made.temperature == 0 and (value := getattr(made, name)) != absent:
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` (={value}) needs a --temperature above 0: without one each token is the "
+                "likeliest"
+            )
+    return made

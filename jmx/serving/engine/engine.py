@@ -1,5 +1,6 @@
 """The engine: requests in, tokens out, one step of a model at a time. The host is a step ahead of the device."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from jmx.serving.engine.limits import Limits, Pools
 from jmx.serving.engine.programs import Programs
 from jmx.serving.engine.request import FinishReason, Generate, Output, TokenLogProbabilities
 from jmx.serving.engine.sampling import History, Level
+from jmx.serving.engine.slots import Slots
 from jmx.serving.engine.step import Device, Inputs, Results
 from jmx.util.checks import check_instance, check_int
 
@@ -35,8 +37,14 @@ class _Active:
     request: Generate
     tokens: list[int]
     cached: int | None = None  # not reported yet
-    fresh: bool = True  # its slot has not its history yet
+    fresh: bool = True  # its slot has neither its sampler nor its history yet
     guide: Guide | None = None
+
+    @functools.cached_property
+    def level(self) -> Level:
+        """What choosing its tokens needs."""
+        forbids = bool(self.request.banned) or self.request.grammar is not None
+        return Level.of(self.request.sampler, forbids=forbids, logprobs=self.request.logprobs)
 
     @property
     def drawn(self) -> int:
@@ -108,6 +116,7 @@ class Engine:
         of_slots = jnp.zeros(limits.max_users, jnp.int32), History.empty(limits.max_users, self._vocab_size)
         self._device = Device(pages, *model.whole(of_slots))
         self._programs = Programs(weights, pools, limits.decode_steps, store)
+        self._slots = Slots(limits.max_users, self._widths)
         self._begin_slot = jax.jit(_begin_slot, donate_argnums=0)
         self._allow = jax.jit(_allow, donate_argnums=0)
         self._guides = guides
@@ -160,16 +169,15 @@ class Engine:
             raise ValueError(f"`banned` (of {self._vocab_size} tokens) must leave one")
         if request.id in self._active:
             raise ValueError(f"`id` (={request.id}) must be that of no other request")
-        waits = request.grammar is not None
-        alone = _level(request) == Level.ALL
+        active, waits = _Active(request, [*request.prompt]), request.grammar is not None
+        alone = active.level == Level.ALL
         event = scheduling.Submit(request.id, request.prompt, request.max_new_tokens, request.salt, waits, alone)
         event.check(self.limits.max_length)
-        guide = None
         if request.grammar is not None:
             if self._guides is None:
                 raise ValueError("`grammar` must be None: this engine has no guides")
-            guide = self._guides.start(request.grammar, in_thoughts=request.in_thoughts)
-        self._active[request.id] = _Active(request, [*request.prompt], guide=guide)
+            active.guide = self._guides.start(request.grammar, in_thoughts=request.in_thoughts)
+        self._active[request.id] = active
         self._events.append(event)
 
     def cancel(self, id: int) -> None:
@@ -216,24 +224,20 @@ class Engine:
         fitting = (size for size in sizes if size[0] >= len(rows) and size[1] >= len(blocks))
         size, level = next(fitting), Level.GREEDY
         inputs = self._padding(*size)
-        drawing: list[tuple[int, int]] = []
-        places = [*enumerate(rows), *enumerate(blocks, size[0])]
-        for place, item in places:
+        places = [*range(len(rows)), *range(size[0], size[0] + len(blocks))]
+        drawing = [(place, item.id) for place, item in zip(places, (*rows, *blocks), strict=True) if item.draws]
+        for item in (*rows, *blocks):
             active = self._active[item.id]
-            for tables, table in zip(inputs.tables, item.tables, strict=True):
-                tables[place, : len(table)] = table
-            inputs.slots[place], inputs.positions[place] = item.slot, item.start
-            inputs.counts[place], inputs.draws[place] = item.count, item.draws
-            end = item.start + item.count
-            if place < size[0]:  # a row, whose token the host may not know yet
-                inputs.row_tokens[place] = active.tokens[item.start] if end <= len(active.tokens) else -1
-            else:
-                inputs.block_tokens[place - size[0], : item.count] = active.tokens[item.start : end]
-                self.statistics.prompt_tokens += item.count
-            if item.draws:
-                its = self._sample(inputs, place, active, end - len(active.request.prompt), item.slot)
-                level = max(level, its)
-                drawing.append((place, item.id))
+            if item.draws and (active.fresh or active.guide is not None):
+                self._prepare(item.slot, active)
+            level = max(level, active.level if item.draws else level)
+        self._slots.fill(inputs, places, (*rows, *blocks))
+        for place, row in enumerate(rows):  # those that the host does not know are on the device
+            if row.start < len(tokens := self._active[row.id].tokens):
+                inputs.row_tokens[place] = tokens[row.start]
+        for its, block in zip(inputs.block_tokens, blocks, strict=False):
+            its[: block.count] = self._active[block.id].tokens[block.start : block.start + block.count]
+            self.statistics.prompt_tokens += block.count
         counts_load = self.statistics.steps % LOAD_PERIOD < plan.steps
         self.statistics.steps += plan.steps
         if plan.steps > 1:
@@ -244,16 +248,16 @@ class Engine:
         jax.tree.map(lambda array: array.copy_to_host_async(), (results, load))
         return _Launched(results, load, drawing)
 
-    def _sample(self, inputs: Inputs, place: int, active: _Active, number: int, slot: int) -> Level:
-        """Sets the parameters of a row that draws a request's token of this number, and returns what it needs."""
+    def _prepare(self, slot: int, active: _Active) -> None:
+        """Sets what the choice of a request's next token depends on, where that is not what it was."""
         request = active.request
-        if active.fresh and (request.sampler.has_penalties or request.banned or active.guide is not None):
-            self._set_history(slot, request.prompt, active.tokens[len(request.prompt) :], request.banned)
-        active.fresh = False
+        if active.fresh:
+            self._slots.begin(slot, request.sampler, len(request.prompt))
+            if request.sampler.has_penalties or request.banned or active.guide is not None:
+                self._set_history(slot, request.prompt, active.tokens[len(request.prompt) :], request.banned)
+            active.fresh = False
         if active.guide is not None:
             self._follow(slot, active.guide, request.banned)
-        inputs.sampling.put(place, request.sampler, number)
-        return _level(request)
 
     def _set_history(self, slot: int, prompt: Sequence[int], new: Sequence[int], banned: Sequence[int]) -> None:
         """Begins a slot's history: tokens of its prompt, and new ones, if it was preempted."""
@@ -311,12 +315,6 @@ class Engine:
         found: Any = jax.tree.map(np.asarray, results.logprobs)
         pairs = zip(found.top_ids[place].tolist(), found.top[place].tolist(), strict=True)
         return TokenLogProbabilities(float(found.chosen[place]), tuple(pairs))
-
-
-def _level(request: Generate) -> Level:
-    """What choosing a request's tokens needs."""
-    forbids = bool(request.banned) or request.grammar is not None
-    return Level.of(request.sampler, forbids=forbids, logprobs=request.logprobs)
 
 
 def _begin_slot(history: History, slot: jax.Array, in_prompt: jax.Array, new: jax.Array, allowed: jax.Array) -> History:

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "arguments.h"
+#include "processor.h"
 #include "product.h"
 #include "row_blocks.h"
 #include "threads.h"
@@ -31,10 +32,12 @@ constexpr int64_t kMemoryBoundRows = 4;  // mean rows of a block up to which a c
 constexpr int64_t kMemoryBoundTasksPerClaim = 16;  // claimed at once, so that a thread's prefetches are of weights that it reads itself
 constexpr int64_t kMinProductsPerThread = 1 << 18;  // multiplications below which starting another thread costs more than it saves
 
+bool IsSupported(const InstructionSet& instructions) { return (instructions.needs & ~ProcessorFeatures()) == 0; }
+
 const InstructionSet* FindInstructionSet(std::string_view name) {
   const InstructionSet* best = nullptr;
   for (const InstructionSet* instructions : {JMX_INSTRUCTION_SETS}) {
-    if (!instructions->is_supported()) continue;
+    if (!IsSupported(*instructions)) continue;
     if (name == instructions->name) return instructions;
     if (name == "best") best = instructions;
   }
@@ -219,7 +222,7 @@ extern "C" const char* jmx_cpu_kernels() {
     using namespace jmx;
     std::string all;
     for (const InstructionSet* instructions : {JMX_INSTRUCTION_SETS})
-      if (instructions->is_supported()) all.append(instructions->name).append(" ");
+      if (IsSupported(*instructions)) all.append(instructions->name).append(" ");
     return all;
   }();
   return names.c_str();

@@ -13,14 +13,11 @@
 #include "lanes.h"
 #include "mxfp4.h"
 #include "nvfp4.h"
+#include "processor.h"
 #if defined(__AVX512BF16__)
 #include "few.h"
 #endif
 #if defined(__AMX_BF16__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "amx.h"
 #endif
 
@@ -200,42 +197,35 @@ void RunGemm(const Gemm& gemm) {
   }
 }
 
+// kNeeds: what this file's compiler options let it use.
 #if defined(__AMX_BF16__)
 constexpr char kName[] = "amx_bf16";
 constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512Bf16;
-bool IsSupported() {
-  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // bits of edx
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
-  // Linux enables the tile registers on request: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-}
+constexpr uint32_t kNeeds = jmx::kAvx512Bf16Features | jmx::kHasAmxTile | jmx::kHasAmxBf16;
 #elif defined(__AVX512BF16__)
 constexpr char kName[] = "avx512_bf16";
 constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-bool IsSupported() {
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
-}
+constexpr uint32_t kNeeds = jmx::kAvx512Bf16Features;
 #elif defined(__AVX512VNNI__)
 constexpr char kName[] = "avx512_vnni";
 constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512;
-bool IsSupported() { return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"); }
+constexpr uint32_t kNeeds = jmx::kAvx512Features | jmx::kHasAvx512Vnni;
 #elif defined(__AVX512F__)
 constexpr char kName[] = "avx512";
 constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-bool IsSupported() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"); }
+constexpr uint32_t kNeeds = jmx::kAvx512Features;
 #elif defined(__AVXVNNI__)
 constexpr char kName[] = "avx_vnni";
 constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx2;
-bool IsSupported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"); }
+constexpr uint32_t kNeeds = jmx::kAvx2Features | jmx::kHasAvxVnni;
 #elif defined(__AVX2__)
 constexpr char kName[] = "avx2";
 constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-bool IsSupported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+constexpr uint32_t kNeeds = jmx::kAvx2Features;
 #else
 constexpr char kName[] = "portable";
 constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-bool IsSupported() { return true; }
+constexpr uint32_t kNeeds = 0;
 #endif
 
 template <typename Lanes, typename Format>
@@ -268,7 +258,7 @@ constexpr jmx::MicrokernelSet MicrokernelsFor() {
 }
 
 constexpr jmx::InstructionSet kInstructionSet = {
-    kName, IsSupported, kFallback,
+    kName, kNeeds, kFallback,
     {MicrokernelsFor<Mxfp4, false>(), MicrokernelsFor<Nvfp4, false>(), MicrokernelsFor<Int4<Bfloat16>, true>(), MicrokernelsFor<Int4<Float16>, true>(), MicrokernelsFor<Int4<Float32>, true>()}};
 
 }  // namespace

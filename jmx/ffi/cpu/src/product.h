@@ -51,7 +51,7 @@ struct MicrokernelSet {
 
 struct InstructionSet {
   const char* name;
-  bool (*is_supported)();
+  uint32_t needs;  // features of processor.h: data, since a function here may be compiled to instructions that are missing
   const InstructionSet* const* fallback;  // searched for microkernels that this set lacks; or null
   MicrokernelSet microkernels[kFormats];
 
