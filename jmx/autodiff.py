@@ -55,7 +55,7 @@ def differentiable(run: Run, backward_of: Backward) -> Run:
         return _batchable(run)(x, routing, experts)
 
     def call_fwd(x: Any, routing: Any, experts: Any) -> tuple[Float[Array, "T H"], Any]:
-        _refuse_weight_gradients(experts)
+        refuse_weight_gradients(experts)
         wanted = _Wanted(*(b is not None and b.perturbed for b in (experts.gate_up_bias, experts.down_bias)))
         x, routing, experts = jax.tree.map(
             lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
@@ -90,7 +90,7 @@ def differentiable(run: Run, backward_of: Backward) -> Run:
     return lambda *arguments: call(*_reverse_mode_only(arguments))
 
 
-def _refuse_weight_gradients(experts: Any) -> None:
+def refuse_weight_gradients(experts: Any) -> None:
     for role in ("gate_up", "down"):
         scale = getattr(experts, f"{role}_input_scale")
         if scale is not None and scale.perturbed:

@@ -222,6 +222,33 @@ def unsorted(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int 
     return (single if expert_ids.shape[0] == 1 else few)(expert_ids, num_experts, align)
 
 
+class SortedRows(NamedTuple):
+    """Rows of assignments sorted by expert; each expert's begin at a multiple of `align`.
+
+    `row_of` (T, k) int32: the row of each assignment, -1 where its id is outside 0..E-1.
+    `assignment_of_row` (R,) int32: the assignment of each row, -1 for rows between those of experts.
+    `sizes`, `starts` (E,) int32: the number of rows of each expert, and its first one.
+    """
+
+    row_of: Int32[Array, "T k"]
+    assignment_of_row: Int32[Array, " R"]
+    sizes: Int32[Array, " E"]
+    starts: Int32[Array, " E"]
+
+    def blocks(self, block_m: int, align: int, *, whole: bool = False) -> Blocks:
+        """Work items of at most `block_m` rows, as those of `many`. `align` divides that of the rows."""
+        return _split_groups(self.sizes, self.starts, self.row_of.size, block_m, align, whole)
+
+
+def sort_rows(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int) -> SortedRows:
+    """Rows for the assignments of `expert_ids` (T, k), any integer dtype; `align` is a power of two."""
+    rows, sizes, starts = _sorted(expert_ids, num_experts, align)
+    num_rows = max_rows(rows.size, num_experts, align)
+    assignments = jnp.arange(rows.size, dtype=jnp.int32)
+    of_row = jnp.full(num_rows, -1, jnp.int32).at[jnp.where(rows >= 0, rows, num_rows)].set(assignments, mode="drop")
+    return SortedRows(rows.reshape(expert_ids.shape), of_row, sizes, starts)
+
+
 def many(
     expert_ids: Integer[AnyArray, "T k"], num_experts: int, block_m: int, align: int = 1, *, whole: bool = False
 ) -> Work:
@@ -232,18 +259,25 @@ def many(
     are full except the last one. `block_m` is a multiple of `align`.
     """
     top_k = expert_ids.shape[1]
+    rows, sizes, starts = _sorted(expert_ids, num_experts, align)
+    num_rows = max_rows(rows.size, num_experts, align)
+    token_of_row = jnp.zeros(num_rows, jnp.int32)
+    token_of_row = token_of_row.at[jnp.where(rows >= 0, rows, num_rows)].set(
+        jnp.arange(rows.size, dtype=jnp.int32) // top_k, mode="drop"
+    )
+    blocks = _split_groups(sizes, starts, rows.size, block_m, align, whole)
+    return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
+
+
+def _sorted(
+    expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " E"], Int32[Array, " E"]]:
+    """The row of each assignment, -1 where its id is outside 0..E-1; each expert's number of rows and first one."""
     keys = _keys(expert_ids.reshape(-1), num_experts)
     rank, sizes = _rank(keys, num_experts)
-    inside = keys < num_experts
     starts = _sums_below(_aligned(sizes, align))
-    rows = jnp.where(inside, starts.at[keys].get(mode="promise_in_bounds") + rank, -1)
-    num_rows = max_rows(keys.size, num_experts, align)
-    token_of_row = jnp.zeros(num_rows, jnp.int32)
-    token_of_row = token_of_row.at[jnp.where(inside, rows, num_rows)].set(
-        jnp.arange(keys.size, dtype=jnp.int32) // top_k, mode="drop"
-    )
-    blocks = _split_groups(sizes[:num_experts], starts[:num_experts], keys.size, block_m, align, whole)
-    return Work(blocks, rows.reshape(expert_ids.shape), token_of_row)
+    rows = jnp.where(keys < num_experts, starts.at[keys].get(mode="promise_in_bounds") + rank, -1)
+    return rows, sizes[:num_experts], starts[:num_experts]
 
 
 def _aligned(sizes: Any, align: int) -> Any:
@@ -281,7 +315,9 @@ def weigh(rows: Float[Array, "R H"], work: Work, weights: Float[AnyArray, "T k"]
     return (rows * by_row(weights, work, rows.shape[0])[:, None]).astype(rows.dtype)
 
 
-def combine(parts: Float[Array, "P R H"], work: Work, weights: Float[AnyArray, "T k"] | None) -> Float32[Array, "T H"]:
+def combine(
+    parts: Float[Array, "P R H"], work: Work | SortedRows, weights: Float[AnyArray, "T k"] | None
+) -> Float32[Array, "T H"]:
     """Rows of results -> each token's sum (T, H), float32, in the order of its slots.
 
     Args:

@@ -17,11 +17,14 @@ from jmx.engines.gradients import Differentiable, Gradients
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
+from jmx.lora import Adapters
+from jmx.lora import layer as lora
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
+from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
 from jmx.selection.select import check_backend, select
@@ -41,6 +44,7 @@ def moe(
     mask: Bool[AnyArray, "*tokens"] | None = None,
     backend: str | None = None,
     split: Split | None = None,
+    adapters: Adapters | None = None,
 ) -> Float[Array, "*tokens H"]:
     """`y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t])`, the backend chosen while tracing.
 
@@ -66,6 +70,8 @@ def moe(
         backend: name of the backend that must run; None: that of the `use_backend` context, else the first that can.
         split: how mesh axes divide experts and tokens. Inside `jax.shard_map` over these axes, arrays are those of one
             device; elsewhere they are whole arrays, which may be on devices so already.
+        adapters: of these experts, added to their products; differentiable. With a split they are divided as experts
+            are, along mesh axes of `expert` and `tokens` alone.
 
     Returns:
         (..., H) of x's dtype.
@@ -77,21 +83,25 @@ def moe(
     """
     activation = activations.get(activation)
     check_instance("split", split, Split | None, "a jmx.Split, or None")
+    check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
     settings, tokens = _Settings(activation, weights_on, input_format, backend), _Tokens(x, routing, mask)
     if split is None and isinstance(experts, Experts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
-        return _divided(tokens, experts, settings, split or Split())
+        return _divided(tokens, (experts, adapters), settings, split or Split())
     check_arguments(x, routing, experts, activation, weights_on)
+    if adapters is not None:
+        adapters.check(experts)
     check_backend(backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
-    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format)
+    adapted = adapters is not None
+    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format, adapted)
     static = _Static(problem, environment, backend)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
-        return _on_one_device(tokens, experts, static)
-    return _on_devices(tokens.for_jit(), experts, static, of_tokens)
+        return _on_one_device(tokens, (experts, adapters), static)
+    return _on_devices(tokens.for_jit(), (experts, adapters), static, of_tokens)
 
 
 def batched_moe(
@@ -192,8 +202,11 @@ class _Tokens(NamedTuple):
         return cls(x, _with_arrays(rest, arrays), mask)
 
 
-def _divided(tokens: _Tokens, experts: AnyExperts, settings: _Settings, split: Split) -> Float[Array, "*tokens H"]:
+def _divided(
+    tokens: _Tokens, weights: over_mesh.Weights, settings: _Settings, split: Split
+) -> Float[Array, "*tokens H"]:
     """`moe` with experts, or their shards, on several devices; or with shards on one."""
+    experts, adapters = weights
     check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
     x, routing, mask = tokens
     manual = split.is_manual()
@@ -205,27 +218,38 @@ def _divided(tokens: _Tokens, experts: AnyExperts, settings: _Settings, split: S
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
+    if adapters is not None:
+        _check_divided_adapters(adapters, experts, split)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)
-        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, experts)
+        return (jax.checkpoint(run) if split.hidden else run)(by_token, rest, weights)
     static = over_mesh.static_of(split, x.ndim - 1, tokens.arrays(), experts)
-    return _of_all_devices(by_token, rest, experts, settings, static)
+    return _of_all_devices(by_token, rest, weights, settings, static)
+
+
+def _check_divided_adapters(adapters: Adapters, experts: AnyExperts, split: Split) -> None:
+    """Raises ValueError unless `adapters` fit `experts`, and the split divides both alike."""
+    if not isinstance(experts, Experts):
+        raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for {type(experts).__name__}")
+    if split.intermediate or split.hidden:
+        raise ValueError(f"`split` (={split}) must name axes of `expert` and `tokens` alone for experts with adapters")
+    adapters.check(experts)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
 def _of_all_devices(
-    by_token: Any, rest: Any, experts: AnyExperts, settings: _Settings, static: over_mesh.Static
+    by_token: Any, rest: Any, weights: over_mesh.Weights, settings: _Settings, static: over_mesh.Static
 ) -> Float[Array, "*tokens H"]:
     body = partial(_of_this_device, settings=settings, split=static.split)
-    return over_mesh.over_mesh(static, body, by_token, rest, experts)
+    return over_mesh.over_mesh(static, body, by_token, rest, weights)
 
 
 def _of_this_device(
-    by_token: Any, rest: Any, experts: AnyExperts, *, settings: _Settings, split: Split
+    by_token: Any, rest: Any, weights: over_mesh.Weights, *, settings: _Settings, split: Split
 ) -> Float[Array, "*tokens H"]:
     """The results of one device's tokens, inside `jax.shard_map`; or of all, if the split names no axis."""
-    x, routing, mask = _Tokens.of_parts(by_token, rest)
+    (x, routing, mask), (experts, adapters) = _Tokens.of_parts(by_token, rest), weights
     experts = over_mesh.gathered(split, experts)
     routing = flat_routing(routing, x.shape[:-1], mask)
     on_one = partial(moe, **settings._asdict())
@@ -233,7 +257,7 @@ def _of_this_device(
     if settings.weights_on == "output":  # else it is x times a weight that is rounded
         rounded = resolve_input_format(one_device(experts), settings.input_format)
     flat = x.reshape(-1, x.shape[-1])
-    return over_mesh.on_this_device(split, flat, routing, experts, on_one, rounded).reshape(x.shape)
+    return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
 
 
 class _Static(NamedTuple):
@@ -244,27 +268,30 @@ class _Static(NamedTuple):
     backend: str | None
 
 
-def _on_one_device(tokens: _Tokens, experts: Experts, static: _Static) -> Float[Array, "*tokens H"]:
+def _on_one_device(
+    tokens: _Tokens, weights: tuple[Experts, Adapters | None], static: _Static
+) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
+    experts, adapters = weights
     check_not_divided(experts.arrays())
     x, routing, mask = tokens
     flat = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    return _run(flat, routing, experts, static).reshape(x.shape)
+    return _run(flat, routing, experts, adapters, static).reshape(x.shape)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _on_devices(
-    tokens: _Tokens, experts: Experts, static: _Static, split: meshes.TokenSplit
+    tokens: _Tokens, weights: tuple[Experts, Adapters | None], static: _Static, split: meshes.TokenSplit
 ) -> Float[Array, "*tokens H"]:
     """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
     def run(by_token: Any, whole: Any) -> Float[Array, "*tokens H"]:
-        rest, experts = whole
-        return _on_one_device(_Tokens.of_parts(by_token, rest), experts, static)
+        rest, weights = whole
+        return _on_one_device(_Tokens.of_parts(by_token, rest), weights, static)
 
     by_token, rest = tokens.divided()
-    return meshes.over_devices(split, run, by_token, (rest, experts))
+    return meshes.over_devices(split, run, by_token, (rest, weights))
 
 
 def _token_split(tokens: _Tokens, experts: Experts) -> meshes.TokenSplit | None:
@@ -276,11 +303,15 @@ def _token_split(tokens: _Tokens, experts: Experts) -> meshes.TokenSplit | None:
     return meshes.leading_split(tokens.x.ndim - 1, tokens.arrays(), whole)
 
 
-@partial(jax.jit, static_argnums=3)  # so that calls outside of any jit are traced and compiled once, too
-def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _Static) -> Float[Array, "T H"]:
+@partial(jax.jit, static_argnums=4)  # so that calls outside of any jit are traced and compiled once, too
+def _run(
+    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters | None, static: _Static
+) -> Float[Array, "T H"]:
     environment, problem = static.environment, static.problem
+    if adapters is not None:
+        return _adapted(x, routing, experts, adapters, static)
     if experts.padded_to is not None and not experts.fits_without_padding:
-        return _run(_widened(x, experts), routing, experts.as_padded(), static)[:, : x.shape[-1]]
+        return _run(_widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
     true = problem.without_padding()
 
     def run(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
@@ -306,6 +337,21 @@ def _run(x: Float[Array, "T H"], routing: Routing, experts: Experts, static: _St
         return gradients._replace(x=gradients.x[:, :wide])
 
     return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts))
+
+
+def _adapted(
+    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters, static: _Static
+) -> Float[Array, "T H"]:
+    """The layer with adapters, whose weights' padding counts as weights."""
+    x, routing, experts, adapters = meshes.varying_alike(x, routing, experts, adapters)
+    problem, wide = with_tokens(static.problem, x.shape[0]), x.shape[-1]
+    backend = select(problem, static.environment, static.backend, registered_backends()).backend
+    if x.shape[0] == 0 or problem.top_k == 0:
+        return jnp.zeros_like(x)
+    assert isinstance(backend, ProductBackend)
+    adapters, x, experts = adapters.padded(experts), _widened(x, experts), experts.as_padded()
+    engine = lora.engine_of(backend, problem, static.environment, experts)
+    return lora.forward(problem, x, routing, experts, adapters, engine)[:, :wide]
 
 
 def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]:

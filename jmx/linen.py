@@ -16,6 +16,8 @@ from jmx import meshes
 from jmx.activations import Activation, SwiGLU
 from jmx.experts import Axes, Experts
 from jmx.experts.conversion import place_like
+from jmx.lora import Adapters, LoRA
+from jmx.lora.adapters import Skeleton
 from jmx.module_arguments import SIZES, Arguments
 from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
 from jmx.numerics.formats import MXFP4, Format
@@ -54,9 +56,9 @@ class MoE(nn.Module):
     """A mixture-of-experts layer whose expert weights stay quantized.
 
     Quantized weights are in the collection "quantized", the bias for selection in "correction", the placement of spare
-    experts in "placement": gradients with respect to "params" leave these out. Biases and the router are in "params".
-    Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the variables under the names of
-    `Experts.arrays`, or with `update`.
+    experts in "placement", adapters in "lora": gradients with respect to "params" leave these out. Biases and the
+    router are in "params". Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the variables under the
+    names of `Experts.arrays`, or with `update`.
 
     `axes`: if given, variables are boxed with their partitioning (`nn.Partitioned`), as by `nn.with_partitioning`:
     `nn.scan` and `nn.vmap` then need `metadata_params={nn.PARTITION_NAME: ...}`.
@@ -87,6 +89,7 @@ class MoE(nn.Module):
     axes: Axes | None = None
     spare_experts: int = 0
     experts: Experts | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.experts, Experts):
@@ -127,6 +130,7 @@ class MoE(nn.Module):
             of_placement = kind == "placement"  # its shapes depend on the number of ranks
             arrays[name] = array if of_placement else _checked(name, array, like, inner(abstract).layout)
         self.weights = abstract.with_arrays(arrays)
+        self.adapters = self._adapters(given, abstract, boxed)
         if given.router:
             self.router_dense = nn.Dense(
                 given.num_experts,
@@ -136,6 +140,24 @@ class MoE(nn.Module):
             )
         if given.correction_bias:
             self.correction = self.variable("correction", "bias", jnp.zeros, (given.num_experts,), jnp.float32)
+
+    def _adapters(self, given: Arguments, experts: AnyExperts, boxed: Any) -> Adapters | None:
+        key = jax.random.key(0)  # for shapes
+        like = jax.eval_shape(lambda: given.initial_adapters(lambda: key, experts))
+        if like is None:
+            return None
+        starting = self.is_initializing()
+        made = given.initial_adapters(lambda: self.make_rng("params"), experts) if starting else None
+        drawn = {} if made is None else made.arrays()
+        arrays = {}
+        for name, matrix in like.arrays().items():
+            names = ((given.axes or {}).get("expert"), None, None)[3 - matrix.ndim :]
+            shape = local_shape(matrix.shape, names)
+            value = drawn[name] if drawn else jnp.empty(shape, matrix.dtype)
+            init = boxed(lambda *_, value=value: value, names)
+            array = nn.meta.unbox(self.variable("lora", name, init).value)
+            arrays[name] = _checked(name, array, jax.ShapeDtypeStruct(shape, matrix.dtype), "lora")
+        return Skeleton.of(like).with_arrays(arrays)
 
     def __call__(
         self,
@@ -151,7 +173,7 @@ class MoE(nn.Module):
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
         split = split_of(self.axes, x, self.weights.arrays(), self.num_shards)
-        return call(self.resolved, x, routing, self.weights, mask, split)
+        return call(self.resolved, x, routing, self.weights, mask, split, self.adapters)
 
     def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
         """Routing (..., k) of x (..., H) by the layer's router: `layer.apply(variables, x, method="route")`.
@@ -173,7 +195,7 @@ class MoE(nn.Module):
     def problem(self, x: Float[Any, "*tokens H"]) -> Problem:
         """The problem of calling this layer on x (an array or `jax.ShapeDtypeStruct`), for `jmx.explain`."""
         given = self._arguments()
-        return problem_of(given, x, _abstract(given, {}, Form())[0])
+        return problem_of(given, x, _abstract(given, {}, Form())[0], given.lora is not None)
 
     def split_of(self, x: Float[Any, "*tokens H"]) -> Split | None:
         """How mesh axes divide the call on x (an array or `jax.ShapeDtypeStruct`) now; None: on one device.
@@ -224,6 +246,42 @@ class MoE(nn.Module):
             TypeError, ValueError: as `held`.
         """
         return whole_experts(self.held(variables))
+
+    @nn.nowrap
+    def adapters_of(self, variables: Mapping[str, Any]) -> Adapters:
+        """The adapters in the variables of this layer, which has `lora`.
+
+        Raises:
+            TypeError, ValueError: no variables of a layer with these adapters.
+        """
+        check_instance("variables", variables, Mapping, "a mapping of the layer's collections")
+        lora = self._arguments().lora
+        if lora is None:
+            raise ValueError("`lora` (=None) must be given to a layer with adapters")
+        experts = self.experts_of(variables)
+        skeleton = Skeleton.of(jax.eval_shape(lambda: lora.random(jax.random.key(0), experts)))
+        found = {name: nn.meta.unbox(array) for name, array in variables.get("lora", {}).items()}
+        if missing := sorted({*skeleton.names} - {*found}):
+            raise ValueError(f"`variables` (with {sorted(found)} in 'lora') must have {missing[0]!r} there")
+        return skeleton.with_arrays(found)
+
+    @nn.nowrap
+    def adapt(self, variables: Mapping[str, Any], adapters: Adapters) -> dict[str, Any]:
+        """The variables of this layer, which has `lora`, with other adapters of the same form.
+
+        Raises:
+            TypeError, ValueError: as `adapters_of`, and adapters that differ in a name, a shape, a dtype or the scale.
+        """
+        check_instance("adapters", adapters, Adapters, "a jmx.lora.Adapters")
+        old, new = (jax.eval_shape(lambda each=each: each) for each in (self.adapters_of(variables), adapters))
+        if old != new:
+            raise ValueError(f"`adapters` (={new}) must be as those of the layer, {old}")
+        its = variables["lora"]
+        boxed = {
+            name: its[name].replace_boxed(array) if isinstance(its[name], nn.meta.AxisMetadata) else array
+            for name, array in adapters.arrays().items()
+        }
+        return {**variables, "lora": boxed}
 
     @nn.nowrap
     def update(self, variables: Mapping[str, Any], new: Experts) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from jmx import activations, routing
 from jmx.activations import Activation
 from jmx.backends import registered_backends, resolve_layout
 from jmx.experts import BIAS_DTYPES, ORDERS, Experts
+from jmx.lora import Adapters, LoRA
+from jmx.lora.adapters import check_targets
 from jmx.numerics import formats
 from jmx.numerics.formats import Format
 from jmx.numerics.input_formats import FAMILIES, INPUT_FORMATS
 from jmx.numerics.layouts import LAYOUTS
-from jmx.parallel.experts_form import AnyExperts, Form
+from jmx.parallel.experts_form import AnyExperts, Form, one_device
 from jmx.parallel.module_axes import check_module_axes
 from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
@@ -53,6 +55,7 @@ class Arguments:
     axes: Mapping[str, Any] | None
     spare_experts: int
     experts: Experts | None
+    lora: LoRA | None
 
     @classmethod
     def of(cls, **given: Any) -> "Arguments":
@@ -73,6 +76,7 @@ class Arguments:
         check_dtype("param_dtype", given["param_dtype"], *BIAS_DTYPES)
         if given["axes"] is not None:
             check_module_axes(given["axes"])
+        check_instance("lora", given["lora"], LoRA | None, "a jmx.lora.LoRA, or None")
         resolved: dict[str, Any] = {
             "spare_experts": check_int("spare_experts", given["spare_experts"], least=0),
             "format": formats.get(given["format"]),
@@ -80,7 +84,17 @@ class Arguments:
             "gate_up_order": resolve_order(order, activation),
             "routing": resolve_method(given["routing"], sizes["top_k"], sizes["num_experts"], flags["correction_bias"]),
         }
-        return cls(**{**given, **sizes, **flags, **resolved})
+        arguments = cls(**{**given, **sizes, **flags, **resolved})
+        if arguments.lora is not None:
+            check_adaptable(arguments.axes, arguments.spare_experts)
+            check_targets("lora.targets", arguments.lora.targets, arguments.gate_up_order is not None)
+        return arguments
+
+    def initial_adapters(
+        self, key: Callable[[], Key[Array, ""] | UInt32[Array, "2"]], held: AnyExperts
+    ) -> Adapters | None:
+        """The initial adapters of the experts that a module holds, if `lora` asks for some."""
+        return None if self.lora is None else self.lora.random(key(), one_device(held))
 
     def initial_weights(
         self, key: Callable[[], Key[Array, ""] | UInt32[Array, "2"]], form: Form | None = None
@@ -104,6 +118,15 @@ class Arguments:
         layout = resolve_layout(self.layout, Environment.probe(experts), experts.format, inputs)
         form = dataclasses.replace(form or Form.of(self.axes, self.spare_experts), input_format=inputs)
         return form.apply(experts).prepare(layout), form
+
+
+def check_adaptable(axes: Mapping[str, Any] | None, spare_experts: int) -> None:
+    """Raises ValueError for a module whose experts can have no adapters: in slots, or divided along other axes."""
+    if spare_experts:
+        raise ValueError(f"`spare_experts` (={spare_experts}) must be 0 for experts with adapters")
+    for name in ("intermediate", "hidden"):
+        if (given := (axes or {}).get(name)) is not None:
+            raise ValueError(f"`axes` (with {name!r}: {given!r}) must not divide {name!r} for experts with adapters")
 
 
 def resolve_order(gate_up_order: str | None, activation: Activation) -> str | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jmx import meshes
 from jmx.experts import Axes
 from jmx.layer import moe
+from jmx.lora import Adapters
 from jmx.module_arguments import Arguments
 from jmx.parallel.experts_form import AnyExperts, whole_shapes
 from jmx.parallel.split import Split
@@ -26,6 +27,7 @@ def call(
     experts: AnyExperts,
     mask: Bool[AnyArray, "*tokens"] | None,
     split: Split | None,
+    adapters: Adapters | None,
 ) -> Float[Array, "*tokens H"]:
     """`jmx.moe` with the activation, `weights_on`, `input_format` and backend of a module or its `Arguments`."""
     return moe(
@@ -38,6 +40,7 @@ def call(
         mask=mask,
         backend=settings.backend,
         split=split,
+        adapters=adapters,
     )
 
 
@@ -98,14 +101,14 @@ def check_router_split(x: Float[Any, "*tokens H"], weights: Mapping[str, Shaped[
     meshes.check_whole({f"router.{name}": weight for name, weight in weights.items()})
 
 
-def problem_of(settings: Any, x: Float[Any, "*tokens H"], experts: AnyExperts) -> Problem:
+def problem_of(settings: Any, x: Float[Any, "*tokens H"], experts: AnyExperts, adapted: bool) -> Problem:
     """The problem of a module's call on x, of all devices; `settings` as in `call`.
 
     Raises:
         ValueError, TypeError: an x that does not fit the experts.
     """
     top_k, whole = settings.routing.top_k, whole_shapes(experts)
-    return Problem.of(x, top_k, whole, settings.activation, settings.weights_on, settings.input_format)
+    return Problem.of(x, top_k, whole, settings.activation, settings.weights_on, settings.input_format, adapted)
 
 
 def summed_counts(routing: Routing, num_experts: int, axes: Axes | None) -> Int32[Array, " E"]:

@@ -10,7 +10,9 @@ from jax.core import Tracer
 from jmx.activations import Activation, SwiGLU
 from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes
 from jmx.experts.conversion import place_like
-from jmx.module_arguments import Arguments
+from jmx.lora import Adapters, LoRA
+from jmx.lora.adapters import Skeleton
+from jmx.module_arguments import Arguments, check_adaptable
 from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
 from jmx.numerics.formats import MXFP4, Format
 from jmx.parallel.experts_form import (
@@ -101,6 +103,8 @@ class MoE(nnx.Module):
         spare_experts: slots for copies of experts beside those E, rounded up so that each device along "expert" has as
             many. The layer then holds a placement, which `jmx.parallel.rebalance` changes; routing does not see it.
         experts: initial weights instead of random ones. Their arrays are shared if they are in `layout` already.
+        lora: adapters to add to the experts' products, in variables of the type `nnx.LoRAParam`; None: none. See
+            docs/training.md, and `adapt`.
         rngs: `nnx.Rngs`; the stream `params` is used.
 
     Raises:
@@ -139,6 +143,7 @@ class MoE(nnx.Module):
         axes: Axes | None = None,
         spare_experts: int = 0,
         experts: Experts | None = None,
+        lora: LoRA | None = None,
         rngs: nnx.Rngs,
     ):
         given = Arguments.of(
@@ -162,6 +167,7 @@ class MoE(nnx.Module):
             axes=axes,
             spare_experts=spare_experts,
             experts=experts,
+            lora=lora,
         )
         if not hasattr(check_instance("rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs"), "params"):
             raise ValueError(f"`rngs` (of {[*rngs]}) must have a stream `params`, or a default one")
@@ -180,6 +186,8 @@ class MoE(nnx.Module):
         for name, array in held.arrays().items():
             setattr(self, name, _kind(name)(_placed(array, names[name]), **_metadata(*names[name])))
         self.skeleton = nnx.static(held.with_arrays({}))  # all but the arrays
+        self.adapter_skeleton = nnx.static(None)
+        self.adapt(given.initial_adapters(rngs.params, held))
         self.router = nnx.data(None)
         if given.router:
             self.router = nnx.Linear(
@@ -206,6 +214,33 @@ class MoE(nnx.Module):
     def held(self) -> AnyExperts:
         """The weights as the layer holds them: experts, shards of them, or either in the slots of a placement."""
         return self.skeleton.with_arrays({name: getattr(self, name).get_value() for name in self._names()})
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of the experts, or None if there are none."""
+        skeleton = self.adapter_skeleton
+        if skeleton is None:
+            return None
+        return skeleton.with_arrays({name: getattr(self, f"lora_{name}").get_value() for name in skeleton.names})
+
+    def adapt(self, adapters: Adapters | None) -> None:
+        """Replaces the adapters of the experts, in variables such as `lora_gate_up_a`; None: removes them.
+
+        Raises:
+            ValueError, TypeError: adapters that do not fit the experts, or experts that can have none: with
+                `spare_experts`, or divided along other axes than "expert".
+        """
+        check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
+        if adapters is not None:
+            check_adaptable(self._axes, self.spare_experts)
+            adapters.check(self.experts)
+        if self.adapter_skeleton is not None:
+            for name in self.adapter_skeleton.names:
+                delattr(self, f"lora_{name}")
+        self.adapter_skeleton = nnx.static(None if adapters is None else Skeleton.of(adapters))
+        for name, matrix in {} if adapters is None else adapters.arrays().items():
+            names = ((self._axes or {}).get("expert"), None, None)[3 - matrix.ndim :]
+            setattr(self, f"lora_{name}", nnx.LoRAParam(_placed(matrix, names), **_metadata(*names)))
 
     def placement(self) -> Placement:
         """Which slots hold each expert.
@@ -284,7 +319,7 @@ class MoE(nnx.Module):
         """
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return call(self, x, routing, self.held, mask, self.split_of(x))
+        return call(self, x, routing, self.held, mask, self.split_of(x), self.adapters)
 
     def split_of(self, x: Float[Any, "*tokens H"]) -> Split | None:
         """How mesh axes divide the call on x (an array or `jax.ShapeDtypeStruct`) now; None: on one device.
@@ -316,4 +351,4 @@ class MoE(nnx.Module):
             ValueError, TypeError: an x, or weights, that the call rejects.
         """
         check_held(self.held)
-        return problem_of(self, x, self.held)
+        return problem_of(self, x, self.held, self.adapter_skeleton is not None)

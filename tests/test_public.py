@@ -26,6 +26,7 @@ ORDER = [
     {"xla", "pallas", "ffi"},
     {"backends"},
     {"autodiff"},
+    {"lora"},
     {"parallel"},
     {"layer"},
     {"explain", "module_arguments"},

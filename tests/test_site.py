@@ -18,7 +18,7 @@ PUBLIC = {
     *("jmx.nnx.MoE", "jmx.linen.MoE"),
     *(
         f"jmx.{package}.{name}"
-        for package in ("parallel", "models", "plot", "training")
+        for package in ("parallel", "models", "plot", "training", "lora")
         for name in importlib.import_module(f"jmx.{package}").__all__
     ),
     *(f"jmx.checkpoint.{name}" for name in jmx.checkpoint.__all__),

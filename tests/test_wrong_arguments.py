@@ -22,6 +22,7 @@ from float_checkpoints import float_gpt_oss
 
 import jmx
 import jmx.linen
+import jmx.lora
 import jmx.models
 import jmx.nnx
 import jmx.training
@@ -137,6 +138,17 @@ def floats() -> checkpoint.quantizing.Reader:
     return checkpoint.quantizing.Reader(path, "mxfp4")
 
 
+@functools.cache
+def adapters() -> jmx.lora.Adapters:
+    return jmx.lora.LoRA(2).random(jax.random.key(0), experts())
+
+
+@functools.cache
+def adapted() -> tuple[jmx.linen.MoE, Any]:
+    module = jmx.linen.MoE(H, I, E, K, layout="packed", lora=jmx.lora.LoRA(2))
+    return module, module.init(jax.random.key(0), X)
+
+
 def reader() -> Any:
     return checkpoint.gpt_oss.Reader(TINY)
 
@@ -175,6 +187,7 @@ MODULE = {
     "axes": "module axes",
     "spare_experts": "count",
     "experts": "object or None",
+    "lora": "object or None",
 }
 SIZES = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
 CALL = {"x": "floats", "routing": "object or None", "mask": "mask"}
@@ -377,6 +390,7 @@ ROWS: dict[str, Row] = {
             "weights_on": "name",
             "input_format": "name or None",
             "padded_from": "shape or None",
+            "adapters": "flag",
         },
         call=problem,
     ),
@@ -388,6 +402,7 @@ ROWS: dict[str, Row] = {
             "activation": "named",
             "weights_on": "name",
             "input_format": "name or None",
+            "adapters": "flag",
         },
         lambda: {"x": X, "top_k": K, "experts": experts(), "activation": jmx.SwiGLU()},
     ),
@@ -447,6 +462,7 @@ ROWS: dict[str, Row] = {
             "mask": "mask",
             "backend": "name or None",
             "split": "object or None",
+            "adapters": "object or None",
         },
         lambda: {"x": X, "routing": ROUTING, "experts": experts(), "activation": jmx.SwiGLU()},
     ),
@@ -497,6 +513,7 @@ ROWS: dict[str, Row] = {
     "jmx.nnx.MoE.token_counts": Row({"routing": "object"}, call=lambda routing: layer().token_counts(routing)),
     "jmx.nnx.MoE.hold": Row({"held": "object"}, call=lambda held: layer().hold(held)),
     "jmx.nnx.MoE.update": Row({"new": "object"}, call=lambda new: layer().update(new)),
+    "jmx.nnx.MoE.adapt": Row({"adapters": "object or None"}, call=lambda adapters: layer().adapt(adapters)),
     "jmx.nnx.MoE.prepare": Row({"layout": "name"}, call=lambda layout: layer().prepare(layout)),
     "jmx.linen.MoE": Row(MODULE, lambda: SIZES),
     "jmx.linen.MoE.__call__": Row(CALL, lambda: {"x": X}, of_linen(None)),
@@ -510,6 +527,14 @@ ROWS: dict[str, Row] = {
         {"variables": "mapping", "held": "object"},
         lambda: {"variables": linen()[1], "held": linen()[0].held(linen()[1])},
         lambda **a: linen()[0].hold(**a),
+    ),
+    "jmx.linen.MoE.adapters_of": Row(
+        {"variables": "mapping"}, call=lambda variables: adapted()[0].adapters_of(variables)
+    ),
+    "jmx.linen.MoE.adapt": Row(
+        {"variables": "mapping", "adapters": "object"},
+        lambda: {"variables": adapted()[1], "adapters": adapted()[0].adapters_of(adapted()[1])},
+        lambda **a: adapted()[0].adapt(**a),
     ),
     "jmx.linen.MoE.update": Row(
         {"variables": "mapping", "new": "object"},
@@ -530,7 +555,48 @@ ROWS: dict[str, Row] = {
         {"correction_bias": "floats", "counts": "array", "rate": "number"},
         lambda: {"correction_bias": np.zeros(E, np.float32), "counts": np.arange(E), "rate": 0.1},
     ),
+    "jmx.training.refuse_frozen": Row({"optimizer": "object"}),
+    "jmx.lora.LoRA": Row(
+        {
+            "rank": "size",
+            "alpha": "number or None",
+            "targets": "names",
+            "shared": "names",
+            "rank_stabilized": "flag",
+            "dtype": "dtype",
+        },
+        lambda: {"rank": 2},
+    ),
+    "jmx.lora.LoRA.random": Row(
+        {"key": "key", "experts": "object"},
+        lambda: {"key": jax.random.key(0), "experts": experts()},
+        lambda **a: jmx.lora.LoRA(2).random(**a),
+    ),
+    "jmx.lora.Adapters.check": Row({"experts": "object"}, call=lambda experts: adapters().check(experts)),
+    "jmx.lora.merge": Row(
+        {"experts": "object", "adapters": "object", "dtype": "dtype"},
+        lambda: {"experts": experts(), "adapters": adapters()},
+    ),
+    "jmx.lora.requantize": Row(
+        {"experts": "object", "adapters": "object", "format": "named or None"},
+        lambda: {"experts": experts(), "adapters": adapters()},
+    ),
     # Checkpoints
+    "jmx.checkpoint.peft.load": Row(
+        {"path": "path", "experts": "mapping", "gate_up_order": "name or None"},
+        lambda: {"path": "/nowhere", "experts": {0: experts()}},
+    ),
+    "jmx.checkpoint.peft.save": Row(
+        {
+            "path": "path",
+            "adapters": "mapping",
+            "experts": "mapping",
+            "base_model": "text or None",
+            "module": "text",
+            "form": "name",
+        },
+        lambda: {"path": "/nowhere/at/all", "adapters": {0: adapters()}, "experts": {0: experts()}},
+    ),
     "jmx.checkpoint.gpt_oss.read_config": Row(
         {"path": "path", "quant_methods": "sequence or None"}, lambda: {"path": TINY}
     ),
@@ -777,6 +843,10 @@ MADE = "jmx makes it, and nobody else"
 EXEMPT = {
     "jmx.Activation": "a base class, without arguments",
     "jmx.BlockScaled": CONTAINER,
+    "jmx.lora.Adapter": CONTAINER,
+    "jmx.lora.Adapters": CONTAINER,
+    "jmx.lora.Adapters.padded": "of checked experts, by a call",
+    "jmx.lora.Requantized": MADE,
     "jmx.Experts": CONTAINER,
     "jmx.Groups": CONTAINER,
     "jmx.Logits": CONTAINER,
@@ -833,12 +903,13 @@ FLAX = {"parent", "name"}  # which every Linen module has
 def public() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every public callable that takes an argument, by its full name."""
     places = {"jmx": (jmx, jmx.__all__), "jmx.nnx": (jmx.nnx, ["MoE"]), "jmx.linen": (jmx.linen, ["MoE"])}
-    for module in ("gpt_oss", "compressed_tensors", "quantizing", "orbax"):
+    for module in ("gpt_oss", "compressed_tensors", "quantizing", "orbax", "peft"):
         found = getattr(checkpoint, module)
         names = getattr(found, "__all__", ["save", "restore"])
         places[f"jmx.checkpoint.{module}"] = (found, [n for n in names if n != "CheckpointError"])
     places["jmx.models"] = (jmx.models, jmx.models.__all__)
     places["jmx.training"] = (jmx.training, jmx.training.__all__)
+    places["jmx.lora"] = (jmx.lora, jmx.lora.__all__)
     places["jmx.checkpoint"] = (checkpoint, ["CheckpointError"])
     for place, (module, names) in places.items():
         for name in names:

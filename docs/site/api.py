@@ -111,10 +111,12 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "Training": (
-        "Losses and updates that spread tokens over experts.",
+        "Losses and updates that spread tokens over experts, and adapters beside frozen weights.",
         [
             *("jmx.training.load_balancing_loss", "jmx.training.sequence_balance_loss"),
             *("jmx.training.router_z_loss", "jmx.training.updated_correction_bias"),
+            *("jmx.training.refuse_frozen", "jmx.lora.LoRA", "jmx.lora.Adapters", "jmx.lora.Adapter"),
+            *("jmx.lora.merge", "jmx.lora.requantize", "jmx.lora.Requantized"),
         ],
     ),
     "Pictures": (
@@ -126,7 +128,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         [
             *("jmx.checkpoint.CheckpointError", "jmx.checkpoint.Reader", "jmx.checkpoint.ExpertLayer"),
             *("jmx.checkpoint.gpt_oss", "jmx.checkpoint.compressed_tensors", "jmx.checkpoint.quantizing"),
-            *("jmx.checkpoint.orbax", "jmx.checkpoint.model_configs", "jmx.checkpoint.shards"),
+            *("jmx.checkpoint.orbax", "jmx.checkpoint.peft", "jmx.checkpoint.model_configs", "jmx.checkpoint.shards"),
         ],
     ),
 }

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jmx.checkpoint import compressed_tensors, gpt_oss, model_configs, orbax, quantizing, shards
+    from jmx.checkpoint import compressed_tensors, gpt_oss, model_configs, orbax, peft, quantizing, shards
     from jmx.checkpoint.reader import ExpertLayer, Reader
     from jmx.checkpoint.shards import CheckpointError
 
@@ -19,6 +19,7 @@ __all__ = [
     "gpt_oss",
     "model_configs",
     "orbax",
+    "peft",
     "quantizing",
     "shards",
 ]

@@ -404,17 +404,18 @@ def write(
         shards[-1].append(output)
         filled += output.nbytes
     if len(shards) == 1:
-        _write_file(directory / SINGLE, shards[0], advance)
+        write_file(directory / SINGLE, shards[0], advance)
         return
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        _write_file(directory / name, shard, advance)
+        write_file(directory / name, shard, advance)
     places = {output.name: name for name, shard in zip(names, shards, strict=True) for output in shard}
     total = sum(output.nbytes for output in outputs)
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], object]) -> None:
+def write_file(file: Path, outputs: Sequence[Output], advance: Callable[[int], object] = lambda _: None) -> None:
+    """Writes tensors into one file; `advance` as of `write`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by readers of the Hugging Face form
     end = 0
     for output in outputs:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
 from jmx.experts import Experts, ShardedExperts
+from jmx.lora import Adapters
 from jmx.parallel.exchange import Call, Here, Local
 from jmx.parallel.exchanges import choose
 from jmx.parallel.experts_form import AnyExperts, form_names
@@ -24,8 +25,11 @@ from jmx.routing import Routing
 from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
 
-# The layer on one device: x (T, H), routing (T, k), experts -> (T, H).
-OneDevice = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
+# The layer on one device: x (T, H), routing (T, k), experts, adapters= -> (T, H).
+OneDevice = Callable[..., Float[Array, "T H"]]
+
+# Experts, and their adapters, if they have some.
+Weights = tuple[AnyExperts, Adapters | None]
 
 
 class Static(NamedTuple):
@@ -43,9 +47,9 @@ class Static(NamedTuple):
 
 
 def over_mesh(
-    static: Static, body: Callable[[Any, Any, AnyExperts], Any], by_token: Any, whole: Any, experts: Any
+    static: Static, body: Callable[[Any, Any, Weights], Any], by_token: Any, whole: Any, weights: Weights
 ) -> Any:
-    """`body` (by_token, whole, experts) on each device, with its tokens and its experts; the result is by token.
+    """`body` (by_token, whole, weights) on each device, with its tokens and its experts; the result is by token.
 
     To be called while tracing.
 
@@ -55,7 +59,7 @@ def over_mesh(
     """
     mesh = static.mesh
     tokens = P(*(entry or None for entry in static.leading))
-    specs = expert_specs(static.split, experts, mesh.shape)
+    specs = expert_specs(static.split, weights[0], mesh.shape), adapter_specs(static.split, weights[1])
     if static.split.names("hidden"):  # else whole weights would stay from the forward pass to the backward pass
         body = jax.checkpoint(body)
 
@@ -69,7 +73,7 @@ def over_mesh(
         place(tree, jax.tree.map(lambda _, spec=spec: spec, tree)) for tree, spec in ((by_token, tokens), (whole, P()))
     )
     run = jax.shard_map(body, mesh=mesh, in_specs=(tokens, P(), specs), out_specs=tokens)
-    return run(by_token, whole, place(experts, specs))
+    return run(by_token, whole, place(weights, specs))
 
 
 def split_of_types(num_leading: int, by_token: meshes.NamedArrays, experts: meshes.NamedArrays) -> Split | None:
@@ -148,6 +152,12 @@ def expert_specs(split: Split, experts: AnyExperts, sizes: Mapping[str, int] | N
     return jax.tree.map(lambda its: its if isinstance(its, P) else P(), specs, is_leaf=lambda its: isinstance(its, P))
 
 
+def adapter_specs(split: Split, adapters: Adapters | None) -> Any:
+    """As `expert_specs`, of adapters: those that experts share are whole on every device."""
+    expert = split.names("expert") or None
+    return jax.tree.map(lambda matrix: P(expert) if matrix.ndim == 3 else P(), adapters)
+
+
 def check_experts(split: Split, mesh: AnyMesh, experts: AnyExperts) -> None:
     """Raises ValueError unless the mesh divides the experts, and their shards, evenly."""
     sizes = {"expert": num_experts(experts)}
@@ -188,7 +198,7 @@ def on_this_device(
     split: Split,
     x: Float[Array, "T H"],
     routing: Routing,
-    experts: AnyExperts,
+    weights: Weights,
     moe: OneDevice,
     input_format: str | None = None,
 ) -> Float[Array, "T H"]:
@@ -196,23 +206,25 @@ def on_this_device(
 
     Args:
         x, routing: this device's tokens, and their experts among those of all devices.
-        experts: this device's.
+        weights: this device's experts and adapters.
         moe: the layer on one device.
         input_format: what it rounds x to before anything else; None: nothing.
     """
+    experts, adapters = weights
     if isinstance(experts, PlacedExperts):  # each device chooses other copies for its tokens
         first_token = x.shape[0] * _index(split.names("tokens"))
         ids = experts.placement.slot_ids(routing.expert_ids, first_token)
         routing, experts = routing._replace(expert_ids=ids), experts.experts
     parts = _parts(split, experts)
 
-    def local(parts: list[Experts], x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
-        results = [moe(x, routing, part) for part in parts]
+    def local(arrays: Any, x: Float[Array, "T H"], routing: Routing) -> Float[Array, "T H"]:
+        parts, adapters = arrays
+        results = [moe(x, routing, part, adapters=adapters) for part in parts]
         if len(results) == 1:
             return results[0]
         return jnp.sum(jnp.stack(results), axis=0, dtype=jnp.float32).astype(x.dtype)
 
-    return exchanged(split, x, routing, OwnExperts(num_experts(experts), local, parts, input_format))
+    return exchanged(split, x, routing, OwnExperts(num_experts(experts), local, (parts, adapters), input_format))
 
 
 def gathered(split: Split, experts: AnyExperts) -> AnyExperts:

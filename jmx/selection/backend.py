@@ -2,9 +2,10 @@
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jmx.experts import Experts
+from jmx.grouping import SortedRows
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
@@ -23,6 +24,7 @@ class Reason(enum.Enum):
     SHAPE = "shape"
     ACTIVATION = "activation"
     WEIGHTS_ON = "routing weights"
+    ADAPTERS = "adapters"
     SYMBOLIC_TOKENS = "symbolic token count"
     LIBRARY = "library"
     NOT_BUILT = "not built"
@@ -69,4 +71,37 @@ class Backend(Protocol):
             experts: the weights, in the problem's layout.
             environment: the machine.
         """
+        ...
+
+
+@runtime_checkable
+class ProductBackend(Backend, Protocol):
+    """A backend that also computes one product alone, for layers with adapters: those between both products."""
+
+    def product(
+        self,
+        problem: Problem,
+        role: str,
+        rows: Float[Array, "R K"],
+        sorted: SortedRows,
+        experts: Experts,
+        environment: Environment,
+        dtype: Any,
+    ) -> Float[Array, "R W"]:
+        """Rows times their experts' "gate_up" or "down" weight, without the bias, while tracing.
+
+        Args:
+            problem: supported on `environment`, with adapters.
+            rows: (R, K), rounded to the problem's input format first, if it has one.
+            sorted: which rows each expert has; others may come out as anything. They begin at multiples of 8.
+            experts: the weights, in the problem's layout. Padding of theirs counts as weights.
+            dtype: of the result, bfloat16 or float32.
+
+        Returns:
+            (R, W): the outputs in an order of the backend's own, which `outputs` undoes.
+        """
+        ...
+
+    def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
+        """Outputs of "gate_up", gate and up (..., I) each or (..., I) alone without a gate, or of "down", (..., H)."""
         ...

@@ -44,6 +44,7 @@ class Problem:
         bias: whether the experts have biases.
         layout: name of the weights' layout.
         weights_on: whether routing weights multiply the experts' "output" or "input".
+        adapters: whether the experts have adapters, see `jmx.lora`.
 
     Raises:
         ValueError, TypeError: a field that is not as above.
@@ -63,6 +64,7 @@ class Problem:
     weights_on: str = "output"
     input_format: str | None = None
     padded_from: tuple[int, int] | None = None
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         if self.num_tokens is not None:
@@ -82,6 +84,7 @@ class Problem:
         if self.padded_from is not None:
             self._set("padded_from", check_shape("padded_from", self.padded_from, 2))
         check_one_of("weights_on", self.weights_on, WEIGHTS_ON)
+        self._set("adapters", check_bool("adapters", self.adapters))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -95,10 +98,12 @@ class Problem:
         activation: Activation | str,
         weights_on: str = "output",
         input_format: str | None = None,
+        adapters: bool = False,
     ) -> "Problem":
         """The problem of calling `experts` on `x` (..., H): arrays, tracers or `jax.ShapeDtypeStruct`.
 
         `input_format`: a format or a family that the caller requests, or None; see `input_formats.resolve`.
+        `adapters`: whether these experts have adapters.
         """
         check_x(x, check_instance("experts", experts, Experts, "jmx.Experts").hidden_size)
         tokens: int | None = 1
@@ -121,6 +126,7 @@ class Problem:
             weights_on=weights_on,
             input_format=resolve_input_format(experts, input_format),
             padded_from=(experts.hidden_size, experts.intermediate_size) if padded else None,
+            adapters=adapters,
         )
 
     def without_padding(self) -> "Problem":
@@ -146,6 +152,7 @@ class Problem:
         return (
             f"{tokens}, top-{self.top_k} of {self.num_experts} experts, H={h}, I={i}, "
             f"{self.format} ({self.layout}) x {self.input_format or self.dtype}"
+            f"{', with adapters' if self.adapters else ''}"
         )
 
 

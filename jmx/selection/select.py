@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jmx.selection import vllm_names
-from jmx.selection.backend import Backend, Rejection
+from jmx.selection.backend import Backend, ProductBackend, Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.checks import check_instance, check_one_of, shown
@@ -81,10 +81,18 @@ def select(problem: Problem, environment: Environment, request: str | None, back
     check_backend(request, backends)
     request = requested(request)
     check_backend(request, backends)
-    trail = tuple((b.name, b.supports(problem, environment)) for b in backends)
+    trail = tuple((b.name, _answer(b, problem, environment)) for b in backends)
     for backend, (name, rejection) in zip(backends, trail, strict=True):
         if rejection is None and request in (None, name):
             return Selection(problem, environment, request, backend, trail)
     fault = "no backend can run this" if request is None else f"backend {request!r} was requested, but cannot run this"
     answers = [f"  {name}: {'can run' if rejection is None else rejection}" for name, rejection in trail]
     raise NoBackendError("\n".join([fault, f"  {problem} on {environment.device_kind}", *answers]), trail)
+
+
+def _answer(backend: Backend, problem: Problem, environment: Environment) -> Rejection | None:
+    rejection = backend.supports(problem, environment)
+    if rejection is None and problem.adapters and not isinstance(backend, ProductBackend):
+        detail = "adapters add before the activation, and it computes both products at once"
+        return Rejection(Reason.ADAPTERS, detail, "use xla, or merge the adapters with jmx.lora.merge")
+    return rejection

@@ -28,8 +28,10 @@ from jax import lax
 from jmx import activations, grouping
 from jmx.engines.gradients import Gradients
 from jmx.experts import Experts, padding
+from jmx.grouping import SortedRows
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
+from jmx.numerics.gate_up import split_gate_up
 from jmx.routing import Routing
 from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
@@ -61,6 +63,24 @@ class Xla:
     ) -> Float[Array, "T H"]:
         del environment
         return forward(problem, x, routing, experts)
+
+    def product(
+        self,
+        problem: Problem,
+        role: str,
+        rows: Float[Array, "R K"],
+        sorted: SortedRows,
+        experts: Experts,
+        environment: Environment,
+        dtype: Any,
+    ) -> Float[Array, "R W"]:
+        del environment
+        return product(problem, role, rows, sorted, experts, dtype)
+
+    def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
+        if role == "down" or problem.gate_up_order is None:
+            return (result,)
+        return split_gate_up(result, problem.gate_up_order)
 
 
 class _Step(NamedTuple):
@@ -136,9 +156,13 @@ class _StepWeights:
 
     def product(self, role: str, a: Float[Array, "C M K"]) -> Float32[Array, "C M N"]:
         """a (C, M, K) times the role's weight, plus its bias -> float32 (C, M, N)."""
-        y = self._dot(role, a)
+        y = self.unbiased(role, a)
         bias = self._experts.take_bias(role, self._chosen)
         return y if bias is None else y + bias[:, None].astype(jnp.float32)
+
+    def unbiased(self, role: str, a: Float[Array, "C M K"]) -> Float32[Array, "C M N"]:
+        """`product` without the bias."""
+        return self._dot(role, a)
 
     def transposed(self, role: str, dy: Float[Array, "C M N"]) -> Float32[Array, "C M K"]:
         """dy (C, M, N) times the transposed weight of the role -> float32 (C, M, K)."""
@@ -271,6 +295,45 @@ def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, ex
         return _scatter_add(y, step.tokens, out)
 
     return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
+
+
+def product(
+    problem: Problem,
+    role: str,
+    rows: Float[Array, "R _"],
+    sorted: SortedRows,
+    experts: Experts,
+    dtype: Any,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "R _"]:
+    """Rows times their experts' weight, or the transposed one, without the bias, of `dtype`; 0 for all other rows."""
+    num_assignments, num_rows = sorted.row_of.size, rows.shape[0]
+    block_m, num_blocks = _block_sizes(sorted.row_of.shape[0], sorted.row_of.shape[1], experts.num_experts)
+    blocks = sorted.blocks(block_m, 1)
+    experts = _packed_for_loop(experts)
+    width = experts.spec(role).shape[1 if transposed else 0]
+
+    def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        first, out = state
+        index = first + jnp.arange(num_blocks)
+        inside = index < blocks.num_blocks
+        index = jnp.minimum(index, blocks.experts.size - 1)
+        at = blocks.x_rows[index][:, None] + jnp.arange(block_m)
+        inside = inside[:, None] & (jnp.arange(block_m) < blocks.counts[index][:, None])
+        at = jnp.where(inside, at, num_rows)
+        taken = rows.at[at].get(mode="fill", fill_value=0)
+        weights = _StepWeights(experts, blocks.experts[index], _compute_dtype(problem, rows))
+        if transposed:
+            y = weights.transposed(role, taken)
+        else:
+            y = weights.unbiased(role, _round_inputs(problem, experts, role, taken))
+        return first + num_blocks, out.at[at].set(y.astype(dtype), mode="drop", unique_indices=True)
+
+    zeros = jnp.zeros((num_rows, width), dtype)
+    if num_assignments == 0:
+        return zeros
+    return lax.while_loop(lambda state: state[0] < blocks.num_blocks, step, (jnp.int32(0), zeros))[1]
 
 
 def _activation_dtype(x: Float[Array, "..."]) -> Any:

@@ -11,6 +11,7 @@ GEMM is a kernel of its own, because h is rounded in between.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from jmx.engines import grouped
 from jmx.engines.gradients import Gradients
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
-from jmx.grouping import Blocks, Work
+from jmx.grouping import Blocks, SortedRows, Work
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
@@ -141,6 +142,40 @@ class MosaicSm90:
         config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_experts)
         return backward(problem, x, routing, experts, dy, biases, config, environment.core_count or 1)
 
+    def product(
+        self,
+        problem: Problem,
+        role: str,
+        rows: Float[Array, "R K"],
+        sorted: SortedRows,
+        experts: Experts,
+        environment: Environment,
+        dtype: Any,
+    ) -> Float[Array, "R W"]:
+        from jmx.pallas.mosaic_sm90.alone import product_alone
+        from jmx.pallas.mosaic_sm90.kernel import one_product
+
+        config = tuning.config(self, problem, environment).config
+        given = rounded(problem, experts, role, rows)
+        return one_product(
+            padded(given.values),
+            product_alone(role, experts, dtype, given.scales),
+            sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert),
+            split_k=1,
+            config=config,
+            num_rows=rows.shape[0],
+            num_cores=environment.core_count or 1,
+        )
+
+    def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
+        if role == "down":
+            return (result[..., : problem.hidden_size],)
+        if problem.gate_up_order is None:
+            return (result[..., : problem.intermediate_size],)
+        eights = result.reshape(*result.shape[:-1], -1, 2, 8)  # of gate and of up, as a tile has its rows
+        halves = (eights[..., half, :].reshape(*result.shape[:-1], -1) for half in (0, 1))
+        return tuple(half[..., : problem.intermediate_size] for half in halves)
+
 
 def takes_inputs(format: Format, input_format: str | None) -> bool:
     """Whether weights of `format` are multiplied with inputs of `input_format`.
@@ -153,6 +188,9 @@ def takes_inputs(format: Format, input_format: str | None) -> bool:
 
 
 def _column_order(problem: Problem) -> Rejection | None:
+    if problem.adapters and "order" in FORMATS[problem.format].arrays:
+        detail = f"rows and columns of {problem.format!r} weights are in an order of their own"
+        return Rejection(Reason.ADAPTERS, detail, "use xla, or merge the adapters")
     if takes_inputs(FORMATS[problem.format], problem.input_format):
         return None
     detail = f"columns of {problem.format!r} weights are in another order than the blocks of {problem.input_format!r}"

@@ -1,0 +1,52 @@
+"""Adapters of gate and up as one of both, and the reverse: what they add stays the same."""
+
+import jax.numpy as jnp
+
+from jmx.experts import Experts
+from jmx.lora.adapters import Adapter, Adapters
+from jmx.numerics.gate_up import join_gate_up, split_gate_up
+from jmx.util.typing import Array, Float
+
+
+def fused(adapters: Adapters, experts: Experts) -> Adapters:
+    """Adapters of gate and up as one, whose rank is the sum of theirs, and whose scale is 1 if theirs differ."""
+    gate, up = adapters.gate, adapters.up
+    if gate is None and up is None:
+        return adapters
+    order = str(experts.gate_up_order)
+    scales = {each.scale for each in (gate, up) if each is not None}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+
+    def columns(adapter: Adapter, *, of_up: bool) -> Float[Array, "*lead N r"]:
+        b = jnp.asarray(adapter.b)
+        b = b * jnp.asarray(adapter.scale / scale, b.dtype)
+        halves = (jnp.zeros_like(b.mT), b.mT) if of_up else (b.mT, jnp.zeros_like(b.mT))
+        return join_gate_up(*halves, order).mT
+
+    parts = [(each, of_up) for each, of_up in ((gate, False), (up, True)) if each is not None]
+    matrices = {
+        "a": _side_by_side([jnp.asarray(each.a) for each, _ in parts], -2),
+        "b": _side_by_side([columns(each, of_up=of_up) for each, of_up in parts], -1),
+    }
+    return Adapters(gate_up=Adapter(**matrices, scale=scale), down=adapters.down)
+
+
+def in_halves(adapters: Adapters, experts: Experts) -> Adapters:
+    """An adapter of gate and up as two, each with its A.
+
+    Raises:
+        ValueError: experts without a gate, for which there is no such form.
+    """
+    if experts.gate_up_order is None:
+        raise ValueError("`form` (='modules') must be 'parameters' for experts without a gate")
+    both = adapters.gate_up
+    if both is None:
+        return adapters
+    gate, up = (half.mT for half in split_gate_up(jnp.asarray(both.b).mT, experts.gate_up_order))
+    return Adapters(gate=Adapter(both.a, gate, both.scale), up=Adapter(both.a, up, both.scale), down=adapters.down)
+
+
+def _side_by_side(parts: list[Float[Array, "..."]], axis: int) -> Float[Array, "..."]:
+    """Matrices side by side; one that is shared beside one of each expert is repeated for each."""
+    lead = max((part.shape[:-2] for part in parts), key=len)
+    return jnp.concatenate([jnp.broadcast_to(part, (*lead, *part.shape[-2:])) for part in parts], axis=axis)

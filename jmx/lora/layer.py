@@ -1,0 +1,117 @@
+"""The layer with adapters: the engine's products with frozen weights one by one, and between them everything else.
+
+Unlike without adapters, the outputs of the first product are written and read before the activation, to which the
+adapters add. All but the products is plain jnp, of which jax takes derivatives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmx.experts import Experts
+from jmx.grouping import SortedRows
+from jmx.lora import frozen
+from jmx.lora.adapters import Adapters
+from jmx.lora.products import added
+from jmx.lora.rows import Rows, combine, dispatch
+from jmx.numerics.gate_up import join_gate_up, split_gate_up
+from jmx.routing import Routing
+from jmx.selection.backend import ProductBackend
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Float, Float32
+from jmx.xla import backend as xla
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How products with frozen weights are computed.
+
+    Args:
+        product: a role, rows (R, K), how they are sorted, and the dtype of the result -> (R, W), without a bias.
+        outputs: a role and such a result (..., W) -> gate and up (..., I), or all outputs alone.
+    """
+
+    product: Callable[[str, Float[Array, "R K"], SortedRows, Any], Float[Array, "R W"]]
+    outputs: Callable[[str, Float[Array, "*lead W"]], tuple[Float[Array, "..."], ...]]
+
+
+def forward(
+    problem: Problem,
+    x: Float[Array, "T H"],
+    routing: Routing,
+    experts: Experts,
+    adapters: Adapters,
+    engine: Engine,
+) -> Float[Array, "T H"]:
+    """The layer with `adapters`, y (T, H) of x's dtype.
+
+    bfloat16 tokens are multiplied by adapters rounded to bfloat16, others by float32 ones. Sums are float32, and
+    outputs of the first product are bfloat16 or float32 likewise.
+    """
+    rows = Rows.of(routing.expert_ids, problem.num_experts)
+    weights = rows.weights(routing.weights)[:, None]
+    inputs = dispatch(x, rows)
+    if problem.on_input:
+        inputs = (inputs * weights).astype(x.dtype)
+    dtype = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+
+    order = experts.gate_up_order
+
+    def apart(h: Float[Array, "*lead N"]) -> tuple[Float[Array, "..."], ...]:
+        return (h,) if order is None else split_gate_up(h, order)
+
+    def bias_of(role: str) -> Float32[Array, "n 1 N"] | None:
+        bias = experts.take_bias(role, rows.expert_of_block)
+        return None if bias is None else bias[:, None].astype(jnp.float32)
+
+    def more_of(target: str, blocks: Float[Array, "n M K"]) -> Float[Array, "n M N"] | None:
+        adapter = getattr(adapters, target)
+        return None if adapter is None else added(adapter, blocks, rows.expert_of_block, dtype)
+
+    @jax.checkpoint  # else the backward pass would save several float32 arrays of the size of h
+    def activated(h: Float[Array, "n M W"], *more: Any) -> Float[Array, "n M I"]:
+        parts = [part.astype(jnp.float32) for part in engine.outputs("gate_up", h)]
+        both, *halves = more[:-2], *more[-2:]
+        for each in both:
+            if each is not None:
+                parts = [part + its for part, its in zip(parts, apart(each), strict=True)]
+        for i, half in enumerate(halves):
+            if half is not None:
+                parts[i] += half
+        return problem.activation(*parts).astype(dtype)
+
+    with jax.named_scope("gate_up"):
+        h = rows.blocked(engine.product("gate_up", inputs, rows.sorted, dtype))
+        more = (more_of(target, rows.blocked(inputs)) for target in ("gate_up", "gate", "up"))
+        a = activated(h, bias_of("gate_up"), *more)
+    with jax.named_scope("down"):
+        out = engine.product("down", a.reshape(-1, a.shape[-1]), rows.sorted, jnp.float32)
+        (out,) = engine.outputs("down", rows.blocked(out))
+        for each in (bias_of("down"), more_of("down", a)):
+            if each is not None:
+                out += each
+    with jax.named_scope("combine"):
+        flat: Float32[Array, "R H"] = out.reshape(-1, out.shape[-1])
+        return combine(flat if problem.on_input else flat * weights, rows).astype(x.dtype)
+
+
+def engine_of(backend: ProductBackend, problem: Problem, environment: Environment, experts: Experts) -> Engine:
+    """The products of a backend, whose cotangents are the reference's."""
+
+    def product(role: str, rows: Float[Array, "R K"], sorted: SortedRows, dtype: Any) -> Float[Array, "R W"]:
+        def run(rows: Float[Array, "R K"], sorted: SortedRows, experts: Experts) -> Float[Array, "R W"]:
+            return backend.product(problem, role, rows, sorted, experts, environment, dtype)
+
+        def transposed(dresult: Float[Array, "R W"], sorted: SortedRows, experts: Experts) -> Float[Array, "R K"]:
+            parts, like = backend.outputs(problem, role, dresult), rows.dtype
+            dy = join_gate_up(*parts, str(experts.gate_up_order)) if len(parts) == 2 else parts[0]
+            dy = dy.astype(jnp.bfloat16 if like == jnp.bfloat16 else jnp.float32)
+            return xla.product(problem, role, dy, sorted, experts, like, transposed=True)
+
+        return frozen.differentiable(run, transposed)(rows, sorted, experts)
+
+    return Engine(product, lambda role, result: backend.outputs(problem, role, result))

@@ -1,0 +1,51 @@
+"""The operands of one product without its activation, whose result has gate and up: for what adds in between.
+
+A tile of 64 rows of a gated weight has 8 rows of gate, 8 of up, and so on. Multiplied as a weight without a gate, its
+outputs come in that order.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jmx.experts import Experts
+from jmx.numerics.formats import BlockScaled
+from jmx.numerics.gate_up import is_interleaved, is_up_first
+from jmx.pallas.mosaic_sm90.grouped_gemm import Product
+from jmx.pallas.mosaic_sm90.layout import Tile
+from jmx.pallas.sm90.gemm import Rows
+from jmx.pallas.sm90.tiles import GATED_ROWS, TILE, alike
+from jmx.util.typing import Array, Float32, Int32
+
+
+def product_alone(role: str, experts: Experts, dtype: Any, row_scales: Float32[Array, " X"] | None) -> Product:
+    """The product with the weight `role` of all layers of `experts`, without a bias; its result is of `dtype`.
+
+    `row_scales`: as in `Product`.
+    """
+    every = experts.merged()
+    gate_up, down = alike(every.gate_up, every.down, experts.format)
+    if role == "down":
+        weight, rows = down, experts.hidden_size
+    elif experts.gate_up_order is None:
+        weight, rows = gate_up, experts.intermediate_size
+    else:
+        order = rows_of_tiles(experts.intermediate_size, experts.gate_up_order)
+        weight, rows = _with_rows(gate_up, experts, order), order.size
+    return Product(weight, experts.format, None, Rows(rows, None), dtype, row_scales=row_scales)
+
+
+def rows_of_tiles(intermediate_size: int, gate_up_order: str) -> Int32[np.ndarray, " rows"]:
+    """The row of a gated weight in each row of its tiles; padding has row 0."""
+    row = np.arange(-(-intermediate_size // GATED_ROWS) * TILE, dtype=np.int32)
+    output, of_up = row // 16 * 8 + row % 8, row % 16 // 8
+    first = 1 - of_up if is_up_first(gate_up_order) else of_up
+    found = 2 * output + first if is_interleaved(gate_up_order) else output + first * intermediate_size
+    return np.where(output < intermediate_size, found, 0)
+
+
+def _with_rows(q: BlockScaled, experts: Experts, rows: Int32[np.ndarray, " rows"]) -> BlockScaled:
+    """The weight with its scales of whole rows in the order of `rows`."""
+    name = "global_scales" if Tile.of(experts.format).scales > 0 else "scales"
+    scales = getattr(q, name)
+    return q if scales is None else q._replace(**{name: scales[:, rows]})
