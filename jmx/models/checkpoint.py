@@ -46,7 +46,7 @@ class Checkpoint:
         pad_experts: bool = False,
     ):
         self.path = Path(path)
-        self._options = {"inputs": declared_inputs, "pad": pad_experts}
+        self._inputs, self._pad = declared_inputs, pad_experts
         quantized = compressed_tensors.is_quantized(path)
         if quantized and format is not None:
             raise CheckpointError(self.path / "config.json", f"experts are quantized already, and not to {format.name}")
@@ -128,7 +128,7 @@ class Checkpoint:
     def experts(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts | FloatExperts:
         """The experts of the module of that name, all arrays with that sharding; None: on the default device."""
         if isinstance(self.reader, compressed_tensors.Reader):
-            return self.reader.experts(name, sharding=sharding, **self._options)
+            return self.reader.experts(name, sharding=sharding, inputs=self._inputs, pad=self._pad)
         if self.reader.format is not None:
             return self.reader.experts(name, sharding=sharding)
         return self.reader.floats(name, sharding)
