@@ -15,7 +15,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,11 +113,13 @@ def summary(events: Sequence[tuple[float, float, str]], steps: int) -> dict[str,
     for start, end, _ in events:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    time_of, launches = Counter[str](), Counter[str]()
+    time_of: dict[str, float] = defaultdict(float)
+    launches = Counter[str]()
     for start, end, name in events:
         time_of[name] += end - start
         launches[name] += 1
-    rows = [(name, round(launches[name] / steps, 2), round(us / steps, 2)) for name, us in time_of.most_common(SHOWN)]
+    longest = sorted(time_of, key=lambda name: -time_of[name])[:SHOWN]
+    rows = [(name, round(launches[name] / steps, 2), round(time_of[name] / steps, 2)) for name in longest]
     return {"idle": round(1 - busy / (until - events[0][0]), 4), "kernels": rows}
 
 
