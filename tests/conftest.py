@@ -22,7 +22,7 @@ if not (CUDA_PLUGIN or GPU_HERE):  # most of a run is compiling; `XLA_FLAGS= mak
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 # Tests marked `costly` in a drawn run, which more such tests do not lengthen. One takes some three seconds of CPU time.
-COSTLY = 60
+COSTLY = 40
 
 # Set before pytest-xdist starts its workers, who inherit it.
 SEED = int(os.environ.setdefault("JMX_TEST_SEED", str(secrets.randbelow(2**32))))

@@ -15,10 +15,10 @@ import sass
 from model_steps import relative_error
 
 from jmx.models.attention.functions import attend
-from jmx.pallas.attention import decode, latent_decode, prefill
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
+from jmx.pallas.attention.softmax import RunningSoftmax
 from jmx.selection.environment import Environment
 
 pytestmark = pytest.mark.costly
@@ -87,11 +87,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax's interpreter has no product whose first operand is in registers.
     """
 
-    def add_values(gathered: jax.Array, weights: jax.Array, values: Any) -> jax.Array:
-        return gathered + jnp.dot(weights.astype(values.dtype), values[...], preferred_element_type=jnp.float32)
+    def add_values(softmax: RunningSoftmax, weights: jax.Array, values: Any) -> RunningSoftmax:
+        product = jnp.dot(weights.astype(values.dtype), values[...], preferred_element_type=jnp.float32)
+        return softmax._replace(gathered=softmax.gathered + product)
 
-    for module in (prefill, decode, latent_decode):
-        monkeypatch.setattr(module, "add_values", add_values)
+    monkeypatch.setattr(RunningSoftmax, "add_values", add_values)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
 
