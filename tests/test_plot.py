@@ -91,6 +91,19 @@ def test_no_point_is_above_the_roofline(name):
             assert (np.asarray(line.get_ydata()) < 1.05 * roof).all(), line.get_label()
 
 
+def test_serving_has_a_point_for_each_number_of_users(tmp_path):
+    path = RESULTS / "serving-h200.json"
+    points = json.loads(path.read_text())
+    for given in (path, str(path), points[::-1]):
+        (line,) = axes_of(plot.serving(given)).lines
+        assert line.get_xydata().tolist() == [[its["users"], its["tok_s"]] for its in points]
+    for wrong in ([], [{"users": 1}], [points[0] | {"users": None}]):
+        with pytest.raises(ValueError, match="`points`"):
+            plot.serving(wrong)
+    with pytest.raises(TypeError, match="`points`"):
+        plot.serving(3)  # pyright: ignore[reportArgumentType]
+
+
 def test_kernels_adds_up_launches_of_a_name():
     events = [
         {"name": "mosaic_block_n8", "start": 10.0, "end": 25.0},

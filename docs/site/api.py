@@ -121,7 +121,10 @@ PAGES: dict[str, tuple[str, list[str]]] = {
     ),
     "Pictures": (
         "Pictures of loads, errors and speed, by matplotlib.",
-        [f"jmx.plot.{name}" for name in ("expert_load", "rank_load", "quantization_error", "roofline", "kernels")],
+        [
+            f"jmx.plot.{name}"
+            for name in ("expert_load", "rank_load", "quantization_error", "roofline", "kernels", "serving")
+        ],
     ),
     "Checkpoints": (
         "Reading, writing and quantizing checkpoints.",
