@@ -27,7 +27,7 @@ from jmx.pallas.activations import in_kernel
 from jmx.pallas.mosaic_sm90.config import Config, backward_config, candidates, heuristic
 from jmx.pallas.mosaic_sm90.layout import LAYOUT, Tile
 from jmx.pallas.mosaic_sm90.rounded_inputs import INPUTS, RoundedRows
-from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, padded, rounded, sorted_rows
+from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, gate_and_up, padded, rounded, sorted_rows
 from jmx.pallas.sm90.config import FEW_TOKENS
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
@@ -170,11 +170,7 @@ class MosaicSm90:
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
         if role == "down":
             return (result[..., : problem.hidden_size],)
-        if problem.gate_up_order is None:
-            return (result[..., : problem.intermediate_size],)
-        eights = result.reshape(*result.shape[:-1], -1, 2, 8)  # of gate and of up, as a tile has its rows
-        halves = (eights[..., half, :].reshape(*result.shape[:-1], -1) for half in (0, 1))
-        return tuple(half[..., : problem.intermediate_size] for half in halves)
+        return gate_and_up(result, problem)
 
 
 def takes_inputs(format: Format, input_format: str | None) -> bool:

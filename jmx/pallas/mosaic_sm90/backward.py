@@ -32,7 +32,15 @@ from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.layout import Tile
-from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT, expert_of_eight, padded, sorted_rows, take_pairs
+from jmx.pallas.mosaic_sm90.rows import (
+    EIGHTS,
+    ROW_ALIGNMENT,
+    expert_of_eight,
+    gate_and_up,
+    padded,
+    sorted_rows,
+    take_pairs,
+)
 from jmx.pallas.sm90.gemm import Rows
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
@@ -41,7 +49,6 @@ from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped
 
 # At bfloat16 some of h would be at a clamp, where it is not, and its derivative another one.
 H_DTYPE = jnp.float32
-_EIGHTS = 8  # rows of gate in a tile that follow each other, and then as many of up
 
 
 def backward(
@@ -170,20 +177,12 @@ class _Backward:
 
     # The order of tiles: 8 gates, their 8 ups, and so on, each up to whole tiles; without a gate that of outputs
 
-    def _parts(self, h: Float[Array, "*lead tile_rows"]) -> tuple[Float[Array, "*lead I"], ...]:
-        """Gate and up of outputs in the order of tiles, or all of them without a gate."""
-        if not self.experts.gated:
-            return (h[..., : self.experts.intermediate_size],)
-        h = h.reshape(*h.shape[:-1], -1, 2, _EIGHTS)
-        halves = (h[..., half, :].reshape(*h.shape[:-3], -1) for half in range(2))
-        return tuple(half[..., : self.experts.intermediate_size] for half in halves)
-
     def _tiled(self, *parts: Float[Array, "*lead I"]) -> Float[Array, "*lead tile_rows"]:
-        """The inverse of `_parts`, with zeros in the padding."""
+        """The inverse of `gate_and_up`, with zeros in the padding."""
         missing = -self.experts.intermediate_size % TILE
         parts = tuple(jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, missing)]) for part in parts)
-        lead, eights = parts[0].shape[:-1], parts[0].shape[-1] // _EIGHTS
-        halves = [part.reshape(*lead, eights, _EIGHTS) for part in parts]
+        lead, eights = parts[0].shape[:-1], parts[0].shape[-1] // EIGHTS
+        halves = [part.reshape(*lead, eights, EIGHTS) for part in parts]
         return jnp.stack(halves, axis=-2).reshape(*lead, -1)
 
     def _placed(self, parts: tuple[Float[Array, "E I"], ...]) -> tuple[Float[Array, "E I"], ...]:
@@ -216,7 +215,7 @@ class _Backward:
         self, h: Float[Array, "R tile_rows"], da: Float32[Array, "R I"], dout: Float[Array, "R H"]
     ) -> tuple[Float32[Array, "R tile_rows"], Float32[Array, " R"]]:
         """The gradient of h, zero in rows of no assignment, and that of the routing weight of each row's output."""
-        parts = tuple(part.astype(jnp.float32) for part in self._parts(h))
+        parts = tuple(part.astype(jnp.float32) for part in gate_and_up(h, self.experts))
         a, derivative = jax.vjp(self.problem.activation, *parts)
         dparts = derivative(da if self.problem.on_input else da * self._weights)
         dh = self._tiled(*(jnp.where(self._assigned, part, 0) for part in dparts))
@@ -236,7 +235,7 @@ class _Backward:
         """Sums of each expert's rows."""
         mine = self._expert_of_row == jnp.arange(self.problem.num_experts)[:, None]
         total = jnp.dot(mine.astype(jnp.bfloat16), dh.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-        parts = self._from_places(self._parts(total))
+        parts = self._from_places(gate_and_up(total, self.experts))
         if not self.experts.gated:
             return parts[0]
         gate, up = parts

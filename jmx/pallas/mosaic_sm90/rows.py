@@ -14,6 +14,7 @@ from jmx.routing import Routing
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Int32, Integer, Shaped
 
+EIGHTS = 8  # rows of gate in a tile that follow each other, and then as many of up
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 
 
@@ -22,6 +23,18 @@ def rounded(problem: Problem, experts: Experts, role: str, rows: Float[Array, "R
     if problem.input_format is None:
         return RoundedRows(rows, None)
     return round_rows(rows, INPUT_FORMATS[problem.input_format], experts.input_scale(role))
+
+
+def gate_and_up(h: Float[Array, "*lead tile_rows"], experts: Experts | Problem) -> tuple[Float[Array, "*lead I"], ...]:
+    """Gate and up of outputs of `gate_up` in the order of tiles, 8 gates and then their 8 ups; or all without a gate.
+
+    `experts`: or a problem, which say how many there are, and whether there is a gate.
+    """
+    if experts.gate_up_order is None:
+        return (h[..., : experts.intermediate_size],)
+    eights = h.reshape(*h.shape[:-1], -1, 2, EIGHTS)
+    halves = (eights[..., half, :].reshape(*h.shape[:-1], -1) for half in range(2))
+    return tuple(half[..., : experts.intermediate_size] for half in halves)
 
 
 def sorted_rows(
