@@ -13,6 +13,7 @@ import jmx
 from jmx import GELU, Environment, ReLU2, SiLUAndMul, SwiGLU, grouping
 from jmx.engines.gradients import Gradients
 from jmx.numerics.formats import FORMATS
+from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
@@ -88,6 +89,60 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     gradients = MosaicSm90().backward(case.problem(), x, routing, experts, HOPPER, dy, case.bias)
     assert (gradients.x.dtype, gradients.weights.dtype) == (x.dtype, routing.weights.dtype)
     check(case, gradients, *arguments)
+
+
+ALONE = [
+    Case(tokens=40, hidden=96, intermediate=160),
+    Case(tokens=9, hidden=128, intermediate=160, format="nvfp4", order="concatenated", ids="anywhere", top_k=4),
+    Case(tokens=40, hidden=128, format="int8_channel", order="concatenated_up_first"),
+    Case(tokens=40, hidden=128, format="fp8_tensor", order=None, activation=ReLU2()),
+]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("role", ["gate_up", "down"])
+@pytest.mark.parametrize(("case", "layers"), [*((case, None) for case in ALONE), (ALONE[2], 3)], ids=str)
+def test_one_product_and_its_transpose(case, layers, role, rng, monkeypatch):
+    """As layers with adapters use them, against the reference's."""
+    monkeypatch.setattr(kernel, "one_product", emulated.one_product)
+    case = dataclasses.replace(case, dtype="bfloat16", layout=LAYOUT.name, bias=NEITHER)
+    _, routing, experts, _ = drawn(case, rng, layers)
+    problem, backend = case.problem(), MosaicSm90()
+    sorted = grouping.sort_rows(routing.expert_ids, problem.num_experts, 8)
+    assigned = np.asarray(sorted.assignment_of_row)[:, None] >= 0
+
+    def near(got, expected):
+        got, expected = (np.where(assigned, np.asarray(each, np.float64), 0) for each in (got, expected))
+        assert got.shape == expected.shape
+        assert np.linalg.norm(got - expected) <= TOLERANCE * np.linalg.norm(expected)
+
+    def random(columns):
+        return jnp.asarray(np.where(assigned, rng.normal(size=(assigned.size, columns)), 0), jnp.bfloat16)
+
+    rows = random(experts.spec(role).shape[1])
+    result = backend.product(problem, role, rows, sorted, experts, HOPPER, jnp.float32)
+    expected = xla.product(problem, role, rows.astype(jnp.float32), sorted, experts, jnp.float32)
+    parts = (expected,)
+    if role == "gate_up" and experts.gated:
+        parts = split_gate_up(expected, experts.gate_up_order)
+    for got, wanted in zip(backend.outputs(problem, role, result), parts, strict=True):
+        near(got, wanted)
+
+    given = random(result.shape[1])
+    outputs = backend.outputs(problem, role, given)
+    if role == "gate_up":  # nothing adds to the padding of tiles
+        given = gate_and_up_in_tiles(outputs)
+    joined = join_gate_up(*outputs, experts.gate_up_order) if len(outputs) == 2 else outputs[0]
+    wanted = xla.product(problem, role, joined.astype(jnp.float32), sorted, experts, jnp.float32, transposed=True)
+    near(backend.transposed_product(problem, role, given, sorted, experts, HOPPER), wanted)
+
+
+def gate_and_up_in_tiles(parts):
+    """The inverse of `rows.gate_and_up`, with zeros in padding."""
+    if len(parts) == 1:
+        return parts[0]
+    halves = [jnp.pad(part, ((0, 0), (0, -part.shape[1] % 64))).reshape(len(part), -1, 8) for part in parts]
+    return jnp.stack(halves, axis=2).reshape(len(parts[0]), -1)
 
 
 ON_A_GPU = [

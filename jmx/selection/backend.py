@@ -9,7 +9,7 @@ from jmx.grouping import SortedRows
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float
+from jmx.util.typing import Array, Float, Float32
 
 
 class Reason(enum.Enum):
@@ -104,4 +104,21 @@ class ProductBackend(Backend, Protocol):
 
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
         """Outputs of "gate_up", gate and up (..., I) each or (..., I) alone without a gate, or of "down", (..., H)."""
+        ...
+
+
+@runtime_checkable
+class TransposedProduct(Protocol):
+    """What a `ProductBackend` has whose gradients are not the reference's."""
+
+    def transposed_product(
+        self,
+        problem: Problem,
+        role: str,
+        rows: Float[Array, "R W"],
+        sorted: SortedRows,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float32[Array, "R K"]:
+        """The transpose of `ProductBackend.product`, of the same arguments: `rows` are like its result."""
         ...

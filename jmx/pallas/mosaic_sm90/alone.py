@@ -1,20 +1,22 @@
 """The operands of one product without its activation, whose result has gate and up: for what adds in between.
 
 A tile of 64 rows of a gated weight has 8 rows of gate, 8 of up, and so on. Multiplied as a weight without a gate, its
-outputs come in that order.
+outputs come in that order, and the transposed weight takes them in it.
 """
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmx.experts import Experts
-from jmx.numerics.formats import BlockScaled
+from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.tiles import GATED_ROWS, TILE, alike
+from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.util.typing import Array, Float32, Int32
 
 
@@ -35,9 +37,30 @@ def product_alone(role: str, experts: Experts, dtype: Any, row_scales: Float32[A
     return Product(weight, experts.format, None, Rows(rows, None), dtype, row_scales=row_scales)
 
 
+def transposed(role: str, experts: Experts, users: Int32[Array, " B"]) -> Product:
+    """The product with the transposed weight `role`, of float32, without its scales of whole rows (`row_scales`).
+
+    `users`: the expert of each block of rows, of those of all layers.
+    """
+    every = experts.merged()
+    gate_up, down = alike(every.gate_up, every.down, experts.format)
+    weight, shifts = gate_up if role == "gate_up" else down, None
+    if experts.format == MXFP4:
+        shifts = weight.scales.at[users, :, -1, 0].get(mode="promise_in_bounds")
+        shifts = lax.bitcast_convert_type(shifts, jnp.uint8).max(axis=1).astype(jnp.int32)
+    columns = Rows(experts.spec(role).shape[1], None)
+    return Product(weight, experts.format, None, columns, jnp.float32, transposed=True, shifts=shifts)
+
+
+def row_scales(product: Product) -> Float32[Array, "every N"] | None:
+    """The scales of whole rows of a product's weight, by expert of all layers; None if its format has none."""
+    scales = getattr(product.weight, _of_whole_rows(product.format))
+    return None if scales is None else scales.astype(jnp.float32).reshape(len(scales), -1)
+
+
 def rows_of_tiles(intermediate_size: int, gate_up_order: str) -> Int32[np.ndarray, " rows"]:
-    """The row of a gated weight in each row of its tiles; padding has row 0."""
-    row = np.arange(-(-intermediate_size // GATED_ROWS) * TILE, dtype=np.int32)
+    """The row of a gated weight in each row of its tiles, of which there are whole ones for `down`; padding has 0."""
+    row = np.arange(-(-intermediate_size // TILE) * 2 * TILE, dtype=np.int32)
     output, of_up = row // 16 * 8 + row % 8, row % 16 // 8
     first = 1 - of_up if is_up_first(gate_up_order) else of_up
     found = 2 * output + first if is_interleaved(gate_up_order) else output + first * intermediate_size
@@ -46,6 +69,11 @@ def rows_of_tiles(intermediate_size: int, gate_up_order: str) -> Int32[np.ndarra
 
 def _with_rows(q: BlockScaled, experts: Experts, rows: Int32[np.ndarray, " rows"]) -> BlockScaled:
     """The weight with its scales of whole rows in the order of `rows`."""
-    name = "global_scales" if Tile.of(experts.format).scales > 0 else "scales"
+    name = _of_whole_rows(experts.format)
     scales = getattr(q, name)
     return q if scales is None else q._replace(**{name: scales[:, rows]})
+
+
+def _of_whole_rows(format: Format) -> str:
+    """The name of the scales that the epilogue multiplies by."""
+    return "global_scales" if Tile.of(format).scales > 0 else "scales"

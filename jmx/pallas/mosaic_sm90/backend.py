@@ -36,7 +36,7 @@ from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
-from jmx.util.typing import Array, Float
+from jmx.util.typing import Array, Float, Float32
 
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 
@@ -166,6 +166,35 @@ class MosaicSm90:
             num_rows=rows.shape[0],
             num_cores=environment.core_count or 1,
         )
+
+    def transposed_product(
+        self,
+        problem: Problem,
+        role: str,
+        rows: Float[Array, "R W"],
+        sorted: SortedRows,
+        experts: Experts,
+        environment: Environment,
+    ) -> Float32[Array, "R K"]:
+        from jmx.pallas.mosaic_sm90 import alone, kernel
+
+        scales = alone.row_scales(alone.product_alone(role, experts, rows.dtype, None))
+        if scales is not None:
+            row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+            expert = jnp.sum(sorted.starts <= row[:, None], axis=1, dtype=jnp.int32) - 1
+            rows = rows * scales.at[expert + experts.first_expert].get(mode="promise_in_bounds")
+        config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_experts)
+        blocks = sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert)
+        result = kernel.one_product(
+            padded(rows),
+            alone.transposed(role, experts, blocks.experts),
+            blocks,
+            split_k=1,
+            config=config,
+            num_rows=rows.shape[0],
+            num_cores=environment.core_count or 1,
+        )
+        return result[:, : experts.spec(role).shape[1]]
 
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
         if role == "down":

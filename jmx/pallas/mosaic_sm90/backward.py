@@ -25,10 +25,10 @@ from jmx import grouping
 from jmx.engines.gradients import Gradients
 from jmx.experts import Experts
 from jmx.grouping import Work
-from jmx.numerics.formats import MXFP4, BlockScaled
+from jmx.numerics.formats import BlockScaled
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
-from jmx.pallas.mosaic_sm90 import act_order, kernel
+from jmx.pallas.mosaic_sm90 import act_order, alone, kernel
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.layout import Tile
@@ -124,15 +124,9 @@ class _Backward:
 
     def transposed(self, role: str, rows: Float[Array, "R N"]) -> Float32[Array, "R K"]:
         """rows @ the role's weight, without its scales of whole rows. Columns of rows are in the order of its tiles."""
-        weight, format = self._weight(role), self.experts.format
-        columns = self.experts.spec(role).shape[1]
-        shifts = None
-        if format == MXFP4:
-            users = self.work.blocks.experts + self.experts.first_expert
-            shifts = weight.scales.at[users, :, -1, 0].get(mode="promise_in_bounds")
-            shifts = lax.bitcast_convert_type(shifts, jnp.uint8).max(axis=1).astype(jnp.int32)
-        product = Product(weight, format, None, Rows(columns, None), jnp.float32, transposed=True, shifts=shifts)
-        return self._product(padded(rows), product)[:, :columns]
+        users = self.work.blocks.experts + self.experts.first_expert
+        product = alone.transposed(role, self.experts, users)
+        return self._product(padded(rows), product)[:, : self.experts.spec(role).shape[1]]
 
     def _product(self, rows: Float[Array, "R K"], product: Product) -> Float[Array, "R N"]:
         launched = {"config": self.config, "num_rows": self.work.num_rows, "num_cores": self.num_cores}
