@@ -60,6 +60,8 @@ class Outcome:
 def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: Environment) -> Tunable[Any]:
     """The backend called `name`, else the first one that can be tuned and runs `shape` here.
 
+    Those that read the layout that such weights have here come before others.
+
     Raises:
         ValueError: it has nothing to tune.
         NoBackendError: it does not run here, or no tunable backend does.
@@ -67,16 +69,21 @@ def choose_engine(name: str | None, shape: Shape, num_tokens: int, environment: 
     layout = resolve_layout("auto", environment, FORMATS[shape.format], shape.input_format)
     problem = shape.problem(num_tokens, layout)
     trail: list[tuple[str, Rejection | None]] = []
+    others: list[Tunable[Any]] = []
     for backend in registered_backends():
         if name not in (None, backend.name) or not isinstance(backend, Tunable):
             continue
         try:
-            bench.usable_layout(problem, environment, backend.name)
-            return backend
+            usable = bench.usable_layout(problem, environment, backend.name)
+            if name is not None or usable == layout:
+                return backend
+            others.append(backend)
         except NoBackendError as e:
             if name is not None:
                 raise
             trail.append((backend.name, dict(e.trail)[backend.name]))
+    if others:
+        return others[0]
     tunable = [backend.name for backend in registered_backends() if isinstance(backend, Tunable)]
     if name is not None:
         raise ValueError(f"`backend` (={name!r}) has nothing to tune; what has: {', '.join(tunable)}")
