@@ -446,5 +446,5 @@ def test_the_picture_shows_the_points(tmp_path):
 
 def test_without_matplotlib_the_error_says_what_helps(monkeypatch, tmp_path):
     monkeypatch.setattr(roofline.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jmx\[bench\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jmx-moe\[bench\]'"):
         roofline.draw(_report(), str(tmp_path / "x.png"))

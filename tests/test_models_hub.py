@@ -287,6 +287,6 @@ def test_other_errors_of_a_download_are_one_line_and_those_of_the_disk_stay(
 
 def test_without_huggingface_hub_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"pip install 'jmx\[hf\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jmx-moe\[hf\]'"):
         find("owner/tiny")
     assert find(TINY) == TINY
