@@ -84,6 +84,8 @@ def argv_of(name, action, value):
         base = [TINY, "out"]
     if action.dest == "report":
         base = [TINY, "out", "--quantize", "nvfp4"]
+    if action.dest in ("top_k", "top_p", "min_p"):
+        base = [*base, "--temperature", "1"]
     if action.dest == "checkpoint":
         base = []
     return [name, *base, action.option_strings[-1], value]

@@ -212,7 +212,7 @@ def test_explain_mesh(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mesh", "xx=2"], "`--mesh` (='xx') must be one of dp, ep, tp"),
+        (["--mesh", "xx=2"], "`--mesh` (='xx') must be one of dp, ep, fsdp, tp"),
         (["--mesh", "ep"], "must be axes as NAME=SIZE"),
         (["--mesh", "ep=3"], "must divide the 1 tokens evenly, over 3 devices"),
         (["--exchange", "gather"], "`--exchange` (='gather') needs --mesh"),

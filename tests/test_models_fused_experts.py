@@ -72,11 +72,11 @@ def test_the_layout_is_that_of_transformers(name: str) -> None:
 
 
 def test_every_family_and_model_type_has_a_layout() -> None:
-    """Kimi-K2 has none: transformers runs it as code of its own."""
+    """Kimi-K2 has none: transformers runs it as code of its own. Of other types only experts are read."""
     types = {its for family in FAMILIES.values() for types in family.architectures.values() for its in types}
-    assert FUSED.keys() == types - {"kimi_k2"}
+    assert FUSED.keys() >= types - {"kimi_k2"}
     in_files = {json.loads((DATA / name / "config.json").read_text())["model_type"] for name in WRITTEN}
-    assert in_files == FUSED.keys() - {"gpt_oss"}
+    assert in_files == types - {"kimi_k2", "gpt_oss"}
 
 
 @pytest.mark.parametrize("format", [None, "int8_channel"])

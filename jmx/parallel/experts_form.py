@@ -105,9 +105,11 @@ def whole_experts(held: AnyExperts) -> Experts:
     mesh = _auto_mesh(held)
     if mesh is None:
         return _whole(held)
+    own = inner(held).gate_up.values.sharding.mesh
     held = jax.tree.map(lambda its: jax.device_put(its, NamedSharding(mesh, its.sharding.spec)), held)
     with jax.set_mesh(mesh):
-        return jax.jit(_whole)(held)
+        whole = jax.jit(_whole)(held)
+    return jax.tree.map(lambda its: jax.device_put(its, NamedSharding(own, its.sharding.spec)), whole)
 
 
 def _whole(held: AnyExperts) -> Experts:
