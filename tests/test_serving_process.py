@@ -125,7 +125,7 @@ def test_slow_readers_delay_nobody(server: Server) -> None:
         slow.connect(("127.0.0.1", server.port))
         slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert server.post("/v1/completions", ASKED)[0] == 200
-        server.wait_until("idle")  # its answer is complete, though nobody reads it
+        server.wait_until("idle")  # its answer is complete, though no client reads it
         read = b""
         while not read.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             read += slow.recv(512)

@@ -1,4 +1,4 @@
-"""The simulated evening: every request is answered in full, and reuse and more pages make nobody wait longer."""
+"""The simulated evening: every request is answered in full, and reuse and more pages make none wait longer."""
 
 import dataclasses
 

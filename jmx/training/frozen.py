@@ -23,7 +23,7 @@ def refuse_frozen(optimizer: Any) -> Any:
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(f"`optimizer` ({shown(optimizer)}) must be an optax.GradientTransformation")
-    import optax  # not a dependency: whoever has an optimizer has it
+    import optax  # not a dependency: users with an optimizer have it
 
     optimizer = optax.with_extra_args_support(optimizer)
 
