@@ -216,8 +216,8 @@ def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(ti
         ({"formats": ["nvfp4", "nvfp5"]}, "`formats` (='nvfp5') must be WEIGHTS or WEIGHTS:INPUTS"),
         ({"formats": ["nvfp4:"]}, "`formats` (='nvfp4:') must be WEIGHTS or WEIGHTS:INPUTS"),
         (
-            {"model": "gpt-oss-20b", "formats": ["mxfp4", "int4_g128"]},
-            "`formats` (='int4_g128') must go with `model` (='gpt-oss-20b'): `hidden_size` (=2880) must be a",
+            {"model": "odd", "formats": ["int8_channel", "mxfp4"]},
+            "`formats` (='mxfp4') must go with `model` (='odd'): `hidden_size` (=80) must be a multiple of 32",
         ),
         ({"backends": ["xla", "cutlas"]}, "`backends` (='cutlas') must be one of"),
         ({"tokens": [1, 0]}, "`tokens` (=0) must be at least 1"),
@@ -230,6 +230,7 @@ def test_memory_that_runs_out_means_fewer_layers_and_then_an_error_in_the_row(ti
 )
 def test_bad_arguments_are_reported_before_anything_is_measured(arguments, message, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: pytest.fail("measured"))
+    monkeypatch.setitem(shapes.MODELS, "odd", dataclasses.replace(shapes.MODELS["small"], hidden_size=80))
     with pytest.raises(ValueError) as reported:  # noqa: PT011
         bench.run(**{"model": "small", "tokens": [1]} | arguments)
     assert str(reported.value).startswith(message)
