@@ -51,7 +51,7 @@ HOPPER = Environment.named("h200")
         ({"dtype": "float32"}, Reason.DTYPE, "float32"),
         ({"layout": "packed"}, Reason.LAYOUT, "'packed'"),
         ({"input_format": "fp8_block"}, Reason.INPUT_FORMAT, "'fp8_block'"),
-        ({"input_format": "mxfp8", "format": "int4_g64_order"}, Reason.INPUT_FORMAT, "another order than the blocks"),
+        ({"input_format": "mxfp8", "format": "int4_g32_order"}, Reason.INPUT_FORMAT, "another order than the blocks"),
         ({"num_tokens": None}, Reason.SYMBOLIC_TOKENS, "symbolic"),
     ],
 )
