@@ -52,9 +52,9 @@ def transposed(role: str, experts: Experts, users: Int32[Array, " B"]) -> Produc
     return Product(weight, experts.format, None, columns, jnp.float32, transposed=True, shifts=shifts)
 
 
-def row_scales(product: Product) -> Float32[Array, "every N"] | None:
-    """The scales of whole rows of a product's weight, by expert of all layers; None if its format has none."""
-    scales = getattr(product.weight, _of_whole_rows(product.format))
+def row_scales(q: BlockScaled, format: Format) -> Float32[Array, "every N"] | None:
+    """The scales of whole rows of a weight, by expert of all layers; None if its format has none."""
+    scales = getattr(q, _of_whole_rows(format))
     return None if scales is None else scales.astype(jnp.float32).reshape(len(scales), -1)
 
 

@@ -178,7 +178,7 @@ class MosaicSm90:
     ) -> Float32[Array, "R K"]:
         from jmx.pallas.mosaic_sm90 import alone, kernel
 
-        scales = alone.row_scales(alone.product_alone(role, experts, rows.dtype, None))
+        scales = alone.row_scales(alone.product_alone(role, experts, rows.dtype, None).weight, experts.format)
         if scales is not None:
             row = jnp.arange(rows.shape[0], dtype=jnp.int32)
             expert = jnp.sum(sorted.starts <= row[:, None], axis=1, dtype=jnp.int32) - 1

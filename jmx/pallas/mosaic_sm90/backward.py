@@ -31,7 +31,6 @@ from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
 from jmx.pallas.mosaic_sm90 import act_order, alone, kernel
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
-from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.rows import (
     EIGHTS,
     ROW_ALIGNMENT,
@@ -140,12 +139,10 @@ class _Backward:
 
     def row_scales(self, role: str) -> Float32[Array, "R N"] | float:
         """For each row the scales of whole rows of its expert's weight, in the order of tiles; 1 without any."""
-        q = self._weight(role)
-        scales = q.global_scales if Tile.of(self.experts.format).scales else q.scales
+        scales = alone.row_scales(self._weight(role), self.experts.format)
         if scales is None:
             return 1.0
-        rows = self.experts.spec(role).shape[0]
-        scales = self._layer(scales.astype(jnp.float32).reshape(-1, rows))
+        scales = self._layer(scales)
         if role == "gate_up":
             parts = split_gate_up(scales, self.experts.gate_up_order) if self.experts.gated else (scales,)
             scales = self._tiled(*self._placed(parts))

@@ -222,16 +222,17 @@ class Engine:
         rows, blocks = plan.rows, plan.blocks
         sizes = self._sizes if plan.steps == 1 else [(count, 0) for count in self.limits.decode_sizes()]
         fitting = (size for size in sizes if size[0] >= len(rows) and size[1] >= len(blocks))
-        size, level = next(fitting), Level.GREEDY
+        size, level, items = next(fitting), Level.GREEDY, (*rows, *blocks)
         inputs = self._padding(*size)
         places = [*range(len(rows)), *range(size[0], size[0] + len(blocks))]
-        drawing = [(place, item.id) for place, item in zip(places, (*rows, *blocks), strict=True) if item.draws]
-        for item in (*rows, *blocks):
+        drawing = [(place, item.id) for place, item in zip(places, items, strict=True) if item.draws]
+        for item in items:
             active = self._active[item.id]
-            if item.draws and (active.fresh or active.guide is not None):
-                self._prepare(item.slot, active)
-            level = max(level, active.level if item.draws else level)
-        self._slots.fill(inputs, places, (*rows, *blocks))
+            if item.draws:
+                level = max(level, active.level)
+                if active.fresh or active.guide is not None:
+                    self._prepare(item.slot, active)
+        self._slots.fill(inputs, places, items)
         for place, row in enumerate(rows):
             tokens = self._active[row.id].tokens
             inputs.row_tokens[place] = tokens[row.start] if row.start < len(tokens) else -1  # only the device knows it
