@@ -66,13 +66,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def _left_out(items: list[pytest.Item], drawn: bool) -> set[pytest.Item]:
     """The cases of `items` that do not run: all but n, drawn by the seed, of each backend of a test that is `sampled`.
 
-    If tests are `drawn`: all but one case of each backend of every test. The format drawn least so far is preferred.
+    If tests are `drawn`: all but one case of each backend of every test that is not marked `every_case`. The format
+    drawn least so far is preferred.
     """
     alike: dict[tuple[str, str, int], list[pytest.Item]] = {}
     for item in items:
         marker = item.get_closest_marker("sampled")
-        if drawn or marker:
-            count = 1 if drawn or not marker else marker.args[0]
+        one = drawn and not item.get_closest_marker("every_case")
+        if one or marker:
+            count = 1 if one or not marker else marker.args[0]
             alike.setdefault((item.nodeid.partition("[")[0], _param(item, "backend"), count), []).append(item)
     left_out: set[pytest.Item] = set()
     taken: collections.Counter[str] = collections.Counter()

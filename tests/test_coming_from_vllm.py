@@ -27,6 +27,9 @@ from jmx.selection.select import check_backend
 from jmx.util.checks import nearest
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+pytestmark = pytest.mark.every_case
+
 PAGE = (ROOT / "docs" / "coming_from_vllm.md").read_text()
 THEIRS = json.loads((ROOT / "tests" / "data" / "vllm_names.json").read_text())
 LISTS = [name for name in THEIRS if name != "source"]

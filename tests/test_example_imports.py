@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+pytestmark = pytest.mark.every_case
+
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 # The modules whose names are public: those that README.md and docs/ tell users to import, and CONTRIBUTING.md those who
@@ -28,6 +31,7 @@ PUBLIC = {
     "jmx.checkpoint.quantizing",
     "jmx.checkpoint.shards",
     "jmx.models",
+    "jmx.parallel",
     "jmx.util.atomic_files",  # CONTRIBUTING.md
 }
 

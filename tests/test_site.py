@@ -13,6 +13,8 @@ import jmx
 from docs.site import api, built, markdown, navigation, notebooks, repository
 
 ROOT = repository.ROOT
+
+pytestmark = pytest.mark.every_case
 PUBLIC = {
     *(f"jmx.{name}" for name in jmx.__all__ if name not in ("__version__", "checkpoint")),
     *("jmx.nnx.MoE", "jmx.linen.MoE"),

@@ -59,6 +59,11 @@ def test_three(n):
 
 def test_four():
     pass
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_five(n):
+    pass
 """
 COSTLY = """import pytest
 
@@ -103,6 +108,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tu
 def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(seed, collected):
     drawn = [(test, case) for file, test, case in collected(seed, "--drawn") if file == "test_drawn"]
     assert sorted(name for name, _ in drawn) == [
+        *["test_five"] * 3,
         "test_four",
         "test_one",
         "test_one",
@@ -112,7 +118,7 @@ def test_one_case_of_each_test_and_backend_is_drawn_and_each_format_in_turn(seed
     ]
     words = {word for _, case in drawn for word in case.split("-")}
     assert words >= {"xla", "cpu", "mxfp4", "nvfp4", "mxint4"}
-    assert sum(file == "test_drawn" for file, *_ in collected(1)) == 6 + 2 + 2 + 1
+    assert sum(file == "test_drawn" for file, *_ in collected(1)) == 6 + 2 + 2 + 1 + 3
 
 
 def test_costly_tests_are_a_third_of_a_file_and_few_in_all_and_others_in_other_runs(collected):
