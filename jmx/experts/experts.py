@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmx import meshes
 from jmx.activations import Activation
 from jmx.experts import conversion, creation, padding
 from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
@@ -350,6 +351,8 @@ class Experts:
     def prepare(self, layout: str, *, donate: bool = False) -> "Experts":
         """The same weights in another layout; itself if they are in it already.
 
+        Of experts that a mesh divides, each device converts its own. Arrays divided along other axes may be gathered.
+
         Args:
             layout: a name in `layouts.LAYOUTS`.
             donate: whether this object's arrays are deleted, so that peak memory is one tensor above the weights.
@@ -437,10 +440,10 @@ class Experts:
         dtype = check_dtype("dtype", dtype, jnp.bfloat16, jnp.float32)
         experts = self.prepare("packed")  # XLA's CPU compiler fails at float4 inside a loop
 
-        def floats(q: BlockScaled) -> jax.Array:
+        def floats(role: str, size: int, q: BlockScaled) -> jax.Array:
             chosen = q if self.index is None else jax.tree.map(lambda array: array[self.index], q)
-            return quantization.dequantize(chosen, dtype, self.format)
+            rows = quantization.dequantize(chosen, dtype, self.format)
+            return padding.without_rows(self, role, rows, axis=-2)[..., :size]
 
-        gate_up = padding.without_rows(self, "gate_up", floats(experts.gate_up), axis=-2)
-        down = padding.without_rows(self, "down", floats(experts.down), axis=-2)
-        return gate_up[..., : self.hidden_size], down[..., : self.intermediate_size]
+        gate_up = meshes.on_auto_axes(partial(floats, "gate_up", self.hidden_size), experts.gate_up)
+        return gate_up, meshes.on_auto_axes(partial(floats, "down", self.intermediate_size), experts.down)
