@@ -180,8 +180,7 @@ class MosaicSm90:
 
         scales = alone.row_scales(alone.product_alone(role, experts, rows.dtype, None).weight, experts.format)
         if scales is not None:
-            row = jnp.arange(rows.shape[0], dtype=jnp.int32)
-            expert = jnp.sum(sorted.starts <= row[:, None], axis=1, dtype=jnp.int32) - 1
+            expert = sorted.expert_of(jnp.arange(rows.shape[0], dtype=jnp.int32))
             rows = rows * scales.at[expert + experts.first_expert].get(mode="promise_in_bounds")
         config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_experts)
         blocks = sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert)
