@@ -17,7 +17,9 @@ from jmx.lora.forms import fused
 from jmx.models.layers import precision
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
+from jmx.numerics.gate_up import join_gate_up
 from jmx.parallel.over_mesh import OwnExperts, exchanged
+from jmx.qat import QAT, MasterExperts
 from jmx.routing import Method
 
 
@@ -36,6 +38,26 @@ def abstract_experts(num_experts: int, hidden: int, intermediate: int, gate_up_o
     sizes = num_experts, hidden, intermediate
     options: dict[str, Any] = {"gate_up_order": gate_up_order, "format": "fp8_channel"}  # which supports any sizes
     return jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), *sizes, **options))  # no device is used
+
+
+def masters_of(floats: FloatExperts, gate_up_order: str, format: jmx.Format, qat: QAT) -> MasterExperts:
+    """Float experts as master weights of `format`, with rows of gate and up in that order."""
+    gate, up = jnp.split(floats.gate_up, 2, axis=1)
+    gate_up = join_gate_up(gate.mT, up.mT, gate_up_order).mT
+    bias = floats.gate_up_bias
+    if bias is not None:
+        gate_bias, up_bias = jnp.split(bias, 2, axis=-1)
+        bias = join_gate_up(gate_bias, up_bias, gate_up_order)
+    return MasterExperts.of(
+        gate_up.astype(qat.dtype),
+        floats.down.astype(qat.dtype),
+        bias,
+        floats.down_bias,
+        gate_up_order=gate_up_order,
+        format=format,
+        gradients=qat.gradients,
+        scale_rule=qat.scale_rule,
+    )
 
 
 class FloatMoE(nnx.Module):
