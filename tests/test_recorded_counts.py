@@ -1,6 +1,5 @@
 """Tokens per expert that modules record: intermediates of NNX and Linen, under transformations and over meshes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from model_steps import relative_error
 
 import jmx
 import jmx.linen
@@ -66,13 +66,14 @@ def test_a_captured_call_records_the_slots_of_each_expert(kind, masked, x, rng):
     kept = routing if mask is None else routing._replace(expert_ids=jnp.where(mask[:, None], routing.expert_ids, -1))
     assert found[ENTRY].get_value().dtype == jnp.int32
     np.testing.assert_array_equal(found[ENTRY][...], counted(kept))
-    np.testing.assert_array_equal(y, layer(x, given, mask=mask))
+    assert relative_error(y, layer(x, given, mask=mask)) <= 1e-5
     assert not nnx.state(layer, nnx.Intermediate)  # neither after capturing, nor after a call without
     linen, variables = linen_of(layer)
     apply = jax.jit(lambda variables, x: linen.apply(variables, x, given, mask=mask, mutable=["intermediates"]))
     y, found = apply(variables, x)
     np.testing.assert_array_equal(found["intermediates"][ENTRY], counted(kept))
-    np.testing.assert_array_equal(y, linen.apply(variables, x, given, mask=mask))
+    alone: Any = linen.apply(variables, x, given, mask=mask)
+    assert relative_error(y, alone) <= 1e-5
 
 
 def linen_of(layer: jmx.nnx.MoE) -> tuple[jmx.linen.MoE, Any]:
@@ -97,44 +98,37 @@ def test_calls_add_up_and_other_captures_record_nothing(x):
 
 
 class Model(nnx.Module):
-    """Twelve layers' worth of names: layer 10 follows layer 9."""
+    """Layers in a residual stream."""
 
     def __init__(self, number: int):
         self.layers = nnx.List([module() for _ in range(number)])
 
-    def __call__(self, x: jax.Array, wrap: Callable[..., Any] = lambda f: f) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
-            x = x + wrap(lambda layer, x: layer(x))(layer, x)
+            x = x + layer(x)
         return x
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, nnx.remat], ids=["jax.checkpoint", "nnx.remat"])
-def test_gradients_with_remat(wrap, x):
+@pytest.mark.parametrize("remat", [jax.checkpoint, nnx.remat], ids=["jax.checkpoint", "nnx.remat"])
+def test_gradients_with_remat(remat, x):
     model = Model(2)
 
     def loss(x: jax.Array, model: Model) -> Any:
-        y, found = nnx.capture(lambda model: model(x, wrap), nnx.Intermediate)(model)
-        return jnp.square(y).sum(), found
-
-    if wrap is jax.checkpoint:  # a module is a value for jax: what a call records is among its results
-
-        def loss(x: jax.Array, model: Model) -> Any:
-            found = []
-            for layer in model.layers:
-                run = jax.checkpoint(lambda layer, x: nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer))
-                y, its = run(layer, x)
-                x = x + y
-                found.append(its)
-            return jnp.square(x).sum(), found
+        found = []
+        for layer in model.layers:
+            run = remat(lambda layer, x: nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer))
+            y, its = run(layer, x)
+            x = x + y
+            found.append(its)
+        return jnp.square(x).sum(), found
 
     dx, found = jax.jit(jax.grad(loss, has_aux=True))(x, model)
     assert jnp.isfinite(dx).all()
-    got = parallel.layer_counts(found)
     expected = []
     for layer in model.layers:
         expected.append(counted(layer.route(x)))
         x = x + layer(x)
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(parallel.layer_counts(found), expected)
 
 
 def test_a_scan_over_layers(x):
@@ -185,7 +179,8 @@ def test_linen_scans_and_remat(x):
     for number in range(3):
         its = jax.tree.map(lambda a, n=number: a[n], {kind: v["moe"] for kind, v in variables.items()})
         layer = jmx.linen.MoE(H, I, E, K)
-        expected.append(counted(layer.apply(its, x, method="route")))
+        routing: Any = layer.apply(its, x, method="route")
+        expected.append(counted(routing))
         x = x + layer.apply(its, x)
     np.testing.assert_array_equal(parallel.layer_counts(found["intermediates"]), expected)
 
@@ -209,7 +204,8 @@ def test_counts_are_of_the_tokens_of_all_devices(flax, kind, x):
 
     def run(x: jax.Array) -> Any:
         if flax == "nnx":
-            return nnx.capture(lambda layer: layer(x), nnx.Intermediate)(divided)[1][ENTRY].get_value()
+            captured: Any = nnx.capture(lambda layer: layer(x), nnx.Intermediate)(divided)
+            return captured[1][ENTRY].get_value()
         return linen.apply(variables, x, mutable=["intermediates"])[1]["intermediates"][ENTRY]
 
     with jax.set_mesh(mesh):
@@ -222,7 +218,7 @@ def test_counts_are_of_the_tokens_of_all_devices(flax, kind, x):
 
 def test_pictures_take_intermediates(x, tmp_path):
     model = Model(11)
-    _, found = nnx.capture(lambda model: model(x), nnx.Intermediate)(model)
+    found: Any = nnx.capture(lambda model: model(x), nnx.Intermediate)(model)[1]
     counts = parallel.layer_counts(found)
     expected = []
     for layer in model.layers:

@@ -120,7 +120,13 @@ def adapters(arguments: argparse.Namespace, source: "Source") -> "Reader | None"
     return open_adapter(arguments.adapter, source)
 
 
-def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int], all_logits: bool = False) -> "Model":
+def make(
+    arguments: argparse.Namespace,
+    source: "Source",
+    adapters: "Reader | None",
+    lengths: Sequence[int],
+    all_logits: bool = False,
+) -> "Model":
     """The model, for prompts of these lengths. Whether it fits is checked before weights are read.
 
     Raises:
@@ -134,8 +140,7 @@ def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int]
     over, dtype = split(arguments), jnp.dtype(arguments.dtype)
     if over is not None:
         over.check_rows("prompts", len(lengths))
-    more = adapters(arguments, source)
-    options = {"dtype": dtype, "all_logits": all_logits, "split": over, "adapters": more}
+    options = {"dtype": dtype, "all_logits": all_logits, "split": over, "adapters": adapters}
     needs = memory.needed(source, lengths, arguments.max_new_tokens, **options)
     devices = [jax.devices()[0]] if over is None else over.mesh.local_devices
     for device in devices:
@@ -145,7 +150,7 @@ def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int]
         if has is not None and needs.total > has:
             raise MemoryError(_too_large(needs, has, device, lengths, over))
     with source.progress(True):
-        return from_source(source, dtype=dtype, backend=arguments.backend, split=over, adapters=more)
+        return from_source(source, dtype=dtype, backend=arguments.backend, split=over, adapters=adapters)
 
 
 def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int], split: "ModelSplit | None" = None) -> str:
