@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.engines.gradients import Differentiable, Gradients
+from jmx.engines.gradients import Differentiable, Gradients, Primals
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
@@ -331,9 +331,9 @@ def _run(
         its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0 or not isinstance(chosen, Differentiable):
-            return xla.backward(true, x, routing, experts, dy, biases=biases)
-        x, dy = _widened(x, experts), _widened(dy, experts)
-        gradients = chosen.backward(its, x, routing, experts.as_padded(), environment, dy, biases)
+            return xla.backward(true, Primals(x, routing, experts), dy, biases=biases)
+        padded = Primals(_widened(x, experts), routing, experts.as_padded())
+        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), biases)
         return gradients._replace(x=gradients.x[:, :wide])
 
     return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts))

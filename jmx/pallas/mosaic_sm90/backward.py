@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jmx import grouping
-from jmx.engines.gradients import Gradients
+from jmx.engines.gradients import Gradients, Primals
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.formats import BlockScaled
@@ -52,15 +52,14 @@ H_DTYPE = jnp.float32
 
 def backward(
     problem: Problem,
-    x: Float[Array, "T H"],
-    routing: Routing,
-    experts: Experts,
+    primals: Primals,
     dy: Float[Array, "T H"],
     biases: tuple[bool, bool],
     config: Config,
     num_cores: int,
 ) -> Gradients:
     """See `Differentiable.backward`. `num_cores`: SMs."""
+    x, routing, experts = primals
     with jax.named_scope("grouping"):
         ids, num_experts = routing.expert_ids, problem.num_experts
         work = grouping.many(ids, num_experts, config.block_n, ROW_ALIGNMENT)
