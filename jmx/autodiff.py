@@ -19,27 +19,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
-from jmx.engines.gradients import Gradients
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import Experts
 from jmx.guard import guarded
 from jmx.routing import Routing
 from jmx.util.typing import Array, Float, Shaped
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
-Backward = Callable[[Float[Array, "T H"], Routing, Experts, Float[Array, "T H"], tuple[bool, bool]], Gradients]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Of which biases gradients are requested."""
-
-    gate_up_bias: bool
-    down_bias: bool
-
-    @property
-    def flags(self) -> tuple[bool, bool]:
-        return self.gate_up_bias, self.down_bias
+Backward = Callable[[Primals, Float[Array, "T H"], Wanted], Gradients]
 
 
 def differentiable(run: Run, backward_of: Backward) -> Run:
@@ -47,7 +34,7 @@ def differentiable(run: Run, backward_of: Backward) -> Run:
 
     Gradients flow to x, routing weights and biases. The gradient of a quantized weight is a TypeError that names it.
 
-    `backward_of`: (x, routing, experts, dy, biases) -> `Gradients`, with arguments as of `Differentiable.backward`.
+    `backward_of`: (primals, dy, wanted) -> `Gradients`, with arguments as of `Differentiable.backward`.
     """
 
     @jax.custom_vjp
@@ -56,7 +43,7 @@ def differentiable(run: Run, backward_of: Backward) -> Run:
 
     def call_fwd(x: Any, routing: Any, experts: Any) -> tuple[Float[Array, "T H"], Any]:
         refuse_weight_gradients(experts)
-        wanted = _Wanted(*(b is not None and b.perturbed for b in (experts.gate_up_bias, experts.down_bias)))
+        wanted = Wanted(*(b is not None and b.perturbed for b in (experts.gate_up_bias, experts.down_bias)))
         x, routing, experts = jax.tree.map(
             lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
         )
@@ -70,10 +57,10 @@ def differentiable(run: Run, backward_of: Backward) -> Run:
         x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
         def backward(x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]) -> Gradients:
-            return backward_of(x, routing, experts, dy, wanted.flags)
+            return backward_of(Primals(x, routing, experts), dy, wanted)
 
         # Each element of a batch has its bias gradients; one call on all tokens would sum them.
-        dx, dweights, *dbiases = _batchable(backward, together=not any(wanted.flags))(x, routing, experts, dy)
+        dx, dweights, *dbiases = _batchable(backward, together=wanted == Wanted(False, False))(x, routing, experts, dy)
         gradients = [
             d if d is None else d.astype(bias.dtype)
             for d, bias in zip(dbiases, (experts.gate_up_bias, experts.down_bias), strict=True)

@@ -11,7 +11,7 @@ from backend_cases import NEITHER, Case, draw_routing, draw_weights, draw_x, poi
 
 import jmx
 from jmx import GELU, Environment, ReLU2, SiLUAndMul, SwiGLU, grouping
-from jmx.engines.gradients import Gradients, Primals
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.pallas.mosaic_sm90 import act_order, kernel
@@ -45,7 +45,7 @@ CASES = [
 
 
 sort = jax.jit(grouping.many, static_argnums=(1, 2, 3))
-reference = jax.jit(xla.backward, static_argnums=0, static_argnames="biases")
+reference = jax.jit(xla.backward, static_argnums=0)
 
 
 def drawn(case, rng, layers=None):
@@ -65,7 +65,7 @@ def check(case, gradients, x, routing, experts, dy):
     if case.input_format is None:
         x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
         problem = dataclasses.replace(problem, dtype="float32")
-    expected = reference(problem, Primals(x, routing, experts), dy, biases=case.bias)
+    expected = reference(problem, Primals(x, routing, experts), dy, Wanted(*case.bias))
     for name, got, wanted in zip(expected._fields, gradients, expected, strict=True):
         assert (got is None) == (wanted is None), name
         if wanted is not None:
@@ -87,7 +87,7 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     arguments = x, routing, experts, dy = drawn(case, rng, layers)
-    gradients = MosaicSm90().backward(case.problem(), Primals(x, routing, experts), HOPPER, dy, case.bias)
+    gradients = MosaicSm90().backward(case.problem(), Primals(x, routing, experts), HOPPER, dy, Wanted(*case.bias))
     assert (gradients.x.dtype, gradients.weights.dtype) == (x.dtype, routing.weights.dtype)
     check(case, gradients, *arguments)
 

@@ -1,7 +1,10 @@
 """Gradients of the layer, and the protocol of backends that compute them themselves."""
 
 import typing
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import jax
 
 from jmx.experts import Experts
 from jmx.routing import Routing
@@ -18,6 +21,15 @@ class Primals(NamedTuple):
     experts: Experts
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Wanted:
+    """Of which biases gradients are requested; those of x and the routing weights always are."""
+
+    gate_up_bias: bool
+    down_bias: bool
+
+
 class Gradients(NamedTuple):
     """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases, None unless requested."""
 
@@ -32,17 +44,10 @@ class Differentiable(Protocol):
     """What a backend with a backward pass of its own has beside `jmx.selection.backend.Backend`."""
 
     def backward(
-        self,
-        problem: Problem,
-        primals: Primals,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        biases: tuple[bool, bool],
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
         """Gradients at the primals, given those of the result of `Backend.apply`, while tracing.
 
-        Args:
-            dy: (T, H) of x's dtype.
-            biases: whether those of (gate_up_bias, down_bias) are requested.
+        `dy`: (T, H) of x's dtype.
         """
         ...

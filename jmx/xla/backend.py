@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
-from jmx.engines.gradients import Gradients, Primals
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
@@ -341,17 +341,17 @@ def _with_padding(gradients: Gradients, experts: Experts) -> Gradients:
     return gradients._replace(gate_up_bias=gate_up, down_bias=down)
 
 
-def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], *, biases: tuple[bool, bool]) -> Gradients:
-    """Gradients of `forward` at `primals`, given dy (T, H). Recomputes the forward pass, a few experts at a time.
-
-    `biases`: whether the cotangents of (gate_up_bias, down_bias) are requested.
-    """
+def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
+    """Gradients of `forward` at `primals`, given dy (T, H). Recomputes the forward pass, a few experts at a time."""
     x, routing, experts = primals
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
-        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if wanted and bias is not None else None
-        for bias, wanted, rows in zip(
-            (experts.gate_up_bias, experts.down_bias), biases, _bias_rows(experts), strict=True
+        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if asked and bias is not None else None
+        for bias, asked, rows in zip(
+            (experts.gate_up_bias, experts.down_bias),
+            (wanted.gate_up_bias, wanted.down_bias),
+            _bias_rows(experts),
+            strict=True,
         )
     )
     experts = _packed_for_loop(experts)

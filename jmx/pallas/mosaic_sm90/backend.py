@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.engines import grouped
-from jmx.engines.gradients import Gradients, Primals
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
@@ -49,10 +49,7 @@ class MosaicSm90:
 
     name: str = "mosaic"
     summary: str = "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantized in registers"
-
-    @property
-    def config_type(self) -> type[Config]:
-        return Config
+    config_type: type[Config] = Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         return LIMITS.rejection(problem, environment, _column_order)
@@ -127,18 +124,13 @@ class MosaicSm90:
         return grouped.run(problem, x, routing, tiling, products)
 
     def backward(
-        self,
-        problem: Problem,
-        primals: Primals,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        biases: tuple[bool, bool],
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import backward
 
         config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
-        return backward(problem, primals, dy, biases, config, environment.core_count or 1)
+        return backward(problem, primals, dy, wanted, config, environment.core_count or 1)
 
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
         from jmx.pallas.mosaic_sm90.alone import product_alone
