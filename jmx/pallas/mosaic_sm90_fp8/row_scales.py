@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -15,7 +14,7 @@ from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, row_array, row_size
 from jmx.pallas.sm90.epilogue import index_of_row
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, fragment
 from jmx.pallas.sm90.tiles import THREADS
 from jmx.util.typing import Array, Float32, Int32
 
@@ -107,6 +106,5 @@ def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
     loaded = llvm.load(element, mlir.address_of(array, index, element))
     word = loaded if bits == 32 else arith.extui(mlir.i32(), loaded)
     one = ir.VectorType.get((1,), mlir.i32())
-    registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, mlir.constant(0))], dtype=object)
-    layout = mgpu.WGStridedFragLayout((THREADS,), 1)
-    return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
+    registers = [llvm.insertelement(llvm.mlir_undef(one), word, mlir.constant(0))]
+    return fragment(registers, (THREADS,), mgpu.WGStridedFragLayout((THREADS,), 1), is_signed=True)

@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, own_layout, row_array, row_size
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref
 from jmx.util.typing import Array, Float32, Int32, Num
 
 
