@@ -45,7 +45,7 @@ CASES = [
 
 
 sort = jax.jit(grouping.many, static_argnums=(1, 2, 3))
-reference = jax.jit(xla.backward, static_argnums=0)
+reference = jax.jit(xla.backward, static_argnums=(0, 3))
 
 
 def drawn(case, rng, layers=None):
