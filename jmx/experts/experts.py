@@ -54,9 +54,11 @@ class Experts:
         gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (all of gate first),
             either with up before gate ("interleaved_up_first", "concatenated_up_first"), or None for un-gated experts.
         layout: name of the layout of gate_up and down. Biases are canonical in every layout.
-        hidden_size, intermediate_size: logical sizes.
-        gate_up_input_scale, down_input_scale: () float32, (L,) in a stack: static scales of the two products' inputs;
-            None for input formats that are not static.
+        hidden_size: H, without padding.
+        intermediate_size: I, without padding.
+        gate_up_input_scale: () float32, (L,) in a stack: static scale of the first product's inputs; None for input
+            formats that are not static.
+        down_input_scale: likewise, of the second product's.
         input_format: name of the format that a checkpoint declares for both products' inputs; None: 16 bits.
         padded_to: the hidden and the intermediate size of the arrays, if these have padding; see `pad`. Else None.
     """
