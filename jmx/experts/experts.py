@@ -18,6 +18,7 @@ from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
+from jmx.util import pytrees
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -32,10 +33,10 @@ ROLES = ("gate_up", "down")
 OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its weight
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
-    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+@pytrees.register(
+    data=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
+    static=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+    format=formats.CODEC,
 )
 @dataclass(frozen=True)
 class Experts:
@@ -428,7 +429,7 @@ class Experts:
         if self.index is not None or new.index is not None:
             raise ValueError("`update` must be called on and with whole experts, not with a `layer` of a stack")
         abstract = jax.eval_shape(lambda experts: experts.prepare(self.layout), new)
-        check_alike("new", abstract, self, "to take the place of these experts")
+        check_alike("new", abstract, self, " to take the place of these experts")
         return jax.tree.map(conversion.place_like, self, new.prepare(self.layout))
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[Float[Array, "*lead N H"], Float[Array, "*lead H I"]]:
