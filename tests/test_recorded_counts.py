@@ -109,14 +109,13 @@ class Model(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("remat", [jax.checkpoint, nnx.remat], ids=["jax.checkpoint", "nnx.remat"])
-def test_gradients_with_remat(remat, x):
+def test_gradients_with_remat(x):
     model = Model(2)
 
     def loss(x: jax.Array, model: Model) -> Any:
         found = []
         for layer in model.layers:
-            run = remat(lambda layer, x: nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer))
+            run = jax.checkpoint(lambda layer, x: nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer))
             y, its = run(layer, x)
             x = x + y
             found.append(its)
