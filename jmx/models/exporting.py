@@ -55,7 +55,8 @@ def export(
     """Writes a model as a checkpoint in the Hugging Face form, which `load` reads as a model of the same outputs.
 
     Master weights are rounded as each call rounds them; other experts have to be quantized. With MXFP4 gpt-oss has the
-    published form; all others are written as compressed-tensors. What is outside experts keeps its dtype.
+    published form; all others are written as compressed-tensors. What is outside experts keeps its dtype. The outputs
+    are the same bits on one backend, except in NVFP4, of whose global scales these files hold the reciprocals, rounded.
 
     Args:
         path: must not exist. It appears when it is complete; a failure leaves nothing behind.
