@@ -141,7 +141,9 @@ def _config_entries(model: Model, family: Family, like: str | os.PathLike[str] |
     else:
         check_path("like", like)
         found = shards.read_object(Path(like) / FILE)
-        tied = {"tie_word_embeddings": model.config.tie_word_embeddings}  # files decide, see `load`
+        tied: dict[str, Any] = {}
+        if "tie_word_embeddings" in {field.name for field in dataclasses.fields(model.config)}:
+            tied["tie_word_embeddings"] = model.config.tie_word_embeddings  # tables decide, see `load`
         if family_of(like) is not family or dataclasses.replace(family.read_config(like), **tied) != model.config:
             raise ValueError(f"`like` (={str(like)!r}) must be a checkpoint of the config of `model`")
         found |= tied
