@@ -1,4 +1,4 @@
-"""Float experts, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
+"""Float experts, which jmx does not quantize: two grouped products by XLA."""
 
 from functools import partial
 from typing import Any
@@ -11,11 +11,11 @@ from jax import lax
 import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models.layers import precision
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
 from jmx.parallel.over_mesh import OwnExperts, exchanged
 from jmx.routing import Method
+from jmx.xla.grouped_dot import grouped_dot
 
 
 def random_experts(
@@ -70,8 +70,7 @@ class FloatMoE(nnx.Module):
         groups = jmx.group(ids, self.gate_up.shape[0])
 
         def product(rows: jax.Array, weights: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-            exact = precision(rows.dtype)
-            sums = lax.ragged_dot(rows, weights[...].mT, groups.sizes, exact, preferred_element_type=jnp.float32)
+            sums = grouped_dot(rows, weights[...], groups.sizes)
             if bias is not None:
                 sums += bias[...][ids.reshape(-1)[groups.order]]
             return sums.astype(rows.dtype)
