@@ -25,6 +25,8 @@ from jmx.parallel.experts_form import AnyExperts, Form, check_alike, form_names,
 from jmx.parallel.module_axes import local_shape, mesh_of, split_of, weight_axes
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS
 from jmx.parallel.split import Split
+from jmx.qat import QAT, MasterExperts
+from jmx.qat.masters import MASTER_ARRAYS
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import check_instance
@@ -88,11 +90,12 @@ class MoE(nn.Module):
     param_dtype: Any = jnp.bfloat16
     axes: Axes | None = None
     spare_experts: int = 0
-    experts: Experts | None = None
+    experts: Experts | MasterExperts | None = None
     lora: LoRA | None = None
+    qat: QAT | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.experts, Experts):
+        if isinstance(self.experts, Experts | MasterExperts):
             object.__setattr__(self, "experts", _InitialExperts(self.experts))
         given = self._arguments()
         for name in SIZES:  # jax's integers have no hash, which Flax needs of attributes
@@ -295,7 +298,9 @@ class MoE(nn.Module):
 
 
 def _collection(name: str) -> str:
-    return "placement" if name in PLACEMENT_ARRAYS else "params" if name.endswith("bias") else "quantized"
+    if name in PLACEMENT_ARRAYS:
+        return "placement"
+    return "params" if name.endswith("bias") or name in MASTER_ARRAYS else "quantized"
 
 
 def _arrays_of(variables: Any) -> dict[str, Any]:

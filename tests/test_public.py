@@ -26,7 +26,7 @@ ORDER = [
     {"xla", "pallas", "ffi"},
     {"backends"},
     {"autodiff"},
-    {"lora"},
+    {"lora", "qat"},
     {"parallel"},
     {"layer"},
     {"explain", "module_arguments"},

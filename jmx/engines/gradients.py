@@ -11,12 +11,33 @@ from jmx.util.typing import Array, Float, Float32
 
 
 class Gradients(NamedTuple):
-    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases, None unless requested."""
+    """Cotangents of the layer: x (T, H), weights (T, k), and what is float32, None unless requested: biases, and the
+    dequantized values of both weights."""
 
     x: Float[Array, "T H"]
     weights: Float[Array, "..."]
     gate_up_bias: Float32[Array, "*lead N"] | None
     down_bias: Float32[Array, "*lead H"] | None
+    gate_up: Float32[Array, "E N H"] | None = None
+    down: Float32[Array, "E H I"] | None = None
+
+
+class Wanted(NamedTuple):
+    """Which of the gradients are requested that nothing needs unless they are. Static."""
+
+    gate_up_bias: bool = False
+    down_bias: bool = False
+    gate_up: bool = False
+    down: bool = False
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        return self.gate_up_bias, self.down_bias
+
+    @property
+    def weights(self) -> bool:
+        """Whether those of a weight are among them."""
+        return self.gate_up or self.down
 
 
 @typing.runtime_checkable

@@ -13,7 +13,9 @@ import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
+from jmx.numerics.gate_up import join_gate_up
 from jmx.parallel.over_mesh import OwnExperts, exchanged
+from jmx.qat import QAT, MasterExperts
 from jmx.routing import Method
 from jmx.xla.grouped_dot import grouped_dot
 
@@ -25,6 +27,23 @@ def random_experts(
     shapes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
     weights = [nnx.initializers.normal(shape[-1] ** -0.5)(rngs.params(), shape, dtype) for shape in shapes]
     return FloatExperts(*weights, *(jnp.zeros(shape[:-1], dtype) if bias else None for shape in shapes))
+
+
+def masters_of(floats: FloatExperts, gate_up_order: str, format: jmx.Format, qat: QAT) -> MasterExperts:
+    """Float experts as master weights of `format`, with rows of gate and up in that order."""
+    gate, up = jnp.split(floats.gate_up, 2, axis=1)
+    gate_up = join_gate_up(gate.mT, up.mT, gate_up_order).mT
+    bias = floats.gate_up_bias
+    return MasterExperts.of(
+        gate_up.astype(qat.dtype),
+        floats.down.astype(qat.dtype),
+        None if bias is None else join_gate_up(*jnp.split(bias, 2, axis=-1), gate_up_order),
+        floats.down_bias,
+        gate_up_order=gate_up_order,
+        format=format,
+        gradients=qat.gradients,
+        scale_rule=qat.scale_rule,
+    )
 
 
 class FloatMoE(nnx.Module):

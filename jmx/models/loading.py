@@ -33,14 +33,16 @@ from jmx.models.sources.files import FileSource
 from jmx.models.sources.protocol import QuantizedSource, Shape, Source, StoredSource, in_layer
 from jmx.models.sources.random import RandomSource
 from jmx.numerics import formats
+from jmx.qat import QAT
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_bool, check_dtype, check_path, shown
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_path, shown
 
 
 def load(
     path: str | os.PathLike[str],
     *,
     format: jmx.Format | str | None = None,
+    qat: QAT | None = None,
     declared_inputs: bool = True,
     pad_experts: bool = False,
     dequantize_dense: bool = False,
@@ -58,6 +60,8 @@ def load(
         path: a directory of safetensors files, in floats or quantized by a tool that jmx supports; or the name of one
             on the Hugging Face Hub, as `jmx.models.find` takes.
         format: what float experts are quantized to on reading, or its name; None: they stay floats.
+        qat: makes experts master weights, for training: floats, which each call rounds to `format`, or the values of
+            experts that are quantized in the files, of whose format the result then is. None: they are not trained.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
         pad_experts: whether experts that are quantized in the files are padded where whole blocks of their weights and
             inputs do not divide their sizes, as `jmx.Experts.pad` does. Those that `format` quantizes always are.
@@ -79,10 +83,33 @@ def load(
     _check_options(dtype, backend, dequantize_dense)
     split = split_of(mesh, axes)
     check_bool("progress", progress)
-    options = {"format": format, "declared_inputs": declared_inputs, "pad_experts": pad_experts}
+    check_instance("qat", qat, QAT | None, "a jmx.training.QAT, or None")
+    of_masters = None if qat is None or format is None else formats.get(format)
+    options = {
+        "format": format if qat is None else None,
+        "declared_inputs": declared_inputs,
+        "pad_experts": pad_experts,
+    }
     source = file_source(hub.find(path), **options)
+    if qat is not None:
+        of_masters = _master_format(source, of_masters)
     with source.progress(progress):
-        return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense, split=split)
+        model = shapes_of(source.config, dtype=dtype, backend=backend, split=split, format=of_masters, qat=qat)
+        return fill(model, source, dequantize_dense=dequantize_dense)
+
+
+def _master_format(source: Source, format: jmx.Format | None) -> jmx.Format:
+    """The format of master weights: that of quantized experts, or the given one of floats."""
+    stored = {layer.format for layer in source.layers.values()}
+    if stored == {None}:
+        if format is None:
+            raise ValueError("`format` (=None) must be given with `qat` for experts that are floats in the files")
+        return format
+    found = next((its for its in stored if its is not None and format in (None, its)), None)
+    if found is None or len(stored) > 1:
+        names = sorted("floats" if its is None else its.name for its in stored)
+        raise ValueError(f"`format` (={format and format.name!r}) must be that of the experts in the files, {names}")
+    return found
 
 
 def file_source(
@@ -171,10 +198,16 @@ def shapes_of(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     split: ModelSplit | None = None,
+    format: jmx.Format | None = None,
+    qat: QAT | None = None,
 ) -> Model:
-    """A model of shapes in place of arrays (`nnx.eval_shape`); those of experts stand for experts in any format."""
-    format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
-    make = partial(family_with(config).model, config, format=format, dtype=dtype, backend=backend, split=split)
+    """A model of shapes in place of arrays (`nnx.eval_shape`).
+
+    Without a `format`, those of experts stand for experts in any format.
+    """
+    format = format or jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
+    options = {"format": format, "qat": qat, "dtype": dtype, "backend": backend, "split": split}
+    make = partial(family_with(config).model, config, **options)
     return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 

@@ -17,9 +17,11 @@ from jmx.parallel.hidden_axis import along_hidden
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts, slot_axis
 from jmx.parallel.placement import Placement
 from jmx.parallel.split import AnyMesh
+from jmx.qat import MasterExperts
 from jmx.util.checks import check_instance
 
-AnyExperts = Experts | ShardedExperts | PlacedExperts
+AnyExperts = Experts | ShardedExperts | PlacedExperts | MasterExperts
+KINDS = "jmx.Experts, jmx.ShardedExperts, jmx.parallel.PlacedExperts or jmx.training.MasterExperts"
 
 
 @jax.tree_util.register_static
@@ -90,7 +92,12 @@ def _whole_on_each(experts: Experts) -> Experts:
 
 
 def inner(held: AnyExperts) -> Experts:
-    """The `Experts` inside of any form: slots, shards with a leading axis, or both; it has their static fields."""
+    """The `Experts` inside of any form: slots, shards with a leading axis, or both; it has their static fields.
+
+    Of master weights they are those that they are rounded to, without their arrays.
+    """
+    if isinstance(held, MasterExperts):
+        return held.skeleton()
     experts = held.experts if isinstance(held, PlacedExperts) else held
     return experts.shards if isinstance(experts, ShardedExperts) else experts
 
@@ -103,7 +110,7 @@ def whole_experts(held: AnyExperts) -> Experts:
     if isinstance(held, Experts):
         return held
     mesh = _auto_mesh(held)
-    if mesh is None:
+    if mesh is None or isinstance(held, MasterExperts):
         return _whole(held)
     own = inner(held).gate_up.values.sharding.mesh
     held = jax.tree.map(lambda its: jax.device_put(its, NamedSharding(mesh, its.sharding.spec)), held)
@@ -113,6 +120,8 @@ def whole_experts(held: AnyExperts) -> Experts:
 
 
 def _whole(held: AnyExperts) -> Experts:
+    if isinstance(held, MasterExperts):
+        return held.quantize()
     layout = inner(held).layout
     if isinstance(held, Experts):
         return held
@@ -133,6 +142,7 @@ def updated(held: AnyExperts, new: Experts, form: Form) -> AnyExperts:
     Raises:
         ValueError, TypeError: as `Experts.update`.
     """
+    _refuse_masters(held, "new")
     if isinstance(held, Experts):
         return held.update(new)
     like = whole_shapes(held)
@@ -156,6 +166,7 @@ def prepared(held: AnyExperts, layout: str, axes: Axes) -> AnyExperts:
 
     Deletes the old arrays, see `Experts.prepare`.
     """
+    _refuse_masters(held, "layout")
     values = inner(held).gate_up.values
     auto = _auto_mesh(held)
     if auto is None or not axes:
@@ -169,15 +180,23 @@ def prepared(held: AnyExperts, layout: str, axes: Axes) -> AnyExperts:
     return new.with_arrays(put)
 
 
+def _refuse_masters(held: AnyExperts, argument: str) -> None:
+    """Raises ValueError, naming the argument, for master weights, which are not quantized."""
+    if isinstance(held, MasterExperts):
+        raise ValueError(f"`{argument}` is of quantized experts, but the layer has master weights: see `hold`")
+
+
 def whole_shapes(held: AnyExperts) -> Experts:
     """The shapes of `whole_experts`, without shardings."""
     return jax.eval_shape(_whole, jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), held))
 
 
 def one_device(held: AnyExperts) -> Experts:
-    """Experts like those of one device, for checks; of shards abstract ones."""
+    """Experts like those of one device, for checks; of shards and of master weights abstract ones."""
     if isinstance(held, PlacedExperts):
         return one_device(held.experts)
+    if isinstance(held, MasterExperts):
+        return whole_shapes(held)
     if isinstance(held, ShardedExperts):  # without shardings, as no device may have the first shard alone
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), held)
         return jax.eval_shape(lambda sharded: sharded.shard(0), shapes)
@@ -186,7 +205,7 @@ def one_device(held: AnyExperts) -> Experts:
 
 def check_held(held: AnyExperts) -> None:
     """Raises ValueError or TypeError, naming the array, unless the arrays that a module holds fit their sizes."""
-    if isinstance(held, PlacedExperts):
+    if isinstance(held, PlacedExperts | MasterExperts):
         held.check()
     check_arrays(one_device(held))
 
@@ -223,6 +242,11 @@ def form_names(held: AnyExperts, axes: Axes, sizes: Mapping[str, int] | None = N
     if isinstance(held, PlacedExperts):
         placement = {name: (None,) * getattr(held.placement, name).ndim for name in PLACEMENT_ARRAYS}
         return form_names(held.experts, axes, sizes) | placement
+    if isinstance(held, MasterExperts):
+        names = {n: (axes.get("expert"), *(None,) * (a.ndim - 1)) for n, a in held.arrays().items()}
+        if sizes is not None:
+            _check_even(held, names, axes, sizes)
+        return names
     if isinstance(held, Experts):
         names = partition_names(held, {**axes, "hidden": None})
     else:
@@ -237,7 +261,10 @@ def form_names(held: AnyExperts, axes: Axes, sizes: Mapping[str, int] | None = N
 
 
 def _check_even(
-    held: Experts | ShardedExperts, names: Mapping[str, tuple[MeshAxes, ...]], axes: Axes, sizes: Mapping[str, int]
+    held: Experts | ShardedExperts | MasterExperts,
+    names: Mapping[str, tuple[MeshAxes, ...]],
+    axes: Axes,
+    sizes: Mapping[str, int],
 ) -> None:
     for name, array in held.arrays().items():
         for size, given in zip(array.shape, names[name], strict=False):

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
-from jmx.engines.gradients import Gradients
-from jmx.experts import Experts, padding
+from jmx.engines.gradients import Gradients, Wanted
+from jmx.experts import ROLES, Experts, padding
 from jmx.grouping import SortedRows
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
@@ -350,7 +350,7 @@ def _with_padding(gradients: Gradients, experts: Experts) -> Gradients:
     """Gradients of biases, with zeros for their padding."""
     if experts.padded_to is None:
         return gradients
-    (hidden, intermediate), (_, _, gate_up, down) = experts.padded_to, gradients
+    (hidden, intermediate), (gate_up, down) = experts.padded_to, gradients[2:4]
     if gate_up is not None:
         gate_up = padding.resize_rows(gate_up, gate_up.ndim - 1, experts.gate_up_order, intermediate)
     if down is not None:
@@ -364,19 +364,22 @@ def backward(
     routing: Routing,
     experts: Experts,
     dy: Float[Array, "T H"],
-    *,
-    biases: tuple[bool, bool],
+    wanted: Wanted,
 ) -> Gradients:
     """Gradients of `forward` at x, given dy (T, H). Recomputes the forward pass, a few experts at a time.
 
-    `biases`: whether the cotangents of (gate_up_bias, down_bias) are requested.
+    `wanted`: those of weights only of experts without padding, order of columns and index.
     """
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if wanted and bias is not None else None
         for bias, wanted, rows in zip(
-            (experts.gate_up_bias, experts.down_bias), biases, _bias_rows(experts), strict=True
+            (experts.gate_up_bias, experts.down_bias), wanted.biases, _bias_rows(experts), strict=True
         )
+    )
+    weight_gradients = tuple(
+        jnp.zeros((num_experts, *experts.spec(role).shape), jnp.float32) if getattr(wanted, role) else None
+        for role in ROLES
     )
     experts = _packed_for_loop(experts)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
@@ -391,15 +394,22 @@ def backward(
         layer = _scatter_add(layer, step.experts, rows.sum(axis=1))
         return layer if experts.index is None else total.at[experts.index].set(layer)
 
+    def accumulate_products(
+        total: Float32[Array, "E N K"] | None, step: _Step, dout: Float32[Array, "C M N"], inputs: Float[Array, "C M K"]
+    ) -> Float32[Array, "E N K"] | None:
+        return None if total is None else _scatter_add(total, step.experts, dot.outer(dout, inputs, dtype))
+
     def body(step: _Step, sums: Gradients) -> Gradients:
         step_weights = _StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
-        h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows_in))
+        rows_in = _round_inputs(problem, experts, "gate_up", rows_in)
+        h = step_weights.product("gate_up", rows_in)
         a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order, step.experts), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
         da = step_weights.transposed("down", dout)  # without the routing weight, which is linear and applied below
+        a = _round_inputs(problem, experts, "down", a)
         if on_input:
             (dh,) = activation_vjp(da)
             drows = step_weights.transposed("gate_up", dh)
@@ -408,7 +418,7 @@ def backward(
         else:
             (dh,) = activation_vjp(da * weight)
             drows = step_weights.transposed("gate_up", dh)
-            dweight = (da * _round_inputs(problem, experts, "down", a)).sum(-1)
+            dweight = (da * a).sum(-1)
             bias = experts.take_bias("down", step.experts)
             if bias is not None:
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)
@@ -418,9 +428,12 @@ def backward(
             sums.weights.at[step.assignments].set(dweight, mode="drop", unique_indices=True),
             accumulate(sums.gate_up_bias, step, dh),
             accumulate(sums.down_bias, step, dout),
+            accumulate_products(sums.gate_up, step, dh, rows_in),
+            accumulate_products(sums.down, step, dout, a),
         )
 
-    zeros = Gradients(jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), *bias_gradients)
+    zeros = (jnp.zeros(shape, jnp.float32) for shape in (x.shape, weights.shape))
+    zeros = Gradients(*zeros, *bias_gradients, *weight_gradients)
     sums = zeros if weights.size == 0 else _loop(routing, num_experts, body, zeros)
     return _with_padding(sums, experts)._replace(
         x=sums.x.astype(x.dtype),

@@ -48,6 +48,20 @@ def dequantized_dot(
     return out if transposed or factors is None else out * factors[:, None]
 
 
+def outer(dout: Float[Array, "C M N"], a: Float[Array, "C M K"], dtype: Any) -> Float32[Array, "C N K"]:
+    """The gradient of the weights (C, N, K) of products, by those of their results and their inputs, cast to `dtype`.
+
+    Sums are float32; float32 products are at `Precision.HIGHEST`.
+    """
+    return lax.dot_general(
+        dout.astype(dtype),
+        a.astype(dtype),
+        (((1,), (1,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def as_words(q: BlockScaled) -> BlockScaled:
     """Packed weights with their values as 16-bit words (..., K / 4). On a GPU, a bitcast of arrays in memory."""
     pairs = q.values.reshape(*q.values.shape[:-1], -1, 2)
