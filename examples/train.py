@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import jmx
 from jmx import training
 from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING, Config
+from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models import GptOss, MoERecord
 from jmx.util.atomic_files import write_json
 
@@ -114,6 +115,18 @@ def windows(tokens: np.ndarray, step: int, arguments: argparse.Namespace) -> jax
     return jnp.asarray(tokens[starts[:, None] + np.arange(arguments.length + 1)])
 
 
+def with_float_experts(model: GptOss) -> GptOss:
+    """A model that shares this one's variables, but computes with its master weights as they are."""
+    floats, copy = GptOss(CONFIG, dtype=model.dtype, rngs=nnx.Rngs(0)), nnx.merge(*nnx.split(model))
+    for block in copy.layers:
+        masters = block.moe.held
+        gate_up, bias = (
+            jnp.concatenate([rows[:, ::2], rows[:, 1::2]], axis=1) for rows in (masters.gate_up, masters.gate_up_bias)
+        )
+        block.moe = floats.make_moe(FloatExperts(gate_up, masters.down, bias, masters.down_bias), nnx.Rngs(0))
+    return copy
+
+
 def bits_per_byte(model: GptOss, tokens: np.ndarray, num_bytes: int, length: int) -> float:
     """Of a text of so many bytes. Each token has at least half a window before it, except those of the first window."""
     evaluate = nnx.jit(losses)
@@ -181,7 +194,8 @@ def train(arguments: argparse.Namespace, folder: pathlib.Path) -> None:
     if (folder / "checkpoint").exists():
         sys.exit(f"{folder / 'checkpoint'} exists: nothing is overwritten")
     text, held_out = read_text(arguments.text)
-    check_same_run(folder / "run.json", {name: str(value) for name, value in vars(arguments).items()}, text)
+    run = {name: str(value) for name, value in vars(arguments).items() if name not in ("folder", "save_every")}
+    check_same_run(folder / "run.json", run, text)
     tokenizer = tokenizer_of(text)
     tokens, unseen = (np.asarray(tokenizer.encode(part).ids, np.int32) for part in (text, held_out))
 
@@ -210,13 +224,18 @@ def train(arguments: argparse.Namespace, folder: pathlib.Path) -> None:
                 steps.save(step, model, optimizer, curve)
             speed = len(numbers) * arguments.batch * arguments.length / (time.perf_counter() - since)
             progress.update(task, completed=step, description=f"loss {loss:.3f}, {speed:.0f} tokens/s")
+            if not progress.console.is_terminal:
+                print(f"step {step}: loss {loss:.3f}, {speed:.0f} tokens/s", flush=True)
     steps.close()
 
     draw(folder / "loss.png", curve, len(text.encode()) / len(tokens))
     training.export(folder / "checkpoint", model)
     tokenizer.save(str(folder / "checkpoint" / "tokenizer.json"))
-    bits = bits_per_byte(model, unseen, len(held_out.encode()), arguments.length)
-    print(f"{bits:.3f} bits per byte of the last {len(held_out.encode())} bytes; {folder / 'checkpoint'} is complete")
+    for name, its in ("MXFP4", model), ("its master weights", with_float_experts(model)):
+        bits = bits_per_byte(its, unseen, len(held_out.encode()), arguments.length)
+        print(
+            f"{bits:.3f} bits per byte of the last {len(held_out.encode())} bytes, which it has not seen, with {name}"
+        )
 
 
 def main() -> None:
