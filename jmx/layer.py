@@ -24,6 +24,7 @@ from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
+from jmx.qat.masters import sources_of
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
@@ -184,7 +185,7 @@ def _rounded(
     """
     experts = masters.quantize()
     layout = resolve_layout("auto", environment, experts.format, resolve_input_format(experts, input_format))
-    return experts.prepare(layout), masters.as_sources(experts)
+    return experts.prepare(layout), sources_of(masters, experts)
 
 
 class _Settings(NamedTuple):

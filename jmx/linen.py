@@ -42,7 +42,7 @@ class _InitialExperts:
     a running number, not `id`: another object may get the same `id` later, and `nn.jit` would then use old weights.
     """
 
-    def __init__(self, experts: Experts):
+    def __init__(self, experts: Experts | MasterExperts):
         self.experts = experts
         self._number = next(_numbers)
 

@@ -18,6 +18,7 @@ from jmx.numerics.layouts import LAYOUTS
 from jmx.parallel.experts_form import AnyExperts, Form, one_device
 from jmx.parallel.module_axes import check_module_axes
 from jmx.qat import QAT, MasterExperts
+from jmx.qat.masters import check_of_layer
 from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
@@ -139,7 +140,7 @@ class Arguments:
             return MasterExperts.random(key(), **wanted, bias_dtype=self.param_dtype, qat=qat)
         if isinstance(experts, Experts):
             experts = qat.masters(experts)
-        experts.check_alike(qat, **wanted)
+        check_of_layer(experts, qat, **wanted)
         return experts
 
 

@@ -32,10 +32,10 @@ ORDER = [
     {"explain", "module_arguments"},
     {"module_call"},
     {"nnx", "linen"},
-    {"training"},
     {"checkpoint"},
     {"perf"},
     {"models", "plot"},
+    {"training"},
     {"serving"},
     {"cli"},
 ]

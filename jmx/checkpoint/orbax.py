@@ -15,7 +15,7 @@ from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.orbax_metadata import KEY, Layer, Saved, note_of, saved_as
 from jmx.experts import ROLES
 from jmx.nnx import MoE
-from jmx.parallel.experts_form import AnyExperts, inner, whole_experts
+from jmx.parallel.experts_form import QuantizedExperts, inner, whole_experts
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.qat import MasterExperts
 from jmx.util.atomic_files import check_new, new_path
@@ -192,7 +192,7 @@ def _reading_place(layer: Layer, name: str, shape: tuple[int, ...], places: Mapp
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _moved(held: AnyExperts, saved: Layer, wanted: Layer) -> AnyExperts:
+def _moved(held: QuantizedExperts, saved: Layer, wanted: Layer) -> QuantizedExperts:
     """What was saved in the layout and the form of `wanted`, on its own mesh, whichever is in scope.
 
     Frees the old arrays.

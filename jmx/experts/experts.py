@@ -18,6 +18,7 @@ from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
+from jmx.util import pytrees
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -32,10 +33,10 @@ ROLES = ("gate_up", "down")
 OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its weight
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
-    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+@pytrees.register(
+    data=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
+    static=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+    format=formats.CODEC,
 )
 @dataclass(frozen=True)
 class Experts:

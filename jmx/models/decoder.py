@@ -23,7 +23,7 @@ from jmx.models.rope import rope_angles
 from jmx.models.sharded_moe import ShardedMoE
 from jmx.models.shared_experts import SharedExperts
 from jmx.numerics import formats
-from jmx.qat import QAT
+from jmx.qat import QAT, MasterExperts
 from jmx.selection.select import check_backend
 from jmx.util.checks import check_array, check_dtype, check_instance, check_int
 
@@ -118,7 +118,7 @@ class Model(nnx.Module):
         return {"activation": jmx.SwiGLU(), "routing": routing}
 
     def make_moe(
-        self, experts: jmx.Experts | jmx.ShardedExperts | FloatExperts | None, rngs: nnx.Rngs
+        self, experts: jmx.Experts | jmx.ShardedExperts | FloatExperts | MasterExperts | None, rngs: nnx.Rngs
     ) -> jmx.nnx.MoE | ShardedMoE | FloatMoE:
         """A block's `moe`: with loaded experts, whose format and inputs it keeps, or (None) with random ones.
 

@@ -34,10 +34,13 @@ def masters_of(floats: FloatExperts, gate_up_order: str, format: jmx.Format, qat
     gate, up = jnp.split(floats.gate_up, 2, axis=1)
     gate_up = join_gate_up(gate.mT, up.mT, gate_up_order).mT
     bias = floats.gate_up_bias
+    if bias is not None:
+        gate_bias, up_bias = jnp.split(bias, 2, axis=-1)
+        bias = join_gate_up(gate_bias, up_bias, gate_up_order)
     return MasterExperts.of(
         gate_up.astype(qat.dtype),
         floats.down.astype(qat.dtype),
-        None if bias is None else join_gate_up(*jnp.split(bias, 2, axis=-1), gate_up_order),
+        bias,
         floats.down_bias,
         gate_up_order=gate_up_order,
         format=format,

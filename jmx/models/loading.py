@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import DTYPES, Model
 from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.tensors import TOP_NAMES
-from jmx.models.layers import Linear
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of, local_size
+from jmx.models.places import Place, places
 from jmx.models.quantized_weights import concatenated, in_groups, stays_quantized
 from jmx.models.sharded_moe import in_shards
 from jmx.models.sources.files import FileSource
@@ -277,11 +277,11 @@ def _check_floats(split: ModelSplit | None, source: Source) -> None:
 
 def _order(model: Model, source: Source) -> list[int | str]:
     """The layers whose experts `fill` reads, and neutral names of other tensors, in its order."""
-    order: list[int | str] = [name for place in _places(model, "") for name in place.names]
+    order: list[int | str] = [name for place in places(model, "") for name in place.names]
     for number, block in enumerate(model.layers):
         if number in source.layers:
             order.append(number)
-        order += [name for place in _places(block, in_layer(number, "")) for name in place.names]
+        order += [name for place in places(block, in_layer(number, "")) for name in place.names]
     return order
 
 
@@ -297,41 +297,15 @@ def _over(split: ModelSplit, experts: jmx.Experts) -> jmx.Experts | jmx.ShardedE
     return in_shards(experts, split) if split.intermediate else experts
 
 
-class _Place(NamedTuple):
-    """A variable of a model, and where its rows come from.
-
-    Args:
-        names: neutral names of tensors.
-        variable: of the model.
-        groups: the variable has as many groups of rows, each of as many rows of every tensor.
-        linear: whose weights it is, or None.
-    """
-
-    names: tuple[str, ...]
-    variable: nnx.Variable
-    groups: int
-    linear: Linear | None
-
-
-def _places(module: Any, prefix: str) -> Iterator[_Place]:
-    """The variables of a module, whose names in the model begin with `prefix`."""
-    linears = [its for _, its in nnx.iter_modules(module) if isinstance(its, Linear)]
-    weights = {id(its.weights): its for its in linears}
-    groups = {id(variable): its.groups for its in linears for variable in (its.weights, its.bias)}
-    for names, variable in module.variables().items():
-        its = id(variable)
-        yield _Place(tuple(prefix + name for name in names), variable, groups.get(its, 1), weights.get(its))
-
-
 def _kept(model: Model, formats: Mapping[str, jmx.Format]) -> set[str]:
     """Neutral names of the tensors, of those in `formats`, that stay quantized in the model."""
     return {name for place in _kept_places(model, formats) for name in place.names}
 
 
-def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[_Place]:
+def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[Place]:
     modules = {"": model} | {in_layer(number, ""): block for number, block in enumerate(model.layers)}
     for prefix, module in modules.items():
-        for place in _places(module, prefix):
+        for place in places(module, prefix):
             if place.linear is not None and stays_quantized([formats.get(name) for name in place.names]):
                 yield place
 
@@ -344,7 +318,7 @@ def num_kept(model: Model, source: Source) -> int:
 
 def _put(module: Any, prefix: str, source: Source, kept: Collection[str], split: ModelSplit | None) -> None:
     """Fills a module's variables, which are shapes: with arrays in their dtypes, or with `kept` weights as they are."""
-    for names, variable, groups, linear in _places(module, prefix):
+    for names, variable, groups, linear in places(module, prefix):
         expected, keys = variable.get_value(), keys_of(variable)
         sharding = None if split is None else split.sharding(*keys)
         if linear is not None and isinstance(source, QuantizedSource) and names[0] in kept:

@@ -20,7 +20,8 @@ from jmx.parallel.split import AnyMesh
 from jmx.qat import MasterExperts
 from jmx.util.checks import check_instance
 
-AnyExperts = Experts | ShardedExperts | PlacedExperts | MasterExperts
+QuantizedExperts = Experts | ShardedExperts | PlacedExperts
+AnyExperts = QuantizedExperts | MasterExperts
 KINDS = "jmx.Experts, jmx.ShardedExperts, jmx.parallel.PlacedExperts or jmx.training.MasterExperts"
 
 
@@ -53,7 +54,7 @@ class Form:
 
         return cls(ways("intermediate"), spare_experts, ways("expert") if spare_experts else 1)
 
-    def apply(self, experts: Experts, placement: Placement | None = None) -> AnyExperts:
+    def apply(self, experts: Experts, placement: Placement | None = None) -> QuantizedExperts:
         """Experts in this form; in shards their layout is "packed".
 
         `placement`: which slots hold them; None: each expert is in its own slot, and spare ones are empty.
@@ -142,7 +143,7 @@ def updated(held: AnyExperts, new: Experts, form: Form) -> AnyExperts:
     Raises:
         ValueError, TypeError: as `Experts.update`.
     """
-    _refuse_masters(held, "new")
+    held = _quantized(held, "new")
     if isinstance(held, Experts):
         return held.update(new)
     like = whole_shapes(held)
@@ -166,7 +167,7 @@ def prepared(held: AnyExperts, layout: str, axes: Axes) -> AnyExperts:
 
     Deletes the old arrays, see `Experts.prepare`.
     """
-    _refuse_masters(held, "layout")
+    held = _quantized(held, "layout")
     values = inner(held).gate_up.values
     auto = _auto_mesh(held)
     if auto is None or not axes:
@@ -180,10 +181,13 @@ def prepared(held: AnyExperts, layout: str, axes: Axes) -> AnyExperts:
     return new.with_arrays(put)
 
 
-def _refuse_masters(held: AnyExperts, argument: str) -> None:
-    """Raises ValueError, naming the argument, for master weights, which are not quantized."""
+def _quantized(held: AnyExperts, argument: str) -> QuantizedExperts:
+    """What is held. Raises ValueError, naming the argument, for master weights, which are not quantized."""
     if isinstance(held, MasterExperts):
-        raise ValueError(f"`{argument}` is of quantized experts, but the layer has master weights: see `hold`")
+        raise ValueError(
+            f"`{argument}` must not be given to a layer of master weights, which has no layout: see `hold`"
+        )
+    return held
 
 
 def whole_shapes(held: AnyExperts) -> Experts:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
 from jmx.routing.routing import NOWHERE, as_int32
+from jmx.util import pytrees
 from jmx.util.checks import check_array, check_instance, check_int, is_array, shown
 from jmx.util.typing import AnyArray, Array, Int32, Integer, UInt32
 
@@ -24,11 +24,7 @@ EMPTY = -1  # the expert of an empty slot, and the slot of a copy that an expert
 _GOLDEN = np.uint32(2654435769)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slots_of_expert", "copies", "expert_of_slot"],
-    meta_fields=["num_ranks"],
-)
+@pytrees.register(data=["slots_of_expert", "copies", "expert_of_slot"], static=["num_ranks"])
 @dataclass(frozen=True)
 class Placement:
     """Where the E experts of a layer are: in S slots, the same number of consecutive ones on each rank.

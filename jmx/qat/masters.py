@@ -131,7 +131,7 @@ class MasterExperts:
         sizes = down.shape[-2:] if len(down.shape) == 3 else (0, 0)
         format = formats.get(format)
         made = cls(gate_up, down, gate_up_bias, down_bias, format, gate_up_order, *sizes, gradients, scale_rule)
-        made.check()
+        made._check("")
         return made
 
     @classmethod
@@ -159,13 +159,14 @@ class MasterExperts:
         format = formats.get(format)
         bias_dtype = check_dtype("bias_dtype", bias_dtype, *BIAS_DTYPES)
         num_experts, hidden_size, intermediate_size = check_sizes(num_experts, hidden_size, intermediate_size, format)
+        check_bool("bias", bias)
         rows = intermediate_size * (1 if gate_up_order is None else 2)
         shapes = (num_experts, rows, hidden_size), (num_experts, hidden_size, intermediate_size)
         weights = [
             jax.random.normal(each, shape, qat.dtype) * jnp.asarray(shape[-1] ** -0.5, qat.dtype)
             for each, shape in zip(jax.random.split(key), shapes, strict=True)
         ]
-        biases = [jnp.zeros(shape[:-1], bias_dtype) if check_bool("bias", bias) else None for shape in shapes]
+        biases = [jnp.zeros(shape[:-1], bias_dtype) if bias else None for shape in shapes]
         how = {"gradients": qat.gradients, "scale_rule": qat.scale_rule}
         return cls.of(*weights, *biases, gate_up_order=gate_up_order, format=format, **how)
 
@@ -179,12 +180,15 @@ class MasterExperts:
 
         They may be abstract or traced.
         """
+        self._check("experts.")
+
+    def _check(self, prefix: str) -> None:
         for name in _WEIGHTS:
-            check_master(f"experts.{name}", weight := getattr(self, name))
+            check_master(f"{prefix}{name}", weight := getattr(self, name))
             if len(weight.shape) != 3:
-                raise ValueError(f"`experts.{name}` (shape {tuple(weight.shape)}) must be (E, N, K) of one layer")
+                raise ValueError(f"`{prefix}{name}` (shape {tuple(weight.shape)}) must be (E, N, K) of one layer")
         if self.gate_up.dtype != self.down.dtype:
-            raise TypeError(f"`experts.down` (dtype {self.down.dtype}) must be {self.gate_up.dtype}, as `gate_up`")
+            raise TypeError(f"`{prefix}down` (dtype {self.down.dtype}) must be {self.gate_up.dtype}, as `gate_up`")
         if "order" in self.format.arrays:
             raise ValueError(f"`format` (={self.format.name!r}) must have no order of columns, which needs calibration")
         if self.scale_rule != "ocp" and self.format != MXFP4:
@@ -197,19 +201,8 @@ class MasterExperts:
         }
         for name, shape in shapes.items():
             if tuple(getattr(self, name).shape) != shape:
-                raise ValueError(f"`experts.{name}` (shape {tuple(getattr(self, name).shape)}) must be {shape}")
-            creation.check_bias(f"experts.{name}_bias", getattr(self, f"{name}_bias"), shape[:-1])
-
-    def check_alike(self, qat: QAT, *, bias: bool, **fields: Any) -> None:
-        """Raises ValueError or TypeError, naming the argument, unless these fit a layer of such `qat` and `fields`."""
-        self.check()
-        if (self.gate_up_bias is not None) is not bias or (self.down_bias is not None) is not bias:
-            raise ValueError(f"`bias` (={bias}) must be that of `experts`")
-        if self.gate_up.dtype != qat.dtype:
-            raise TypeError(f"`experts.gate_up` (dtype {self.gate_up.dtype}) must be {qat.dtype}, the dtype of `qat`")
-        for name, wanted in (fields | {"gradients": qat.gradients, "scale_rule": qat.scale_rule}).items():
-            if (its := getattr(self, name)) != wanted:
-                raise ValueError(f"`{name}` (={wanted!r}) must be that of `experts`, {its!r}")
+                raise ValueError(f"`{prefix}{name}` (shape {tuple(getattr(self, name).shape)}) must be {shape}")
+            creation.check_bias(f"{prefix}{name}_bias", getattr(self, f"{name}_bias"), shape[:-1])
 
     def arrays(self) -> dict[str, Shaped[Any, "..."]]:
         """The arrays by name: gate_up, down, and the biases if present."""
@@ -247,17 +240,6 @@ class MasterExperts:
         order, sizes = self.gate_up_order, (self.hidden_size, self.intermediate_size)
         return Experts(empty, empty, None, None, None, self.format, order, "packed", *sizes)
 
-    def as_sources(self, experts: Experts) -> tuple[Float[Array, "E N H"], Float[Array, "E H I"]]:
-        """gate_up and down, which take the gradients of the rounded weights `experts`, those of `quantize`."""
-        weights = jnp.asarray(self.gate_up), jnp.asarray(self.down)
-        if self.gradients == "straight_through":
-            return weights
-        gate_up, down = (
-            clipped(self.format, weight, lax.stop_gradient(q))
-            for weight, q in zip(weights, (experts.gate_up, experts.down), strict=True)
-        )
-        return gate_up, down
-
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantized(
@@ -266,3 +248,27 @@ def _quantized(
     """Packed arrays of a float weight, all experts at once."""
     options = {"format": format, "scale_rule": scale_rule, "nonfinite": "nan_block"}
     return jax.vmap(partial(creation.quantize_expert, gate_up_order=gate_up_order, **options))(weight)
+
+
+def check_of_layer(masters: MasterExperts, qat: QAT, *, bias: bool, **fields: Any) -> None:
+    """Raises ValueError or TypeError, naming the argument, unless these fit a layer of such `qat` and `fields`."""
+    masters.check()
+    if (masters.gate_up_bias is not None) is not bias or (masters.down_bias is not None) is not bias:
+        raise ValueError(f"`bias` (={bias}) must be that of `experts`")
+    if masters.gate_up.dtype != qat.dtype:
+        raise TypeError(f"`experts.gate_up` (dtype {masters.gate_up.dtype}) must be {qat.dtype}, the dtype of `qat`")
+    for name, wanted in (fields | {"gradients": qat.gradients, "scale_rule": qat.scale_rule}).items():
+        if (its := getattr(masters, name)) != wanted:
+            raise ValueError(f"`{name}` (={wanted!r}) must be that of `experts`, {its!r}")
+
+
+def sources_of(masters: MasterExperts, experts: Experts) -> tuple[Float[Array, "E N H"], Float[Array, "E H I"]]:
+    """gate_up and down, which take the gradients of the rounded weights: `experts`, those of `masters.quantize`."""
+    weights = jnp.asarray(masters.gate_up), jnp.asarray(masters.down)
+    if masters.gradients == "straight_through":
+        return weights
+    gate_up, down = (
+        clipped(masters.format, weight, lax.stop_gradient(q))
+        for weight, q in zip(weights, (experts.gate_up, experts.down), strict=True)
+    )
+    return gate_up, down
