@@ -28,8 +28,8 @@ import jmx
 from jmx import training
 from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING, Config
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models import GptOss, MoERecord
-from jmx.util.atomic_files import write_json
+from jmx.models import GptOss, MoERecord, load
+from jmx.util.atomic_files import new_path, write_json
 
 LAYERS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE, VOCABULARY = 4, 192, 16, 2, 96, 2048
 REPORT_EVERY = 20  # steps
@@ -113,6 +113,13 @@ def windows(tokens: np.ndarray, step: int, arguments: argparse.Namespace) -> jax
     """Those of a step, (batch, length + 1): the same in a run that goes on."""
     starts = np.random.default_rng([0, step]).integers(len(tokens) - arguments.length, size=arguments.batch)
     return jnp.asarray(tokens[starts[:, None] + np.arange(arguments.length + 1)])
+
+
+def in_bfloat16(model: GptOss) -> GptOss:
+    """The model with bfloat16 activations and dense weights, as checkpoints of gpt-oss have them."""
+    rounded = GptOss(CONFIG, format="mxfp4", qat=training.QAT(), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    nnx.update(rounded, jax.tree.map(lambda new, old: old.astype(new.dtype), nnx.state(rounded), nnx.state(model)))
+    return rounded
 
 
 def with_float_experts(model: GptOss) -> GptOss:
@@ -229,13 +236,13 @@ def train(arguments: argparse.Namespace, folder: pathlib.Path) -> None:
     steps.close()
 
     draw(folder / "loss.png", curve, len(text.encode()) / len(tokens))
-    training.export(folder / "checkpoint", model)
-    tokenizer.save(str(folder / "checkpoint" / "tokenizer.json"))
-    for name, its in ("MXFP4", model), ("its master weights", with_float_experts(model)):
-        bits = bits_per_byte(its, unseen, len(held_out.encode()), arguments.length)
-        print(
-            f"{bits:.3f} bits per byte of the last {len(held_out.encode())} bytes, which it has not seen, with {name}"
-        )
+    with new_path(folder / "checkpoint") as place:
+        training.export(place, in_bfloat16(model))
+        tokenizer.save(str(place / "tokenizer.json"))
+    print(f"bits per byte of the last {len(held_out.encode())} bytes, which it was not trained on:")
+    models = {"the checkpoint": load(folder / "checkpoint"), "the master weights": with_float_experts(model)}
+    for name, its in models.items():
+        print(f"{bits_per_byte(its, unseen, len(held_out.encode()), arguments.length):.3f} of {name}")
 
 
 def main() -> None:
