@@ -426,7 +426,7 @@ class Experts:
         if self.index is not None or new.index is not None:
             raise ValueError("`update` must be called on and with whole experts, not with a `layer` of a stack")
         abstract = jax.eval_shape(lambda experts: experts.prepare(self.layout), new)
-        check_alike("new", abstract, self, "to take the place of these experts")
+        check_alike("new", abstract, self, " to take the place of these experts")
         return jax.tree.map(conversion.place_like, self, new.prepare(self.layout))
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[Float[Array, "*lead N H"], Float[Array, "*lead H I"]]:

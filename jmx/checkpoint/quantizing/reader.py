@@ -66,7 +66,7 @@ class Reader(SafetensorsReader):
         self.path = check_path("path", path)
         self.config = shards.read_object(self.path / FILE)
         self.tensors = shards.read_headers(self.path)
-        found = float_experts.find(self.path, self.tensors, self.config)
+        found = float_experts.find_layers(self.path, self.tensors, self.config)
         self.layers = {layer.name: dataclasses.replace(layer, format=self.format) for layer in found}
 
     def _stored(self, item: int | str) -> list[Tensor]:
