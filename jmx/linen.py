@@ -75,8 +75,8 @@ class MoE(nn.Module):
     `experts`: initial weights for `init`. `apply` reads the variables only. In a jitted `init` they are constants of
     the program, unless they are an argument of the jitted function that makes the module.
 
-    Raises (when the module is made):
-        ValueError, TypeError: arguments that are wrong, or do not fit each other.
+    Raises:
+        ValueError, TypeError: when the module is made: arguments that are wrong, or do not fit each other.
     """
 
     hidden_size: int

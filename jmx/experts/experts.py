@@ -42,21 +42,24 @@ OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its
 class Experts:
     """Weights of E experts in a block format. Created by `of`, `quantize`, `random` or a checkpoint's reader.
 
-    Canonical shapes, contracted axis last (H hidden, I intermediate):
+    Shapes are those of the canonical layout, contracted axis last (H hidden, I intermediate). Arrays come first; from
+    `format` on fields are static, except the input scales.
+
+    Attributes:
         gate_up: values (E, 2I, H), or (E, I, H) without a gate.
         down: values (E, H, I).
         gate_up_bias: (E, 2I) or (E, I), floating, or None.
         down_bias: (E, H), floating, or None.
         index: None, or () int32, the index of a layer in a stack of layers (L, E, ...); see `layer`.
-        gate_up_input_scale, down_input_scale: () float32, (L,) in a stack: static scales of the two products' inputs;
-            None for input formats that are not static.
-
-    Static fields:
         format: the block format.
         gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (all of gate first),
             either with up before gate ("interleaved_up_first", "concatenated_up_first"), or None for un-gated experts.
         layout: name of the layout of gate_up and down. Biases are canonical in every layout.
-        hidden_size, intermediate_size: logical sizes.
+        hidden_size: H, without padding.
+        intermediate_size: I, without padding.
+        gate_up_input_scale: () float32, (L,) in a stack: static scale of the first product's inputs; None for input
+            formats that are not static.
+        down_input_scale: likewise, of the second product's.
         input_format: name of the format that a checkpoint declares for both products' inputs; None: 16 bits.
         padded_to: the hidden and the intermediate size of the arrays, if these have padding; see `pad`. Else None.
     """

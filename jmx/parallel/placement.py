@@ -32,15 +32,13 @@ class Placement:
     A slot holds the weights of one expert, or none. An expert is in one slot or, with spare slots, in several, its
     copies, each on another rank. Only the number of ranks is static: a function compiled for one placement runs with
     any other of the same sizes. Made by `identity`, `of` and `jmx.parallel.balance`, which check it, with arrays of
-    numpy; `on` puts them on devices.
+    numpy; `on` puts them on devices. In a placement of several layers all arrays have a leading axis (L,).
 
-    Arrays, with a leading axis of layers (L,) in a placement of several:
+    Attributes:
         slots_of_expert: (E, C) int32, the slots of each expert in ascending order, then -1. C is min(ranks, 1 + S - E),
             the most copies that there can be.
         copies: (E,) int32, the number of slots of each expert, 1 or more.
         expert_of_slot: (S,) int32, the expert in each slot, -1 in an empty one.
-
-    Static fields:
         num_ranks: the number of ranks. Rank r has the slots from r S / ranks on.
     """
 

@@ -33,7 +33,8 @@ class FloatExperts(NamedTuple):
     Attributes:
         gate_up: N = 2 I rows, gate rows above up rows, or I of experts without a gate; the contracted axis last.
         down: the contracted axis last.
-        gate_up_bias, down_bias: None if files have no biases.
+        gate_up_bias: None if files have no biases.
+        down_bias: likewise.
     """
 
     gate_up: Float[Array, "E N H"]
