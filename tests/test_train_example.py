@@ -1,7 +1,9 @@
 """examples/train.py, on a short text: it goes on after a kill, and what it exports is what it trained."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import serving_process
 
 from jmx.models import load
 
@@ -68,6 +71,35 @@ def test_the_loss_falls_and_the_checkpoint_is_loaded(whole: tuple[Path, str]) ->
         check=True,
     )
     assert generated.stdout
+
+
+def test_the_commands_of_the_page_run(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "train_quantize_ship.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^    (?:python|jmx) .*$", page, re.MULTILINE)]
+    assert [command[:2] for command in commands] == [
+        ["python", "examples/train.py"],
+        ["jmx", "generate"],
+        ["jmx", "serve"],
+        ["python", "examples/fine_tune.py"],
+        ["jmx", "generate"],
+    ]
+    train, generate, serve, fine_tune, adapted = commands
+    assert train[2:] == ["bible.txt", "run"]  # `whole` ran it
+    places = {"run/checkpoint": str(whole[0] / "checkpoint"), "LICENSE": str(text), "adapters": str(tmp_path / "new")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    for command in generate, fine_tune, adapted:
+        start_of = [sys.executable] if command[0] == "python" else [sys.executable, "-m", "jmx.cli"]
+        rest = [places.get(word, word) for word in command[1:]]
+        done = subprocess.run([*start_of, *rest], env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+    with serving_process.running([places[word] for word in serve[2:]], tmp_path / "log.txt") as server:
+        server.wait_until("ready", serving_process.SECONDS_TO_START)
+        (model,) = json.loads(server.get("/v1/models")[1])["data"]
+        body = {"model": model["id"], "prompt": "Licensed", "max_tokens": 4}
+        status, answer = server.post("/v1/completions", body)
+        assert status == 200, answer
+        assert answer["choices"][0]["text"]
 
 
 def test_a_run_that_was_killed_goes_on_with_the_same_losses(
