@@ -44,7 +44,7 @@ def arguments_of(kind: str, layer: jmx.nnx.MoE, x: jax.Array, rng: np.random.Gen
     if kind == "values":
         return logits, jmx.route(jmx.Logits(logits, layer.routing))
     if kind == "logits":
-        its = jmx.Logits(logits, jmx.SoftmaxTopK(K))
+        its = jmx.Logits(logits, jmx.SoftmaxTopK(K, renormalize=True))
         return its, jmx.route(its)
     ids = jnp.asarray(rng.integers(-1, E + 1, (T, K)), jnp.int16)  # some outside 0..E-1
     routing = jmx.Routing(ids, jnp.ones((T, K)))
@@ -109,14 +109,13 @@ class Model(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("remat", [jax.checkpoint, nnx.remat], ids=["jax.checkpoint", "nnx.remat"])
-def test_gradients_with_remat(remat, x):
+def test_gradients_with_remat(x):
     model = Model(2)
 
     def loss(x: jax.Array, model: Model) -> Any:
         found = []
         for layer in model.layers:
-            run = remat(lambda layer, x: nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer))
+            run = jax.checkpoint(lambda layer, x: nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer))
             y, its = run(layer, x)
             x = x + y
             found.append(its)
@@ -199,12 +198,14 @@ def test_counts_are_of_the_tokens_of_all_devices(flax, kind, x):
     axes = {"token": "dp"} if kind != "Auto" else {"token": ("dp", "ep"), "expert": "ep"}
     divided = module(axes=axes, experts=layer.experts)
     divided.router.kernel.set_value(layer.router.kernel[...])
+    graph, state = nnx.split(divided)
     linen, variables = linen_of(layer)
     linen = linen.clone(axes=axes)
 
     def run(x: jax.Array) -> Any:
         if flax == "nnx":
-            captured: Any = nnx.capture(lambda layer: layer(x), nnx.Intermediate)(divided)
+            layer = nnx.merge(graph, state)  # Flax captures calls of modules of the trace alone
+            captured: Any = nnx.capture(lambda layer: layer(x), nnx.Intermediate)(layer)
             return captured[1][ENTRY].get_value()
         return linen.apply(variables, x, mutable=["intermediates"])[1]["intermediates"][ENTRY]
 
