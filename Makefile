@@ -23,7 +23,7 @@ pip_install := -m pip install --quiet --disable-pip-version-check --no-compile
 .PHONY: help demo test test-all test-oldest test-wheel test-aot test-cuda12 test-sanitized lint format docs docs-serve bench clean
 
 help:
-	@echo "make demo     generate from the tiny gpt-oss checkpoint that ships here, on this machine"
+	@echo "make demo     generate from the small model that ships here, on this machine"
 	@echo "make test     run a case of every test, others each time"
 	@echo "make test-all run all tests"
 	@echo "make test-oldest  run a part of them with the oldest versions of dependencies that are allowed"
@@ -39,7 +39,7 @@ help:
 	@echo "make clean    remove what was built; 'rm -r $(VENV)' removes the environment"
 
 demo: $(VENV)/installed-hf$(extra)
-	$(bin)/jmx generate $(or $(ARGS),examples/gpt_oss_tiny "Licensed under the Apache License")
+	$(bin)/jmx generate $(or $(ARGS),examples/gpt_oss_demo "And God said" --temperature 0.7 --seed 2)
 
 test: $(VENV)/installed-test$(extra)
 	$(bin)/python -m pytest $(or $(ARGS),-n auto --dist loadfile --drawn --durations 20)

@@ -16,7 +16,7 @@ def sample(logits: jax.Array) -> jax.Array:
     return jax.lax.top_k(logits, 2)[1][:, 1].astype(jnp.int32)
 
 
-runner = Runner(load(Path(__file__).parent / "gpt_oss_tiny"))
+runner = Runner(load(Path(__file__).parent / "gpt_oss_demo"))
 prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]]
 logits, cache = runner.prefill(prompts, cache=runner.model.empty_cache(len(prompts), capacity=32))
 tokens = []

@@ -13,7 +13,7 @@ from jmx.models import MoERecord, load
 file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("expert_load.svg")
 if file.exists():
     sys.exit(f"{file} exists: nothing is overwritten")
-model = load(Path(__file__).parent / "gpt_oss_tiny")
+model = load(Path(__file__).parent / "gpt_oss_demo")
 tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(4, 64))
 
 

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 
 from jmx.models import Runner, Sampler, load
 
-directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "gpt_oss_tiny"
-prompt = sys.argv[2] if len(sys.argv) > 2 else "Licensed under the Apache License"
+directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "gpt_oss_demo"
+prompt = sys.argv[2] if len(sys.argv) > 2 else "And God said"
 
 tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 runner = Runner(load(directory))  # experts stay quantized

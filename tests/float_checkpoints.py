@@ -10,7 +10,7 @@ import jmx
 from jmx.checkpoint import shards
 from jmx.numerics.formats import BlockScaled
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 
 
 def write(path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "before_after.py"
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

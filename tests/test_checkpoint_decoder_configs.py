@@ -11,7 +11,7 @@ from jmx.checkpoint import CheckpointError
 from jmx.checkpoint.model_configs import deepseek_v3, glm4_moe, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 DATA = Path(__file__).parent / "data"
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 
 # By `model_type`: a checkpoint, its family's reader, and the defaults of keys.
 READERS: dict[str, tuple[Path, Callable[[Path], Any], dict[str, Any]]] = {

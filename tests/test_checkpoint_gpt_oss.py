@@ -19,7 +19,7 @@ from jmx.checkpoint.gpt_oss import tensor_names, writer
 from jmx.selection.environment import Environment
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 GOLDEN = ROOT / "tests" / "data" / "gpt_oss_tiny_golden.safetensors"
 
 # The original form's names, from OpenAI's gpt_oss/torch: (file's name, Hugging Face names of what it holds).

@@ -18,7 +18,7 @@ from jmx.numerics.formats import FORMATS
 from tests.float_checkpoints import write
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 DATA = pathlib.Path(__file__).parent / "data"
 HUGE = 40 << 30  # bytes, of which none is on the disk
 

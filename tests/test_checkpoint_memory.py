@@ -15,7 +15,7 @@ from jmx.checkpoint import shards
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 
 # Each reads the tiny checkpoint first, so that what stays in memory is there, and then the one that is measured.
 READ = """

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmx.checkpoint import CheckpointError, gpt_oss, placement
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 
 
 def same_tensors(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> bool:

@@ -24,7 +24,7 @@ from jmx.checkpoint.read_ahead import reading_ahead
 from jmx.checkpoint.shards import Output, Tensor
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 DATA = Path(__file__).parent / "data"
 SIZES = (1, 100, 0, 5000, 64, 4096, 9000, 3, 3, 3, 700, 1000)  # bytes
 

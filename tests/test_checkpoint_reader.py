@@ -17,7 +17,7 @@ import jmx
 from jmx.checkpoint import CheckpointError, ExpertLayer, Reader, compressed_tensors, gpt_oss, quantizing
 
 ROOT = pathlib.Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 GOLDEN = ROOT / "tests" / "data" / "compressed_tensors"
 
 

@@ -20,7 +20,7 @@ from jmx.selection.environment import Environment
 from jmx.selection.registry import Registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CHECKPOINT = str(ROOT / "examples" / "gpt_oss_tiny")
+CHECKPOINT = str(ROOT / "tests" / "data" / "gpt_oss_tiny")
 SIZES = ["--hidden", "64", "--intermediate", "96", "--experts", "8", "--top-k", "2"]
 
 

@@ -25,7 +25,7 @@ from jmx.models import Model, Runner, load, memory
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 QWEN3 = Path(__file__).parent / "data" / "qwen3_moe"
 GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
 IDS = [",".join(map(str, row)) for row in GOLDEN["input_ids"].tolist()]

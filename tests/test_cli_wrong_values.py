@@ -14,7 +14,7 @@ from jmx.ffi.cutlass import build
 from jmx.perf import bench, tuner
 from jmx.serving import server
 
-TINY = str(pathlib.Path(__file__).resolve().parent.parent / "examples" / "gpt_oss_tiny")
+TINY = str(pathlib.Path(__file__).resolve().parent.parent / "tests" / "data" / "gpt_oss_tiny")
 
 # What each command is given besides.
 BASES = {

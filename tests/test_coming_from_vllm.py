@@ -176,7 +176,7 @@ def test_spelling_and_case_do_not_matter_and_absent_backends_are_not_named():
         ["explain", "--backend", "marlin"],
         ["tune", "--backend", "marlin"],
         ["bench", "--backends", "xla,marlin"],
-        ["generate", "examples/gpt_oss_tiny", "a", "--backend", "marlin"],
+        ["generate", "examples/gpt_oss_demo", "a", "--backend", "marlin"],
     ],
     ids=lambda arguments: arguments[0],
 )

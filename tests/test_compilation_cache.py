@@ -19,7 +19,7 @@ from jmx.cli import compilation_cache
 from jmx.models.program_store import ProgramStore
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 NAMES = (
     "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",

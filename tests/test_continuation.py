@@ -11,7 +11,7 @@ from properties import examples
 from jmx.models.text.continuation import Continuation
 from jmx.models.text.stream import read_tokenizer
 
-TOKENIZER = read_tokenizer(Path(__file__).parents[1] / "examples" / "gpt_oss_tiny")
+TOKENIZER = read_tokenizer(Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny")
 TEXT = "Licensed under 漢字 the 🙂 License"
 IDS = TOKENIZER.encode(TEXT, add_special_tokens=False).ids
 

@@ -20,7 +20,7 @@ from jmx.models import Runner, load
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[1]
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 MODEL = "openai/gpt-oss-20b"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 COMMANDS = re.findall(r"^    (jmx .*)$", (ROOT / "docs" / "generating.md").read_text(), re.MULTILINE)

@@ -54,7 +54,8 @@ PRINTED = {
     "custom_routing": "experts 0 and 1 alone: (64, 128)",
     "dense_moe": "% from the dense block",
     "expert_load": "expert_load.svg",
-    "generate": "Licensed under the Apache License",
+    "fine_tune": "in the last five",
+    "generate": "And God said",
     "several_gpus": "largest difference from ",
     "shared_experts": "output: (2, 8, 128)",
 }
@@ -110,3 +111,10 @@ def test_tokens_go_elsewhere_when_an_experts_bias_is_lowered(name: str, printed:
 def test_counts_of_a_custom_routing_add_up(name: str, printed: dict[str, str]) -> None:
     (counts,) = re.findall(r"tokens by expert: \[(.*)\]", printed[name])
     assert sum(map(int, counts.split())) == 64 * 2
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["fine_tune"])
+def test_adapters_learn_another_text(name: str, printed: dict[str, str]) -> None:
+    first, last = map(float, re.findall(r"([\d.]+) in the (?:first|last) five", printed[name]))
+    assert last < 0.6 * first

@@ -18,7 +18,7 @@ from jmx.models.runner import CHUNK
 
 pytestmark = pytest.mark.costly
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 PROMPTS = [[5, 17, 3, 3, 250, 9], [7, 100, 8, 2, 2, 41, 300, 12, 1, 77]]
 STEPS = CHUNK + 4
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}

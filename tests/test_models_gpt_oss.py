@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.costly, pytest.mark.sampled(3)]
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = load_file(ROOT / "tests/data/gpt_oss_tiny_golden.safetensors")
-TINY = ROOT / "examples" / "gpt_oss_tiny"
+TINY = ROOT / "tests" / "data" / "gpt_oss_tiny"
 PROMPTS = GOLDEN["input_ids"].tolist()
 ON_HOPPER = Environment.probe().compute_capability == (9, 0)
 WINDOW = 16  # of the tiny checkpoint's sliding layers

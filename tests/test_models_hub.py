@@ -20,7 +20,7 @@ from jmx.models import find, load
 
 pytestmark = pytest.mark.costly
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
 COPIES = {

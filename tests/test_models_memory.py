@@ -13,7 +13,7 @@ import jmx
 from jmx.models import FAMILIES, Runner, Sampler, from_source, memory, random_source
 from jmx.models.loading import file_source
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 DATA = Path(__file__).parent / "data"
 QWEN3 = DATA / "qwen3_moe"
 

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* modules outside experts are quantized", "ignore:.* tensors, such as"),
 ]
 
-TINY = Path(__file__).resolve().parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).resolve().parents[1] / "tests" / "data" / "gpt_oss_tiny"
 DATA = Path(__file__).parent / "data"
 CHECKPOINTS = {
     "gpt_oss": TINY,

@@ -26,8 +26,8 @@ def kinds(cells: list[Any]) -> list[list[str]]:
     ]
 
 
-def test_there_are_three():
-    assert [path.stem for path in NOTEBOOKS] == ["load_and_errors", "replace_a_moe", "split_over_devices"]
+def test_there_are_four():
+    assert [path.stem for path in NOTEBOOKS] == ["fine_tune", "load_and_errors", "replace_a_moe", "split_over_devices"]
 
 
 @pytest.mark.costly

@@ -25,7 +25,7 @@ from jmx.models import ProgramStore, Runner, Sampler, from_source, random_source
 from jmx.models.programs import Program
 from jmx.models.runner import CHUNK
 
-TINY = Path(__file__).resolve().parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).resolve().parents[1] / "tests" / "data" / "gpt_oss_tiny"
 COMPILE = "/jax/core/compile/backend_compile_duration"
 TRACE = "/jax/core/compile/jaxpr_trace_duration"
 

@@ -20,7 +20,7 @@ from jmx.models.attention.functions import QUERIES
 
 pytestmark = pytest.mark.costly
 
-TINY = Path(__file__).resolve().parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).resolve().parents[1] / "tests" / "data" / "gpt_oss_tiny"
 WINDOW = 16  # of the sliding layer
 LENGTH = 32
 

@@ -18,7 +18,7 @@ from jmx.models import GptOss, load
 from jmx.training import QAT
 from tests.test_models_families import GOLDEN, NEW, assert_same
 
-TINY = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+TINY = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 
 
 def config_of(**changes: Any) -> Any:

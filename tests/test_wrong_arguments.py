@@ -32,7 +32,7 @@ from jmx.selection.registry import Registry
 from jmx.xla.backend import Xla
 
 ROOT = pathlib.Path(jmx.__file__).parent
-TINY = ROOT.parent / "examples" / "gpt_oss_tiny"
+TINY = ROOT.parent / "tests" / "data" / "gpt_oss_tiny"
 GOLDEN, LAYER = ROOT.parent / "tests" / "data" / "compressed_tensors" / "mxfp4", "model.layers.0.mlp.experts"
 E, H, I, K, T = 4, 32, 32, 2, 3  # noqa: E741
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DATA = Path(__file__).parent / "data"
-GPT_OSS = Path(__file__).parents[1] / "examples" / "gpt_oss_tiny"
+GPT_OSS = Path(__file__).parents[1] / "tests" / "data" / "gpt_oss_tiny"
 TEMPLATES = DATA / "chat_templates"
 
 
