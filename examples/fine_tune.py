@@ -22,7 +22,8 @@ DEMO = ROOT / "examples" / "gpt_oss_demo"
 STEPS, BATCH, LENGTH = 60, 4, 64
 
 text = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "LICENSE"
-tokens = np.asarray(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text.read_text()).ids, np.int32)
+words = " ".join(text.read_text().split())
+tokens = np.asarray(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(words).ids, np.int32)
 model = load(DEMO, dtype=jnp.float32)
 for number, layer in enumerate(model.layers):
     layer.moe.adapt(lora.LoRA(rank=8, alpha=16).random(jax.random.key(number), layer.moe.experts))
