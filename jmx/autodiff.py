@@ -19,14 +19,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
-from jmx.engines.gradients import Gradients, Wanted
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import Experts
 from jmx.guard import guarded
 from jmx.routing import Routing
 from jmx.util.typing import Array, Float, Shaped
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
-Backward = Callable[[Float[Array, "T H"], Routing, Experts, Float[Array, "T H"], Wanted], Gradients]
+Backward = Callable[[Primals, Float[Array, "T H"], Wanted], Gradients]
 
 # Floats that the weights of experts were rounded from: gate_up (E, N, H) and down (E, H, I).
 Sources = tuple[Float[Array, "E N H"], Float[Array, "E H I"]]
@@ -60,7 +60,7 @@ def differentiable(run: Run, backward_of: Backward) -> Layer:
     Gradients flow to x, routing weights and biases, and those of weights to the sources, if there are some: floats that
     the weights were rounded from. The gradient of a quantized weight itself is a TypeError that names it.
 
-    `backward_of`: (x, routing, experts, dy, wanted) -> `Gradients`, with arguments as of `Differentiable.backward`.
+    `backward_of`: (primals, dy, wanted) -> `Gradients`, with arguments as of `Differentiable.backward`.
     """
 
     @jax.custom_vjp
@@ -89,7 +89,7 @@ def differentiable(run: Run, backward_of: Backward) -> Layer:
         x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
         def backward(x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]) -> Gradients:
-            return backward_of(x, routing, experts, dy, wanted)
+            return backward_of(Primals(x, routing, experts), dy, wanted)
 
         # Each element of a batch has its gradients of biases and weights; one call on all tokens would sum them.
         found = _batchable(backward, together=not any(wanted))(x, routing, experts, dy)

@@ -323,11 +323,11 @@ def explain(
 ) -> Explanation:
     """Which backend runs a layer, why the others do not, and the minimum cost of the call.
 
-    Forms:
-        explain(layer, x): a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
-        explain(x, routing, experts, activation=..., weights_on=..., input_format=...): the arguments of `jmx.moe`.
-        explain(problem): a `Problem`, which has shapes only.
-    Arrays may be `jax.ShapeDtypeStruct`.
+    It is called in one of three forms. Arrays may be `jax.ShapeDtypeStruct`.
+
+    * `explain(layer, x)`: a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
+    * `explain(x, routing, experts, activation=..., weights_on=..., input_format=...)`: the arguments of `jmx.moe`.
+    * `explain(problem)`: a `Problem`, which has shapes only.
 
     Args:
         device: name of a device that need not be present, such as "h200" (see `Environment.named`); default: that of

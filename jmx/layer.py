@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.engines.gradients import Differentiable, Gradients, Wanted
+from jmx.engines.gradients import Differentiable, Gradients, Primals, Wanted
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
@@ -340,18 +340,17 @@ def _run(
             return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
         return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
-    def backward(
-        x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"], wanted: Wanted
-    ) -> Gradients:
+    def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
         # A backend without gradients has those of the reference, which reads a few experts at a time from any layout.
         # It is the one with gradients of weights, too.
+        x, routing, experts = primals
         its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0 or wanted.weights or not isinstance(chosen, Differentiable):
-            return xla.backward(true, x, routing, experts, dy, wanted)
+            return xla.backward(true, primals, dy, wanted)
         experts = experts.prepare(problem.layout)
-        x, dy = _widened(x, experts), _widened(dy, experts)
-        gradients = chosen.backward(its, x, routing, experts.as_padded(), environment, dy, wanted.biases)
+        padded = Primals(_widened(x, experts), routing, experts.as_padded())
+        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted)
         return gradients._replace(x=gradients.x[:, :wide])
 
     return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts, beside))

@@ -19,7 +19,15 @@ from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
 from jmx.module_arguments import SIZES, Arguments
-from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
+from jmx.module_call import (
+    call,
+    call_counts,
+    check_router_split,
+    problem_of,
+    router_logits,
+    router_options,
+    summed_counts,
+)
 from jmx.numerics.formats import MXFP4, Format
 from jmx.parallel.experts_form import AnyExperts, Form, check_alike, form_names, inner, updated, whole_experts
 from jmx.parallel.module_axes import local_shape, mesh_of, split_of, weight_axes
@@ -67,8 +75,8 @@ class MoE(nn.Module):
     `experts`: initial weights for `init`. `apply` reads the variables only. In a jitted `init` they are constants of
     the program, unless they are an argument of the jitted function that makes the module.
 
-    Raises (when the module is made):
-        ValueError, TypeError: arguments that are wrong, or do not fit each other.
+    Raises:
+        ValueError, TypeError: when the module is made: arguments that are wrong, or do not fit each other.
     """
 
     hidden_size: int
@@ -169,14 +177,22 @@ class MoE(nn.Module):
         *,
         mask: Bool[AnyArray, "*tokens"] | None = None,
     ) -> Float[Array, "*tokens H"]:
-        """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
+        """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`.
+
+        With a mutable collection "intermediates" the call also records `token_counts` there, int32 (E,): the tokens of
+        each expert, added up over calls.
+        """
         check_x(x, self.resolved.hidden_size)
         if self.router and self.is_initializing():
             self.router_dense(x)  # makes the router's weights even if a routing is given
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
         split = split_of(self.axes, x, self.weights.arrays(), self.num_shards)
-        return call(self.resolved, x, routing, self.weights, mask, split, self.adapters)
+        y = call(self.resolved, x, routing, self.weights, mask, split, self.adapters)
+        if self.is_mutable_collection("intermediates"):
+            counts = call_counts(routing, mask, self.resolved.num_experts, self.axes)
+            self.sow("intermediates", "token_counts", counts, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros_like(counts))
+        return y
 
     def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
         """Routing (..., k) of x (..., H) by the layer's router: `layer.apply(variables, x, method="route")`.

@@ -13,7 +13,15 @@ from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
 from jmx.module_arguments import Arguments, check_undivided
-from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
+from jmx.module_call import (
+    call,
+    call_counts,
+    check_router_split,
+    problem_of,
+    router_logits,
+    router_options,
+    summed_counts,
+)
 from jmx.numerics.formats import MXFP4, Format
 from jmx.parallel.experts_form import (
     AnyExperts,
@@ -331,10 +339,19 @@ class MoE(nnx.Module):
 
         `routing`: None for the layer's router, router logits (..., E) for its routing method, or a `Routing` or
         `Logits`. `mask` (...) bool: False marks padding tokens, which route nowhere.
+
+        Inside `nnx.capture(..., nnx.Intermediate)` the call also records `token_counts`, int32 (E,): the tokens of each
+        expert, added up over calls.
         """
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return call(self, x, routing, self.held, mask, self.split_of(x), self.adapters)
+        y = call(self, x, routing, self.held, mask, self.split_of(x), self.adapters)
+        if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
+            counts = call_counts(routing, mask, self.num_experts, self._axes)
+            self.sow(
+                nnx.Intermediate, "token_counts", counts, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros_like(counts)
+            )
+        return y
 
     def split_of(self, x: Float[Any, "*tokens H"]) -> Split | None:
         """How mesh axes divide the call on x (an array or `jax.ShapeDtypeStruct`) now; None: on one device.

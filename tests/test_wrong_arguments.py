@@ -150,6 +150,13 @@ def adapters() -> jmx.lora.Adapters:
 
 
 @functools.cache
+def adapter_reader() -> checkpoint.peft.Reader:
+    options: Any = {"gate_up_order": "interleaved", "format": "int8_channel"}
+    like: Any = jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), 3, 32, 24, **options))
+    return checkpoint.peft.Reader(GOLDEN.parents[1] / "peft" / "gpt_oss", {0: like, 1: like})
+
+
+@functools.cache
 def adapted() -> tuple[jmx.linen.MoE, Any]:
     module = jmx.linen.MoE(H, I, E, K, layout="packed", lora=jmx.lora.LoRA(2))
     return module, module.init(jax.random.key(0), X)
@@ -650,6 +657,16 @@ ROWS: dict[str, Row] = {
         {"path": "path", "experts": "mapping", "gate_up_order": "name or None"},
         lambda: {"path": "/nowhere", "experts": {0: experts()}},
     ),
+    "jmx.checkpoint.peft.Reader": Row(
+        {"path": "path", "experts": "mapping", "gate_up_order": "name or None"},
+        lambda: {"path": "/nowhere", "experts": {0: experts()}},
+    ),
+    **{
+        f"jmx.checkpoint.peft.Reader.{name}": Row(
+            {"layer": "count"}, call=lambda layer, name=name: getattr(adapter_reader(), name)(layer)
+        )
+        for name in ("shapes", "adapters")
+    },
     "jmx.checkpoint.peft.save": Row(
         {
             "path": "path",
@@ -767,6 +784,7 @@ ROWS: dict[str, Row] = {
             "backend": "name or None",
             "mesh": "object or None",
             "axes": "axes",
+            "adapter": "path or None",
             "progress": "flag",
         },
         lambda: {"path": TINY},
@@ -800,6 +818,7 @@ ROWS: dict[str, Row] = {
             "backend": "name or None",
             "dequantize_dense": "flag",
             "split": "object or None",
+            "adapters": "object or None",
         },
         lambda: {"source": jmx.models.random_source(model().config)},
     ),

@@ -10,6 +10,14 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
 
 
+class Primals(NamedTuple):
+    """The arguments of `Backend.apply` that gradients are taken at: x (T, H), routing (T, k), and the experts."""
+
+    x: Float[Array, "T H"]
+    routing: Routing
+    experts: Experts
+
+
 class Gradients(NamedTuple):
     """Cotangents of the layer: x (T, H), weights (T, k), and what is float32, None unless requested: biases, and the
     dequantized values of both weights."""
@@ -45,19 +53,12 @@ class Differentiable(Protocol):
     """What a backend with a backward pass of its own has beside `jmx.selection.backend.Backend`."""
 
     def backward(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        biases: tuple[bool, bool],
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
-        """Gradients at the arguments of `Backend.apply`, given those of its result, while tracing.
+        """Gradients at the primals, given those of the result of `Backend.apply`, while tracing.
 
         Args:
             dy: (T, H) of x's dtype.
-            biases: whether those of (gate_up_bias, down_bias) are requested.
+            wanted: gradients of biases; never of weights.
         """
         ...

@@ -18,6 +18,7 @@ from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
+from jmx.util import pytrees
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -32,30 +33,33 @@ ROLES = ("gate_up", "down")
 OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its weight
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
-    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+@pytrees.register(
+    data=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
+    static=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+    format=formats.CODEC,
 )
 @dataclass(frozen=True)
 class Experts:
     """Weights of E experts in a block format. Created by `of`, `quantize`, `random` or a checkpoint's reader.
 
-    Canonical shapes, contracted axis last (H hidden, I intermediate):
+    Shapes are those of the canonical layout, contracted axis last (H hidden, I intermediate). Arrays come first; from
+    `format` on fields are static, except the input scales.
+
+    Attributes:
         gate_up: values (E, 2I, H), or (E, I, H) without a gate.
         down: values (E, H, I).
         gate_up_bias: (E, 2I) or (E, I), floating, or None.
         down_bias: (E, H), floating, or None.
         index: None, or () int32, the index of a layer in a stack of layers (L, E, ...); see `layer`.
-        gate_up_input_scale, down_input_scale: () float32, (L,) in a stack: static scales of the two products' inputs;
-            None for input formats that are not static.
-
-    Static fields:
         format: the block format.
         gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (all of gate first),
             either with up before gate ("interleaved_up_first", "concatenated_up_first"), or None for un-gated experts.
         layout: name of the layout of gate_up and down. Biases are canonical in every layout.
-        hidden_size, intermediate_size: logical sizes.
+        hidden_size: H, without padding.
+        intermediate_size: I, without padding.
+        gate_up_input_scale: () float32, (L,) in a stack: static scale of the first product's inputs; None for input
+            formats that are not static.
+        down_input_scale: likewise, of the second product's.
         input_format: name of the format that a checkpoint declares for both products' inputs; None: 16 bits.
         padded_to: the hidden and the intermediate size of the arrays, if these have padding; see `pad`. Else None.
     """
@@ -425,7 +429,7 @@ class Experts:
         if self.index is not None or new.index is not None:
             raise ValueError("`update` must be called on and with whole experts, not with a `layer` of a stack")
         abstract = jax.eval_shape(lambda experts: experts.prepare(self.layout), new)
-        check_alike("new", abstract, self, "to take the place of these experts")
+        check_alike("new", abstract, self, " to take the place of these experts")
         return jax.tree.map(conversion.place_like, self, new.prepare(self.layout))
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[Float[Array, "*lead N H"], Float[Array, "*lead H I"]]:

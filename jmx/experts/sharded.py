@@ -20,15 +20,12 @@ from jmx.experts.padding import halves_of, unit_of
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import rows_in_order
+from jmx.util import pytrees
 from jmx.util.checks import check_instance, check_int, check_one_of
 from jmx.util.typing import Array, Float, Shaped
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["shards", "down_bias"],
-    meta_fields=["intermediate_size"],
-)
+@pytrees.register(data=["shards", "down_bias"], static=["intermediate_size"])
 @dataclass(frozen=True)
 class ShardedExperts:
     """Experts of one layer in S shards along their intermediate axis. Created by `of`.

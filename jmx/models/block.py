@@ -109,6 +109,7 @@ def _of_experts(
         mask=mask,
         backend=moe.backend,
         split=split.experts,
+        adapters=moe.adapters,
     )
 
 

@@ -1,6 +1,6 @@
 """Float experts, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -11,6 +11,9 @@ from jax import lax
 import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
+from jmx.lora import Adapters
+from jmx.lora.adapters import Skeleton
+from jmx.lora.forms import fused
 from jmx.models.layers import precision
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
@@ -27,6 +30,14 @@ def random_experts(
     shapes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
     weights = [nnx.initializers.normal(shape[-1] ** -0.5)(rngs.params(), shape, dtype) for shape in shapes]
     return FloatExperts(*weights, *(jnp.zeros(shape[:-1], dtype) if bias else None for shape in shapes))
+
+
+@lru_cache
+def abstract_experts(num_experts: int, hidden: int, intermediate: int, gate_up_order: str | None) -> Any:
+    """Experts without arrays, whose adapters have the shapes of any others of these sizes."""
+    sizes = num_experts, hidden, intermediate
+    options: dict[str, Any] = {"gate_up_order": gate_up_order, "format": "fp8_channel"}  # which supports any sizes
+    return jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), *sizes, **options))  # no device is used
 
 
 def masters_of(floats: FloatExperts, gate_up_order: str, format: jmx.Format, qat: QAT) -> MasterExperts:
@@ -78,6 +89,29 @@ class FloatMoE(nnx.Module):
         self.routing = routing
         bias = jmx.nnx.CorrectionBias(jnp.zeros(experts.down.shape[0], jnp.float32)) if correction_bias else None
         self.correction_bias = nnx.data(bias)
+        self.adapter_skeleton = nnx.static(None)
+        self.lora: dict[str, nnx.LoRAParam] = nnx.data({})
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of the experts, one of gate and up together, or None if there are none."""
+        skeleton = self.adapter_skeleton
+        if skeleton is None:
+            return None
+        return skeleton.with_arrays({name: self.lora[name].get_value() for name in skeleton.names})
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Adds adapters to the experts, whose gate rows come first.
+
+        Raises:
+            ValueError, TypeError: adapters that do not fit.
+        """
+        experts = abstract_experts(*self.down.shape, "concatenated")
+        adapters.check(experts)
+        adapters = fused(adapters, experts)
+        self.adapter_skeleton = nnx.static(Skeleton.of(adapters))
+        divided: dict[str, Any] = {"divided": ("expert",)}
+        self.lora = nnx.data({name: nnx.LoRAParam(each, **divided) for name, each in adapters.arrays().items()})
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
@@ -91,16 +125,24 @@ class FloatMoE(nnx.Module):
         (ids, weights), top_k = routing, routing.expert_ids.shape[-1]
         groups = jmx.group(ids, self.gate_up.shape[0])
 
-        def product(rows: jax.Array, weights: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        def grouped(rows: jax.Array, matrices: jax.Array) -> jax.Array:
             exact = precision(rows.dtype)
-            sums = lax.ragged_dot(rows, weights[...].mT, groups.sizes, exact, preferred_element_type=jnp.float32)
-            if bias is not None:
+            return lax.ragged_dot(rows, matrices.mT, groups.sizes, exact, preferred_element_type=jnp.float32)
+
+        adapters = {} if self.adapters is None else self.adapters.by_target()
+
+        def product(rows: jax.Array, role: str) -> jax.Array:
+            sums = grouped(rows, getattr(self, role)[...])
+            if (bias := getattr(self, f"{role}_bias")) is not None:
                 sums += bias[...][ids.reshape(-1)[groups.order]]
+            if (adapter := adapters.get(role)) is not None:
+                inner = grouped(rows, adapter.a) * adapter.scale
+                sums += grouped(inner.astype(rows.dtype), adapter.b)
             return sums.astype(rows.dtype)
 
-        hidden = product(tokens[groups.order // top_k], self.gate_up, self.gate_up_bias)
+        hidden = product(tokens[groups.order // top_k], "gate_up")
         gate, up = jnp.split(hidden, 2, axis=-1)
-        out = product(self.activation(gate, up), self.down, self.down_bias)
+        out = product(self.activation(gate, up), "down")
         out = out[groups.inverse].reshape(*ids.shape, -1)
         mine = (ids >= 0) & (ids < self.gate_up.shape[0]) & (weights != 0)
         out = jnp.where(mine[..., None], out, 0)  # rows of no expert are undefined

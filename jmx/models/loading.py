@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
+from jmx.checkpoint import peft
 from jmx.experts import MeshAxes
 from jmx.models import hub
+from jmx.models.adapters import check_adaptable, open_adapter, put
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import DTYPES, Model
@@ -50,6 +52,7 @@ def load(
     backend: str | None = None,
     mesh: Mesh | None = None,
     axes: Mapping[str, MeshAxes] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Model:
     """The model of a checkpoint, of the family that its config.json names; experts stay quantized from disk to device.
@@ -71,19 +74,26 @@ def load(
         backend: name of the jmx backend that must run quantized experts, or None.
         mesh: of the devices that divide the model; None: it is on one. See docs/many_gpus.md.
         axes: mesh axes by what they divide, as in `jmx.models.ModelSplit.of`; None: the default ones.
+        adapter: a directory of PEFT's files with adapters of the experts, see docs/training.md; None: there are none.
+            They are added to products, not to weights, and are held in `dtype`.
         progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: files that are wrong or broken; a family that jmx lacks; a `format` for experts that are
-            quantized already.
+            quantized already; adapters of other experts, or of anything but experts.
         ValueError: a mesh that does not divide the model evenly; the message names the key of the config.
         ValueError, FileNotFoundError, PermissionError, ImportError: no such model, see `jmx.models.find`.
     """
     check_path("path", path)
     _check_options(dtype, backend, dequantize_dense)
     split = split_of(mesh, axes)
+    if adapter is not None:
+        check_path("adapter", adapter)
+        check_adaptable(split, backend)
     check_bool("progress", progress)
     check_instance("qat", qat, QAT | None, "a jmx.training.QAT, or None")
+    if adapter is not None and qat is not None:
+        raise ValueError(f"`adapter` (={os.fspath(adapter)!r}) must be None with `qat`: adapters are of frozen weights")
     of_masters = None if qat is None or format is None else formats.get(format)
     options = {
         "format": format if qat is None else None,
@@ -91,11 +101,12 @@ def load(
         "pad_experts": pad_experts,
     }
     source = file_source(hub.find(path), **options)
+    adapters = None if adapter is None else open_adapter(adapter, source)
     if qat is not None:
         of_masters = _master_format(source, of_masters)
     with source.progress(progress):
         model = shapes_of(source.config, dtype=dtype, backend=backend, split=split, format=of_masters, qat=qat)
-        return fill(model, source, dequantize_dense=dequantize_dense)
+        return fill(model, source, dequantize_dense=dequantize_dense, adapters=adapters)
 
 
 def _master_format(source: Source, format: jmx.Format | None) -> jmx.Format:
@@ -167,6 +178,7 @@ def from_source(
     backend: str | None = None,
     dequantize_dense: bool = False,
     split: ModelSplit | None = None,
+    adapters: peft.Reader | None = None,
 ) -> Model:
     """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer.
 
@@ -174,13 +186,16 @@ def from_source(
         source: the weights.
         dtype, backend, dequantize_dense: as in `load`.
         split: how a mesh divides the model; None: it is on one device.
+        adapters: of the experts, as `jmx.models.adapters.open_adapter` opens them; None: there are none.
     """
     for member in ("config", "layers", "dense", "experts"):
         if not hasattr(source, member):
             raise TypeError(f"`source` ({shown(source)}) must be a source of weights, and has no `{member}`")
     _check_options(dtype, backend, dequantize_dense)
+    if check_instance("adapters", adapters, peft.Reader | None, "a jmx.checkpoint.peft.Reader, or None") is not None:
+        check_adaptable(split, backend)
     model = shapes_of(source.config, dtype=dtype, backend=backend, split=split)
-    return fill(model, source, dequantize_dense=dequantize_dense)
+    return fill(model, source, dequantize_dense=dequantize_dense, adapters=adapters)
 
 
 def split_of(mesh: Mesh | None, axes: Mapping[str, MeshAxes] | None = None) -> ModelSplit | None:
@@ -241,7 +256,9 @@ def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, 
     ), {}
 
 
-def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) -> M:
+def fill[M: Model](
+    model: M, source: Source, *, dequantize_dense: bool = False, adapters: peft.Reader | None = None
+) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
     _check_floats(model.split, source)
     kept: Collection[str] = ()
@@ -261,6 +278,8 @@ def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) 
                     experts = _with_biases_in(model.dtype, experts)
                     experts = experts if model.split is None else _over(model.split, experts)
                 block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
+                if adapters is not None and number in adapters.layers:
+                    put(adapters.adapters(number), block.moe, model.dtype, model.split)
             _put(block, in_layer(number, ""), source, kept, model.split)  # after `moe`, of which some are
     return model
 

@@ -28,9 +28,12 @@ def save(path: str | os.PathLike[str], model: Model) -> None:
     """Saves a model with `jmx.checkpoint.orbax.save`. Shards of experts are saved as whole experts.
 
     Raises:
+        ValueError: a model whose experts have adapters.
         TypeError, ValueError, FileExistsError, FileNotFoundError: as `jmx.checkpoint.orbax.save`.
     """
     check_instance("model", model, Model)
+    if any(getattr(getattr(block, "moe", None), "adapters", None) is not None for block in model.layers):
+        raise ValueError("`model` must have no adapters: jmx.checkpoint.peft.save writes them")
     if any(isinstance(getattr(block, "moe", None), ShardedMoE) for block in model.layers):
         model = nnx.merge(*nnx.split(model))  # another object, which shares the arrays
         for block in model.layers:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jmx.experts import Axes, Experts, MeshAxes, ShardedExperts, partition_names
 from jmx.experts.arrays import check_arrays
 from jmx.experts.conversion import place_like
+from jmx.experts.stacking import check_arrays_alike
 from jmx.parallel.hidden_axis import along_hidden
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts, slot_axis
 from jmx.parallel.placement import Placement
@@ -219,11 +220,7 @@ def check_alike(name: str, held: AnyExperts, other: AnyExperts) -> None:
     check_instance(name, held, type(other), f"a {type(other).__name__}, as the layer holds")
     if held.with_arrays({}) != other.with_arrays({}):
         raise ValueError(f"`{name}` must have the sizes, format, layout and ranks of what the layer holds")
-    ours, theirs = held.arrays(), other.arrays()
-    for array in sorted({*ours, *theirs}):
-        kinds = [f"{its[array].dtype}{list(its[array].shape)}" if array in its else "None" for its in (ours, theirs)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]}, as the layer holds")
+    check_arrays_alike(name, held.arrays(), other.arrays(), ", as the layer holds")
 
 
 def _auto_mesh(held: AnyExperts) -> Mesh | None:

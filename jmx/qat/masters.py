@@ -14,6 +14,7 @@ from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_sizes, creation
 from jmx.numerics import formats, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.qat.rounding import check_gradients, check_master
+from jmx.util import pytrees
 from jmx.util.checks import check_bool, check_dtype, check_instance, check_key, check_one_of
 from jmx.util.typing import AnyArray, Array, Float, Key, Shaped, UInt32
 
@@ -72,10 +73,10 @@ class QAT:
         )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[*MASTER_ARRAYS],
-    meta_fields=["format", "gate_up_order", "hidden_size", "intermediate_size", "gradients", "scale_rule"],
+@pytrees.register(
+    data=[*MASTER_ARRAYS],
+    static=["format", "gate_up_order", "hidden_size", "intermediate_size", "gradients", "scale_rule"],
+    format=formats.CODEC,
 )
 @dataclass(frozen=True)
 class MasterExperts:

@@ -26,14 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
-from jmx.engines.gradients import Gradients, Wanted
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import ROLES, Experts, padding
-from jmx.grouping import SortedRows
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.gate_up import split_gate_up
 from jmx.routing import Routing
-from jmx.selection.backend import Rejection
+from jmx.selection.backend import ExpertProduct, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
@@ -64,18 +63,8 @@ class Xla:
         del environment
         return forward(problem, x, routing, experts)
 
-    def product(
-        self,
-        problem: Problem,
-        role: str,
-        rows: Float[Array, "R K"],
-        sorted: SortedRows,
-        experts: Experts,
-        environment: Environment,
-        dtype: Any,
-    ) -> Float[Array, "R W"]:
-        del environment
-        return product(problem, role, rows, sorted, experts, dtype)
+    def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
+        return product_of_rows(product, rows, dtype)
 
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
         if role == "down" or problem.gate_up_order is None:
@@ -297,21 +286,15 @@ def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, ex
     return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
-def product(
-    problem: Problem,
-    role: str,
-    rows: Float[Array, "R _"],
-    sorted: SortedRows,
-    experts: Experts,
-    dtype: Any,
-    *,
-    transposed: bool = False,
+def product_of_rows(
+    product: ExpertProduct, rows: Float[Array, "R _"], dtype: Any, *, transposed: bool = False
 ) -> Float[Array, "R _"]:
     """Rows times their experts' weight, or the transposed one, without the bias, of `dtype`; 0 for all other rows."""
+    problem, role, sorted = product.problem, product.role, product.sorted
+    experts = _packed_for_loop(product.experts)
     num_assignments, num_rows = sorted.row_of.size, rows.shape[0]
     block_m, num_blocks = _block_sizes(sorted.row_of.shape[0], sorted.row_of.shape[1], experts.num_experts)
     blocks = sorted.blocks(block_m, 1)
-    experts = _packed_for_loop(experts)
     width = experts.spec(role).shape[1 if transposed else 0]
 
     def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -358,22 +341,16 @@ def _with_padding(gradients: Gradients, experts: Experts) -> Gradients:
     return gradients._replace(gate_up_bias=gate_up, down_bias=down)
 
 
-def backward(
-    problem: Problem,
-    x: Float[Array, "T H"],
-    routing: Routing,
-    experts: Experts,
-    dy: Float[Array, "T H"],
-    wanted: Wanted,
-) -> Gradients:
-    """Gradients of `forward` at x, given dy (T, H). Recomputes the forward pass, a few experts at a time.
+def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
+    """Gradients of `forward` at `primals`, given dy (T, H). Recomputes the forward pass, a few experts at a time.
 
     `wanted`: those of weights only of experts without padding, order of columns and index.
     """
+    x, routing, experts = primals
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
-        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if wanted and bias is not None else None
-        for bias, wanted, rows in zip(
+        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if asked and bias is not None else None
+        for bias, asked, rows in zip(
             (experts.gate_up_bias, experts.down_bias), wanted.biases, _bias_rows(experts), strict=True
         )
     )

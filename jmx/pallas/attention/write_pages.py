@@ -15,6 +15,7 @@ from jax import lax
 
 from jmx.pallas.attention.softmax import Ref
 from jmx.pallas.sm90.launch import launch
+from jmx.util.typing import Array, Int32, Shaped
 
 _ALIGNMENT = 16  # bytes of a row that the copy engine moves
 
@@ -24,7 +25,12 @@ def fits(dim: int, dtype: jax.typing.DTypeLike) -> bool:
     return dim * jax.numpy.dtype(dtype).itemsize % _ALIGNMENT == 0
 
 
-def write_rows(pages: jax.Array, new: jax.Array, numbers: jax.Array, offsets: jax.Array) -> jax.Array:
+def write_rows(
+    pages: Shaped[Array, "parts pages heads page D"],
+    new: Shaped[Array, "parts B heads D"],
+    numbers: Int32[Array, " B"],
+    offsets: Int32[Array, " B"],
+) -> Shaped[Array, "parts pages heads page D"]:
     """The pages with a token of each row; the array is the same one, if it is donated.
 
     Args:
@@ -45,7 +51,11 @@ def write_rows(pages: jax.Array, new: jax.Array, numbers: jax.Array, offsets: ja
     return _in_place(entry, pages, (parts, count), ("part", "row"), (heads, dim), new, numbers, offsets)
 
 
-def write_blocks(pages: jax.Array, new: jax.Array, numbers: jax.Array) -> jax.Array:
+def write_blocks(
+    pages: Shaped[Array, "parts pages heads page D"],
+    new: Shaped[Array, "parts M page heads D"],
+    numbers: Int32[Array, " M"],
+) -> Shaped[Array, "parts pages heads page D"]:
     """The pages with whole ones replaced; the array is the same one, if it is donated.
 
     Args:
