@@ -117,13 +117,15 @@ def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[Layer]]:
 
 def _layer(path: str, moe: MoE, arrays: Mapping[str, Any]) -> Layer:
     """The layer at `path`, with shapes in place of arrays and without shardings."""
-    prefix = Layer(path, moe.skeleton).prefix
+    skeleton = moe.skeleton
+    assert not isinstance(skeleton, MasterExperts), "left out by `_flatten`"
+    prefix = Layer(path, skeleton).prefix
     shapes = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-    for name in (f"{role}_{name}" for role in ROLES for name in inner(moe.skeleton).format.arrays):
+    for name in (f"{role}_{name}" for role in ROLES for name in inner(skeleton).format.arrays):
         if name not in shapes:
             raise ValueError(f"`module` must have {prefix + name!r} in one place only, but shares it with another")
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in shapes.items()}
-    return Layer(path, moe.skeleton.with_arrays(shapes), moe.form)
+    return Layer(path, skeleton.with_arrays(shapes), moe.form)
 
 
 def _in_form(layer: Layer, saved: Saved) -> Layer:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jmx.util.checks import check_int, is_array
 
@@ -34,7 +35,7 @@ def check_finite(tree: Any, *, step: int, kept: str | os.PathLike[str] | None = 
     for name, leaf in named:
         if not is_array(leaf) and not isinstance(leaf, int | float):
             raise TypeError(f"`tree{name}` ({type(leaf).__name__}) must be an array or a number")
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             raise ValueError(f"`tree{name}` must be known, and is traced: call this outside jit")
     floats = [(name, leaf) for name, leaf in named if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
     counts = jax.device_get(_not_finite([leaf for _, leaf in floats]))
