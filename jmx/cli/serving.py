@@ -33,6 +33,10 @@ class IdTokenizer:
         """The ids, with a space before each."""
         return "".join(f" {id}" for id in ids)
 
+    def get_vocab(self) -> dict[str, int]:
+        """None."""
+        return {}
+
     def token_to_id(self, token: str) -> int | None:
         """None: it has no names of tokens."""
         return None
@@ -52,6 +56,8 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.mesh is None:
             raise ValueError(f"`--mesh-axes` (={arguments.mesh_axes!r}) needs --mesh")
         mesh_argument.axes(arguments.mesh_axes)
+    if arguments.mesh is not None:
+        _check_no_rows(arguments)
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"`--port` (={arguments.port}) must be in 0..{(1 << 16) - 1}")
     if arguments.max_waiting < 0:
@@ -62,6 +68,19 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`--name` (={arguments.name!r}) must be at least one character, all of them printable")
     check_seed("--seed", arguments.seed)
     _limits(arguments, _or(arguments.max_length, _LONGEST))
+
+
+def _check_no_rows(arguments: argparse.Namespace) -> None:
+    """ValueError for mesh axes that divide requests, which share pages of the cache."""
+    from jmx.models.model_split import DEFAULT_AXES
+
+    given = {} if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
+    named = given.get("token", DEFAULT_AXES["token"]) or ()
+    if dividing := [name for name in mesh_argument.sizes(arguments.mesh) if name in named]:
+        raise ValueError(
+            f"`--mesh` (={arguments.mesh!r}) must have no axis that divides requests, and has {dividing[0]}: they "
+            "share the cache. ep and tp divide the model; a server of its own on other devices serves more requests"
+        )
 
 
 def _or(number: int | None, default: int) -> int:
@@ -184,7 +203,7 @@ def _log(line: str) -> None:
 
 def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
     """Reads what a server has of a model besides its weights, and returns a function that makes its service."""
-    from jmx.serving.api import Service
+    from jmx.serving.api.service import LOCAL_NAMES, Service
     from jmx.serving.client import EngineClient
 
     if arguments.random is not None:
@@ -215,6 +234,7 @@ def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
             config.vocab_size,
             arguments.max_users + arguments.max_waiting,
             keys,
+            LOCAL_NAMES | {arguments.host.lower()},
         )
 
     return make_service
