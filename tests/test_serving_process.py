@@ -57,8 +57,8 @@ def test_a_second_signal_ends_at_once(server: Server) -> None:
 def test_a_signal_ends_a_server_that_is_not_ready(tmp_path: pathlib.Path) -> None:
     checkpoint = text_checkpoints.write(tmp_path / "gpt_oss", "gpt_oss", layers=2)
     with running([str(checkpoint), *FLAGS], tmp_path / "log.txt") as server:
-        engine = psutil.Process(server.engine_pid())
         assert server.get("/health")[0] == 503
+        engine = psutil.Process(server.engine_pid())
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(8) == 0  # less than an engine has that serves requests
         engine.wait(8)

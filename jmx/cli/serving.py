@@ -13,6 +13,7 @@ from jmx.cli import compilation_cache, mesh_argument, model_arguments
 from jmx.cli.common import EXIT_OK, MOST, check_known, to_stderr
 from jmx.models import FAMILIES, Model, random_source
 from jmx.models.sampling import check_seed
+from jmx.models.sources.popularity import ROUTINGS
 from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer
@@ -48,6 +49,10 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("give either MODEL or --random")
     if arguments.random is not None:
         check_known("--random", arguments.random, _published())
+    if arguments.routing is not None:
+        if arguments.random is None:
+            raise ValueError(f"`--routing` (={arguments.routing!r}) needs --random: a checkpoint has its own")
+        check_known("--routing", arguments.routing, ROUTINGS)
     # The devices of a mesh are the engine's: this process takes none of their memory.
     model_arguments.check(argparse.Namespace(**vars(arguments) | {"mesh": None, "mesh_axes": None}))
     if arguments.mesh is not None:
@@ -177,7 +182,8 @@ def _source(arguments: argparse.Namespace) -> Source:
     import jmx
 
     format = jmx.MXFP4 if arguments.format is None else jmx.FORMATS[arguments.format]
-    return random_source(_published()[arguments.random], arguments.seed, format)
+    config, routing = _published()[arguments.random], arguments.routing or "uniform"
+    return random_source(config, arguments.seed, format, routing=routing)
 
 
 def run(arguments: argparse.Namespace) -> int:
