@@ -42,7 +42,7 @@ def _cell(row: Row | None, least: float | None) -> str:
     if row is None or row.us is None or row.error is not None:
         return "-"
     cell = f"{row.us:.4g}" if row.us < 1000 else f"{row.us:.0f}"
-    return f"{f'**{cell}**' if row.us == least else cell} ({row.over_floor:.2f} x)"
+    return f"{f'**{cell}**' if row.us == least else cell} ({row.over_floor:.2f}x)"
 
 
 if __name__ == "__main__":

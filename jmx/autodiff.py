@@ -9,7 +9,7 @@ differentiate whatever runs inside a second time: an error of an XLA call, an as
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,72 +19,96 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
-from jmx.engines.gradients import Gradients
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import Experts
 from jmx.guard import guarded
 from jmx.routing import Routing
 from jmx.util.typing import Array, Float, Shaped
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
-Backward = Callable[[Float[Array, "T H"], Routing, Experts, Float[Array, "T H"], tuple[bool, bool]], Gradients]
+Backward = Callable[[Primals, Float[Array, "T H"], Wanted], Gradients]
+
+# Floats that the weights of experts were rounded from: gate_up (E, N, H) and down (E, H, I).
+Sources = tuple[Float[Array, "E N H"], Float[Array, "E H I"]]
+
+
+class Layer(Protocol):
+    """x (T, H), routing (T, k), experts, and the sources of their weights or None -> y (T, H)."""
+
+    def __call__(
+        self, x: Float[Array, "T H"], routing: Routing, experts: Experts, sources: Sources | None, /
+    ) -> Float[Array, "T H"]: ...
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Of which biases gradients are requested."""
+class _Residual:
+    """What the backward pass knows of the forward pass beside arrays.
 
-    gate_up_bias: bool
-    down_bias: bool
+    Args:
+        wanted: the gradients that are requested.
+        dtypes: of the sources.
+    """
 
-    @property
-    def flags(self) -> tuple[bool, bool]:
-        return self.gate_up_bias, self.down_bias
+    wanted: Wanted
+    dtypes: tuple[Any, ...]
 
 
-def differentiable(run: Run, backward_of: Backward) -> Run:
+def differentiable(run: Run, backward_of: Backward) -> Layer:
     """`run` (x (T, H), routing (T, k), experts) -> y (T, H), made differentiable and batchable.
 
-    Gradients flow to x, routing weights and biases. The gradient of a quantized weight is a TypeError that names it.
+    Gradients flow to x, routing weights and biases, and those of weights to the sources, if there are some: floats that
+    the weights were rounded from. The gradient of a quantized weight itself is a TypeError that names it.
 
-    `backward_of`: (x, routing, experts, dy, biases) -> `Gradients`, with arguments as of `Differentiable.backward`.
+    `backward_of`: (primals, dy, wanted) -> `Gradients`, with arguments as of `Differentiable.backward`.
     """
 
     @jax.custom_vjp
-    def call(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> Float[Array, "T H"]:
+    def call(
+        x: Float[Array, "T H"], routing: Routing, experts: Experts, sources: Sources | None
+    ) -> Float[Array, "T H"]:
+        del sources  # they have the same values, before rounding
         return _batchable(run)(x, routing, experts)
 
-    def call_fwd(x: Any, routing: Any, experts: Any) -> tuple[Float[Array, "T H"], Any]:
+    def call_fwd(x: Any, routing: Any, experts: Any, sources: Any) -> tuple[Float[Array, "T H"], Any]:
         refuse_weight_gradients(experts)
-        wanted = _Wanted(*(b is not None and b.perturbed for b in (experts.gate_up_bias, experts.down_bias)))
+        of_arrays = (experts.gate_up_bias, experts.down_bias, *(sources or (None, None)))
+        wanted = Wanted(*(array is not None and array.perturbed for array in of_arrays))
+        dtypes = tuple(source.value.dtype for source in sources or ())
         x, routing, experts = jax.tree.map(
             lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
         )
         x, routing, experts = _no_second_order((x, routing, experts))
-        return _batchable(run)(x, routing, experts), (x, routing, experts, wanted)
+        return _batchable(run)(x, routing, experts), (x, routing, experts, _Residual(wanted, dtypes))
 
-    def call_bwd(residuals: Any, dy: Any) -> tuple[Any, Any, Any]:
-        x, routing, experts, wanted = residuals
+    def call_bwd(residuals: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
+        x, routing, experts, static = residuals
+        wanted = static.wanted
         if isinstance(dy, SymbolicZero):
-            return None, None, None
+            return None, None, None, None
         x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
         def backward(x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]) -> Gradients:
-            return backward_of(x, routing, experts, dy, wanted.flags)
+            return backward_of(Primals(x, routing, experts), dy, wanted)
 
-        # Each element of a batch has its bias gradients; one call on all tokens would sum them.
-        dx, dweights, *dbiases = _batchable(backward, together=not any(wanted.flags))(x, routing, experts, dy)
-        gradients = [
+        # Each element of a batch has its gradients of biases and weights; one call on all tokens would sum them.
+        found = _batchable(backward, together=not any(wanted))(x, routing, experts, dy)
+        biases = [
             d if d is None else d.astype(bias.dtype)
-            for d, bias in zip(dbiases, (experts.gate_up_bias, experts.down_bias), strict=True)
+            for d, bias in zip(found[2:4], (experts.gate_up_bias, experts.down_bias), strict=True)
         ]
         dexperts = dataclasses.replace(
             experts,
             **dict.fromkeys(("gate_up", "down", "index", "gate_up_input_scale", "down_input_scale")),
-            gate_up_bias=gradients[0],
-            down_bias=gradients[1],
+            gate_up_bias=biases[0],
+            down_bias=biases[1],
         )
-        return dx, Routing(None, dweights), dexperts  # None: no cotangent
+        dsources = None
+        if static.dtypes:
+            dsources = tuple(
+                d if d is None else d.astype(dtype) for d, dtype in zip(found[4:], static.dtypes, strict=True)
+            )
+        return found.x, Routing(None, found.weights), dexperts, dsources  # None: no cotangent
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
     return lambda *arguments: call(*_reverse_mode_only(arguments))

@@ -20,7 +20,7 @@ from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.parallel import over_mesh
 from jmx.parallel.division import Division
-from jmx.parallel.experts_form import AnyExperts, one_device
+from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.placement import slots_needed
 from jmx.parallel.split import Split
@@ -323,11 +323,11 @@ def explain(
 ) -> Explanation:
     """Which backend runs a layer, why the others do not, and the minimum cost of the call.
 
-    Forms:
-        explain(layer, x): a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
-        explain(x, routing, experts, activation=..., weights_on=..., input_format=...): the arguments of `jmx.moe`.
-        explain(problem): a `Problem`, which has shapes only.
-    Arrays may be `jax.ShapeDtypeStruct`.
+    It is called in one of three forms. Arrays may be `jax.ShapeDtypeStruct`.
+
+    * `explain(layer, x)`: a `jmx.nnx.MoE`, `jmx.linen.MoE` (or any object with `problem(x)`) and its input.
+    * `explain(x, routing, experts, activation=..., weights_on=..., input_format=...)`: the arguments of `jmx.moe`.
+    * `explain(problem)`: a `Problem`, which has shapes only.
 
     Args:
         device: name of a device that need not be present, such as "h200" (see `Environment.named`); default: that of
@@ -403,7 +403,7 @@ def _explain_arrays(
     split: Split | None = None,
 ) -> Explanation:
     activation, slots = activations.get(activation), None
-    check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
+    check_instance("experts", experts, AnyExperts, KINDS)
     one = one_device(experts)
     number = over_mesh.total_experts(split or Split(), experts)
     check_arguments(x, routing, one, activation, weights_on, number)

@@ -239,6 +239,10 @@ class SortedRows(NamedTuple):
         """Work items of at most `block_m` rows, as those of `many`. `align` divides that of the rows."""
         return _split_groups(self.sizes, self.starts, self.row_of.size, block_m, align, whole)
 
+    def expert_of(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
+        """The expert of each of some rows, by its number; of rows between those of experts, any expert."""
+        return jnp.sum(self.starts <= rows[:, None], axis=1, dtype=jnp.int32) - 1
+
 
 def sort_rows(expert_ids: Integer[AnyArray, "T k"], num_experts: int, align: int) -> SortedRows:
     """Rows for the assignments of `expert_ids` (T, k), any integer dtype; `align` is a power of two."""

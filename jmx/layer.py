@@ -13,16 +13,18 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.engines.gradients import Differentiable, Gradients
+from jmx.engines.gradients import Differentiable, Gradients, Primals, Wanted
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
 from jmx.lora import layer as lora
 from jmx.parallel import over_mesh
-from jmx.parallel.experts_form import AnyExperts, one_device
+from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
+from jmx.qat import MasterExperts
+from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
@@ -49,7 +51,8 @@ def moe(
     """`y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t])`, the backend chosen while tracing.
 
     An expert computes down(activation(gate_up(x) + gate_up_bias)) + down_bias. Expert ids outside 0..E-1 contribute
-    nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, and the biases.
+    nothing. Differentiable (reverse mode) with respect to x, the routing weights or logits, the biases, and master
+    weights.
 
     With a `split`, mesh axes divide experts and tokens between devices, see docs/many_gpus.md; of Explicit axes it is
     read off the types of the arrays. If they split the tokens of x, routing or mask alone, each device computes its own
@@ -60,7 +63,7 @@ def moe(
         x: (..., H) bfloat16, float16 or float32.
         routing: `Routing` of (..., k), or router `Logits` of (..., E), with x's leading axes.
         experts: the weights; or shards of them, whose results are added; or weights in the slots of a placement, in
-            which ids of the routing are still those of experts.
+            which ids of the routing are still those of experts; or master weights, which are rounded first.
         activation: gated if and only if the experts are; or its name in `jmx.ACTIVATIONS`.
         weights_on: "output": routing weights multiply an expert's output; "input": its input.
         input_format: the format that both products' inputs are rounded to: a key of `input_formats.INPUT_FORMATS`, or a
@@ -85,23 +88,30 @@ def moe(
     check_instance("split", split, Split | None, "a jmx.Split, or None")
     check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
     settings, tokens = _Settings(activation, weights_on, input_format, backend), _Tokens(x, routing, mask)
-    if split is None and isinstance(experts, Experts) and is_array(x):
+    if split is None and isinstance(experts, Experts | MasterExperts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
         return _divided(tokens, (experts, adapters), settings, split or Split())
-    check_arguments(x, routing, experts, activation, weights_on)
+    beside: Beside = adapters
+    if isinstance(experts, MasterExperts):
+        if adapters is not None:
+            raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for MasterExperts")
+        experts, beside, prepared = Rounded.of(experts, input_format, Environment.probe(x, routing, experts))
+    else:
+        prepared = experts
+    check_arguments(x, routing, prepared, activation, weights_on)
     if adapters is not None:
         adapters.check(experts)
     check_backend(backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
-    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format, adapted)
+    problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted)
     static = _Static(problem, environment, backend)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
-        return _on_one_device(tokens, (experts, adapters), static)
-    return _on_devices(tokens.for_jit(), (experts, adapters), static, of_tokens)
+        return _on_one_device(tokens, (experts, beside), static)
+    return _on_devices(tokens.for_jit(), (experts, beside), static, of_tokens)
 
 
 def batched_moe(
@@ -164,6 +174,10 @@ def batched_moe(
     return y.reshape(x.shape)
 
 
+# What a call has beside its experts: adapters, or what weights were rounded from.
+Beside = Adapters | autodiff.Sources | None
+
+
 class _Settings(NamedTuple):
     """Static arguments of `moe`, by their names there."""
 
@@ -207,7 +221,9 @@ def _divided(
 ) -> Float[Array, "*tokens H"]:
     """`moe` with experts, or their shards, on several devices; or with shards on one."""
     experts, adapters = weights
-    check_instance("experts", experts, AnyExperts, "jmx.Experts, jmx.ShardedExperts or jmx.parallel.PlacedExperts")
+    check_instance("experts", experts, AnyExperts, KINDS)
+    if adapters is not None or isinstance(experts, MasterExperts):
+        _check_divided(adapters, experts, split)
     x, routing, mask = tokens
     manual = split.is_manual()
     whole = jax.eval_shape(partial(over_mesh.gathered, split), experts) if manual and split.hidden else experts
@@ -218,8 +234,6 @@ def _divided(
     check_arguments(x, routing, one, settings.activation, settings.weights_on, over_mesh.total_experts(split, experts))
     check_backend(settings.backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
-    if adapters is not None:
-        _check_divided_adapters(adapters, experts, split)
     by_token, rest = tokens.for_jit().divided()
     if manual or not split.all_names:
         run = partial(_of_this_device, settings=settings, split=split)
@@ -228,13 +242,16 @@ def _divided(
     return _of_all_devices(by_token, rest, weights, settings, static)
 
 
-def _check_divided_adapters(adapters: Adapters, experts: AnyExperts, split: Split) -> None:
-    """Raises ValueError unless `adapters` fit `experts`, and the split divides both alike."""
-    if not isinstance(experts, Experts):
+def _check_divided(adapters: Adapters | None, experts: AnyExperts, split: Split) -> None:
+    """Raises ValueError unless `adapters` fit `experts`, and the split divides both, or master weights, alike."""
+    what = "master weights" if adapters is None else "experts with adapters"
+    if adapters is not None and not isinstance(experts, Experts):
         raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for {type(experts).__name__}")
     if split.intermediate or split.hidden:
-        raise ValueError(f"`split` (={split}) must name axes of `expert` and `tokens` alone for experts with adapters")
-    adapters.check(experts)
+        raise ValueError(f"`split` (={split}) must name axes of `expert` and `tokens` alone for {what}")
+    if adapters is not None:
+        assert isinstance(experts, Experts)
+        adapters.check(experts)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
@@ -268,21 +285,19 @@ class _Static(NamedTuple):
     backend: str | None
 
 
-def _on_one_device(
-    tokens: _Tokens, weights: tuple[Experts, Adapters | None], static: _Static
-) -> Float[Array, "*tokens H"]:
+def _on_one_device(tokens: _Tokens, weights: tuple[Experts, Beside], static: _Static) -> Float[Array, "*tokens H"]:
     """`moe` of checked arguments, none of which an Explicit mesh axis splits."""
-    experts, adapters = weights
+    experts, beside = weights
     check_not_divided(experts.arrays())
     x, routing, mask = tokens
     flat = x.reshape(-1, x.shape[-1])
     routing = flat_routing(routing, x.shape[:-1], mask)
-    return _run(flat, routing, experts, adapters, static).reshape(x.shape)
+    return _run(flat, routing, experts, beside, static).reshape(x.shape)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _on_devices(
-    tokens: _Tokens, weights: tuple[Experts, Adapters | None], static: _Static, split: meshes.TokenSplit
+    tokens: _Tokens, weights: tuple[Experts, Beside], static: _Static, split: meshes.TokenSplit
 ) -> Float[Array, "*tokens H"]:
     """`_on_one_device` on each device of a mesh, with the tokens that it has."""
 
@@ -305,11 +320,11 @@ def _token_split(tokens: _Tokens, experts: Experts) -> meshes.TokenSplit | None:
 
 @partial(jax.jit, static_argnums=4)  # so that calls outside of any jit are traced and compiled once, too
 def _run(
-    x: Float[Array, "T H"], routing: Routing, experts: Experts, adapters: Adapters | None, static: _Static
+    x: Float[Array, "T H"], routing: Routing, experts: Experts, beside: Beside, static: _Static
 ) -> Float[Array, "T H"]:
     environment, problem = static.environment, static.problem
-    if adapters is not None:
-        return _adapted(x, routing, experts, adapters, static)
+    if isinstance(beside, Adapters):
+        return _adapted(x, routing, experts, beside, static)
     if experts.padded_to is not None and not experts.fits_without_padding:
         return _run(_widened(x, experts), routing, experts.as_padded(), None, static)[:, : x.shape[-1]]
     true = problem.without_padding()
@@ -320,23 +335,25 @@ def _run(
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0:
             return jnp.zeros_like(x)
+        experts = experts.prepare(problem.layout)  # in which they are, unless they have just been rounded
         if chosen.name == xla.NAME:  # takes experts one by one, without their padding
             return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
         return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
-    def backward(
-        x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"], biases: tuple[bool, bool]
-    ) -> Gradients:
+    def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
         # A backend without gradients has those of the reference, which reads a few experts at a time from any layout.
+        # It is the one with gradients of weights, too.
+        x, routing, experts = primals
         its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
         chosen = select(its, environment, static.backend, registered_backends()).backend
-        if its.num_tokens == 0 or its.top_k == 0 or not isinstance(chosen, Differentiable):
-            return xla.backward(true, x, routing, experts, dy, biases=biases)
-        x, dy = _widened(x, experts), _widened(dy, experts)
-        gradients = chosen.backward(its, x, routing, experts.as_padded(), environment, dy, biases)
+        if its.num_tokens == 0 or its.top_k == 0 or wanted.weights or not isinstance(chosen, Differentiable):
+            return xla.backward(true, primals, dy, wanted)
+        experts = experts.prepare(problem.layout)
+        padded = Primals(_widened(x, experts), routing, experts.as_padded())
+        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted)
         return gradients._replace(x=gradients.x[:, :wide])
 
-    return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts))
+    return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts, beside))
 
 
 def _adapted(

@@ -19,12 +19,22 @@ from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
 from jmx.module_arguments import SIZES, Arguments
-from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
+from jmx.module_call import (
+    call,
+    call_counts,
+    check_router_split,
+    problem_of,
+    router_logits,
+    router_options,
+    summed_counts,
+)
 from jmx.numerics.formats import MXFP4, Format
 from jmx.parallel.experts_form import AnyExperts, Form, check_alike, form_names, inner, updated, whole_experts
 from jmx.parallel.module_axes import local_shape, mesh_of, split_of, weight_axes
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS
 from jmx.parallel.split import Split
+from jmx.qat import QAT, MasterExperts
+from jmx.qat.masters import MASTER_ARRAYS
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import check_instance
@@ -40,7 +50,7 @@ class _InitialExperts:
     a running number, not `id`: another object may get the same `id` later, and `nn.jit` would then use old weights.
     """
 
-    def __init__(self, experts: Experts):
+    def __init__(self, experts: Experts | MasterExperts):
         self.experts = experts
         self._number = next(_numbers)
 
@@ -65,8 +75,8 @@ class MoE(nn.Module):
     `experts`: initial weights for `init`. `apply` reads the variables only. In a jitted `init` they are constants of
     the program, unless they are an argument of the jitted function that makes the module.
 
-    Raises (when the module is made):
-        ValueError, TypeError: arguments that are wrong, or do not fit each other.
+    Raises:
+        ValueError, TypeError: when the module is made: arguments that are wrong, or do not fit each other.
     """
 
     hidden_size: int
@@ -88,11 +98,12 @@ class MoE(nn.Module):
     param_dtype: Any = jnp.bfloat16
     axes: Axes | None = None
     spare_experts: int = 0
-    experts: Experts | None = None
+    experts: Experts | MasterExperts | None = None
     lora: LoRA | None = None
+    qat: QAT | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.experts, Experts):
+        if isinstance(self.experts, Experts | MasterExperts):
             object.__setattr__(self, "experts", _InitialExperts(self.experts))
         given = self._arguments()
         for name in SIZES:  # jax's integers have no hash, which Flax needs of attributes
@@ -166,14 +177,22 @@ class MoE(nn.Module):
         *,
         mask: Bool[AnyArray, "*tokens"] | None = None,
     ) -> Float[Array, "*tokens H"]:
-        """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`."""
+        """x (..., H) -> y (..., H); `routing` and `mask` as for `jmx.nnx.MoE`.
+
+        With a mutable collection "intermediates" the call also records `token_counts` there, int32 (E,): the tokens of
+        each expert, added up over calls.
+        """
         check_x(x, self.resolved.hidden_size)
         if self.router and self.is_initializing():
             self.router_dense(x)  # makes the router's weights even if a routing is given
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
         split = split_of(self.axes, x, self.weights.arrays(), self.num_shards)
-        return call(self.resolved, x, routing, self.weights, mask, split, self.adapters)
+        y = call(self.resolved, x, routing, self.weights, mask, split, self.adapters)
+        if self.is_mutable_collection("intermediates"):
+            counts = call_counts(routing, mask, self.resolved.num_experts, self.axes)
+            self.sow("intermediates", "token_counts", counts, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros_like(counts))
+        return y
 
     def route(self, x: Float[AnyArray, "*tokens H"], mask: Bool[AnyArray, "*tokens"] | None = None) -> Routing:
         """Routing (..., k) of x (..., H) by the layer's router: `layer.apply(variables, x, method="route")`.
@@ -295,7 +314,9 @@ class MoE(nn.Module):
 
 
 def _collection(name: str) -> str:
-    return "placement" if name in PLACEMENT_ARRAYS else "params" if name.endswith("bias") else "quantized"
+    if name in PLACEMENT_ARRAYS:
+        return "placement"
+    return "params" if name.endswith("bias") or name in MASTER_ARRAYS else "quantized"
 
 
 def _arrays_of(variables: Any) -> dict[str, Any]:

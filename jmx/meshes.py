@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmx.util.typing import Array, Shaped
@@ -127,6 +128,48 @@ def placed(array: Shaped[Any, "*shape"], sharding: NamedSharding) -> Shaped[Any,
     spec = _only(sharding.spec, explicit_names(sharding.mesh))
     wanted = P(*spec, *(None,) * (len(array.shape) - len(spec)))
     return array if _spec(array) == wanted else jax.reshard(array, NamedSharding(sharding.mesh, wanted))
+
+
+def concrete_mesh(tree: Any) -> Mesh | None:
+    """The one mesh of the arrays of a pytree, whatever is on no mesh; None if there are none, or several, or traced
+    ones."""
+    found = {mesh for array in jax.tree.leaves(tree) if (mesh := _mesh_of(array)) is not None}
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # arrays are constants of a function that is being traced
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _mesh_of(array: Any) -> Mesh | None:
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return None
+    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def on_auto_axes(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function` of pytrees of arrays, for which Explicit axes of their mesh are Auto ones, and then Explicit again.
+
+    Explicit axes are part of types, and jax rejects many operations along an axis that they split. While tracing,
+    arrays keep their types.
+    """
+    mesh = concrete_mesh(arguments)
+    if mesh is None or not explicit_names(mesh):
+        return function(*arguments)
+    auto = Mesh(mesh.devices, mesh.axis_names)
+
+    def to(other: Mesh, tree: Any) -> Any:
+        def put(array: Any) -> Any:
+            place = array.sharding if _mesh_of(array) is not None else None
+            return array if place is None else jax.device_put(array, NamedSharding(other, place.spec))
+
+        return jax.tree.map(put, tree)
+
+    moved = to(auto, arguments)
+    with jax.set_mesh(auto):
+        found = function(*moved)
+    return to(mesh, found)
 
 
 def beside(array: Shaped[Array, "*shape"], tokens: Shaped[Array, "..."]) -> Shaped[Array, "*shape"]:

@@ -17,6 +17,8 @@ from jmx.numerics.input_formats import FAMILIES, INPUT_FORMATS
 from jmx.numerics.layouts import LAYOUTS
 from jmx.parallel.experts_form import AnyExperts, Form, one_device
 from jmx.parallel.module_axes import check_module_axes
+from jmx.qat import QAT, MasterExperts
+from jmx.qat.masters import check_of_layer
 from jmx.routing import Method, TopKSoftmax
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, resolve_input_format
@@ -54,8 +56,9 @@ class Arguments:
     param_dtype: Any
     axes: Mapping[str, Any] | None
     spare_experts: int
-    experts: Experts | None
+    experts: Experts | MasterExperts | None
     lora: LoRA | None
+    qat: QAT | None
 
     @classmethod
     def of(cls, **given: Any) -> "Arguments":
@@ -64,7 +67,11 @@ class Arguments:
         flags = {name: check_bool(name, given[name]) for name in ("bias", "router", "correction_bias")}
         router_bias = given["router_bias"]
         flags["router_bias"] = flags["bias"] if router_bias is None else check_bool("router_bias", router_bias)
-        experts = check_instance("experts", given["experts"], Experts | None, "jmx.Experts, or None")
+        qat = check_instance("qat", given["qat"], QAT | None, "a jmx.training.QAT, or None")
+        kinds = (Experts | None, "jmx.Experts, or None")
+        if qat is not None:
+            kinds = (Experts | MasterExperts | None, "jmx.Experts, a jmx.training.MasterExperts, or None")
+        experts = check_instance("experts", given["experts"], *kinds)
         activation = activations.get(given["activation"])
         order = check_one_of("gate_up_order", given["gate_up_order"], ("auto", *ORDERS))
         if order == "auto" and experts is not None:
@@ -85,8 +92,12 @@ class Arguments:
             "routing": resolve_method(given["routing"], sizes["top_k"], sizes["num_experts"], flags["correction_bias"]),
         }
         arguments = cls(**{**given, **sizes, **flags, **resolved})
+        if arguments.qat is not None:
+            if arguments.lora is not None:
+                raise ValueError(f"`lora` (={arguments.lora}) must be None for a layer with `qat`")
+            check_undivided(arguments.axes, arguments.spare_experts, "master weights")
         if arguments.lora is not None:
-            check_adaptable(arguments.axes, arguments.spare_experts)
+            check_undivided(arguments.axes, arguments.spare_experts, "experts with adapters")
             check_targets("lora.targets", arguments.lora.targets, arguments.gate_up_order is not None)
         return arguments
 
@@ -110,6 +121,9 @@ class Arguments:
         experts = self.experts
         sizes = {name: getattr(self, name) for name in ("num_experts", "hidden_size", "intermediate_size")}
         kind = {"gate_up_order": self.gate_up_order, "format": self.format, "bias": self.bias}
+        if self.qat is not None:
+            return self._initial_masters(self.qat, key, sizes | kind), Form()
+        assert not isinstance(experts, MasterExperts), "checked by `of`"
         if experts is None:
             experts = Experts.random(key(), **sizes, **kind, bias_dtype=self.param_dtype)
         else:
@@ -119,14 +133,25 @@ class Arguments:
         form = dataclasses.replace(form or Form.of(self.axes, self.spare_experts), input_format=inputs)
         return form.apply(experts).prepare(layout), form
 
+    def _initial_masters(self, qat: QAT, key: Callable[[], Any], wanted: dict[str, Any]) -> MasterExperts:
+        """The initial master weights: `experts` as they are or dequantized, or random ones."""
+        experts = self.experts
+        if experts is None:
+            return MasterExperts.random(key(), **wanted, bias_dtype=self.param_dtype, qat=qat)
+        if isinstance(experts, Experts):
+            experts = qat.masters(experts)
+        check_of_layer(experts, qat, **wanted)
+        return experts
 
-def check_adaptable(axes: Mapping[str, Any] | None, spare_experts: int) -> None:
-    """Raises ValueError for a module whose experts can have no adapters: in slots, or divided along other axes."""
+
+def check_undivided(axes: Mapping[str, Any] | None, spare_experts: int, what: str) -> None:
+    """Raises ValueError for a module with experts in slots, or divided along other axes than theirs, naming `what` it
+    cannot have then."""
     if spare_experts:
-        raise ValueError(f"`spare_experts` (={spare_experts}) must be 0 for experts with adapters")
+        raise ValueError(f"`spare_experts` (={spare_experts}) must be 0 for {what}")
     for name in ("intermediate", "hidden"):
         if (given := (axes or {}).get(name)) is not None:
-            raise ValueError(f"`axes` (with {name!r}: {given!r}) must not divide {name!r} for experts with adapters")
+            raise ValueError(f"`axes` (with {name!r}: {given!r}) must not divide {name!r} for {what}")
 
 
 def resolve_order(gate_up_order: str | None, activation: Activation) -> str | None:

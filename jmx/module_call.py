@@ -14,7 +14,8 @@ from jmx.lora import Adapters
 from jmx.module_arguments import Arguments
 from jmx.parallel.experts_form import AnyExperts, whole_shapes
 from jmx.parallel.split import Split
-from jmx.routing import Logits, Method, Routing, token_counts
+from jmx.routing import Logits, Method, Routing, route, token_counts
+from jmx.routing.routing import NOWHERE, as_int32
 from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import is_array, shown
 from jmx.util.typing import AnyArray, Array, Bool, Float, Int32, Shaped
@@ -109,6 +110,22 @@ def problem_of(settings: Any, x: Float[Any, "*tokens H"], experts: AnyExperts, a
     """
     top_k, whole = settings.routing.top_k, whole_shapes(experts)
     return Problem.of(x, top_k, whole, settings.activation, settings.weights_on, settings.input_format, adapted)
+
+
+def call_counts(
+    routing: Routing | Logits, mask: Bool[AnyArray, "*tokens"] | None, num_experts: int, axes: Axes | None
+) -> Int32[Array, " E"]:
+    """How many slots of a module's call go to each expert, of all devices; a masked token has none.
+
+    Args:
+        routing: of the call, which has been checked.
+        mask, axes: of the call and of the module.
+    """
+    if isinstance(routing, Logits):
+        routing = route(routing, mask)
+    elif mask is not None:
+        routing = routing._replace(expert_ids=jnp.where(mask[..., None], as_int32(routing.expert_ids), NOWHERE))
+    return summed_counts(routing, num_experts, axes)
 
 
 def summed_counts(routing: Routing, num_experts: int, axes: Axes | None) -> Int32[Array, " E"]:

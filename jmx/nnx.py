@@ -12,8 +12,16 @@ from jmx.experts import OTHER_ARRAYS, ROLES, Axes, Experts, MeshAxes
 from jmx.experts.conversion import place_like
 from jmx.lora import Adapters, LoRA
 from jmx.lora.adapters import Skeleton
-from jmx.module_arguments import Arguments, check_adaptable
-from jmx.module_call import call, check_router_split, problem_of, router_logits, router_options, summed_counts
+from jmx.module_arguments import Arguments, check_undivided
+from jmx.module_call import (
+    call,
+    call_counts,
+    check_router_split,
+    problem_of,
+    router_logits,
+    router_options,
+    summed_counts,
+)
 from jmx.numerics.formats import MXFP4, Format
 from jmx.parallel.experts_form import (
     AnyExperts,
@@ -29,6 +37,8 @@ from jmx.parallel.module_axes import split_of, weight_axes
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts
 from jmx.parallel.placement import Placement
 from jmx.parallel.split import Split
+from jmx.qat import QAT, MasterExperts
+from jmx.qat.masters import MASTER_ARRAYS
 from jmx.routing import Logits, Method, Routing, route
 from jmx.selection.problem import Problem, check_x
 from jmx.util.checks import check_instance
@@ -52,7 +62,9 @@ class CorrectionBias(nnx.Variable):
 
 
 def _kind(name: str) -> type[nnx.Variable]:
-    return PlacementArray if name in PLACEMENT_ARRAYS else nnx.Param if name.endswith("bias") else Quantized
+    if name in PLACEMENT_ARRAYS:
+        return PlacementArray
+    return nnx.Param if name.endswith("bias") or name in MASTER_ARRAYS else Quantized
 
 
 def _metadata(*names: MeshAxes) -> dict[str, Any]:
@@ -105,6 +117,9 @@ class MoE(nnx.Module):
         experts: initial weights instead of random ones. Their arrays are shared if they are in `layout` already.
         lora: adapters to add to the experts' products, in variables of the type `nnx.LoRAParam`; None: none. See
             docs/training.md, and `adapt`.
+        qat: makes the weights master weights, which each call rounds to `format`: variables `gate_up` and `down` of the
+            type `nnx.Param`, in place of quantized ones. See docs/training.md. `axes` may then divide "expert" and
+            "token" alone, and `experts` may also be `jmx.training.MasterExperts`.
         rngs: `nnx.Rngs`; the stream `params` is used.
 
     Raises:
@@ -142,8 +157,9 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.bfloat16,
         axes: Axes | None = None,
         spare_experts: int = 0,
-        experts: Experts | None = None,
+        experts: Experts | MasterExperts | None = None,
         lora: LoRA | None = None,
+        qat: QAT | None = None,
         rngs: nnx.Rngs,
     ):
         given = Arguments.of(
@@ -168,6 +184,7 @@ class MoE(nnx.Module):
             spare_experts=spare_experts,
             experts=experts,
             lora=lora,
+            qat=qat,
         )
         if not hasattr(check_instance("rngs", rngs, nnx.Rngs, "a flax.nnx.Rngs"), "params"):
             raise ValueError(f"`rngs` (of {[*rngs]}) must have a stream `params`, or a default one")
@@ -207,12 +224,14 @@ class MoE(nnx.Module):
         """The weights of the E experts as a pytree, in the layer's layout.
 
         Of a layer that holds shards or slots they are computed: each expert from its first slot, and its shards joined.
+        Master weights are rounded, which gives experts in the layout "packed", without gradients of their weights.
         """
         return whole_experts(self.held)
 
     @property
     def held(self) -> AnyExperts:
-        """The weights as the layer holds them: experts, shards of them, or either in the slots of a placement."""
+        """The weights as the layer holds them: experts, shards of them, or either in the slots of a placement; or
+        master weights."""
         return self.skeleton.with_arrays({name: getattr(self, name).get_value() for name in self._names()})
 
     @property
@@ -232,7 +251,9 @@ class MoE(nnx.Module):
         """
         check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
         if adapters is not None:
-            check_adaptable(self._axes, self.spare_experts)
+            check_undivided(self._axes, self.spare_experts, "experts with adapters")
+            if isinstance(self.skeleton, MasterExperts):
+                raise ValueError("`adapters` must be None for a layer with `qat`")
             adapters.check(self.experts)
         if self.adapter_skeleton is not None:
             for name in self.adapter_skeleton.names:
@@ -271,6 +292,8 @@ class MoE(nnx.Module):
         self._set(prepared(self.held, layout, weight_axes(self._axes)))
 
     def _names(self) -> list[str]:
+        if isinstance(self.skeleton, MasterExperts):
+            return [name for name in MASTER_ARRAYS if hasattr(self, name)]
         named = [f"{role}_{name}" for role in ROLES for name in (*inner(self.skeleton).format.arrays, *OTHER_ARRAYS)]
         return [name for name in (*named, *PLACEMENT_ARRAYS) if hasattr(self, name)]
 
@@ -316,10 +339,19 @@ class MoE(nnx.Module):
 
         `routing`: None for the layer's router, router logits (..., E) for its routing method, or a `Routing` or
         `Logits`. `mask` (...) bool: False marks padding tokens, which route nowhere.
+
+        Inside `nnx.capture(..., nnx.Intermediate)` the call also records `token_counts`, int32 (E,): the tokens of each
+        expert, added up over calls.
         """
         if not isinstance(routing, Routing | Logits):
             routing = self._logits(x, routing)
-        return call(self, x, routing, self.held, mask, self.split_of(x), self.adapters)
+        y = call(self, x, routing, self.held, mask, self.split_of(x), self.adapters)
+        if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
+            counts = call_counts(routing, mask, self.num_experts, self._axes)
+            self.sow(
+                nnx.Intermediate, "token_counts", counts, reduce_fn=jnp.add, init_fn=lambda: jnp.zeros_like(counts)
+            )
+        return y
 
     def split_of(self, x: Float[Any, "*tokens H"]) -> Split | None:
         """How mesh axes divide the call on x (an array or `jax.ShapeDtypeStruct`) now; None: on one device.

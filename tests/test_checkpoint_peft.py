@@ -20,6 +20,7 @@ from jmx.lora.forms import fused
 DATA = pathlib.Path(__file__).parent / "data" / "peft"
 E, H, I = 3, 32, 24  # noqa: E741
 GOLDEN = {"gpt_oss": "interleaved", "qwen3_moe": "concatenated", "modules": "concatenated"}
+LAYERS = {"gpt_oss": (0, 1), "qwen3_moe": (0, 1), "modules": (0,)}
 
 
 def experts_of(order, layers=(0, 1)) -> dict[int, Any]:
@@ -49,7 +50,7 @@ def assert_equal(got, expected):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_files_of_peft_add_what_peft_adds(name):
-    found = peft.load(DATA / name, experts_of(GOLDEN[name]))
+    found = peft.load(DATA / name, experts_of(GOLDEN[name], LAYERS[name]))
     got = {f"{layer}.{target}": d for layer, its in found.items() for target, d in deltas(its).items()}
     assert_equal(got, tensors(DATA / name / "deltas.safetensors"))
 
@@ -63,7 +64,7 @@ def test_rows_are_put_into_the_order_of_the_experts():
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_what_is_written_has_the_tensors_and_scales_of_peft(name, tmp_path):
-    experts = experts_of(GOLDEN[name])
+    experts = experts_of(GOLDEN[name], LAYERS[name])
     found = peft.load(DATA / name, experts)
     form = "modules" if name == "modules" else "parameters"
     peft.save(tmp_path / "new", found, experts, form=form, base_model="some/model")
@@ -122,9 +123,27 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         peft.save(tmp_path / "new", found, experts)
 
 
+def test_a_file_that_cannot_grow_leaves_nothing(tmp_path):
+    resource = pytest.importorskip("resource")
+    experts = experts_of("interleaved")
+    found = peft.load(DATA / "gpt_oss", experts)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # bytes: the header fits, matrices do not
+    try:
+        with pytest.raises(OSError, match=r"adapter_model\.safetensors"):
+            peft.save(tmp_path / "new", found, experts)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*tmp_path.iterdir()] == []
+
+
 CONFIGS = {
     "peft_type": ("VERA", "`peft_type` (='VERA') must be 'LORA'"),
     "r": (0, "`r` (=0) must be an integer of at least 1"),
+    "rank_pattern": ({"x": 2.0}, "`rank_pattern.x` (=2.0) must be an integer of at least 1"),
+    "target_modules": ("(", "`target_modules` (='(') must be a regular expression"),
+    "target_parameters": ([1], "`target_parameters` (=[1]) must be a list of names"),
+    "layers_to_transform": (["0"], "`layers_to_transform` (=['0']) must be integers, or null"),
     "lora_alpha": ("6", "`lora_alpha` (='6') must be a number"),
     "bias": ("all", "`bias` (='all') must be 'none'"),
     "use_dora": (True, "`use_dora` (=True) must be null"),
@@ -181,13 +200,87 @@ def test_tensors_that_do_not_fit_are_named(case, tmp_path):
     file.unlink()
     shards.write_file(file, outputs)
     with pytest.raises(CheckpointError, match=message):
-        peft.load(tmp_path / "copy", experts_of("concatenated"))
+        peft.load(tmp_path / "copy", experts_of("concatenated", (0,)))
 
 
 def test_fused_tensors_of_other_experts_are_named():
     wrong: Any = jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), E, 64, 32, gate_up_order="interleaved"))
     with pytest.raises(CheckpointError, match=r"must have N and K of one of"):
         peft.load(DATA / "gpt_oss", {0: wrong, 1: wrong})
+
+
+def experts_like(number, order="interleaved"):
+    return jax.eval_shape(
+        lambda: jmx.Experts.random(jax.random.key(0), number, H, I, gate_up_order=order, format="int8_channel")
+    )
+
+
+@pytest.mark.parametrize(("name", "number"), [("gpt_oss", 2), ("gpt_oss", 1), ("qwen3_moe", 1), ("modules", 2)])
+def test_files_of_another_number_of_experts_are_named(name, number):
+    rule = {"modules": "must be of an expert below 2"}.get(name, "`r` .*must be the rank .*number of experts")
+    with pytest.raises(CheckpointError, match=rule):  # three experts of rank 2 are also two of rank 3
+        peft.load(DATA / name, dict.fromkeys(LAYERS[name], experts_like(number, GOLDEN[name])))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_files_of_a_model_with_fewer_layers_are_named(name, tmp_path):
+    wanted, more = (experts_of(GOLDEN[name], layers) for layers in (LAYERS[name], range(5)))
+    with pytest.raises(
+        CheckpointError, match=r"adapter of 'model.layers.\d.mlp.experts.* is missing, which adapter_con"
+    ):
+        peft.load(DATA / name, more)
+    found = peft.load(DATA / name, wanted)
+    form = "modules" if name == "modules" else "parameters"
+    peft.save(tmp_path / "some", found, more, form=form)  # the config names the layers
+    assert peft.Reader(tmp_path / "some", more).layers == LAYERS[name]
+    config = json.loads((tmp_path / "some" / "adapter_config.json").read_text())
+    if form == "modules":
+        assert config["layers_to_transform"] == [0]
+    else:
+        assert "model.layers.1.mlp.experts.down_proj" in config["target_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "adapts"),
+    [
+        ({}, True),
+        ({"target_modules": r".*experts\.\d+\.(gate|up|down)_proj"}, True),
+        ({"target_modules": "all-linear"}, True),
+        ({"target_modules": ["layers.0.mlp.experts.0.gate_proj"]}, False),
+        ({"layers_to_transform": 0}, False),
+        ({"layers_to_transform": [0, 1]}, True),
+        ({"exclude_modules": r".*layers\.1\..*"}, False),
+    ],
+)
+def test_which_layers_have_adapters_is_what_the_config_names(changed, adapts, tmp_path):
+    shutil.copytree(DATA / "modules", tmp_path / "copy")
+    file = tmp_path / "copy" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    if adapts:
+        with pytest.raises(CheckpointError, match=r"layers\.1\..* is missing"):
+            peft.load(tmp_path / "copy", experts_of("concatenated"))
+    else:
+        assert [*peft.load(tmp_path / "copy", experts_of("concatenated"))] == [0]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_files_are_checked_before_they_are_read(name, monkeypatch):
+    monkeypatch.setattr(shards.Tensor, "view", lambda _: pytest.fail("a tensor was read"))
+    reader = peft.Reader(DATA / name, experts_of(GOLDEN[name], LAYERS[name]))
+    monkeypatch.undo()
+    for layer in reader.layers:
+        there: Any = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), reader.adapters(layer))
+        assert there == reader.shapes(layer)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    shutil.copytree(DATA / "gpt_oss", tmp_path / "copy")
+    file = tmp_path / "copy" / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 7, 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+            peft.load(tmp_path / "copy", experts_of("interleaved"))
 
 
 def test_layers_that_differ_are_an_error(tmp_path):
@@ -204,7 +297,8 @@ def test_layers_that_differ_are_an_error(tmp_path):
 
 
 def test_alpha_patterns_are_matched_as_peft_does():
-    config = Config(6.0, {"experts.down_proj": 4.0, r"layers\.1\..*": 2.0}, rank_stabilized=False)
+    patterns = {"experts.down_proj": 4.0, r"layers\.1\..*": 2.0}
+    config = Config(pathlib.Path("x"), 2, 6.0, {}, patterns, rank_stabilized=False, targets={}, layers=None)
     assert config.scale("model.layers.0.mlp.experts.down_proj", 2) == 2
     assert config.scale("model.layers.1.mlp.experts.gate_up_proj", 2) == 1
     assert config.scale("model.layers.0.mlp.myexperts.down_proj", 2) == 3

@@ -357,5 +357,5 @@ def test_memory_that_is_not_known_is_no_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("jmx.models.from_source", lambda source, **_: made.append(source) or source)
     arguments = cli.parser().parse_args(["generate", str(TINY), "a"])
     source = model_arguments.source(arguments, TINY)
-    assert model_arguments.make(arguments, source, [1]) is source
+    assert model_arguments.make(arguments, source, None, [1]) is source
     assert made == [source]

@@ -291,6 +291,58 @@ def test_prepare_and_update_keep_the_sharding(rng, spec, kind):
     check(placed.canonical().update(new), new)
 
 
+@pytest.mark.devices(4)
+@pytest.mark.parametrize(
+    ("layout", "format"),
+    [("mosaic_sm90", "int4_g32_order"), ("mosaic_sm90_fp8", "fp8_channel"), ("cutlass_sm90", "mxfp4")],
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_experts_that_a_mesh_divides_are_converted_where_they_are(rng, layout, format, kind):
+    """Layouts loop over experts, for which XLA gathers all of them on each device."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, AxisType.Auto))
+    experts = jmx.Experts.random(
+        jax.random.key(int(rng.integers(2**31))), 4, 128, 128, gate_up_order="interleaved", format=format
+    )
+    divided = jax.device_put(experts, NamedSharding(mesh, P("x")))
+    found, expected = divided.prepare(layout), experts.prepare(layout).arrays()
+    for name, array in found.arrays().items():
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), array.ndim), (name, array.sharding)
+        assert array.sharding.mesh.axis_types == mesh.axis_types, name
+        assert np.array_equal(np.asarray(array), np.asarray(expected[name])), name
+    with jax.set_mesh(mesh):
+        back = found.prepare("packed", donate=True)
+    assert back.gate_up.values.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 3)
+    assert found.gate_up.values.is_deleted()
+    assert same(back, experts)
+
+
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("format", ["mxfp4", "int4_g32_order"])
+def test_what_explicit_axes_divide_along_hidden_is_converted(rng, format):
+    """jax rejects most operations along an axis that an Explicit axis splits."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    experts = jmx.Experts.random(
+        jax.random.key(int(rng.integers(2**31))), 4, 128, 128, gate_up_order="interleaved", format=format
+    )
+
+    def put(array):
+        parts = P(None, None, "x") if array.ndim == 3 and array.shape[-1] % 2 == 0 else P()
+        return jax.device_put(array, NamedSharding(mesh, parts))
+
+    divided = jax.tree.map(put, experts)
+    for found, floats in zip(divided.dequantize(jnp.float32), experts.dequantize(jnp.float32), strict=True):
+        assert found.sharding.mesh.axis_types == mesh.axis_types
+        assert np.array_equal(np.asarray(found), np.asarray(floats))
+    expected = jmx.ShardedExperts.of(experts, 2).arrays()
+    for name, array in jmx.ShardedExperts.of(divided, 2).arrays().items():
+        assert np.array_equal(np.asarray(array), np.asarray(expected[name])), name
+    before = bits(experts)
+    donated = divided.prepare("mosaic_sm90", donate=True)
+    after = bits(donated)
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    assert divided.gate_up.values.is_deleted()
+
+
 # Updating
 
 

@@ -24,6 +24,7 @@ jitted_group = jax.jit(group, static_argnums=1)
 jitted_cut = jax.jit(split_groups, static_argnums=(1, 2))
 jitted_few = jax.jit(partial(few, align=8), static_argnums=1)
 jitted_many = jax.jit(many, static_argnums=(1, 2, 3), static_argnames="whole")
+jitted_sort = jax.jit(grouping.sort_rows, static_argnums=(1, 2))
 jitted_combine = jax.jit(grouping.combine)
 
 tokens = st.sampled_from([0, 1, 7, 64, 90])
@@ -55,6 +56,20 @@ def test_group_sorts_stably_and_back(seed, num_tokens, top_k, num_experts, where
     np.testing.assert_array_equal(groups.order, expected)
     np.testing.assert_array_equal(np.asarray(groups.order)[np.asarray(groups.inverse)], np.arange(flat.size))
     np.testing.assert_array_equal(groups.sizes, np.bincount(flat[inside], minlength=num_experts))
+
+
+@some
+@given(seeds, tokens, slots, experts, ranges, st.sampled_from([1, 8]))
+def test_the_expert_of_a_row_is_that_of_its_assignment(seed, num_tokens, top_k, num_experts, where, align):
+    ids = draw_ids(seed, num_tokens, top_k, num_experts, where)
+    rows = jitted_sort(ids, num_experts, align)
+    of_row = np.asarray(rows.assignment_of_row)
+    found = np.asarray(rows.expert_of(jnp.arange(of_row.size, dtype=jnp.int32)))
+    assert found.dtype == np.int32
+    assert ((found >= 0) & (found < num_experts)).all()
+    np.testing.assert_array_equal(found[of_row >= 0], ids.reshape(-1)[of_row[of_row >= 0]])
+    firsts = jnp.arange(0, of_row.size, align, dtype=jnp.int32)  # of whole blocks, each of one expert
+    np.testing.assert_array_equal(np.repeat(rows.expert_of(firsts), align)[of_row >= 0], found[of_row >= 0])
 
 
 def test_group_outside_jit_is_that_inside(rng):

@@ -11,12 +11,13 @@ from backend_cases import NEITHER, Case, draw_routing, draw_weights, draw_x, poi
 
 import jmx
 from jmx import GELU, Environment, ReLU2, SiLUAndMul, SwiGLU, grouping
-from jmx.engines.gradients import Gradients
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.pallas.mosaic_sm90 import act_order, kernel
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
+from jmx.selection.backend import ExpertProduct
 from jmx.xla import backend as xla
 
 HOPPER = Environment.named("h200")
@@ -44,7 +45,7 @@ CASES = [
 
 
 sort = jax.jit(grouping.many, static_argnums=(1, 2, 3))
-reference = jax.jit(xla.backward, static_argnums=0, static_argnames="biases")
+reference = jax.jit(xla.backward, static_argnums=(0, 3))
 
 
 def drawn(case, rng, layers=None):
@@ -64,7 +65,7 @@ def check(case, gradients, x, routing, experts, dy):
     if case.input_format is None:
         x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
         problem = dataclasses.replace(problem, dtype="float32")
-    expected = reference(problem, x, routing, experts, dy, biases=case.bias)
+    expected = reference(problem, Primals(x, routing, experts), dy, Wanted(*case.bias))
     for name, got, wanted in zip(expected._fields, gradients, expected, strict=True):
         assert (got is None) == (wanted is None), name
         if wanted is not None:
@@ -86,7 +87,7 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     arguments = x, routing, experts, dy = drawn(case, rng, layers)
-    gradients = MosaicSm90().backward(case.problem(), x, routing, experts, HOPPER, dy, case.bias)
+    gradients = MosaicSm90().backward(case.problem(), Primals(x, routing, experts), HOPPER, dy, Wanted(*case.bias))
     assert (gradients.x.dtype, gradients.weights.dtype) == (x.dtype, routing.weights.dtype)
     check(case, gradients, *arguments)
 
@@ -120,8 +121,9 @@ def test_one_product_and_its_transpose(case, layers, role, rng, monkeypatch):
         return jnp.asarray(np.where(assigned, rng.normal(size=(assigned.size, columns)), 0), jnp.bfloat16)
 
     rows = random(experts.spec(role).shape[1])
-    result = backend.product(problem, role, rows, sorted, experts, HOPPER, jnp.float32)
-    expected = xla.product(problem, role, rows.astype(jnp.float32), sorted, experts, jnp.float32)
+    product = ExpertProduct(problem, role, sorted, experts, HOPPER)
+    result = backend.product(product, rows, jnp.float32)
+    expected = xla.product_of_rows(product, rows.astype(jnp.float32), jnp.float32)
     parts = (expected,)
     if role == "gate_up" and experts.gated:
         parts = split_gate_up(expected, experts.gate_up_order)
@@ -133,8 +135,8 @@ def test_one_product_and_its_transpose(case, layers, role, rng, monkeypatch):
     if role == "gate_up":  # nothing adds to the padding of tiles
         given = gate_and_up_in_tiles(outputs)
     joined = join_gate_up(*outputs, experts.gate_up_order) if len(outputs) == 2 else outputs[0]
-    wanted = xla.product(problem, role, joined.astype(jnp.float32), sorted, experts, jnp.float32, transposed=True)
-    near(backend.transposed_product(problem, role, given, sorted, experts, HOPPER), wanted)
+    wanted = xla.product_of_rows(product, joined.astype(jnp.float32), jnp.float32, transposed=True)
+    near(backend.transposed_product(product, given), wanted)
 
 
 def gate_and_up_in_tiles(parts):

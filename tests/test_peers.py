@@ -122,8 +122,8 @@ def test_the_table_has_the_fastest_sound_time_in_bold(saved):
         "gpt-oss-120b, uniform routing. a card, 2026-01-02; jax 0.11; copy 4.00 TB/s, dense 800 TFLOP/s."
     )
     assert head == "| tokens | experts used | floor, us | mosaic | marlin |"
-    assert one == "| 1 | 4 | 12.5 | **20.04** (1.60 x) | - |"
-    assert many == "| 64 | 112 | 350.0 | - | **1234** (3.53 x) |"
+    assert one == "| 1 | 4 | 12.5 | **20.04** (1.60x) | - |"
+    assert many == "| 64 | 112 | 350.0 | - | **1234** (3.53x) |"
 
 
 def test_only_what_is_used_is_kept_of_a_wheel(tmp_path):

@@ -88,6 +88,7 @@ KINDS: dict[str, list[Any]] = {
     "sequence": [None, "x", 3, 2.5, {}, Opaque(), [None], ["x"], [Opaque()]],
     "function": [None, "x", 3, [], {}, Opaque(), np.ones(2)],
     "weight": [None, "x", 3, [], {}, Opaque(), np.ones((2, 32)), (np.ones(2), np.ones(2))],
+    "tree": [None, "x", [], {}, Opaque(), [Opaque()]],
     "array": _NO_ARRAY,
     "bias": ["x", [1.0], {}, Opaque(), 3, np.ones((E, 2 * I), np.int32), np.ones((E, 7), np.float32)],
 }
@@ -139,8 +140,20 @@ def floats() -> checkpoint.quantizing.Reader:
 
 
 @functools.cache
+def masters() -> jmx.training.MasterExperts:
+    return jmx.training.QAT().masters(experts())
+
+
+@functools.cache
 def adapters() -> jmx.lora.Adapters:
     return jmx.lora.LoRA(2).random(jax.random.key(0), experts())
+
+
+@functools.cache
+def adapter_reader() -> checkpoint.peft.Reader:
+    options: Any = {"gate_up_order": "interleaved", "format": "int8_channel"}
+    like: Any = jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), 3, 32, 24, **options))
+    return checkpoint.peft.Reader(GOLDEN.parents[1] / "peft" / "gpt_oss", {0: like, 1: like})
 
 
 @functools.cache
@@ -188,6 +201,7 @@ MODULE = {
     "spare_experts": "count",
     "experts": "object or None",
     "lora": "object or None",
+    "qat": "object or None",
 }
 SIZES = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
 CALL = {"x": "floats", "routing": "object or None", "mask": "mask"}
@@ -556,6 +570,63 @@ ROWS: dict[str, Row] = {
         lambda: {"correction_bias": np.zeros(E, np.float32), "counts": np.arange(E), "rate": 0.1},
     ),
     "jmx.training.refuse_frozen": Row({"optimizer": "object"}),
+    "jmx.training.QAT": Row({"gradients": "name", "scale_rule": "name", "dtype": "dtype"}),
+    "jmx.training.QAT.masters": Row({"experts": "object"}, call=lambda experts: jmx.training.QAT().masters(experts)),
+    "jmx.training.MasterExperts.of": Row(
+        {
+            "gate_up": "floats",
+            "down": "floats",
+            "gate_up_bias": "bias",
+            "down_bias": "bias",
+            **QUANTIZING,
+            "gradients": "name",
+            "scale_rule": "name",
+        },
+        lambda: {
+            "gate_up": np.ones((E, 2 * I, H), np.float32),
+            "down": np.ones((E, H, I), np.float32),
+            "gate_up_order": "interleaved",
+        },
+    ),
+    "jmx.training.MasterExperts.random": Row(
+        {
+            "key": "key",
+            "num_experts": "size",
+            "hidden_size": "size",
+            "intermediate_size": "size",
+            **QUANTIZING,
+            "bias": "flag",
+            "bias_dtype": "dtype",
+            "qat": "object",
+        },
+        lambda: {
+            "key": jax.random.key(0),
+            "num_experts": E,
+            "hidden_size": H,
+            "intermediate_size": I,
+            "gate_up_order": "interleaved",
+        },
+    ),
+    "jmx.training.MasterExperts.with_arrays": Row(
+        {"arrays": "mapping"}, call=lambda arrays: masters().with_arrays(arrays)
+    ),
+    "jmx.training.rounded": Row(
+        {"weights": "floats", "format": "named", "gradients": "name", "scale_rule": "name"},
+        lambda: {"weights": np.ones((2, 32), np.float32)},
+    ),
+    "jmx.training.check_finite": Row(
+        {"tree": "tree", "step": "count", "kept": "path or None"}, lambda: {"tree": 1.0, "step": 0}
+    ),
+    "jmx.training.export": Row(
+        {
+            "path": "path",
+            "model": "object",
+            "like": "path or None",
+            "max_shard_bytes": "size",
+            "progress": "flag",
+        },
+        lambda: {"path": "/nowhere/at/all", "model": model()},
+    ),
     "jmx.lora.LoRA": Row(
         {
             "rank": "size",
@@ -586,6 +657,16 @@ ROWS: dict[str, Row] = {
         {"path": "path", "experts": "mapping", "gate_up_order": "name or None"},
         lambda: {"path": "/nowhere", "experts": {0: experts()}},
     ),
+    "jmx.checkpoint.peft.Reader": Row(
+        {"path": "path", "experts": "mapping", "gate_up_order": "name or None"},
+        lambda: {"path": "/nowhere", "experts": {0: experts()}},
+    ),
+    **{
+        f"jmx.checkpoint.peft.Reader.{name}": Row(
+            {"layer": "count"}, call=lambda layer, name=name: getattr(adapter_reader(), name)(layer)
+        )
+        for name in ("shapes", "adapters")
+    },
     "jmx.checkpoint.peft.save": Row(
         {
             "path": "path",
@@ -695,6 +776,7 @@ ROWS: dict[str, Row] = {
         {
             "path": "path",
             "format": "named or None",
+            "qat": "object or None",
             "declared_inputs": "flag",
             "pad_experts": "flag",
             "dequantize_dense": "flag",
@@ -702,6 +784,7 @@ ROWS: dict[str, Row] = {
             "backend": "name or None",
             "mesh": "object or None",
             "axes": "axes",
+            "adapter": "path or None",
             "progress": "flag",
         },
         lambda: {"path": TINY},
@@ -715,6 +798,7 @@ ROWS: dict[str, Row] = {
             "path": "path",
             "config": "object",
             "format": "named or None",
+            "qat": "object or None",
             "dtype": "model dtype",
             "backend": "name or None",
             "mesh": "object or None",
@@ -734,6 +818,7 @@ ROWS: dict[str, Row] = {
             "backend": "name or None",
             "dequantize_dense": "flag",
             "split": "object or None",
+            "adapters": "object or None",
         },
         lambda: {"source": jmx.models.random_source(model().config)},
     ),
@@ -742,6 +827,7 @@ ROWS: dict[str, Row] = {
             {
                 "config": "object",
                 "format": "named or None",
+                "qat": "object or None",
                 "dtype": "model dtype",
                 "backend": "name or None",
                 "split": "object or None",
@@ -857,6 +943,7 @@ EXEMPT = {
     "jmx.Reason": "an enum, whose own error names it",
     "jmx.Rejection": "printed",
     "jmx.Selection": MADE,
+    "jmx.training.MasterExperts": CONTAINER,
     "jmx.Experts.layer": "tests/test_experts.py has it",
     "jmx.ShardedExperts": CONTAINER,
     "jmx.ShardedExperts.part": "of a device's own number",

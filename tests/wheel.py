@@ -1,11 +1,12 @@
 """Checks an installed wheel beside the running jax: its library loads, `cpu` is chosen and right, and models of every
 family generate and chat.
 
-    PYTHONPATH=FOLDER python tests/wheel.py [--pure] FOLDER [LIBRARY]
+    PYTHONPATH=FOLDER python tests/wheel.py [--pure] [--layer] FOLDER [LIBRARY]
 
 FOLDER is where the wheel was installed. With `--pure` it must have no library: `xla` is chosen, and `explain` states
-why. LIBRARY is one that `jmx build cutlass` compiled: its handlers are registered, too, on the CPU, since XLA checks
-their API version without a GPU. `make test-wheel` runs this with the oldest and the newest jax.
+why. With `--layer` no models run. LIBRARY is one that `jmx build cutlass` compiled: its handlers are registered, too,
+on the CPU, since XLA checks their API version without a GPU. `make test-wheel` runs this with the oldest and the newest
+jax.
 """
 
 import contextlib
@@ -94,8 +95,8 @@ def check_cutlass(path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    pure = "--pure" in sys.argv
-    folder, *libraries = (pathlib.Path(word) for word in sys.argv[1:] if word != "--pure")
+    pure, layer_alone = "--pure" in sys.argv, "--layer" in sys.argv
+    folder, *libraries = (pathlib.Path(word) for word in sys.argv[1:] if word not in ("--pure", "--layer"))
     assert pathlib.Path(jmx.__file__).is_relative_to(folder.resolve()), jmx.__file__
     warnings.simplefilter("error", LibraryWarning)
     if pure:
@@ -104,7 +105,8 @@ def main() -> None:
         check_headers()
         check_kernels()
         check_layer("cpu")
-    check_models()
+    if not layer_alone:
+        check_models()
     for path in libraries:
         check_cutlass(path)
     print(f"jax {jax.__version__}: {'xla' if pure else 'cpu'} runs and is right")

@@ -1,17 +1,14 @@
 """The last step of every loader: from packed arrays to `jmx.Experts` in the layout of this machine."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jmx.backends import resolve_layout
 from jmx.checkpoint.placement import ShardingLike, sharding_of
-from jmx.experts import ROLES, Experts, conversion, padding
-from jmx.numerics import layouts
+from jmx.experts import ROLES, Experts, padding
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Shaped
@@ -58,9 +55,7 @@ def experts_of(
     wanted = {name: sharding_of(name, sharding) for name in arrays}
     del arrays, gate_up, down  # the layout's arrays replace them one by one
     layout = resolve_layout(layout, Environment.probe(experts), format, input_format)
-    mesh = mesh_of_experts(wanted.values())
-    experts = experts.prepare(layout, donate=True) if mesh is None else prepared_over(mesh, experts, layout)
-    return put(experts, wanted)
+    return put(experts.prepare(layout, donate=True), wanted)
 
 
 class ExpertMesh(NamedTuple):
@@ -80,26 +75,10 @@ def mesh_of_experts(shardings: Iterable[Sharding | None]) -> ExpertMesh | None:
 
 
 def prepared_over(its: ExpertMesh, experts: Experts, layout: str) -> Experts:
-    """Experts in another layout, which each device makes of its own; no array moves. Frees the old arrays.
+    """Experts in another layout, while tracing: each device makes it of its own, and no array moves.
 
-    Also while tracing, in which nothing is freed.
+    Of arrays, `Experts.prepare` does so.
     """
-    if layout == experts.layout:
-        return experts
-    found = _prepared(its, experts, layout)
-    if not isinstance(experts.gate_up.values, Tracer):
-        jax.block_until_ready(found)
-        kept = {id(array) for array in found.arrays().values()}
-        for array in experts.arrays().values():
-            if id(array) not in kept:
-                array.delete()
-    for role in ROLES:
-        conversion.warn_of_rounding(getattr(found, role), found.spec(role), layouts.get(layout))
-    return found
-
-
-@partial(jax.jit, static_argnums=(0, 2))
-def _prepared(its: ExpertMesh, experts: Experts, layout: str) -> Experts:
     mesh = Mesh(its.mesh.devices, its.mesh.axis_names, axis_types=(AxisType.Auto,) * len(its.mesh.axis_names))
     spec = PartitionSpec(its.axes)
     return jax.shard_map(lambda experts: experts.prepare(layout), mesh=mesh, in_specs=spec, out_specs=spec)(experts)

@@ -15,8 +15,9 @@ from jmx.checkpoint import orbax_arrays
 from jmx.checkpoint.orbax_metadata import KEY, Layer, Saved, note_of, saved_as
 from jmx.experts import ROLES
 from jmx.nnx import MoE
-from jmx.parallel.experts_form import AnyExperts, inner, whole_experts
+from jmx.parallel.experts_form import QuantizedExperts, inner, whole_experts
 from jmx.parallel.placed_experts import PlacedExperts
+from jmx.qat import MasterExperts
 from jmx.util.atomic_files import check_new, new_path
 from jmx.util.checks import check_instance, check_path
 
@@ -109,7 +110,9 @@ def _flatten(module: nnx.Module) -> tuple[dict[str, Any], list[Layer]]:
         if name in arrays:
             raise ValueError(f"`module` must not have two variables that are called {name!r}")
         arrays[name] = array
-    return arrays, [_layer(_name(key), node, arrays) for key, node in nnx.iter_graph(module) if isinstance(node, MoE)]
+    layers = [(_name(key), node) for key, node in nnx.iter_graph(module) if isinstance(node, MoE)]
+    # Master weights are arrays like all others.
+    return arrays, [_layer(name, its, arrays) for name, its in layers if not isinstance(its.skeleton, MasterExperts)]
 
 
 def _layer(path: str, moe: MoE, arrays: Mapping[str, Any]) -> Layer:
@@ -189,7 +192,7 @@ def _reading_place(layer: Layer, name: str, shape: tuple[int, ...], places: Mapp
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _moved(held: AnyExperts, saved: Layer, wanted: Layer) -> AnyExperts:
+def _moved(held: QuantizedExperts, saved: Layer, wanted: Layer) -> QuantizedExperts:
     """What was saved in the layout and the form of `wanted`, on its own mesh, whichever is in scope.
 
     Frees the old arrays.

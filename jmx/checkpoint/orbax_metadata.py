@@ -35,7 +35,7 @@ import jax
 from jmx.checkpoint.config_object import ConfigObject
 from jmx.experts import Experts
 from jmx.numerics import layouts
-from jmx.parallel.experts_form import AnyExperts, Form, inner, whole_experts
+from jmx.parallel.experts_form import Form, QuantizedExperts, inner, whole_experts
 
 KEY = "jmx_experts"
 VERSION = 1
@@ -56,7 +56,7 @@ class Layer(NamedTuple):
     """A MoE layer of a module: its path there, with dots (empty for the module itself), its experts and their form."""
 
     path: str
-    experts: AnyExperts
+    experts: QuantizedExperts
     form: Form = Form()
 
     @property
@@ -108,7 +108,7 @@ def _form_entries(form: Form) -> dict[str, int]:
     return {} if entries == _FORM else entries
 
 
-def _facts(held: AnyExperts) -> dict[str, Any]:
+def _facts(held: QuantizedExperts) -> dict[str, Any]:
     """A description of experts that does not depend on their layout and form, as JSON. Equal ones have equal arrays."""
     experts = jax.eval_shape(whole_experts, held)
     canonical = jax.eval_shape(Experts.canonical, experts)

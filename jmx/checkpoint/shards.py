@@ -69,7 +69,8 @@ class CheckpointError(ValueError):
     """A checkpoint that is wrong or broken. The message names the file, the tensor or key, and the expectation.
 
     Attributes:
-        file, problem: the two parts of the message.
+        file: the first part of the message.
+        problem: the second part.
     """
 
     def __init__(self, file: str | os.PathLike[str], problem: str):

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from jmx.checkpoint.peft import Reader
 from jmx.cli import compilation_cache, model_arguments, sampling_arguments
 from jmx.cli.common import EXIT_OK, to_stderr
 from jmx.models import Model, Runner
@@ -54,7 +55,8 @@ def _start(arguments: argparse.Namespace) -> Dialog:
     sampler = sampling_arguments.sampler(arguments)
     directory = model_arguments.find(arguments.model)
     template, tokenizer = ChatTemplate.read(directory), read_tokenizer(directory)
-    model = make_model(arguments, model_arguments.source(arguments, directory))
+    source = model_arguments.source(arguments, directory)
+    model = make_model(arguments, source, model_arguments.adapters(arguments, source))
     return Dialog(
         Runner(model, store=compilation_cache.program_store()),
         tokenizer,
@@ -67,9 +69,9 @@ def _start(arguments: argparse.Namespace) -> Dialog:
     )
 
 
-def make_model(arguments: argparse.Namespace, source: Source) -> Model:
+def make_model(arguments: argparse.Namespace, source: Source, adapters: Reader | None) -> Model:
     """The model with its weights, if they fit beside the cache of one answer."""
-    return model_arguments.make(arguments, source, [1])
+    return model_arguments.make(arguments, source, adapters, [1])
 
 
 def _lines(on_terminal: bool) -> Iterator[str]:

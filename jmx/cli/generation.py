@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 import jmx
+from jmx.checkpoint.peft import Reader
 from jmx.cli import compilation_cache, model_arguments, prompts, sampling_arguments
 from jmx.cli.common import EXIT_OK, check_directories, check_known
 from jmx.cli.generation_report import Report, Timing
@@ -37,6 +38,7 @@ class Job(NamedTuple):
     source: Source
     prompts: list[Prompt]
     tokenizer: Any
+    adapters: Reader | None
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -86,7 +88,7 @@ def read_job(arguments: argparse.Namespace) -> Job:
     source = model_arguments.source(arguments, directory)
     _check_ids(arguments, source.config, asked)
     _check_lengths(asked, arguments.max_new_tokens, model_arguments.context_length(directory))
-    return Job(source, asked, tokenizer)
+    return Job(source, asked, tokenizer, model_arguments.adapters(arguments, source))
 
 
 def _random_job(arguments: argparse.Namespace) -> Job:
@@ -95,7 +97,8 @@ def _random_job(arguments: argparse.Namespace) -> Job:
     asked = [Prompt(ids, None) for ids in arguments.prompt_ids or [drawn]]
     _check_ids(arguments, config, asked)
     format = jmx.MXFP4 if arguments.format is None else jmx.FORMATS[arguments.format]
-    return Job(random_source(config, arguments.seed, format), asked, None)
+    source = random_source(config, arguments.seed, format)
+    return Job(source, asked, None, model_arguments.adapters(arguments, source))
 
 
 def _check_lengths(asked: Sequence[Prompt], max_new_tokens: int, context: int | None) -> None:
@@ -122,7 +125,7 @@ def _check_ids(arguments: argparse.Namespace, config: Config, asked: Sequence[Pr
 def make_model(arguments: argparse.Namespace, job: Job) -> Model:
     """The model with its weights, if they fit."""
     lengths = [len(prompt.ids) for prompt in job.prompts]
-    return model_arguments.make(arguments, job.source, lengths, all_logits=arguments.logits is not None)
+    return model_arguments.make(arguments, job.source, job.adapters, lengths, all_logits=arguments.logits is not None)
 
 
 def write_logits(runner: Runner, ids: list[int], file: Path) -> None:

@@ -9,6 +9,7 @@ from jmx.cli import mesh_argument
 from jmx.cli.common import Parser, check_backend, check_known
 
 if TYPE_CHECKING:
+    from jmx.checkpoint.peft import Reader
     from jmx.models import Model
     from jmx.models.memory import Needs
     from jmx.models.model_split import ModelSplit
@@ -36,6 +37,9 @@ def add(parser: Parser) -> None:
         action="store_true",
         help="pad experts where whole blocks of their weights and inputs do not divide their sizes",
     )
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="a directory of PEFT's files, with LoRA adapters that are added to the experts"
+    )
     parser.add_argument("--backend", metavar="NAME", help="the backend that must run the experts")
     parser.add_argument(
         "--mesh",
@@ -60,7 +64,11 @@ def check(arguments: argparse.Namespace) -> None:
         check_backend("--backend", arguments.backend)
     if arguments.max_new_tokens < 1:
         raise ValueError(f"`--max-new-tokens` (={arguments.max_new_tokens}) must be at least 1")
-    split(arguments)
+    over = split(arguments)
+    if arguments.adapter is not None:
+        from jmx.models.adapters import check_adaptable
+
+        check_adaptable(over, arguments.backend)
 
 
 def split(arguments: argparse.Namespace) -> "ModelSplit | None":
@@ -99,7 +107,26 @@ def source(arguments: argparse.Namespace, directory: Path) -> "Source":
     return file_source(directory, format=format, declared_inputs=declared, pad_experts=arguments.pad_experts)
 
 
-def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int], all_logits: bool = False) -> "Model":
+def adapters(arguments: argparse.Namespace, source: "Source") -> "Reader | None":
+    """The adapters of --adapter, of which only headers have been read; None without it.
+
+    Raises:
+        CheckpointError: files that are missing or broken, or not of adapters of these experts.
+    """
+    if arguments.adapter is None:
+        return None
+    from jmx.models.adapters import open_adapter
+
+    return open_adapter(arguments.adapter, source)
+
+
+def make(
+    arguments: argparse.Namespace,
+    source: "Source",
+    adapters: "Reader | None",
+    lengths: Sequence[int],
+    all_logits: bool = False,
+) -> "Model":
     """The model, for prompts of these lengths. Whether it fits is checked before weights are read.
 
     Raises:
@@ -113,7 +140,7 @@ def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int]
     over, dtype = split(arguments), jnp.dtype(arguments.dtype)
     if over is not None:
         over.check_rows("prompts", len(lengths))
-    options = {"dtype": dtype, "all_logits": all_logits, "split": over}
+    options = {"dtype": dtype, "all_logits": all_logits, "split": over, "adapters": adapters}
     needs = memory.needed(source, lengths, arguments.max_new_tokens, **options)
     devices = [jax.devices()[0]] if over is None else over.mesh.local_devices
     for device in devices:
@@ -123,7 +150,7 @@ def make(arguments: argparse.Namespace, source: "Source", lengths: Sequence[int]
         if has is not None and needs.total > has:
             raise MemoryError(_too_large(needs, has, device, lengths, over))
     with source.progress(True):
-        return from_source(source, dtype=dtype, backend=arguments.backend, split=over)
+        return from_source(source, dtype=dtype, backend=arguments.backend, split=over, adapters=adapters)
 
 
 def _too_large(needs: "Needs", has: int, device: Any, lengths: Sequence[int], split: "ModelSplit | None" = None) -> str:

@@ -156,12 +156,14 @@ def make_engine(arguments: argparse.Namespace, max_length: int) -> Engine:
 
     compilation_cache.use(arguments)
     source, split = _source(arguments), model_arguments.split(arguments)
+    adapters = model_arguments.adapters(arguments, source)
     limits = _limits(arguments, max_length)
     if arguments.cache_tokens is None:
-        tokens = automatic_cache_tokens(source, limits, arguments.dtype, split)
+        tokens = automatic_cache_tokens(source, limits, arguments.dtype, split, adapters)
         limits = _limits(arguments, max_length, tokens)
     with source.progress(True):
-        model = from_source(source, dtype=jax.numpy.dtype(arguments.dtype), backend=arguments.backend, split=split)
+        dtype = jax.numpy.dtype(arguments.dtype)
+        model = from_source(source, dtype=dtype, backend=arguments.backend, split=split, adapters=adapters)
     return Engine(model, limits, store=compilation_cache.program_store(), guides=_guides(arguments, model))
 
 
@@ -216,7 +218,9 @@ def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
         config, tokenizer, template, context = _published()[arguments.random], IdTokenizer(), None, None
     else:
         directory = model_arguments.find(arguments.model)
-        tokenizer, config = read_tokenizer(directory), _source(arguments).config
+        tokenizer, source = read_tokenizer(directory), _source(arguments)
+        model_arguments.adapters(arguments, source)  # errors of its files come before the engine is started
+        config = source.config
         context = model_arguments.context_length(directory)
         try:
             template = ChatTemplate.read(directory)

@@ -10,13 +10,42 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
 
 
+class Primals(NamedTuple):
+    """The arguments of `Backend.apply` that gradients are taken at: x (T, H), routing (T, k), and the experts."""
+
+    x: Float[Array, "T H"]
+    routing: Routing
+    experts: Experts
+
+
 class Gradients(NamedTuple):
-    """Cotangents of the layer: x (T, H), weights (T, k), and float32 biases, None unless requested."""
+    """Cotangents of the layer: x (T, H), weights (T, k), and what is float32, None unless requested: biases, and the
+    dequantized values of both weights."""
 
     x: Float[Array, "T H"]
     weights: Float[Array, "..."]
     gate_up_bias: Float32[Array, "*lead N"] | None
     down_bias: Float32[Array, "*lead H"] | None
+    gate_up: Float32[Array, "E N H"] | None = None
+    down: Float32[Array, "E H I"] | None = None
+
+
+class Wanted(NamedTuple):
+    """Which of the gradients are requested that nothing needs unless they are. Static."""
+
+    gate_up_bias: bool = False
+    down_bias: bool = False
+    gate_up: bool = False
+    down: bool = False
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        return self.gate_up_bias, self.down_bias
+
+    @property
+    def weights(self) -> bool:
+        """Whether those of a weight are among them."""
+        return self.gate_up or self.down
 
 
 @typing.runtime_checkable
@@ -24,19 +53,12 @@ class Differentiable(Protocol):
     """What a backend with a backward pass of its own has beside `jmx.selection.backend.Backend`."""
 
     def backward(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        biases: tuple[bool, bool],
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
-        """Gradients at the arguments of `Backend.apply`, given those of its result, while tracing.
+        """Gradients at the primals, given those of the result of `Backend.apply`, while tracing.
 
         Args:
             dy: (T, H) of x's dtype.
-            biases: whether those of (gate_up_bias, down_bias) are requested.
+            wanted: gradients of biases; never of weights.
         """
         ...

@@ -181,22 +181,25 @@ def quantize_weight(
     Raises:
         ValueError, TypeError: as `quantization.quantize`, naming the weight and the expert.
     """
-    quantize = partial(quantization.quantize, format=format, **options)
-
-    def quantize_expert(weight: Float[AnyArray, "N K"]) -> BlockScaled:
-        if gate_up_order is None or not quantization.rows_share_scales(format):
-            return formats.pack(quantize(weight))
-        halves = split_gate_up(weight.T, gate_up_order)
-        gate, up = (formats.pack(quantize(half.T)) for half in halves)
-        return jax.tree.map(lambda gate, up: join_gate_up(gate.T, up.T, gate_up_order).T, gate, up)
-
     packed = []
     for i in range(weight.shape[0]):
         try:
-            packed.append(quantize_expert(weight[i]))
+            packed.append(quantize_expert(weight[i], gate_up_order=gate_up_order, format=format, **options))
         except (ValueError, TypeError) as e:
             raise type(e)(f"`{name}` of expert {i}: {e}") from None
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *packed)
+
+
+def quantize_expert(
+    weight: Float[AnyArray, "N K"], *, gate_up_order: str | None, format: Format, **options: str
+) -> BlockScaled:
+    """Packed arrays of one expert's float weight, also while tracing; arguments as of `quantize_weight`."""
+    quantize = partial(quantization.quantize, format=format, **options)
+    if gate_up_order is None or not quantization.rows_share_scales(format):
+        return formats.pack(quantize(weight))
+    halves = split_gate_up(weight.T, gate_up_order)
+    gate, up = (formats.pack(quantize(half.T)) for half in halves)
+    return jax.tree.map(lambda gate, up: join_gate_up(gate.T, up.T, gate_up_order).T, gate, up)
 
 
 def random_biases(

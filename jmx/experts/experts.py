@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmx import meshes
 from jmx.activations import Activation
 from jmx.experts import conversion, creation, padding
 from jmx.experts.creation import BIAS_DTYPES, ORDERS, check_sizes
@@ -18,6 +19,7 @@ from jmx.numerics import formats, layouts, quantization, resizing
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import WeightSpec
+from jmx.util import pytrees
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -32,30 +34,33 @@ ROLES = ("gate_up", "down")
 OTHER_ARRAYS = ("bias", "input_scale")  # of each role, beside the arrays of its weight
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
-    meta_fields=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+@pytrees.register(
+    data=["gate_up", "down", "gate_up_bias", "down_bias", "index", "gate_up_input_scale", "down_input_scale"],
+    static=["format", "gate_up_order", "layout", "hidden_size", "intermediate_size", "input_format", "padded_to"],
+    format=formats.CODEC,
 )
 @dataclass(frozen=True)
 class Experts:
     """Weights of E experts in a block format. Created by `of`, `quantize`, `random` or a checkpoint's reader.
 
-    Canonical shapes, contracted axis last (H hidden, I intermediate):
+    Shapes are those of the canonical layout, contracted axis last (H hidden, I intermediate). Arrays come first; from
+    `format` on fields are static, except the input scales.
+
+    Attributes:
         gate_up: values (E, 2I, H), or (E, I, H) without a gate.
         down: values (E, H, I).
         gate_up_bias: (E, 2I) or (E, I), floating, or None.
         down_bias: (E, H), floating, or None.
         index: None, or () int32, the index of a layer in a stack of layers (L, E, ...); see `layer`.
-        gate_up_input_scale, down_input_scale: () float32, (L,) in a stack: static scales of the two products' inputs;
-            None for input formats that are not static.
-
-    Static fields:
         format: the block format.
         gate_up_order: "interleaved" (gate in rows 0, 2, 4 ..., as in gpt-oss), "concatenated" (all of gate first),
             either with up before gate ("interleaved_up_first", "concatenated_up_first"), or None for un-gated experts.
         layout: name of the layout of gate_up and down. Biases are canonical in every layout.
-        hidden_size, intermediate_size: logical sizes.
+        hidden_size: H, without padding.
+        intermediate_size: I, without padding.
+        gate_up_input_scale: () float32, (L,) in a stack: static scale of the first product's inputs; None for input
+            formats that are not static.
+        down_input_scale: likewise, of the second product's.
         input_format: name of the format that a checkpoint declares for both products' inputs; None: 16 bits.
         padded_to: the hidden and the intermediate size of the arrays, if these have padding; see `pad`. Else None.
     """
@@ -350,7 +355,7 @@ class Experts:
         """The same weights in another layout; itself if they are in it already.
 
         Args:
-            layout: a name in `layouts.LAYOUTS`.
+            layout: a name in `layouts.LAYOUTS`. Each device converts its own experts, if a mesh divides them.
             donate: whether this object's arrays are deleted, so that peak memory is one tensor above the weights.
 
         Warns (UserWarning), except while tracing, if the kernels that read the layout round any weights.
@@ -425,7 +430,7 @@ class Experts:
         if self.index is not None or new.index is not None:
             raise ValueError("`update` must be called on and with whole experts, not with a `layer` of a stack")
         abstract = jax.eval_shape(lambda experts: experts.prepare(self.layout), new)
-        check_alike("new", abstract, self, "to take the place of these experts")
+        check_alike("new", abstract, self, " to take the place of these experts")
         return jax.tree.map(conversion.place_like, self, new.prepare(self.layout))
 
     def dequantize(self, dtype: Any = jnp.bfloat16) -> tuple[Float[Array, "*lead N H"], Float[Array, "*lead H I"]]:
@@ -436,10 +441,10 @@ class Experts:
         dtype = check_dtype("dtype", dtype, jnp.bfloat16, jnp.float32)
         experts = self.prepare("packed")  # XLA's CPU compiler fails at float4 inside a loop
 
-        def floats(q: BlockScaled) -> jax.Array:
+        def floats(role: str, size: int, q: BlockScaled) -> jax.Array:
             chosen = q if self.index is None else jax.tree.map(lambda array: array[self.index], q)
-            return quantization.dequantize(chosen, dtype, self.format)
+            rows = quantization.dequantize(chosen, dtype, self.format)
+            return padding.without_rows(self, role, rows, axis=-2)[..., :size]
 
-        gate_up = padding.without_rows(self, "gate_up", floats(experts.gate_up), axis=-2)
-        down = padding.without_rows(self, "down", floats(experts.down), axis=-2)
-        return gate_up[..., : self.hidden_size], down[..., : self.intermediate_size]
+        gate_up = meshes.on_auto_axes(partial(floats, "gate_up", self.hidden_size), experts.gate_up)
+        return gate_up, meshes.on_auto_axes(partial(floats, "down", self.intermediate_size), experts.down)

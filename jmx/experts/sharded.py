@@ -15,20 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmx import meshes
 from jmx.experts.experts import Experts
 from jmx.experts.padding import halves_of, unit_of
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.numerics.layouts import rows_in_order
+from jmx.util import pytrees
 from jmx.util.checks import check_instance, check_int, check_one_of
 from jmx.util.typing import Array, Float, Shaped
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["shards", "down_bias"],
-    meta_fields=["intermediate_size"],
-)
+@pytrees.register(data=["shards", "down_bias"], static=["intermediate_size"])
 @dataclass(frozen=True)
 class ShardedExperts:
     """Experts of one layer in S shards along their intermediate axis. Created by `of`.
@@ -62,6 +60,10 @@ class ShardedExperts:
         experts.check(bias=experts.down_bias is not None)
         experts = experts if experts.padded_to is None else experts.unpad()
         size = shard_size(experts.intermediate_size, experts.format, input_format or experts.input_format, num_shards)
+        return meshes.on_auto_axes(lambda its: cls._divided(its, num_shards, size), experts)
+
+    @classmethod
+    def _divided(cls, experts: Experts, num_shards: int, size: int) -> "ShardedExperts":
         whole = experts.pad(experts.hidden_size, size * num_shards).as_padded()
         gate_up, down, gate_up_bias = whole.gate_up, whole.down, whole.gate_up_bias
         if down.order is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jmx.util.checks import check_instance, shown
-from jmx.util.typing import Array, Int32
+from jmx.util.typing import Array, Int32, Shaped
 
 _COMPARED = (
     "num_experts",
@@ -26,17 +26,23 @@ _COMPARED = (
 def check_alike(name: str, experts: Any, others: Any, purpose: str) -> None:
     """Raises ValueError, naming the difference, unless two `Experts` differ in nothing but values.
 
-    `name`: that of the first one in messages. `purpose`: why both must be alike.
+    `name`: that of the first one in messages. `purpose`: why both must be alike, the end of the sentence.
     """
     for field in _COMPARED:
         ours, theirs = getattr(experts, field), getattr(others, field)
         if ours != theirs:
-            raise ValueError(f"`{name}.{field}` (={ours!r}) must be {theirs!r} {purpose}")
-    ours, theirs = experts.arrays(), others.arrays()
-    for array in sorted({*ours, *theirs}):
-        kinds = [f"{a[array].dtype}{list(a[array].shape)}" if array in a else "None" for a in (ours, theirs)]
+            raise ValueError(f"`{name}.{field}` (={ours!r}) must be {theirs!r}{purpose}")
+    check_arrays_alike(name, experts.arrays(), others.arrays(), purpose)
+
+
+def check_arrays_alike(
+    name: str, arrays: Mapping[str, Shaped[Any, "..."]], others: Mapping[str, Shaped[Any, "..."]], purpose: str
+) -> None:
+    """Raises ValueError, naming the first array that differs, unless both have the same ones, in dtype and shape."""
+    for array in sorted({*arrays, *others}):
+        kinds = [f"{a[array].dtype}{list(a[array].shape)}" if array in a else "None" for a in (arrays, others)]
         if kinds[0] != kinds[1]:
-            raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]} {purpose}")
+            raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]}{purpose}")
 
 
 def check_one_layer(experts: Any, bias: bool, fields: Mapping[str, Any]) -> None:
@@ -62,7 +68,7 @@ def check_stackable(experts: Any, kind: type) -> None:
     for i, other in enumerate(experts):
         if other.index is not None:
             raise ValueError(f"`experts[{i}]` must be whole experts, not a `layer` of a stack")
-        check_alike(f"experts[{i}]", other, experts[0], "in one stack")
+        check_alike(f"experts[{i}]", other, experts[0], " in one stack")
 
 
 def layer_index(index: Any, num_layers: int) -> Int32[Array, ""]:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from jmx.experts import Experts, padding
 from jmx.experts.creation import BIAS_DTYPES
+from jmx.util import pytrees
 from jmx.util.checks import (
     check_array,
     check_bool,
@@ -29,7 +29,7 @@ TARGETS = ("gate_up", "gate", "up", "down")
 MATRICES = ("a", "b")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
+@pytrees.register(data=["a", "b"], static=["scale"])
 @dataclass(frozen=True)
 class Adapter:
     """What is added to one product of every expert: scale * b @ (a @ input).
@@ -50,7 +50,7 @@ class Adapter:
         return self.a.shape[-2]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=list(TARGETS), meta_fields=[])
+@pytrees.register(data=TARGETS)
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of a layer's experts (LoRA, Hu et al. 2021), by the product that each is added to.

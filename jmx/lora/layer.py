@@ -19,7 +19,7 @@ from jmx.lora.products import added
 from jmx.lora.rows import Rows, combine, dispatch
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.routing import Routing
-from jmx.selection.backend import ProductBackend, TransposedProduct
+from jmx.selection.backend import ExpertProduct, ProductBackend, TransposedProduct
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
@@ -104,16 +104,16 @@ def engine_of(backend: ProductBackend, problem: Problem, environment: Environmen
 
     def product(role: str, rows: Float[Array, "R K"], sorted: SortedRows, dtype: Any) -> Float[Array, "R W"]:
         def run(rows: Float[Array, "R K"], sorted: SortedRows, experts: Experts) -> Float[Array, "R W"]:
-            return backend.product(problem, role, rows, sorted, experts, environment, dtype)
+            return backend.product(ExpertProduct(problem, role, sorted, experts, environment), rows, dtype)
 
         def transposed(dresult: Float[Array, "R W"], sorted: SortedRows, experts: Experts) -> Float[Array, "R K"]:
+            its = ExpertProduct(problem, role, sorted, experts, environment)
             if isinstance(backend, TransposedProduct):
-                drows = backend.transposed_product(problem, role, dresult, sorted, experts, environment)
-                return drows.astype(rows.dtype)
+                return backend.transposed_product(its, dresult).astype(rows.dtype)
             parts, like = backend.outputs(problem, role, dresult), rows.dtype
             dy = join_gate_up(*parts, str(experts.gate_up_order)) if len(parts) == 2 else parts[0]
             dy = dy.astype(jnp.bfloat16 if like == jnp.bfloat16 else jnp.float32)
-            return xla.product(problem, role, dy, sorted, experts, like, transposed=True)
+            return xla.product_of_rows(its, dy, like, transposed=True)
 
         return frozen.differentiable(run, transposed)(rows, sorted, experts)
 

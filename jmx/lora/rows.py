@@ -34,8 +34,7 @@ class Rows(NamedTuple):
         align = block_rows(expert_ids.size, num_experts)
         rows = grouping.sort_rows(expert_ids, num_experts, align)
         first = jnp.arange(rows.assignment_of_row.size // align, dtype=jnp.int32) * align
-        expert = jnp.sum(rows.starts <= first[:, None], axis=1, dtype=jnp.int32) - 1
-        return cls(rows, expert, rows.assignment_of_row >= 0)
+        return cls(rows, rows.expert_of(first), rows.assignment_of_row >= 0)
 
     def blocked(self, rows: Float[Array, "R N"]) -> Float[Array, "n M N"]:
         """Rows as blocks."""

@@ -102,13 +102,14 @@ def _of_experts(
     return jmx.moe(
         x,
         jmx.Logits(logits, moe.routing, bias),
-        moe.experts,
+        moe.held,
         activation=moe.activation,
         weights_on=moe.weights_on,
         input_format=moe.input_format,
         mask=mask,
         backend=moe.backend,
         split=split.experts,
+        adapters=moe.adapters,
     )
 
 

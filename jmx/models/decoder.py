@@ -15,7 +15,7 @@ from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.block import Block, DenseBlock, MoERecord
 from jmx.models.cache import Cache
 from jmx.models.config import check_config, expert_sizes
-from jmx.models.float_moe import FloatMoE, random_experts
+from jmx.models.float_moe import FloatMoE, masters_of, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
 from jmx.models.model_split import ModelSplit
 from jmx.models.paged_cache import PagedLayer
@@ -23,6 +23,7 @@ from jmx.models.rope import rope_angles
 from jmx.models.sharded_moe import ShardedMoE
 from jmx.models.shared_experts import SharedExperts
 from jmx.numerics import formats
+from jmx.qat import QAT, MasterExperts
 from jmx.selection.select import check_backend
 from jmx.util.checks import check_array, check_dtype, check_instance, check_int
 
@@ -38,14 +39,15 @@ class Model(nnx.Module):
     Args:
         config: sizes and constants.
         format: of the experts' weights, or its name; None: they are floats of `dtype`.
+        qat: makes the experts' weights master weights, which each call rounds to `format`; None: they are in `format`.
         dtype: bfloat16 or float32.
         backend: name of the jmx backend that must run quantized experts, or None.
         split: how a mesh divides the model; None: it is on one device.
         rngs: `nnx.Rngs` with the stream `params`.
 
     Raises:
-        TypeError, ValueError: an argument of another type, or an unknown format or backend; a mesh that does not divide
-            what it is to divide.
+        TypeError, ValueError: an argument of another type, or an unknown format or backend; `qat` without `format`; a
+            mesh that does not divide what it is to divide, or divides the intermediate axis of master weights.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Model(nnx.Module):
         config: Any,
         *,
         format: jmx.Format | str | None = None,
+        qat: QAT | None = None,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         backend: str | None = None,
         split: ModelSplit | None = None,
@@ -60,12 +63,17 @@ class Model(nnx.Module):
     ):
         self.config = check_config("config", config)
         self.format = None if format is None else formats.get(format)
+        self.qat = check_instance("qat", qat, QAT | None, "a jmx.training.QAT, or None")
+        if qat is not None and self.format is None:
+            raise ValueError("`format` (=None) must be given for a model with `qat`")
         self.dtype = check_dtype("dtype", dtype, *DTYPES)
         check_backend(backend, registered_backends())
         self.backend = backend
         self.split = check_instance("split", split, ModelSplit | None, "a ModelSplit, or None")
         if split is not None:
             split.check(config)
+            if qat is not None and split.intermediate:
+                raise ValueError(f"`axes['intermediate']` (={split.intermediate}) must be None for a model with `qat`")
         check_instance("rngs", rngs, nnx.Rngs)
         self.embedding = nnx.Param(
             nnx.initializers.normal(1.0)(rngs.params(), (config.vocab_size, config.hidden_size), dtype)
@@ -110,11 +118,16 @@ class Model(nnx.Module):
         return {"activation": jmx.SwiGLU(), "routing": routing}
 
     def make_moe(
-        self, experts: jmx.Experts | jmx.ShardedExperts | FloatExperts | None, rngs: nnx.Rngs
+        self, experts: jmx.Experts | jmx.ShardedExperts | FloatExperts | MasterExperts | None, rngs: nnx.Rngs
     ) -> jmx.nnx.MoE | ShardedMoE | FloatMoE:
-        """A block's `moe`: with loaded experts, whose format and inputs it keeps, or (None) with random ones."""
+        """A block's `moe`: with loaded experts, whose format and inputs it keeps, or (None) with random ones.
+
+        With `qat`, floats and quantized experts become master weights.
+        """
         config = self.config
-        options: dict[str, Any] = {"format": self.format} | self.moe_options()
+        options: dict[str, Any] = {"format": self.format, "qat": self.qat} | self.moe_options()
+        if self.qat is not None and isinstance(experts, FloatExperts):
+            experts = masters_of(experts, options.get("gate_up_order", "concatenated"), options["format"], self.qat)
         if experts is None and self.format is None:
             experts = random_experts(
                 *expert_sizes(config), bias=options.get("bias", False), dtype=self.dtype, rngs=rngs

@@ -1,6 +1,6 @@
-"""Float experts, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
+"""Float experts, which jmx does not quantize: two grouped products by XLA."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -11,11 +11,16 @@ from jax import lax
 import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models.layers import precision
+from jmx.lora import Adapters
+from jmx.lora.adapters import Skeleton
+from jmx.lora.forms import fused
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
+from jmx.numerics.gate_up import join_gate_up
 from jmx.parallel.over_mesh import OwnExperts, exchanged
+from jmx.qat import QAT, MasterExperts
 from jmx.routing import Method
+from jmx.xla.grouped_dot import grouped_dot
 
 
 def random_experts(
@@ -25,6 +30,34 @@ def random_experts(
     shapes = (num_experts, 2 * intermediate, hidden), (num_experts, hidden, intermediate)
     weights = [nnx.initializers.normal(shape[-1] ** -0.5)(rngs.params(), shape, dtype) for shape in shapes]
     return FloatExperts(*weights, *(jnp.zeros(shape[:-1], dtype) if bias else None for shape in shapes))
+
+
+@lru_cache
+def abstract_experts(num_experts: int, hidden: int, intermediate: int, gate_up_order: str | None) -> Any:
+    """Experts without arrays, whose adapters have the shapes of any others of these sizes."""
+    sizes = num_experts, hidden, intermediate
+    options: dict[str, Any] = {"gate_up_order": gate_up_order, "format": "fp8_channel"}  # which supports any sizes
+    return jax.eval_shape(lambda: jmx.Experts.random(jax.random.key(0), *sizes, **options))  # no device is used
+
+
+def masters_of(floats: FloatExperts, gate_up_order: str, format: jmx.Format, qat: QAT) -> MasterExperts:
+    """Float experts as master weights of `format`, with rows of gate and up in that order."""
+    gate, up = jnp.split(floats.gate_up, 2, axis=1)
+    gate_up = join_gate_up(gate.mT, up.mT, gate_up_order).mT
+    bias = floats.gate_up_bias
+    if bias is not None:
+        gate_bias, up_bias = jnp.split(bias, 2, axis=-1)
+        bias = join_gate_up(gate_bias, up_bias, gate_up_order)
+    return MasterExperts.of(
+        gate_up.astype(qat.dtype),
+        floats.down.astype(qat.dtype),
+        bias,
+        floats.down_bias,
+        gate_up_order=gate_up_order,
+        format=format,
+        gradients=qat.gradients,
+        scale_rule=qat.scale_rule,
+    )
 
 
 class FloatMoE(nnx.Module):
@@ -56,6 +89,29 @@ class FloatMoE(nnx.Module):
         self.routing = routing
         bias = jmx.nnx.CorrectionBias(jnp.zeros(experts.down.shape[0], jnp.float32)) if correction_bias else None
         self.correction_bias = nnx.data(bias)
+        self.adapter_skeleton = nnx.static(None)
+        self.lora: dict[str, nnx.LoRAParam] = nnx.data({})
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of the experts, one of gate and up together, or None if there are none."""
+        skeleton = self.adapter_skeleton
+        if skeleton is None:
+            return None
+        return skeleton.with_arrays({name: self.lora[name].get_value() for name in skeleton.names})
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Adds adapters to the experts, whose gate rows come first.
+
+        Raises:
+            ValueError, TypeError: adapters that do not fit.
+        """
+        experts = abstract_experts(*self.down.shape, "concatenated")
+        adapters.check(experts)
+        adapters = fused(adapters, experts)
+        self.adapter_skeleton = nnx.static(Skeleton.of(adapters))
+        divided: dict[str, Any] = {"divided": ("expert",)}
+        self.lora = nnx.data({name: nnx.LoRAParam(each, **divided) for name, each in adapters.arrays().items()})
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
@@ -69,16 +125,20 @@ class FloatMoE(nnx.Module):
         (ids, weights), top_k = routing, routing.expert_ids.shape[-1]
         groups = jmx.group(ids, self.gate_up.shape[0])
 
-        def product(rows: jax.Array, weights: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-            exact = precision(rows.dtype)
-            sums = lax.ragged_dot(rows, weights[...].mT, groups.sizes, exact, preferred_element_type=jnp.float32)
-            if bias is not None:
+        adapters = {} if self.adapters is None else self.adapters.by_target()
+
+        def product(rows: jax.Array, role: str) -> jax.Array:
+            sums = grouped_dot(rows, getattr(self, role)[...], groups.sizes)
+            if (bias := getattr(self, f"{role}_bias")) is not None:
                 sums += bias[...][ids.reshape(-1)[groups.order]]
+            if (adapter := adapters.get(role)) is not None:
+                inner = grouped_dot(rows, adapter.a, groups.sizes) * adapter.scale
+                sums += grouped_dot(inner.astype(rows.dtype), adapter.b, groups.sizes)
             return sums.astype(rows.dtype)
 
-        hidden = product(tokens[groups.order // top_k], self.gate_up, self.gate_up_bias)
+        hidden = product(tokens[groups.order // top_k], "gate_up")
         gate, up = jnp.split(hidden, 2, axis=-1)
-        out = product(self.activation(gate, up), self.down, self.down_bias)
+        out = product(self.activation(gate, up), "down")
         out = out[groups.inverse].reshape(*ids.shape, -1)
         mine = (ids >= 0) & (ids < self.gate_up.shape[0]) & (weights != 0)
         out = jnp.where(mine[..., None], out, 0)  # rows of no expert are undefined

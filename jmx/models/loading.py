@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +17,34 @@ from jax.sharding import Mesh
 import jmx
 import jmx.nnx
 from jmx.backends import registered_backends
+from jmx.checkpoint import peft
 from jmx.experts import MeshAxes
 from jmx.models import hub
+from jmx.models.adapters import check_adaptable, open_adapter, put
 from jmx.models.checkpoint import Checkpoint
 from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import DTYPES, Model
 from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.tensors import TOP_NAMES
-from jmx.models.layers import Linear
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of, local_size
+from jmx.models.places import Place, places
 from jmx.models.quantized_weights import concatenated, in_groups, stays_quantized
 from jmx.models.sharded_moe import in_shards
 from jmx.models.sources.files import FileSource
 from jmx.models.sources.protocol import QuantizedSource, Shape, Source, StoredSource, in_layer
 from jmx.models.sources.random import RandomSource
 from jmx.numerics import formats
+from jmx.qat import QAT
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_bool, check_dtype, check_path, shown
+from jmx.util.checks import check_bool, check_dtype, check_instance, check_path, shown
 
 
 def load(
     path: str | os.PathLike[str],
     *,
     format: jmx.Format | str | None = None,
+    qat: QAT | None = None,
     declared_inputs: bool = True,
     pad_experts: bool = False,
     dequantize_dense: bool = False,
@@ -48,6 +52,7 @@ def load(
     backend: str | None = None,
     mesh: Mesh | None = None,
     axes: Mapping[str, MeshAxes] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Model:
     """The model of a checkpoint, of the family that its config.json names; experts stay quantized from disk to device.
@@ -58,6 +63,8 @@ def load(
         path: a directory of safetensors files, in floats or quantized by a tool that jmx supports; or the name of one
             on the Hugging Face Hub, as `jmx.models.find` takes.
         format: what float experts are quantized to on reading, or its name; None: they stay floats.
+        qat: makes experts master weights, for training: floats, which each call rounds to `format`, or the values of
+            experts that are quantized in the files, of whose format the result then is. None: they are not trained.
         declared_inputs: whether experts quantize their inputs to the format that the checkpoint declares.
         pad_experts: whether experts that are quantized in the files are padded where whole blocks of their weights and
             inputs do not divide their sizes, as `jmx.Experts.pad` does. Those that `format` quantizes always are.
@@ -67,22 +74,53 @@ def load(
         backend: name of the jmx backend that must run quantized experts, or None.
         mesh: of the devices that divide the model; None: it is on one. See docs/many_gpus.md.
         axes: mesh axes by what they divide, as in `jmx.models.ModelSplit.of`; None: the default ones.
+        adapter: a directory of PEFT's files with adapters of the experts, see docs/training.md; None: there are none.
+            They are added to products, not to weights, and are held in `dtype`.
         progress: whether to show a progress bar on stderr, if that is a terminal.
 
     Raises:
         CheckpointError: files that are wrong or broken; a family that jmx lacks; a `format` for experts that are
-            quantized already.
+            quantized already; adapters of other experts, or of anything but experts.
         ValueError: a mesh that does not divide the model evenly; the message names the key of the config.
         ValueError, FileNotFoundError, PermissionError, ImportError: no such model, see `jmx.models.find`.
     """
     check_path("path", path)
     _check_options(dtype, backend, dequantize_dense)
     split = split_of(mesh, axes)
+    if adapter is not None:
+        check_path("adapter", adapter)
+        check_adaptable(split, backend)
     check_bool("progress", progress)
-    options = {"format": format, "declared_inputs": declared_inputs, "pad_experts": pad_experts}
+    check_instance("qat", qat, QAT | None, "a jmx.training.QAT, or None")
+    if adapter is not None and qat is not None:
+        raise ValueError(f"`adapter` (={os.fspath(adapter)!r}) must be None with `qat`: adapters are of frozen weights")
+    of_masters = None if qat is None or format is None else formats.get(format)
+    options = {
+        "format": format if qat is None else None,
+        "declared_inputs": declared_inputs,
+        "pad_experts": pad_experts,
+    }
     source = file_source(hub.find(path), **options)
+    adapters = None if adapter is None else open_adapter(adapter, source)
+    if qat is not None:
+        of_masters = _master_format(source, of_masters)
     with source.progress(progress):
-        return from_source(source, dtype=dtype, backend=backend, dequantize_dense=dequantize_dense, split=split)
+        model = shapes_of(source.config, dtype=dtype, backend=backend, split=split, format=of_masters, qat=qat)
+        return fill(model, source, dequantize_dense=dequantize_dense, adapters=adapters)
+
+
+def _master_format(source: Source, format: jmx.Format | None) -> jmx.Format:
+    """The format of master weights: that of quantized experts, or the given one of floats."""
+    stored = {layer.format for layer in source.layers.values()}
+    if stored == {None}:
+        if format is None:
+            raise ValueError("`format` (=None) must be given with `qat` for experts that are floats in the files")
+        return format
+    found = next((its for its in stored if its is not None and format in (None, its)), None)
+    if found is None or len(stored) > 1:
+        names = sorted("floats" if its is None else its.name for its in stored)
+        raise ValueError(f"`format` (={format and format.name!r}) must be that of the experts in the files, {names}")
+    return found
 
 
 def file_source(
@@ -150,6 +188,7 @@ def from_source(
     backend: str | None = None,
     dequantize_dense: bool = False,
     split: ModelSplit | None = None,
+    adapters: peft.Reader | None = None,
 ) -> Model:
     """The model of a source's weights, filled layer by layer. Peak memory is the model and one layer.
 
@@ -157,13 +196,16 @@ def from_source(
         source: the weights.
         dtype, backend, dequantize_dense: as in `load`.
         split: how a mesh divides the model; None: it is on one device.
+        adapters: of the experts, as `jmx.models.adapters.open_adapter` opens them; None: there are none.
     """
     for member in ("config", "layers", "dense", "experts"):
         if not hasattr(source, member):
             raise TypeError(f"`source` ({shown(source)}) must be a source of weights, and has no `{member}`")
     _check_options(dtype, backend, dequantize_dense)
+    if check_instance("adapters", adapters, peft.Reader | None, "a jmx.checkpoint.peft.Reader, or None") is not None:
+        check_adaptable(split, backend)
     model = shapes_of(source.config, dtype=dtype, backend=backend, split=split)
-    return fill(model, source, dequantize_dense=dequantize_dense)
+    return fill(model, source, dequantize_dense=dequantize_dense, adapters=adapters)
 
 
 def split_of(mesh: Mesh | None, axes: Mapping[str, MeshAxes] | None = None) -> ModelSplit | None:
@@ -181,10 +223,16 @@ def shapes_of(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     split: ModelSplit | None = None,
+    format: jmx.Format | None = None,
+    qat: QAT | None = None,
 ) -> Model:
-    """A model of shapes in place of arrays (`nnx.eval_shape`); those of experts stand for experts in any format."""
-    format = jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
-    make = partial(family_with(config).model, config, format=format, dtype=dtype, backend=backend, split=split)
+    """A model of shapes in place of arrays (`nnx.eval_shape`).
+
+    Without a `format`, those of experts stand for experts in any format.
+    """
+    format = format or jmx.FORMATS["fp8_channel"]  # supports any sizes; `fill` replaces the experts
+    options = {"format": format, "qat": qat, "dtype": dtype, "backend": backend, "split": split}
+    make = partial(family_with(config).model, config, **options)
     return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
@@ -218,7 +266,9 @@ def _untied[C: Config](checkpoint: Checkpoint, config: C) -> tuple[C, dict[str, 
     ), {}
 
 
-def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) -> M:
+def fill[M: Model](
+    model: M, source: Source, *, dequantize_dense: bool = False, adapters: peft.Reader | None = None
+) -> M:
     """Fills a model of shapes (`nnx.eval_shape`) with weights. Peak memory is the model and one layer."""
     _check_floats(model.split, source)
     kept: Collection[str] = ()
@@ -238,6 +288,8 @@ def fill[M: Model](model: M, source: Source, *, dequantize_dense: bool = False) 
                     experts = _with_biases_in(model.dtype, experts)
                     experts = experts if model.split is None else _over(model.split, experts)
                 block.moe = model.make_moe(experts, nnx.Rngs(0))  # not used: nothing is drawn
+                if adapters is not None and number in adapters.layers:
+                    put(adapters.adapters(number), block.moe, model.dtype, model.split)
             _put(block, in_layer(number, ""), source, kept, model.split)  # after `moe`, of which some are
     return model
 
@@ -254,11 +306,11 @@ def _check_floats(split: ModelSplit | None, source: Source) -> None:
 
 def _order(model: Model, source: Source) -> list[int | str]:
     """The layers whose experts `fill` reads, and neutral names of other tensors, in its order."""
-    order: list[int | str] = [name for place in _places(model, "") for name in place.names]
+    order: list[int | str] = [name for place in places(model, "") for name in place.names]
     for number, block in enumerate(model.layers):
         if number in source.layers:
             order.append(number)
-        order += [name for place in _places(block, in_layer(number, "")) for name in place.names]
+        order += [name for place in places(block, in_layer(number, "")) for name in place.names]
     return order
 
 
@@ -274,41 +326,15 @@ def _over(split: ModelSplit, experts: jmx.Experts) -> jmx.Experts | jmx.ShardedE
     return in_shards(experts, split) if split.intermediate else experts
 
 
-class _Place(NamedTuple):
-    """A variable of a model, and where its rows come from.
-
-    Args:
-        names: neutral names of tensors.
-        variable: of the model.
-        groups: the variable has as many groups of rows, each of as many rows of every tensor.
-        linear: whose weights it is, or None.
-    """
-
-    names: tuple[str, ...]
-    variable: nnx.Variable
-    groups: int
-    linear: Linear | None
-
-
-def _places(module: Any, prefix: str) -> Iterator[_Place]:
-    """The variables of a module, whose names in the model begin with `prefix`."""
-    linears = [its for _, its in nnx.iter_modules(module) if isinstance(its, Linear)]
-    weights = {id(its.weights): its for its in linears}
-    groups = {id(variable): its.groups for its in linears for variable in (its.weights, its.bias)}
-    for names, variable in module.variables().items():
-        its = id(variable)
-        yield _Place(tuple(prefix + name for name in names), variable, groups.get(its, 1), weights.get(its))
-
-
 def _kept(model: Model, formats: Mapping[str, jmx.Format]) -> set[str]:
     """Neutral names of the tensors, of those in `formats`, that stay quantized in the model."""
     return {name for place in _kept_places(model, formats) for name in place.names}
 
 
-def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[_Place]:
+def _kept_places(model: Model, formats: Mapping[str, jmx.Format]) -> Iterator[Place]:
     modules = {"": model} | {in_layer(number, ""): block for number, block in enumerate(model.layers)}
     for prefix, module in modules.items():
-        for place in _places(module, prefix):
+        for place in places(module, prefix):
             if place.linear is not None and stays_quantized([formats.get(name) for name in place.names]):
                 yield place
 
@@ -321,7 +347,7 @@ def num_kept(model: Model, source: Source) -> int:
 
 def _put(module: Any, prefix: str, source: Source, kept: Collection[str], split: ModelSplit | None) -> None:
     """Fills a module's variables, which are shapes: with arrays in their dtypes, or with `kept` weights as they are."""
-    for names, variable, groups, linear in _places(module, prefix):
+    for names, variable, groups, linear in places(module, prefix):
         expected, keys = variable.get_value(), keys_of(variable)
         sharding = None if split is None else split.sharding(*keys)
         if linear is not None and isinstance(source, QuantizedSource) and names[0] in kept:

@@ -13,7 +13,8 @@ from flax import nnx
 import jmx
 import jmx.nnx
 from jmx.backends import resolve_layout
-from jmx.checkpoint import ExpertLayer
+from jmx.checkpoint import ExpertLayer, peft
+from jmx.models.adapters import nbytes as adapter_bytes
 from jmx.models.cache import bucket
 from jmx.models.decoder import Model
 from jmx.models.loading import num_kept, shapes_of
@@ -55,6 +56,7 @@ def needed(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     all_logits: bool = False,
     split: ModelSplit | None = None,
+    adapters: peft.Reader | None = None,
 ) -> Needs:
     """What `from_source` and then `Runner.generate` need at least, of the shapes alone: nothing is read or computed.
 
@@ -67,6 +69,7 @@ def needed(
         dtype: of activations and dense weights.
         all_logits: whether logits of all positions of the prompts are computed, not of the last ones only.
         split: how a mesh divides the model; None: it is on one device.
+        adapters: of the experts; None: there are none.
 
     Raises:
         TypeError: lengths or `max_new_tokens` are not integers.
@@ -84,7 +87,8 @@ def needed(
     rows //= 1 if split is None else split.ways("token")
     logits = 4 * rows * source.config.vocab_size * (longest if all_logits else 1)
     residual = rows * longest * source.config.hidden_size * model.dtype.itemsize
-    return Needs(_weights(model, source), sum(map(_on_a_device, cache)), logits + residual)
+    weights = _weights(model, source) + (0 if adapters is None else adapter_bytes(adapters, dtype, split))
+    return Needs(weights, sum(map(_on_a_device, cache)), logits + residual)
 
 
 def _on_a_device(array: jax.ShapeDtypeStruct) -> int:

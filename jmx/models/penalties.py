@@ -1,13 +1,12 @@
 """Penalties of tokens that a row has already: how often it has each, and what that changes in its logits."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.models.token_rows import check_tokens
+from jmx.models.token_rows import TokenIds, check_tokens
 from jmx.util.checks import check_array, check_int
 
 
@@ -23,7 +22,7 @@ class TokenCounts(NamedTuple):
     new: jax.Array
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int) -> "TokenCounts":
+    def of(cls, prompts: TokenIds, vocab_size: int) -> "TokenCounts":
         """The counts of B prompts, with nothing generated yet.
 
         TypeError or ValueError for arguments of other types, or ids outside the vocabulary.

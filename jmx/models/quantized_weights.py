@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import jmx
+from jmx.numerics import formats
+from jmx.util import pytrees
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("format",))
+@pytrees.register(data=["arrays"], static=["format"], format=formats.CODEC)
 @dataclass(frozen=True)
 class QuantizedWeights:
     """A matrix (out, in). Like an array of floats it has a shape, and `astype`, which XLA fuses into a product.

@@ -17,7 +17,7 @@ from jmx.models.penalties import TokenCounts
 from jmx.models.program_store import ProgramStore
 from jmx.models.programs import Program
 from jmx.models.sampling import Sampler, choose
-from jmx.models.token_rows import check_tokens, padded_rows
+from jmx.models.token_rows import TokenIds, check_tokens, padded_rows
 from jmx.util.checks import check_array, check_bool, check_instance, check_int
 
 # Decoding steps per program when generating. A caller may wait for so many, and so many may follow an EOS.
@@ -34,6 +34,17 @@ class _State(NamedTuple):
     lengths: jax.Array
     tokens: jax.Array
     counts: TokenCounts | None
+
+
+class _Call(NamedTuple):
+    """What `Runner.generate` is called with, checked; `known`: how many tokens of each prompt are in the cache."""
+
+    prompts: TokenIds
+    known: Sequence[int]
+    sampler: Sampler
+    max_new_tokens: int
+    cache: Cache | None
+    logprobs: int | None
 
 
 class Runner:
@@ -87,7 +98,7 @@ class Runner:
         )
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], *, cache: Cache | None = None, all_logits: bool = False
+        self, prompts: TokenIds, *, cache: Cache | None = None, all_logits: bool = False
     ) -> tuple[jax.Array, Cache]:
         """Runs the model on prompts, which may differ in length.
 
@@ -119,7 +130,7 @@ class Runner:
         logits, layers = self._forward(tokens, None, cache.layers, on_device, all_logits=all_logits)
         return logits, Cache(layers, on_device, int(lengths.max()))
 
-    def extend(self, tokens: Sequence[Sequence[int]], cache: Cache) -> tuple[jax.Array, Cache]:
+    def extend(self, tokens: TokenIds, cache: Cache) -> tuple[jax.Array, Cache]:
         """Runs the model on further tokens of each row, which may differ in number: the next turn of a conversation.
 
         Args:
@@ -164,7 +175,7 @@ class Runner:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenIds,
         sampler: Sampler,
         max_new_tokens: int,
         *,
@@ -198,20 +209,13 @@ class Runner:
             if len(prompt) <= length:
                 its = f"`prompts[{row}]` (of {len(prompt)} tokens)"
                 raise ValueError(f"{its} must have more tokens than its row of `cache` (={length})")
-        chunks = self._chunks(prompts, known, sampler, max_new_tokens, cache, logprobs)
+        chunks = self._chunks(_Call(prompts, known, sampler, max_new_tokens, cache, logprobs))
         return Generation(chunks, [len(prompt) for prompt in prompts], max_new_tokens)
 
-    def warm_up(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampler: Sampler,
-        max_new_tokens: int,
-        *,
-        logprobs: int | None = None,
-    ) -> int:
+    def warm_up(self, prompts: TokenIds, sampler: Sampler, max_new_tokens: int, *, logprobs: int | None = None) -> int:
         """Compiles everything that `generate` needs for these arguments. Returns the bytes of its cache on a device."""
         self._check(prompts, sampler, max_new_tokens, logprobs)
-        state, _ = self._start(prompts, [0] * len(prompts), sampler, max_new_tokens, None, logprobs)
+        state, _ = self._start(_Call(prompts, [0] * len(prompts), sampler, max_new_tokens, None, logprobs))
         if max_new_tokens > 1:
             state, _ = self._steps(
                 self._weights, state, jax.device_put(sampler.numbers), np.int32(1), logprobs=logprobs
@@ -219,9 +223,7 @@ class Runner:
         jax.block_until_ready(state)
         return sum(layer.addressable_shards[0].data.nbytes for layer in state.layers)
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], sampler: Sampler, max_new_tokens: int, logprobs: int | None
-    ) -> None:
+    def _check(self, prompts: TokenIds, sampler: Sampler, max_new_tokens: int, logprobs: int | None) -> None:
         """Checks arguments that `generate` and `warm_up` share."""
         check_tokens("prompts", prompts, self.model.config.vocab_size)
         self.model.check_rows("prompts", len(prompts))
@@ -229,22 +231,14 @@ class Runner:
         check_int("max_new_tokens", max_new_tokens, least=1)
         check_count(logprobs, self.model.config.vocab_size)
 
-    def _chunks(
-        self,
-        prompts: Sequence[Sequence[int]],
-        known: Sequence[int],
-        sampler: Sampler,
-        max_new_tokens: int,
-        cache: Cache | None,
-        logprobs: int | None,
-    ) -> Iterator[Chunk]:
+    def _chunks(self, call: _Call) -> Iterator[Chunk]:
         """The first tokens alone, then `CHUNK` steps each; the last one may be longer than needed."""
-        numbers = jax.device_put(sampler.numbers)
-        state, ready = self._start(prompts, known, sampler, max_new_tokens, cache, logprobs)
-        longest = max(map(len, prompts))
-        for step in range(1, max_new_tokens, CHUNK):
+        numbers = jax.device_put(call.sampler.numbers)
+        state, ready = self._start(call)
+        longest = max(map(len, call.prompts))
+        for step in range(1, call.max_new_tokens, CHUNK):
             jax.tree.map(lambda array: array.copy_to_host_async(), ready)
-            state, new = self._steps(self._weights, state, numbers, np.int32(step), logprobs=logprobs)
+            state, new = self._steps(self._weights, state, numbers, np.int32(step), logprobs=call.logprobs)
             longest += CHUNK
             tokens, found = jax.tree.map(np.asarray, ready)
             yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
@@ -252,16 +246,9 @@ class Runner:
         tokens, found = jax.tree.map(np.asarray, ready)
         yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
 
-    def _start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        known: Sequence[int],
-        sampler: Sampler,
-        max_new_tokens: int,
-        cache: Cache | None,
-        logprobs: int | None,
-    ) -> tuple[_State, _Drawn]:
+    def _start(self, call: _Call) -> tuple[_State, _Drawn]:
         """The state after the first new tokens, with capacity for all the others in whole chunks, and these tokens."""
+        prompts, known, sampler, max_new_tokens, cache, logprobs = call
         by_row = self.model.by_row
         counts = by_row(sampler.counts(prompts, self.model.config.vocab_size))
         chunks = -(-(max_new_tokens - 1) // CHUNK)

@@ -1,6 +1,6 @@
 """Choosing the next token from logits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.models.penalties import TokenCounts, penalize
+from jmx.models.token_rows import TokenIds
 from jmx.util.checks import check_finite, check_int
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -70,7 +71,7 @@ class Sampler:
         """Whether a choice depends on the tokens before it, of which `TokenCounts` are needed."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
-    def counts(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> TokenCounts | None:
+    def counts(self, prompts: TokenIds, vocab_size: int) -> TokenCounts | None:
         """The state before the first choice: None without penalties."""
         return TokenCounts.of(prompts, vocab_size) if self.has_penalties else None
 

@@ -20,6 +20,7 @@ from jmx.models.loading import split_of
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of
 from jmx.models.sharded_moe import ShardedMoE, in_shards
+from jmx.qat import QAT
 from jmx.util.checks import check_instance
 
 
@@ -27,9 +28,12 @@ def save(path: str | os.PathLike[str], model: Model) -> None:
     """Saves a model with `jmx.checkpoint.orbax.save`. Shards of experts are saved as whole experts.
 
     Raises:
+        ValueError: a model whose experts have adapters.
         TypeError, ValueError, FileExistsError, FileNotFoundError: as `jmx.checkpoint.orbax.save`.
     """
     check_instance("model", model, Model)
+    if any(getattr(getattr(block, "moe", None), "adapters", None) is not None for block in model.layers):
+        raise ValueError("`model` must have no adapters: jmx.checkpoint.peft.save writes them")
     if any(isinstance(getattr(block, "moe", None), ShardedMoE) for block in model.layers):
         model = nnx.merge(*nnx.split(model))  # another object, which shares the arrays
         for block in model.layers:
@@ -43,6 +47,7 @@ def restore(
     config: Config,
     *,
     format: jmx.Format | str | None = None,
+    qat: QAT | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     backend: str | None = None,
     mesh: Mesh | None = None,
@@ -54,6 +59,7 @@ def restore(
         path: the checkpoint.
         config: that of the model which was saved.
         format: of its experts; None: floats.
+        qat: that of the model which was saved.
         dtype, backend, mesh, axes: as in `jmx.models.load`; `dtype` is that of the model which was saved.
 
     Raises:
@@ -62,7 +68,7 @@ def restore(
     """
     split = split_of(mesh, axes)
     family = family_with(config)
-    options = {"format": format, "dtype": dtype, "backend": backend, "split": split}
+    options = {"format": format, "qat": qat, "dtype": dtype, "backend": backend, "split": split}
     model = nnx.eval_shape(lambda: family.model(config, **options, rngs=nnx.Rngs(0)))
     if split is None:
         return orbax.restore(path, model)
@@ -84,7 +90,7 @@ def _placed(model: Model, split: ModelSplit) -> Model:
         id(getattr(moe, name))
         for _, moe in nnx.iter_modules(model)
         if isinstance(moe, jmx.nnx.MoE)
-        for name in moe.experts.arrays()
+        for name in moe.held.arrays()
         if not name.endswith("_input_scale")
     }
     reading = split.reading(model.config.num_experts)

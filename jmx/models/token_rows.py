@@ -8,8 +8,10 @@ import numpy as np
 from jmx.models.cache import bucket
 from jmx.util.checks import check_int, is_array, shown
 
+TokenIds = Sequence[Sequence[int]]  # of several rows: a list of token ids each
 
-def check_tokens(name: str, rows: Sequence[Sequence[int]], vocab_size: int) -> None:
+
+def check_tokens(name: str, rows: TokenIds, vocab_size: int) -> None:
     """Checks that there is a row, and that each has a token, all of the vocabulary.
 
     Raises:
@@ -37,7 +39,7 @@ def _check_list(name: str, value: Any, what: str) -> None:
         raise TypeError(f"`{name}` ({shown(value)}) must be {what}")
 
 
-def padded_rows(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def padded_rows(rows: TokenIds) -> tuple[np.ndarray, np.ndarray]:
     """The rows as int32 (B, bucket of the longest), and their lengths, int32 (B,)."""
     lengths = np.array([len(row) for row in rows], np.int32)
     padded = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)

@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmx.util import pytrees
 from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int, check_named, check_shape
 from jmx.util.typing import AnyArray, Float32, Int8, Int32, Shaped, UInt8
 
 WHOLE_ROW = -1  # a block size, as in GPTQ's configs
 
 
+@pytrees.register_namedtuple
 class BlockScaled(NamedTuple):
     """A weight of logical shape (..., N, K) in a block format; a pytree. Arrays that its format lacks are None.
 
@@ -226,6 +228,15 @@ _SCALE_BYTES = {_E8M0: 127, _E4M3: 0x38}  # of 1.0
 def get(format: Format | str) -> Format:
     """A format of weights, or the one of that name in `FORMATS`. ValueError, naming those, for other names."""
     return check_named("format", format, Format, FORMATS)
+
+
+def _name(format: Format) -> str:
+    if format.name not in FORMATS or FORMATS[format.name] != format:
+        raise ValueError(f"`format` (={format}) must be one of jmx.FORMATS to be serialized")
+    return format.name
+
+
+CODEC: pytrees.Codec = (_name, get)
 
 
 def with_float_scales(*element_dtypes: Any) -> tuple[str, ...]:

@@ -59,12 +59,14 @@ def quantize(
     """Rounds floats to a block format.
 
     Elements round to nearest, ties to even, and saturate; zeros keep their sign if elements have one. A block of
-    zeros gets scale 1.0. Scales:
-        MXFP4: a power of two by `scale_rule`, its exponent clamped to [-127, 127].
-        MXFP8: 2^ceil(log2(amax / 448)), at least 2^-127, which blocks of zeros have.
-        NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
-        MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, 0 in between.
-        FP8: amax / 448, of the whole tensor, a row, or a block of rows and columns.
+    zeros gets scale 1.0. Scales are:
+
+    * MXFP4: a power of two by `scale_rule`, its exponent clamped to [-127, 127].
+    * MXFP8: 2^ceil(log2(amax / 448)), at least 2^-127, which blocks of zeros have.
+    * NVFP4: amax / 6 over the global scale, which is the tensor's amax / (448 * 6), in e4m3.
+    * MXINT4, INT4 and INT8: amax / 7.5 or / 127.5; with zero points (max - min) / 15 or / 255, 0 in between.
+    * FP8: amax / 448, of the whole tensor, a row, or a block of rows and columns.
+
     All but MXFP4's follow compressed-tensors' observers. A scale that would round to zero is the least positive
     number of its dtype, for 16 and 32 bits the least normal one.
 

@@ -13,13 +13,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jmx.experts import Axes, Experts, MeshAxes, ShardedExperts, partition_names
 from jmx.experts.arrays import check_arrays
 from jmx.experts.conversion import place_like
+from jmx.experts.stacking import check_arrays_alike
 from jmx.parallel.hidden_axis import along_hidden
 from jmx.parallel.placed_experts import PLACEMENT_ARRAYS, PlacedExperts, slot_axis
 from jmx.parallel.placement import Placement
 from jmx.parallel.split import AnyMesh
+from jmx.qat import MasterExperts
 from jmx.util.checks import check_instance
 
-AnyExperts = Experts | ShardedExperts | PlacedExperts
+QuantizedExperts = Experts | ShardedExperts | PlacedExperts
+AnyExperts = QuantizedExperts | MasterExperts
+KINDS = "jmx.Experts, jmx.ShardedExperts, jmx.parallel.PlacedExperts or jmx.training.MasterExperts"
 
 
 @jax.tree_util.register_static
@@ -51,7 +55,7 @@ class Form:
 
         return cls(ways("intermediate"), spare_experts, ways("expert") if spare_experts else 1)
 
-    def apply(self, experts: Experts, placement: Placement | None = None) -> AnyExperts:
+    def apply(self, experts: Experts, placement: Placement | None = None) -> QuantizedExperts:
         """Experts in this form; in shards their layout is "packed".
 
         `placement`: which slots hold them; None: each expert is in its own slot, and spare ones are empty.
@@ -90,7 +94,12 @@ def _whole_on_each(experts: Experts) -> Experts:
 
 
 def inner(held: AnyExperts) -> Experts:
-    """The `Experts` inside of any form: slots, shards with a leading axis, or both; it has their static fields."""
+    """The `Experts` inside of any form: slots, shards with a leading axis, or both; it has their static fields.
+
+    Of master weights they are those that they are rounded to, without their arrays.
+    """
+    if isinstance(held, MasterExperts):
+        return held.skeleton()
     experts = held.experts if isinstance(held, PlacedExperts) else held
     return experts.shards if isinstance(experts, ShardedExperts) else experts
 
@@ -103,7 +112,7 @@ def whole_experts(held: AnyExperts) -> Experts:
     if isinstance(held, Experts):
         return held
     mesh = _auto_mesh(held)
-    if mesh is None:
+    if mesh is None or isinstance(held, MasterExperts):
         return _whole(held)
     own = inner(held).gate_up.values.sharding.mesh
     held = jax.tree.map(lambda its: jax.device_put(its, NamedSharding(mesh, its.sharding.spec)), held)
@@ -113,6 +122,8 @@ def whole_experts(held: AnyExperts) -> Experts:
 
 
 def _whole(held: AnyExperts) -> Experts:
+    if isinstance(held, MasterExperts):
+        return held.quantize()
     layout = inner(held).layout
     if isinstance(held, Experts):
         return held
@@ -133,6 +144,7 @@ def updated(held: AnyExperts, new: Experts, form: Form) -> AnyExperts:
     Raises:
         ValueError, TypeError: as `Experts.update`.
     """
+    held = _quantized(held, "new")
     if isinstance(held, Experts):
         return held.update(new)
     like = whole_shapes(held)
@@ -156,6 +168,7 @@ def prepared(held: AnyExperts, layout: str, axes: Axes) -> AnyExperts:
 
     Deletes the old arrays, see `Experts.prepare`.
     """
+    held = _quantized(held, "layout")
     values = inner(held).gate_up.values
     auto = _auto_mesh(held)
     if auto is None or not axes:
@@ -169,15 +182,26 @@ def prepared(held: AnyExperts, layout: str, axes: Axes) -> AnyExperts:
     return new.with_arrays(put)
 
 
+def _quantized(held: AnyExperts, argument: str) -> QuantizedExperts:
+    """What is held. Raises ValueError, naming the argument, for master weights, which are not quantized."""
+    if isinstance(held, MasterExperts):
+        raise ValueError(
+            f"`{argument}` must not be given to a layer of master weights, which has no layout: see `hold`"
+        )
+    return held
+
+
 def whole_shapes(held: AnyExperts) -> Experts:
     """The shapes of `whole_experts`, without shardings."""
     return jax.eval_shape(_whole, jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), held))
 
 
 def one_device(held: AnyExperts) -> Experts:
-    """Experts like those of one device, for checks; of shards abstract ones."""
+    """Experts like those of one device, for checks; of shards and of master weights abstract ones."""
     if isinstance(held, PlacedExperts):
         return one_device(held.experts)
+    if isinstance(held, MasterExperts):
+        return whole_shapes(held)
     if isinstance(held, ShardedExperts):  # without shardings, as no device may have the first shard alone
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), held)
         return jax.eval_shape(lambda sharded: sharded.shard(0), shapes)
@@ -186,7 +210,7 @@ def one_device(held: AnyExperts) -> Experts:
 
 def check_held(held: AnyExperts) -> None:
     """Raises ValueError or TypeError, naming the array, unless the arrays that a module holds fit their sizes."""
-    if isinstance(held, PlacedExperts):
+    if isinstance(held, PlacedExperts | MasterExperts):
         held.check()
     check_arrays(one_device(held))
 
@@ -196,11 +220,7 @@ def check_alike(name: str, held: AnyExperts, other: AnyExperts) -> None:
     check_instance(name, held, type(other), f"a {type(other).__name__}, as the layer holds")
     if held.with_arrays({}) != other.with_arrays({}):
         raise ValueError(f"`{name}` must have the sizes, format, layout and ranks of what the layer holds")
-    ours, theirs = held.arrays(), other.arrays()
-    for array in sorted({*ours, *theirs}):
-        kinds = [f"{its[array].dtype}{list(its[array].shape)}" if array in its else "None" for its in (ours, theirs)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"`{name}.{array}` (={kinds[0]}) must be {kinds[1]}, as the layer holds")
+    check_arrays_alike(name, held.arrays(), other.arrays(), ", as the layer holds")
 
 
 def _auto_mesh(held: AnyExperts) -> Mesh | None:
@@ -223,6 +243,11 @@ def form_names(held: AnyExperts, axes: Axes, sizes: Mapping[str, int] | None = N
     if isinstance(held, PlacedExperts):
         placement = {name: (None,) * getattr(held.placement, name).ndim for name in PLACEMENT_ARRAYS}
         return form_names(held.experts, axes, sizes) | placement
+    if isinstance(held, MasterExperts):
+        names = {n: (axes.get("expert"), *(None,) * (a.ndim - 1)) for n, a in held.arrays().items()}
+        if sizes is not None:
+            _check_even(held, names, axes, sizes)
+        return names
     if isinstance(held, Experts):
         names = partition_names(held, {**axes, "hidden": None})
     else:
@@ -237,7 +262,10 @@ def form_names(held: AnyExperts, axes: Axes, sizes: Mapping[str, int] | None = N
 
 
 def _check_even(
-    held: Experts | ShardedExperts, names: Mapping[str, tuple[MeshAxes, ...]], axes: Axes, sizes: Mapping[str, int]
+    held: Experts | ShardedExperts | MasterExperts,
+    names: Mapping[str, tuple[MeshAxes, ...]],
+    axes: Axes,
+    sizes: Mapping[str, int],
 ) -> None:
     for name, array in held.arrays().items():
         for size, given in zip(array.shape, names[name], strict=False):

@@ -1,14 +1,19 @@
 """Loads: how many tokens each rank computes under a placement, and a comparison of two placements."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmx.parallel.moves import sources
 from jmx.parallel.placement import Placement, check_alike, check_placement
-from jmx.util.checks import check_array
-from jmx.util.typing import AnyArray, Float, Num
+from jmx.util.checks import check_array, shown
+from jmx.util.typing import AnyArray, Array, Float, Num
+
+_ENTRY = "token_counts"  # as modules record it
 
 
 def check_counts(counts: Any) -> Float[np.ndarray, "*layers E"]:
@@ -28,6 +33,36 @@ def check_counts(counts: Any) -> Float[np.ndarray, "*layers E"]:
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(f"`counts[{', '.join(map(str, where))}]` (={loads[where]:g}) must be finite and at least 0")
     return loads
+
+
+def layer_counts(intermediates: Any) -> Num[Array, "L E"]:
+    """The tokens of each expert that layers recorded: (L, E), in the order of the layers' names and numbers.
+
+    Args:
+        intermediates: what `nnx.capture` returned, or the Linen collection "intermediates": a pytree with an entry
+            `token_counts` for each layer, (E,), or (L, E) of layers that a scan stacks.
+
+    Raises:
+        ValueError: no such entries, or those of layers that differ in their number of experts.
+    """
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(intermediates)[0]:
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        if _ENTRY in names:
+            check_array(_ENTRY, leaf, jnp.number)
+            found.append((_in_order(".".join(names)), leaf.reshape(-1, leaf.shape[-1])))
+    if not found:
+        raise ValueError(f"`intermediates` (={shown(intermediates)}) must have entries {_ENTRY!r} of layers")
+    counts = [leaf for _, leaf in sorted(found, key=lambda each: each[0])]
+    if len({leaf.shape[-1] for leaf in counts}) > 1:
+        sizes = [leaf.shape[-1] for leaf in counts]
+        raise ValueError(f"`intermediates` (layers of {sizes} experts) must be of layers with equal numbers of experts")
+    return jnp.concatenate(counts)
+
+
+def _in_order(name: str) -> list[tuple[str, int]]:
+    """A name with its numbers as numbers, so that layer 2 comes before layer 10."""
+    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def rank_loads(counts: Num[AnyArray, "*layers E"], placement: Placement) -> Float[np.ndarray, "*layers ranks"]:

@@ -21,6 +21,7 @@ from jmx.parallel.hidden_axis import gather_hidden
 from jmx.parallel.peer import all_sum
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import AnyMesh, Split, exchange_call
+from jmx.qat import MasterExperts
 from jmx.routing import Routing
 from jmx.util.checks import is_array
 from jmx.util.typing import Array, Float, Int32
@@ -232,6 +233,7 @@ def gathered(split: Split, experts: AnyExperts) -> AnyExperts:
     axes, varying = split.names("hidden"), split.names("tokens")
     if not axes:
         return experts
+    assert not isinstance(experts, MasterExperts), "no split has them divided along `hidden`"
     if isinstance(experts, PlacedExperts):
         return PlacedExperts(gather_hidden(experts.experts, axes, varying), experts.placement)
     return gather_hidden(experts, axes, varying)
@@ -280,7 +282,7 @@ def _first_experts(split: Split, each: int) -> Int32[Array, " R"]:
     return jnp.asarray(index * each, jnp.int32)
 
 
-def _parts(split: Split, experts: Experts | ShardedExperts) -> list[Experts]:
+def _parts(split: Split, experts: Experts | ShardedExperts | MasterExperts) -> list[Experts | MasterExperts]:
     """This device's experts, or shards of them, whose results are added."""
     if not isinstance(experts, ShardedExperts):
         return [experts]

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from jmx.experts import Experts, ShardedExperts
 from jmx.parallel.placement import Placement, check_placement
+from jmx.util import pytrees
 from jmx.util.checks import check_instance
 from jmx.util.typing import Shaped
 
 PLACEMENT_ARRAYS = ("slots_of_expert", "copies", "expert_of_slot")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["experts", "placement"], meta_fields=[])
+@pytrees.register(data=["experts", "placement"])
 @dataclass(frozen=True)
 class PlacedExperts:
     """The experts of one layer in the slots of a placement; a pytree.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jmx import meshes
 from jmx.routing.routing import NOWHERE, as_int32
+from jmx.util import pytrees
 from jmx.util.checks import check_array, check_instance, check_int, is_array, shown
 from jmx.util.typing import AnyArray, Array, Int32, Integer, UInt32
 
@@ -24,11 +24,7 @@ EMPTY = -1  # the expert of an empty slot, and the slot of a copy that an expert
 _GOLDEN = np.uint32(2654435769)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["slots_of_expert", "copies", "expert_of_slot"],
-    meta_fields=["num_ranks"],
-)
+@pytrees.register(data=["slots_of_expert", "copies", "expert_of_slot"], static=["num_ranks"])
 @dataclass(frozen=True)
 class Placement:
     """Where the E experts of a layer are: in S slots, the same number of consecutive ones on each rank.
@@ -36,15 +32,13 @@ class Placement:
     A slot holds the weights of one expert, or none. An expert is in one slot or, with spare slots, in several, its
     copies, each on another rank. Only the number of ranks is static: a function compiled for one placement runs with
     any other of the same sizes. Made by `identity`, `of` and `jmx.parallel.balance`, which check it, with arrays of
-    numpy; `on` puts them on devices.
+    numpy; `on` puts them on devices. In a placement of several layers all arrays have a leading axis (L,).
 
-    Arrays, with a leading axis of layers (L,) in a placement of several:
+    Attributes:
         slots_of_expert: (E, C) int32, the slots of each expert in ascending order, then -1. C is min(ranks, 1 + S - E),
             the most copies that there can be.
         copies: (E,) int32, the number of slots of each expert, 1 or more.
         expert_of_slot: (S,) int32, the expert in each slot, -1 in an empty one.
-
-    Static fields:
         num_ranks: the number of ranks. Rank r has the slots from r S / ranks on.
     """
 

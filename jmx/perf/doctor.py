@@ -145,7 +145,7 @@ def tables(findings: dict[str, Any]) -> list[FoldingTable]:
         memory = "unknown" if device["memory_bytes"] is None else f"{device['memory_bytes'] / 1e9:.1f} GB"
         capability = str(device["compute_capability"] or "-")
         devices.add_row(str(device["id"]), device["platform"], device["kind"], capability, memory)
-    title = f"backends (new weights lie in layout {findings['layout']!r} here)"
+    title = f"backends (new weights get layout {findings['layout']!r} here)"
     backends = FoldingTable(words("backend", "runs", "why"), title=title)
     for found in findings["backends"]:
         if found["runs"]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jmx.parallel.loads import Comparison, check_counts, imbalance
+from jmx.parallel.loads import Comparison, check_counts, imbalance, layer_counts
 from jmx.plot import style
 from jmx.util.checks import check_instance
 from jmx.util.typing import AnyArray, Float, Num
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def expert_load(counts: Num[AnyArray, "*layers E"]) -> "Figure":
+def expert_load(counts: Num[AnyArray, "*layers E"] | Mapping[Any, Any]) -> "Figure":
     """A map of layers by experts: the tokens of an expert over those of the layer's average expert.
 
     Args:
         counts: tokens of each expert, (L, E), or (E,) of one layer, as `jmx.token_counts` counts them; finite, 0 or
-            more.
+            more. Or the intermediates of a model, as `jmx.parallel.layer_counts` takes them.
 
     Raises:
         TypeError, ValueError: `counts` that are no such numbers.
         ModuleNotFoundError: matplotlib is not installed.
     """
+    if isinstance(counts, Mapping):
+        counts = layer_counts(counts)
     loads = np.atleast_2d(check_counts(counts))
     means = loads.mean(-1, keepdims=True)
     relative = loads / np.where(means > 0, means, 1)

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jmx import meshes
-from jmx.routing.methods import Method
+from jmx.routing.methods import CODEC, Method
 from jmx.routing.routing import NOWHERE, Routing, check_mask
+from jmx.util import pytrees
 from jmx.util.checks import check_array, check_instance
 from jmx.util.typing import AnyArray, Bool, Float, Float32, Shaped
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "correction_bias"], meta_fields=["method"])
+@pytrees.register(data=["values", "correction_bias"], static=["method"], method=CODEC)
 @dataclass(frozen=True)
 class Logits:
     """Router logits and the method that routes by them; a pytree in which `method` is static.

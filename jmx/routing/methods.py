@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jmx.routing.routing import Routing, as_int32, validate
 from jmx.routing.top_k import assign, mask_groups
+from jmx.util import pytrees
 from jmx.util.checks import check_bool, check_callable, check_finite, check_instance, check_int, check_one_of, shown
 from jmx.util.typing import AnyArray, Array, Float, Float32, Int32, Integer
 
@@ -212,3 +213,22 @@ def get(routing: Method | str, top_k: int) -> Method:
     if isinstance(routing, str):
         return ROUTING_METHODS[check_one_of("routing", routing, ROUTING_METHODS)](top_k)
     return check_instance("routing", routing, Method, f"a routing method, or one of {[*ROUTING_METHODS]}")
+
+
+def _written(method: Method) -> dict[str, Any]:
+    kind = type(method)
+    if kind not in _SERIALIZED.values():
+        raise ValueError(
+            f"`method` ({shown(method)}) must be one of {[*_SERIALIZED]} to be serialized: call `jmx.route` in the "
+            "function that is exported"
+        )
+    return {"name": kind.__name__, **dataclasses.asdict(method)}
+
+
+def _read(written: dict[str, Any]) -> Method:
+    given = dict(written)
+    return _SERIALIZED[check_one_of("name", given.pop("name"), _SERIALIZED)](**given)
+
+
+_SERIALIZED = {kind.__name__: kind for kind in (TopKSoftmax, SoftmaxTopK, SigmoidTopK, SqrtSoftplusTopK, GroupedTopK)}
+CODEC: pytrees.Codec = (_written, _read)

@@ -7,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jmx import meshes
-from jmx.util import html
+from jmx.util import html, pytrees
 from jmx.util.checks import check_array, check_instance, check_int
 from jmx.util.tables import numbers, words
 from jmx.util.typing import AnyArray, Array, Bool, Float, Int32, Integer
@@ -16,6 +16,7 @@ NOWHERE = -1  # the expert id of a slot that routes nowhere
 _SHOWN = 8  # tokens of a routing that a notebook shows
 
 
+@pytrees.register_namedtuple
 class Routing(NamedTuple):
     """Which experts each token goes to: `expert_ids` (T, k) int32, `weights` (T, k) float32; a pytree.
 

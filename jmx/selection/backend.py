@@ -74,27 +74,35 @@ class Backend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ExpertProduct:
+    """One of the two products of a layer with adapters: rows times a weight of their experts.
+
+    Args:
+        problem: supported on `environment`, with adapters.
+        role: of the weight, "gate_up" or "down".
+        sorted: which rows each expert has, beginning at multiples of 8. Others may come out as anything.
+        experts: the weights, in the problem's layout. Padding of theirs counts as weights.
+        environment: the machine.
+    """
+
+    problem: Problem
+    role: str
+    sorted: SortedRows
+    experts: Experts
+    environment: Environment
+
+
 @runtime_checkable
 class ProductBackend(Backend, Protocol):
     """A backend that also computes one product alone, for layers with adapters: those between both products."""
 
-    def product(
-        self,
-        problem: Problem,
-        role: str,
-        rows: Float[Array, "R K"],
-        sorted: SortedRows,
-        experts: Experts,
-        environment: Environment,
-        dtype: Any,
-    ) -> Float[Array, "R W"]:
-        """Rows times their experts' "gate_up" or "down" weight, without the bias, while tracing.
+    def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
+        """Rows times their experts' weight, without the bias, while tracing.
 
         Args:
-            problem: supported on `environment`, with adapters.
+            product: the weight, and which rows each expert has.
             rows: (R, K), rounded to the problem's input format first, if it has one.
-            sorted: which rows each expert has; others may come out as anything. They begin at multiples of 8.
-            experts: the weights, in the problem's layout. Padding of theirs counts as weights.
             dtype: of the result, bfloat16 or float32.
 
         Returns:
@@ -111,14 +119,6 @@ class ProductBackend(Backend, Protocol):
 class TransposedProduct(Protocol):
     """What a `ProductBackend` has whose gradients are not the reference's."""
 
-    def transposed_product(
-        self,
-        problem: Problem,
-        role: str,
-        rows: Float[Array, "R W"],
-        sorted: SortedRows,
-        experts: Experts,
-        environment: Environment,
-    ) -> Float32[Array, "R K"]:
-        """The transpose of `ProductBackend.product`, of the same arguments: `rows` are like its result."""
+    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float32[Array, "R K"]:
+        """The transpose of `ProductBackend.product`: `rows` are like its result."""
         ...

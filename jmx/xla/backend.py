@@ -26,14 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx import activations, grouping
-from jmx.engines.gradients import Gradients
-from jmx.experts import Experts, padding
-from jmx.grouping import SortedRows
+from jmx.engines.gradients import Gradients, Primals, Wanted
+from jmx.experts import ROLES, Experts, padding
 from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.gate_up import split_gate_up
 from jmx.routing import Routing
-from jmx.selection.backend import Rejection
+from jmx.selection.backend import ExpertProduct, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
@@ -64,18 +63,8 @@ class Xla:
         del environment
         return forward(problem, x, routing, experts)
 
-    def product(
-        self,
-        problem: Problem,
-        role: str,
-        rows: Float[Array, "R K"],
-        sorted: SortedRows,
-        experts: Experts,
-        environment: Environment,
-        dtype: Any,
-    ) -> Float[Array, "R W"]:
-        del environment
-        return product(problem, role, rows, sorted, experts, dtype)
+    def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
+        return product_of_rows(product, rows, dtype)
 
     def outputs(self, problem: Problem, role: str, result: Float[Array, "*lead W"]) -> tuple[Float[Array, "..."], ...]:
         if role == "down" or problem.gate_up_order is None:
@@ -297,21 +286,15 @@ def _forward_many(problem: Problem, x: Float[Array, "T H"], routing: Routing, ex
     return _loop(routing, experts.num_experts, body, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
-def product(
-    problem: Problem,
-    role: str,
-    rows: Float[Array, "R _"],
-    sorted: SortedRows,
-    experts: Experts,
-    dtype: Any,
-    *,
-    transposed: bool = False,
+def product_of_rows(
+    product: ExpertProduct, rows: Float[Array, "R _"], dtype: Any, *, transposed: bool = False
 ) -> Float[Array, "R _"]:
     """Rows times their experts' weight, or the transposed one, without the bias, of `dtype`; 0 for all other rows."""
+    problem, role, sorted = product.problem, product.role, product.sorted
+    experts = _packed_for_loop(product.experts)
     num_assignments, num_rows = sorted.row_of.size, rows.shape[0]
     block_m, num_blocks = _block_sizes(sorted.row_of.shape[0], sorted.row_of.shape[1], experts.num_experts)
     blocks = sorted.blocks(block_m, 1)
-    experts = _packed_for_loop(experts)
     width = experts.spec(role).shape[1 if transposed else 0]
 
     def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -350,7 +333,7 @@ def _with_padding(gradients: Gradients, experts: Experts) -> Gradients:
     """Gradients of biases, with zeros for their padding."""
     if experts.padded_to is None:
         return gradients
-    (hidden, intermediate), (_, _, gate_up, down) = experts.padded_to, gradients
+    (hidden, intermediate), (gate_up, down) = experts.padded_to, gradients[2:4]
     if gate_up is not None:
         gate_up = padding.resize_rows(gate_up, gate_up.ndim - 1, experts.gate_up_order, intermediate)
     if down is not None:
@@ -358,25 +341,22 @@ def _with_padding(gradients: Gradients, experts: Experts) -> Gradients:
     return gradients._replace(gate_up_bias=gate_up, down_bias=down)
 
 
-def backward(
-    problem: Problem,
-    x: Float[Array, "T H"],
-    routing: Routing,
-    experts: Experts,
-    dy: Float[Array, "T H"],
-    *,
-    biases: tuple[bool, bool],
-) -> Gradients:
-    """Gradients of `forward` at x, given dy (T, H). Recomputes the forward pass, a few experts at a time.
+def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
+    """Gradients of `forward` at `primals`, given dy (T, H). Recomputes the forward pass, a few experts at a time.
 
-    `biases`: whether the cotangents of (gate_up_bias, down_bias) are requested.
+    `wanted`: those of weights only of experts without padding, order of columns and index.
     """
+    x, routing, experts = primals
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
-        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if wanted and bias is not None else None
-        for bias, wanted, rows in zip(
-            (experts.gate_up_bias, experts.down_bias), biases, _bias_rows(experts), strict=True
+        jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if asked and bias is not None else None
+        for bias, asked, rows in zip(
+            (experts.gate_up_bias, experts.down_bias), wanted.biases, _bias_rows(experts), strict=True
         )
+    )
+    weight_gradients = tuple(
+        jnp.zeros((num_experts, *experts.spec(role).shape), jnp.float32) if getattr(wanted, role) else None
+        for role in ROLES
     )
     experts = _packed_for_loop(experts)
     weights = routing.weights.astype(jnp.float32).reshape(-1)
@@ -391,15 +371,22 @@ def backward(
         layer = _scatter_add(layer, step.experts, rows.sum(axis=1))
         return layer if experts.index is None else total.at[experts.index].set(layer)
 
+    def accumulate_products(
+        total: Float32[Array, "E N K"] | None, step: _Step, dout: Float32[Array, "C M N"], inputs: Float[Array, "C M K"]
+    ) -> Float32[Array, "E N K"] | None:
+        return None if total is None else _scatter_add(total, step.experts, dot.outer(dout, inputs, dtype))
+
     def body(step: _Step, sums: Gradients) -> Gradients:
         step_weights = _StepWeights(experts, step.experts, dtype)
         weight = weights.at[step.assignments].get(mode="fill", fill_value=0)[..., None]
         rows = x.at[step.tokens].get(mode="fill", fill_value=0)
         rows_in = (rows * weight).astype(x.dtype) if on_input else rows
-        h = step_weights.product("gate_up", _round_inputs(problem, experts, "gate_up", rows_in))
+        rows_in = _round_inputs(problem, experts, "gate_up", rows_in)
+        h = step_weights.product("gate_up", rows_in)
         a, activation_vjp = jax.vjp(lambda h: activations.apply(problem.activation, h, order, step.experts), h)
         dout = dy.at[step.tokens].get(mode="fill", fill_value=0).astype(jnp.float32)
         da = step_weights.transposed("down", dout)  # without the routing weight, which is linear and applied below
+        a = _round_inputs(problem, experts, "down", a)
         if on_input:
             (dh,) = activation_vjp(da)
             drows = step_weights.transposed("gate_up", dh)
@@ -408,7 +395,7 @@ def backward(
         else:
             (dh,) = activation_vjp(da * weight)
             drows = step_weights.transposed("gate_up", dh)
-            dweight = (da * _round_inputs(problem, experts, "down", a)).sum(-1)
+            dweight = (da * a).sum(-1)
             bias = experts.take_bias("down", step.experts)
             if bias is not None:
                 dweight += (dout * bias[:, None].astype(jnp.float32)).sum(-1)
@@ -418,9 +405,12 @@ def backward(
             sums.weights.at[step.assignments].set(dweight, mode="drop", unique_indices=True),
             accumulate(sums.gate_up_bias, step, dh),
             accumulate(sums.down_bias, step, dout),
+            accumulate_products(sums.gate_up, step, dh, rows_in),
+            accumulate_products(sums.down, step, dout, a),
         )
 
-    zeros = Gradients(jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), *bias_gradients)
+    zeros = (jnp.zeros(shape, jnp.float32) for shape in (x.shape, weights.shape))
+    zeros = Gradients(*zeros, *bias_gradients, *weight_gradients)
     sums = zeros if weights.size == 0 else _loop(routing, num_experts, body, zeros)
     return _with_padding(sums, experts)._replace(
         x=sums.x.astype(x.dtype),

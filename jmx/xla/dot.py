@@ -6,6 +6,7 @@ and sums in one pass over the bytes, which for one row or a few is several times
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,6 +15,11 @@ from jmx.numerics.formats import BlockScaled, Format
 from jmx.util.typing import Array, Float, Float32
 
 _ROWS = 4  # weight rows that share one pass over the activations
+
+
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
+    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def dequantized_dot(
@@ -34,12 +40,26 @@ def dequantized_dot(
         a.astype(dtype),
         weights,
         (((2,), (1 if transposed else 2,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        precision=precision(dtype),
         preferred_element_type=jnp.float32,
     )
     if transposed and q.order is not None:
         return jnp.take_along_axis(out, jnp.argsort(q.order)[:, None], axis=-1)
     return out if transposed or factors is None else out * factors[:, None]
+
+
+def outer(dout: Float[Array, "C M N"], a: Float[Array, "C M K"], dtype: Any) -> Float32[Array, "C N K"]:
+    """The gradient of the weights (C, N, K) of products, by those of their results and their inputs, cast to `dtype`.
+
+    Sums are float32; float32 products are at `Precision.HIGHEST`.
+    """
+    return lax.dot_general(
+        dout.astype(dtype),
+        a.astype(dtype),
+        (((1,), (1,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def as_words(q: BlockScaled) -> BlockScaled:

@@ -38,6 +38,7 @@ PROJECTIONS: tuple[Mapping[str, tuple[str, ...]], ...] = (
 WHOLE = "weight_shape"  # describes a whole tensor, also one that holds all experts
 _REMEDY = "; `jmx convert IN OUT --quantize FORMAT` requantizes all to one"
 
+# Names of tensors: a projection of one expert; one of all experts together; the same as a parameter, without a module.
 _APART = re.compile(r"((?:.*\.)?experts)\.(0|[1-9][0-9]{0,5})\.([^.]+)\.([^.]+)", re.DOTALL)
 _TOGETHER = re.compile(r"((?:.*\.)?experts)\.([^.0-9][^.]*)\.([^.]+)", re.DOTALL)
 _PARAMETER = re.compile(rf"((?:.*\.)?experts)\.(gate_up_proj|down_proj)(?:_(bias|{'|'.join(QUANTIZED)}))?", re.DOTALL)
@@ -183,7 +184,7 @@ class Stacked:
 _Found = dict[int | None, dict[str, dict[str, Tensor]]]
 
 
-def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order: str | None) -> dict[str, Layer]:
+def find_layers(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order: str | None) -> dict[str, Layer]:
     """The layers of quantized experts among a checkpoint's tensors, by the name of the module that holds them.
 
     Args:
@@ -204,7 +205,9 @@ def find(found: Mapping[str, Tensor], quantization: Quantization, gate_up_order:
 def find_modules(
     found: Mapping[str, Tensor], quantization: Quantization, gate_up_order: str | None
 ) -> dict[str, ExpertModules[Module | FloatModule]]:
-    """The modules of experts of which some are quantized, which may differ in their schemes; arguments as in `find`.
+    """The modules of experts of which some are quantized, which may differ in their schemes.
+
+    Arguments are those of `find_layers`.
 
     Raises:
         CheckpointError: there are no experts; one is missing, or differs from the others in more than its numbers and

@@ -58,7 +58,7 @@ class Reader(SafetensorsReader):
         ValueError: `gate_up_order` is unknown, or None where it is needed.
     """
 
-    _find: Callable[..., dict[str, Any]] = staticmethod(layers.find)
+    _find: Callable[..., dict[str, Any]] = staticmethod(layers.find_layers)
 
     def __init__(self, path: str | os.PathLike[str], gate_up_order: str | None = None):
         check_one_of("gate_up_order", gate_up_order, ORDERS)

@@ -46,8 +46,8 @@ class Reader(CountsBytes, ReadsAhead):
     form and a folder `original` is read as the former; pass the folder to read the latter.
 
     Tensors have neutral names, the same for every form; `tensor_shapes(config)` lists them. With E experts, H hidden,
-    I intermediate, V vocabulary, Q query heads, N key/value heads of D, all are bfloat16 (norms may be float32),
-    and weights are (out, in), the contracted axis last, as in the files:
+    I intermediate, V vocabulary, Q query heads, N key/value heads of D, all are bfloat16 (norms and sinks may be
+    float32), and weights are (out, in), the contracted axis last, as in the files:
         embedding (V, H), final_norm (H,), unembedding (V, H);
         in layer n, after the prefix "layers.n.": input_norm (H,), post_attention_norm (H,), sinks (Q,),
             q_weight (Q D, H), k_weight (N D, H), v_weight (N D, H), o_weight (H, Q D),

@@ -162,7 +162,7 @@ def dtypes(name: str) -> tuple[str, ...]:
     """Dtypes that the neutral tensor `name` may have, in safetensors' spelling."""
     if name.endswith(("_values", "_scales")):
         return ("U8",)
-    return ("BF16", "F32") if name.endswith("_norm") else ("BF16",)
+    return ("BF16", "F32") if name.endswith(("_norm", "sinks")) else ("BF16",)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ class DecoderConfig:
         intermediate_size: of layers with a dense MLP instead of experts.
         moe_intermediate_size: of each expert.
         top_k: experts per token.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         dense_layers: numbers of the layers without experts.
         num_attention_heads: heads of attention.
         rms_norm_eps: added to the mean square in RMSNorm.
@@ -29,6 +30,7 @@ class DecoderConfig:
     moe_intermediate_size: int
     num_experts: int
     top_k: int
+    norm_topk_prob: bool
     dense_layers: tuple[int, ...] = ()
     num_attention_heads: int
     vocab_size: int
@@ -50,7 +52,7 @@ def sizes(*values: int) -> dict[str, Any]:
 
 
 def decoder_fields(entries: DecoderEntries, *rope_types: str) -> dict[str, Any]:
-    """The fields of `DecoderConfig`, except `dense_layers`, `num_experts` and `moe_intermediate_size`.
+    """The fields of `DecoderConfig`, except `dense_layers`, `norm_topk_prob` and those of the experts' number and size.
 
     `rope_types` are those that rotary positions may have, by default only plain ones.
 

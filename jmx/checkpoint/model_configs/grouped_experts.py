@@ -17,7 +17,6 @@ class GroupedExpertsConfig(DecoderConfig):
         n_group, topk_group: groups of experts, and how many of them a token's experts are chosen from.
         scoring: "sigmoid" or "softmax", from router logits to scores.
         correction_bias: whether a bias of each expert is added to scores to choose experts.
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         routed_scaling_factor: multiplies these weights.
         num_nextn_predict_layers: layers after the others that predict further tokens. They are not run.
     """
@@ -27,7 +26,6 @@ class GroupedExpertsConfig(DecoderConfig):
     topk_group: int
     scoring: str
     correction_bias: bool
-    norm_topk_prob: bool
     routed_scaling_factor: float
     num_nextn_predict_layers: int = 0
 

@@ -23,9 +23,11 @@ class GroupedQueryConfig(DecoderConfig):
 
 
 def grouped_query_fields(entries: DecoderEntries, expert_size: str = "moe_intermediate_size") -> dict[str, Any]:
-    """The fields of `GroupedQueryConfig`, except `dense_layers`, of a config that spells them as most families do.
+    """The fields of `GroupedQueryConfig`, except `dense_layers` and `norm_topk_prob`.
 
-    The activation must be silu. `expert_size` is the key of the experts' intermediate size.
+    The config must spell them as most families do, and its activation must be silu.
+
+    `expert_size`: the key of the experts' intermediate size.
 
     Raises:
         CheckpointError: a key is missing, has a value of another type or out of range, or would make it another model.

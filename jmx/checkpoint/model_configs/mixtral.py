@@ -26,6 +26,7 @@ class Config(GroupedQueryConfig):
         sliding_window: tokens that each layer attends to, including its own; None for all.
     """
 
+    norm_topk_prob: bool = True
     sliding_window: int | None = None
 
 

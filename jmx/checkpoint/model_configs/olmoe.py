@@ -25,12 +25,10 @@ class Config(GroupedQueryConfig):
     """An OLMoE model; see `GroupedQueryConfig` for its other fields.
 
     Args:
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         attention_bias: whether the q, k, v and o projections have biases.
         clip_qkv: the largest magnitude of queries, keys and values, which are clipped to it; None: they are not.
     """
 
-    norm_topk_prob: bool
     attention_bias: bool
     clip_qkv: float | None
 

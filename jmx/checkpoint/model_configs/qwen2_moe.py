@@ -32,13 +32,11 @@ class Config(GroupedQueryConfig):
 
     Args:
         shared_expert_intermediate_size: of the expert that every token goes to.
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         qkv_bias: whether the q, k and v projections have biases.
         windows: for each layer how many tokens it attends to, including its own; None for all.
     """
 
     shared_expert_intermediate_size: int
-    norm_topk_prob: bool
     qkv_bias: bool
     windows: tuple[int | None, ...]
 

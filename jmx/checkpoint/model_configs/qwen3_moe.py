@@ -29,12 +29,10 @@ class Config(GroupedQueryConfig):
     """A Qwen3-MoE model; see `GroupedQueryConfig` for its other fields.
 
     Args:
-        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         attention_bias: whether the q, k, v and o projections have biases.
         sliding_window: tokens that each layer attends to, including its own; None for all.
     """
 
-    norm_topk_prob: bool
     attention_bias: bool
     sliding_window: int | None
 

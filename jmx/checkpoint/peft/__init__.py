@@ -1,6 +1,6 @@
 """Adapters in the files of PEFT: `adapter_model.safetensors` and `adapter_config.json`."""
 
-from jmx.checkpoint.peft.reader import load
+from jmx.checkpoint.peft.reader import Reader, load
 from jmx.checkpoint.peft.writer import save
 
-__all__ = ["load", "save"]
+__all__ = ["Reader", "load", "save"]

@@ -1,4 +1,4 @@
-"""`adapter_config.json`: what scales adapters, and features of PEFT that jmx does not have, which are errors."""
+"""`adapter_config.json`: what is adapted, ranks and scales; features of PEFT that jmx does not have are errors."""
 
 import re
 from collections.abc import Mapping
@@ -11,34 +11,36 @@ from jmx.checkpoint.shards import CheckpointError, read_object
 # Entries that change nothing about results, or only how adapters were trained and initialized.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version"),
-    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *(
-        "init_lora_weights",
-        "lora_dropout",
-        "rank_pattern",
-        "runtime_config",
-        "ensure_weight_tying",
-        "monteclora_config",
-    ),
+    *("layers_pattern", "init_lora_weights", "lora_dropout", "runtime_config", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config", "megatron_core"),
-    "qalora_group_size",
+    *("monteclora_config", "qalora_group_size"),
 }
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "alpha_pattern", "bias"}
+_TARGETS = ("target_modules", "target_parameters", "exclude_modules")
+_READ = {"peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "layers_to_transform"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a config says about the scale of adapters.
+    """What a config says about adapters.
 
     Args:
-        alpha: lora_alpha.
-        alpha_pattern: others, by a pattern of names of modules or parameters.
+        file: that it was read from.
+        rank, alpha: r and lora_alpha.
+        rank_pattern, alpha_pattern: others, by a pattern of names of modules or parameters.
         rank_stabilized: whether alpha is divided by sqrt(r).
+        targets: which modules and parameters have adapters, or have none, by the key in the config: a list of ends of
+            their names, or a regular expression.
+        layers: numbers of the layers whose modules have some; None: all.
     """
 
+    file: Path
+    rank: int
     alpha: float
+    rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     rank_stabilized: bool
+    targets: Mapping[str, list[str] | str]
+    layers: list[int] | None
 
     @classmethod
     def read(cls, file: Path) -> "Config":
@@ -50,30 +52,98 @@ class Config:
         entries = read_object(file)
         if entries.get("peft_type") != "LORA":
             raise CheckpointError(file, f"`peft_type` (={entries.get('peft_type')!r}) must be 'LORA'")
-        rank = entries.get("r")
-        if type(rank) is not int or rank < 1:
-            raise CheckpointError(file, f"`r` (={rank!r}) must be an integer of at least 1")
         if (bias := entries.get("bias", "none")) != "none":
             raise CheckpointError(file, f"`bias` (={bias!r}) must be 'none'")
-        for key in sorted(entries.keys() - _HARMLESS - _READ):
+        for key in sorted(entries.keys() - _HARMLESS - _READ - {*_TARGETS}):
             if entries[key] not in (None, False, [], {}):
                 raise CheckpointError(file, f"`{key}` (={entries[key]!r}) must be null: jmx does not have it")
         stabilized = entries.get("use_rslora", False)
         if not isinstance(stabilized, bool):
             raise CheckpointError(file, f"`use_rslora` (={stabilized!r}) must be true or false")
-        patterns = entries.get("alpha_pattern") or {}
-        if not isinstance(patterns, dict):
-            raise CheckpointError(file, f"`alpha_pattern` (={patterns!r}) must be an object")
-        alphas = {f"alpha_pattern.{key}": value for key, value in patterns.items()}
-        for key, value in {"lora_alpha": entries.get("lora_alpha"), **alphas}.items():
+        for key, value in _numbers(file, entries, "r", "rank_pattern").items():
+            if type(value) is not int or value < 1:
+                raise CheckpointError(file, f"`{key}` (={value!r}) must be an integer of at least 1")
+        for key, value in _numbers(file, entries, "lora_alpha", "alpha_pattern").items():
             if type(value) not in (int, float):
                 raise CheckpointError(file, f"`{key}` (={value!r}) must be a number")
-        return cls(float(entries["lora_alpha"]), {key: float(value) for key, value in patterns.items()}, stabilized)
+        return cls(
+            file,
+            entries["r"],
+            float(entries["lora_alpha"]),
+            entries.get("rank_pattern") or {},
+            {key: float(value) for key, value in (entries.get("alpha_pattern") or {}).items()},
+            stabilized,
+            {key: _names(file, key, entries.get(key)) for key in _TARGETS},
+            _layers(file, entries.get("layers_to_transform")),
+        )
 
     def scale(self, name: str, rank: int) -> float:
         """The scale of the adapter of a module or parameter with that name, without PEFT's prefix."""
-        matches = (value for key, value in self.alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
-        return next(matches, self.alpha) / (rank**0.5 if self.rank_stabilized else rank)
+        return _of(name, self.alpha_pattern, self.alpha) / (rank**0.5 if self.rank_stabilized else rank)
+
+    def check_rank(self, name: str, rank: int) -> None:
+        """Raises CheckpointError unless the adapter of a module or parameter is to have this rank.
+
+        Of fused weights the rank is the number of rows over that of experts: this finds another number of experts.
+        """
+        expected = _of(name, self.rank_pattern, self.rank)
+        if rank != expected:
+            rule = f"`r` (={expected}) must be the rank of the adapter of {name!r}, which is {rank} in the files"
+            raise CheckpointError(self.file, f"{rule} for this model's number of experts")
+
+    def adapts(self, name: str, layer: int) -> bool:
+        """Whether PEFT adapts the module or parameter with that name, in that layer."""
+        if _named(name, self.targets["target_parameters"]):
+            return True
+        of_layer = self.layers is None or layer in self.layers
+        excluded = _named(name, self.targets["exclude_modules"])
+        return of_layer and not excluded and _named(name, self.targets["target_modules"])
+
+
+def _of[Value](name: str, patterns: Mapping[str, Value], otherwise: Value) -> Value:
+    """The value of the first pattern that is the end of a name."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+
+
+def _named(name: str, names: list[str] | str) -> bool:
+    """Whether a name is one of PEFT's targets."""
+    if isinstance(names, str):
+        return names == "all-linear" or re.fullmatch(names, name) is not None
+    return any(name == its or name.endswith(f".{its}") for its in names)
+
+
+def _numbers(file: Path, entries: Mapping[str, Any], key: str, pattern: str) -> dict[str, Any]:
+    """A number and those of patterns, by the key of each in the file."""
+    patterns = entries.get(pattern) or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(file, f"`{pattern}` (={patterns!r}) must be an object")
+    for each in patterns:
+        _check_expression(file, pattern, each)
+    return {key: entries.get(key)} | {f"{pattern}.{its}": value for its, value in patterns.items()}
+
+
+def _names(file: Path, key: str, value: Any) -> list[str] | str:
+    if isinstance(value, str):
+        _check_expression(file, key, value)
+        return value
+    names = [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(file, f"`{key}` (={value!r}) must be a list of names, a string, or null")
+    return names
+
+
+def _check_expression(file: Path, key: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise CheckpointError(file, f"`{key}` (={expression!r}) must be a regular expression: {error}") from error
+
+
+def _layers(file: Path, value: Any) -> list[int] | None:
+    layers = [value] if type(value) is int else value
+    if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+        raise CheckpointError(file, f"`layers_to_transform` (={value!r}) must be integers, or null")
+    return layers
 
 
 def entries_of(
@@ -83,7 +153,7 @@ def entries_of(
 
     Args:
         base_model: the name or path of the model that is adapted, or None.
-        targets: `target_modules` and `target_parameters`.
+        targets: `target_modules` and `target_parameters`, and `layers_to_transform` if it is needed.
         ranks, alphas: of each target, by a pattern of its name.
     """
     first = next(iter(ranks))

@@ -1,15 +1,18 @@
 """Reading adapters of experts from PEFT's files."""
 
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jmx.checkpoint.peft.config import Config
-from jmx.checkpoint.peft.names import CONFIG, PARAMETERS, PROJECTIONS, WEIGHTS, Place, parse
-from jmx.checkpoint.shards import CheckpointError, Tensor, read_header
+from jmx.checkpoint.peft.names import CONFIG, MODULES, PARAMETERS, PROJECTIONS, WEIGHTS, Place, parse
+from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor, read_header
 from jmx.experts import Experts
 from jmx.lora import Adapter, Adapters
 from jmx.lora.adapters import sizes_of
@@ -39,49 +42,132 @@ def load(
 
     Raises:
         CheckpointError: a file is missing or broken; a tensor that is not of an adapter of these experts, or has
-            another shape or dtype than that; an expert without the adapter that others have; a config with a feature
-            that jmx does not have.
+            another shape or dtype than that; an expert, or a layer that the config names, without the adapter that
+            others have; a config with a feature that jmx does not have.
         ValueError, TypeError: other arguments.
     """
-    directory = check_path("path", path)
-    check_layers(experts)
-    check_one_of("gate_up_order", gate_up_order, (*GATE_UP_ORDERS, None))
-    if not directory.is_dir():
-        raise CheckpointError(directory, f"must be a directory that holds {CONFIG} and {WEIGHTS}")
-    config, file = Config.read(directory / CONFIG), directory / WEIGHTS
-    fused: dict[int, dict[str, _Pair]] = {}
-    modules: dict[int, dict[str, dict[int, _Pair]]] = {}
-    names: dict[int, str] = {}
-    for name, tensor in read_header(file).items():
-        place = parse(name)
-        if place is None:
-            raise CheckpointError(file, f"tensor {name!r} must be of an adapter of experts: jmx has no others")
-        _check(tensor, place, experts)
-        if place.projection is None:
-            names[place.layer] = place.module
-            key = "wrapped" if place.wrapped else "outer"
-            fused.setdefault(place.layer, {}).setdefault(key, {})[place.matrix] = tensor
-        else:
-            assert place.expert is not None
-            names[place.layer] = place.module.rsplit(".", 2)[0]
-            of_layer = modules.setdefault(place.layer, {}).setdefault(place.projection, {})
-            of_layer.setdefault(place.expert, {})[place.matrix] = tensor
-    if both := sorted(fused.keys() & modules.keys()):
-        raise CheckpointError(file, f"layer {both[0]} must have adapters of fused weights or of modules, not both")
-    read = {}
-    for layer in sorted(names):
-        its = experts[layer]
-        if layer in fused:
-            found = _fused(file, fused[layer], its, config, names[layer])
-        else:
-            found = _modules(file, modules[layer], its, config, names[layer])
-        if "gate_up" in found and its.gate_up_order is not None:
-            found["gate_up"] = _reordered(found["gate_up"], gate_up_order or its.gate_up_order, its.gate_up_order)
-        read[layer] = Adapters(**found)
-        read[layer].check(its)
-    if not read:
-        raise CheckpointError(file, "must have adapters of experts, but has none")
-    return read
+    reader = Reader(path, experts, gate_up_order=gate_up_order)
+    return {layer: reader.adapters(layer) for layer in reader.layers}
+
+
+class Reader:
+    """The adapters of `load`, of which one layer is read at a time. All files are checked when it is made.
+
+    Args and errors: those of `load`.
+
+    Attributes:
+        layers: numbers of the layers that have adapters, in ascending order.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], experts: Mapping[int, Experts], *, gate_up_order: str | None = None
+    ):
+        directory = check_path("path", path)
+        check_layers(experts)
+        check_one_of("gate_up_order", gate_up_order, (*GATE_UP_ORDERS, None))
+        if not directory.is_dir():
+            raise CheckpointError(directory, f"must be a directory that holds {CONFIG} and {WEIGHTS}")
+        config, file = Config.read(directory / CONFIG), directory / WEIGHTS
+        self._experts, self._order = experts, gate_up_order
+        fused: dict[int, dict[str, _Pair]] = {}
+        modules: dict[int, dict[str, dict[int, _Pair]]] = {}
+        names: dict[int, str] = {}
+        for name, tensor in read_header(file).items():
+            place = parse(name)
+            if place is None:
+                raise CheckpointError(file, f"tensor {name!r} must be of an adapter of experts: jmx has no others")
+            _check(tensor, place, experts)
+            if place.projection is None:
+                names[place.layer] = place.module
+                key = "wrapped" if place.wrapped else "outer"
+                fused.setdefault(place.layer, {}).setdefault(key, {})[place.matrix] = tensor
+            else:
+                assert place.expert is not None
+                names[place.layer] = place.module.rsplit(".", 2)[0]
+                of_layer = modules.setdefault(place.layer, {}).setdefault(place.projection, {})
+                of_layer.setdefault(place.expert, {})[place.matrix] = tensor
+        if both := sorted(fused.keys() & modules.keys()):
+            raise CheckpointError(file, f"layer {both[0]} must have adapters of fused weights or of modules, not both")
+        self._found: dict[int, Mapping[str, _Fused | _Stacked]] = {}
+        for layer in sorted(names):
+            its = experts[layer]
+            if layer in fused:
+                self._found[layer] = _fused(file, fused[layer], its, config, names[layer])
+            else:
+                self._found[layer] = _modules(file, modules[layer], its, config, names[layer])
+            self.shapes(layer).check(its)
+        if not self._found:
+            raise CheckpointError(file, "must have adapters of experts, but has none")
+        self.layers = tuple(self._found)
+        for layer in sorted(experts.keys() - self._found.keys()):
+            _check_absent(file, config, layer, next(iter(names.items())), fused)
+
+    def shapes(self, layer: int) -> Adapters:
+        """The shapes and dtypes of a layer's adapters, of which nothing is read.
+
+        Raises:
+            TypeError, ValueError: a layer that is not one of `layers`.
+        """
+        self._check(layer)
+        return Adapters(**{target: each.shapes() for target, each in self._found[layer].items()})
+
+    def adapters(self, layer: int) -> Adapters:
+        """A layer's adapters, as `load` has them.
+
+        Raises:
+            TypeError, ValueError: a layer that is not one of `layers`.
+        """
+        self._check(layer)
+        its = self._experts[layer]
+        read = {target: each.read() for target, each in self._found[layer].items()}
+        if "gate_up" in read and its.gate_up_order is not None:
+            read["gate_up"] = _reordered(read["gate_up"], self._order or its.gate_up_order, its.gate_up_order)
+        return Adapters(**read)
+
+    def _check(self, layer: int) -> None:
+        if check_int("layer", layer) not in self._found:
+            raise ValueError(f"`layer` (={layer}) must be one of {[*self._found]}, which have adapters")
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """An adapter of a fused weight: A (E r, K) and B (N, r E) of `rank` r."""
+
+    a: Tensor
+    b: Tensor
+    rank: int
+    scale: float
+
+    def shapes(self) -> Adapter:
+        number = self.a.shape[0] // self.rank
+        a, b = (number, self.rank, self.a.shape[1]), (number, self.b.shape[0], self.rank)
+        return Adapter(_shape(a, self.a), _shape(b, self.b), self.scale)
+
+    def read(self) -> Adapter:
+        a: Float[np.ndarray, "E r K"] = self.a.view().reshape(-1, self.rank, self.a.shape[1])
+        b: Float[np.ndarray, "N r E"] = self.b.view().reshape(self.b.shape[0], self.rank, -1)
+        return Adapter(np.array(a), np.ascontiguousarray(b.transpose(2, 0, 1)), self.scale)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The adapters of one projection of all experts, each A (r, K) and B (N, r)."""
+
+    a: list[Tensor]
+    b: list[Tensor]
+    scale: float
+
+    def shapes(self) -> Adapter:
+        a, b = (_shape((len(each), *each[0].shape), each[0]) for each in (self.a, self.b))
+        return Adapter(a, b, self.scale)
+
+    def read(self) -> Adapter:
+        a, b = (np.stack([its.view() for its in each]) for each in (self.a, self.b))
+        return Adapter(a, b, self.scale)
+
+
+def _shape(shape: tuple[int, ...], like: Tensor) -> Any:
+    return jax.ShapeDtypeStruct(shape, DTYPES[like.dtype])
 
 
 def check_layers(experts: Any) -> None:
@@ -113,7 +199,18 @@ def _pair(file: Path, pair: _Pair) -> tuple[Tensor, Tensor]:
     return pair["a"], pair["b"]
 
 
-def _fused(file: Path, pairs: dict[str, _Pair], experts: Experts, config: Config, module: str) -> dict[str, Adapter]:
+def _check_absent(file: Path, config: Config, layer: int, other: tuple[int, str], fused: Mapping[int, Any]) -> None:
+    """Raises CheckpointError if the config names experts of a layer without adapters, as those of the `other` one."""
+    number, module = other
+    module = re.sub(rf"(^|\.)layers\.{number}\.", rf"\g<1>layers.{layer}.", module)
+    parts = PARAMETERS.values() if number in fused else (f"0.{name}" for name in (*MODULES.values(), *PROJECTIONS))
+    for part in parts:
+        if config.adapts(name := f"{module}.{part}", layer):
+            rule = f"the adapter of {name!r} is missing, which {CONFIG} names"
+            raise CheckpointError(file, f"{rule}: is it of a model with as many layers as this one?")
+
+
+def _fused(file: Path, pairs: dict[str, _Pair], experts: Experts, config: Config, module: str) -> dict[str, _Fused]:
     found = {}
     number = experts.num_experts
     for pair in pairs.values():
@@ -124,11 +221,9 @@ def _fused(file: Path, pairs: dict[str, _Pair], experts: Experts, config: Config
             raise CheckpointError(file, f"tensors {a.name!r} {a.shape} and {b.name!r} {b.shape} {rule}")
         if target in found:
             raise CheckpointError(file, f"tensor {a.name!r} must be of another weight than that which it wraps")
-        rank = a.shape[0] // number
-        matrix_a = a.view().reshape(number, rank, a.shape[1])
-        matrix_b = np.ascontiguousarray(b.view().reshape(b.shape[0], rank, number).transpose(2, 0, 1))
-        scale = config.scale(f"{module}.{PARAMETERS[target]}", rank)
-        found[target] = Adapter(np.array(matrix_a), matrix_b, scale)
+        name, rank = f"{module}.{PARAMETERS[target]}", a.shape[0] // number
+        config.check_rank(name, rank)
+        found[target] = _Fused(a, b, rank, config.scale(name, rank))
     return found
 
 
@@ -144,32 +239,31 @@ def _target_of(a: Tensor, b: Tensor, experts: Experts) -> str:
 
 def _modules(
     file: Path, projections: dict[str, dict[int, _Pair]], experts: Experts, config: Config, module: str
-) -> dict[str, Adapter]:
+) -> dict[str, _Stacked]:
     found = {}
     for projection, pairs in projections.items():
         target = PROJECTIONS[projection]
         outputs, inputs = sizes_of(target, experts)
-        matrices, rank = [], None
+        stacked, scales = [], set()
         for expert in range(experts.num_experts):
+            name = f"{module}.{expert}.{projection}"
             if expert not in pairs:
-                name = f"{module}.{expert}.{projection}"
                 raise CheckpointError(file, f"the adapter of {name!r} is missing, which other experts have")
             a, b = _pair(file, pairs[expert])
-            rank = a.shape[0] if rank is None else rank
+            rank = (stacked[0][0] if stacked else a).shape[0]
             for tensor, shape in ((a, (rank, inputs)), (b, (outputs, rank))):
                 if tensor.shape != shape:
                     raise CheckpointError(
                         file, f"tensor {tensor.name!r} has shape {tensor.shape}, but must have {shape}"
                     )
-            matrices.append((a.view(), b.view()))
-        assert rank is not None
-        scales = {config.scale(f"{module}.{e}.{projection}", rank) for e in range(experts.num_experts)}
+            config.check_rank(name, rank)
+            stacked.append((a, b))
+            scales.add(config.scale(name, rank))
         if len(scales) > 1:
-            raise CheckpointError(
-                file.with_name(CONFIG), f"`alpha_pattern` must be alike for all experts of {module!r}"
-            )
-        stacked_a, stacked_b = (np.stack(each) for each in zip(*matrices, strict=True))
-        found[target] = Adapter(stacked_a, stacked_b, scales.pop())
+            raise CheckpointError(config.file, f"`alpha_pattern` must be alike for all experts of {module!r}")
+        if target in found:
+            raise CheckpointError(file, f"{module!r} must have one name for its {target!r} projections")
+        found[target] = _Stacked([a for a, _ in stacked], [b for _, b in stacked], scales.pop())
     return found
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def save(
     Args:
         path: of the new directory, in one that exists.
         adapters: of each layer that has some, by its number; all with the same products and ranks.
-        experts: of these layers, whose order of gate and up the written rows keep; they may be abstract.
+        experts: of all layers of the model that have some, whose order of gate and up the written rows keep; they may
+            be abstract. If some of them have no adapters, the config names the layers that have.
         base_model: the name or path of the model, for `base_model_name_or_path`.
         module: the name of the experts in the model, with `{layer}` for its number.
         form: "parameters": for models with fused weights (E, ., .), as transformers 5 has them; `gate` and `up`
@@ -72,7 +74,8 @@ def save(
         outputs += (_parameters if form == "parameters" else _modules)(name, turned, experts[layer].num_experts)
         if forms[layer] != (first := next(iter(forms.values()))):
             raise ValueError(f"`adapters[{layer}]` (ranks and alphas {forms[layer]}) must be as those before: {first}")
-    config = entries_of(base_model, *_targets(form, module, next(iter(forms.values()))))
+    partial = sorted(adapters) if experts.keys() - adapters.keys() else None
+    config = entries_of(base_model, *_targets(form, module, next(iter(forms.values())), partial))
     with new_path(directory) as new:
         new.mkdir()
         write_file(new / WEIGHTS, outputs)
@@ -80,16 +83,20 @@ def save(
 
 
 def _targets(
-    form: str, module: str, its: dict[str, tuple[int, float]]
-) -> tuple[dict[str, list[str]], dict[str, int], dict[str, float]]:
-    """What the config says about targets: their lists, and the rank and alpha of each by a pattern of its name."""
+    form: str, module: str, its: dict[str, tuple[int, float]], layers: list[int] | None
+) -> tuple[dict[str, Any], dict[str, int], dict[str, float]]:
+    """What the config says about targets: their lists, and the rank and alpha of each by a pattern of its name.
+
+    `layers`: numbers of those that have adapters, if not all.
+    """
     stem = module.rpartition("{layer}.")[2]
     if form == "parameters":
         names = {target: f"{stem}.{PARAMETERS[target]}" for target in its}
-        lists = {"target_modules": [], "target_parameters": [*names.values()]}
+        whole = [module.format(layer=layer) + f".{PARAMETERS[target]}" for layer in layers or () for target in its]
+        lists = {"target_modules": [], "target_parameters": whole or [*names.values()]}
     else:
         names = {target: MODULES[target] for target in its}
-        lists = {"target_modules": [*names.values()], "target_parameters": None}
+        lists = {"target_modules": [*names.values()], "target_parameters": None, "layers_to_transform": layers}
     ranks = {names[target]: rank for target, (rank, _) in its.items()}
     return lists, ranks, {names[target]: alpha for target, (_, alpha) in its.items()}
 

@@ -179,7 +179,7 @@ class Layer:
         return {tensor.name for its in self.experts for matrix in its.values() for tensor in matrix.tensors()}
 
 
-def find(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Layer]:
+def find_layers(directory: Path, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> list[Layer]:
     """The layers of experts among the tensors of a checkpoint, in the order of the files.
 
     Args:

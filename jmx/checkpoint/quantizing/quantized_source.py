@@ -56,7 +56,7 @@ class Source(compressed_tensors.Reader):
     _find = staticmethod(find_modules)
 
 
-def find(reader: Source) -> list[Layer]:
+def find_layers(reader: Source) -> list[Layer]:
     """The layers of quantized experts as those of float ones.
 
     Raises:

@@ -33,7 +33,8 @@ class FloatExperts(NamedTuple):
     Attributes:
         gate_up: N = 2 I rows, gate rows above up rows, or I of experts without a gate; the contracted axis last.
         down: the contracted axis last.
-        gate_up_bias, down_bias: None if files have no biases.
+        gate_up_bias: None if files have no biases.
+        down_bias: likewise.
     """
 
     gate_up: Float[Array, "E N H"]
@@ -66,7 +67,7 @@ class Reader(SafetensorsReader):
         self.path = check_path("path", path)
         self.config = shards.read_object(self.path / FILE)
         self.tensors = shards.read_headers(self.path)
-        found = float_experts.find(self.path, self.tensors, self.config)
+        found = float_experts.find_layers(self.path, self.tensors, self.config)
         self.layers = {layer.name: dataclasses.replace(layer, format=self.format) for layer in found}
 
     def _stored(self, item: int | str) -> list[Tensor]:

@@ -25,8 +25,10 @@ class Errors:
     """Sums over the weights that were quantized.
 
     Attributes:
-        squared_error, squared: sums of squares of quantized minus source, and of the source.
-        clipped, count: the number of weights outside the range of their block's elements, and of all weights.
+        squared_error: the sum of squares of quantized minus source.
+        squared: that of the source.
+        clipped: the number of weights outside the range of their block's elements.
+        count: the number of all weights.
     """
 
     squared_error: float = 0.0

@@ -97,7 +97,7 @@ def convert(
         form = CompressedTensors(format)
         layers, kept = _read_quantized(directory, config)
     else:
-        layers = float_experts.find(directory, found, config)
+        layers = float_experts.find_layers(directory, found, config)
     for layer in layers:
         _check_sizes(layer, format)
     errors = Report(format.name, form.name)
@@ -131,7 +131,7 @@ def _read_quantized(directory: Path, config: dict[str, Any]) -> tuple[list[Layer
         if isinstance(entries, dict):
             for key in KEYS:
                 entries.pop(key, None)
-    return quantized_source.find(source), quantized_source.kept_modules(source)
+    return quantized_source.find_layers(source), quantized_source.kept_modules(source)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -13,16 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmx.activations import (
-    GELU,
-    Activation,
-    GELUAndMul,
-    ReLU,
-    ReLU2,
-    SiLU,
-    SiLUAndMul,
-    SwiGLU,
-)
+from jmx import activations
+from jmx.activations import Activation
 from jmx.experts import Experts
 from jmx.ffi.cutlass.config import Config, candidates, check, heuristic, padded
 from jmx.ffi.cutlass.layout import LAYOUT
@@ -49,10 +41,7 @@ class Cutlass:
 
     name: str = "cutlass"
     summary: str = "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantized in registers"
-
-    @property
-    def config_type(self) -> type[Config]:
-        return Config
+    config_type: type[Config] = Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         # Checked after the limits: building takes long, and does not help if a call is unsupported anyway.
@@ -116,15 +105,15 @@ def _pairs(problem: Problem) -> Rejection | None:
 def _function(activation: Activation) -> str | None:
     """The handler's name of an activation, or None."""
     match activation:
-        case SwiGLU():
+        case activations.SwiGLU():
             return "swiglu"
-        case SiLUAndMul() | SiLU():
+        case activations.SiLUAndMul() | activations.SiLU():
             return "silu"
-        case GELUAndMul(approximate) | GELU(approximate):
+        case activations.GELUAndMul(approximate) | activations.GELU(approximate):
             return "gelu_tanh" if approximate else "gelu"
-        case ReLU():
+        case activations.ReLU():
             return "relu"
-        case ReLU2():
+        case activations.ReLU2():
             return "relu2"
     return None
 
@@ -138,7 +127,7 @@ def _layer(
     dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "T H"]:
     """The FFI call: y (T, H) of `dtype`, which may be float32 for any x. `routing.weights` are float32."""
-    swiglu = activation if isinstance(activation, SwiGLU) else SwiGLU()
+    swiglu = activation if isinstance(activation, activations.SwiGLU) else activations.SwiGLU()
     results = (jax.ShapeDtypeStruct(x.shape, dtype), _workspace(routing.expert_ids, experts))
     gate_up_bias, down_bias = _biases(experts)
     no_layer = jnp.zeros((0,), jnp.int32)

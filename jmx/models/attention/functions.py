@@ -8,8 +8,9 @@ from jax import lax
 
 import jmx
 from jmx.models.attention.choice import Case, choose
-from jmx.models.layers import precision
 from jmx.pallas.attention import decode, latent_decode, prefill
+from jmx.util.typing import Array
+from jmx.xla.dot import precision
 
 # Queries per block: float32 scores are (B, heads, QUERIES, keys), never (B, heads, T, keys).
 QUERIES = 128
@@ -19,14 +20,14 @@ NO_SINK = -1e30
 
 
 def attend(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    sinks: jax.Array,
-    starts: jax.Array,
+    query: Array,
+    keys: Array,
+    values: Array,
+    sinks: Array,
+    starts: Array,
     window: int | None,
     scale: float | None = None,
-) -> jax.Array:
+) -> Array:
     """Causal attention of T consecutive tokens of each row over that row's cache.
 
     Args:
@@ -51,7 +52,7 @@ def attend(
         raise ValueError(f"`query` (of {length} tokens) must have at most {QUERIES} tokens or a multiple of that")
     query = query.reshape(batch, length // block, block, *query.shape[2:])
 
-    def attend_block(index: jax.Array | int) -> jax.Array:
+    def attend_block(index: Array | int) -> Array:
         return _attend_block(query[:, index], keys, values, sinks, starts + index * block, window, factor)
 
     if length == block:
@@ -61,13 +62,13 @@ def attend(
 
 
 def attend_prompt(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    sinks: jax.Array | None,
+    query: Array,
+    keys: Array,
+    values: Array,
+    sinks: Array | None,
     window: int | None,
     scale: float | None = None,
-) -> jax.Array:
+) -> Array:
     """`attend` of rows that start at position 0 over their own keys and values, by the implementation of `choice`.
 
     query (B, T, heads, D), keys (B, T, kv_heads, D), values (B, T, kv_heads, V) -> (B, T, heads, V). `sinks` as in
@@ -89,9 +90,7 @@ def attend_prompt(
     return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window, scale)
 
 
-def attend_cache(
-    query: jax.Array, cache: jax.Array, sinks: jax.Array | None, starts: jax.Array, window: int | None
-) -> jax.Array:
+def attend_cache(query: Array, cache: Array, sinks: Array | None, starts: Array, window: int | None) -> Array:
     """`attend` over a layer's cache (2, B, kv_heads, C, D), by the implementation of `choice`."""
     (_, length, heads, dim), (kv_heads, capacity) = query.shape, cache.shape[2:4]
     case = Case("step", length, capacity, heads, kv_heads, dim, dim, query.dtype, window, sinks is not None)
@@ -101,7 +100,7 @@ def attend_cache(
     return attend(query, cache[0], cache[1], sinks, starts, window)
 
 
-def attend_latents(query: jax.Array, cache: jax.Array, starts: jax.Array, rank: int, scale: float) -> jax.Array:
+def attend_latents(query: Array, cache: Array, starts: Array, rank: int, scale: float) -> Array:
     """`attend` of all heads over one latent a position, by the implementation of `choice`.
 
     query (B, T, heads, W), cache (1, B, 1, C, W), of which the first `rank` channels are the values -> (B, T, heads,
@@ -118,20 +117,14 @@ def attend_latents(query: jax.Array, cache: jax.Array, starts: jax.Array, rank: 
     return attend(query, cache[0], cache[0], no_sinks(heads), starts, None, scale)[..., :rank]
 
 
-def no_sinks(heads: int) -> jax.Array:
+def no_sinks(heads: int) -> Array:
     """Sinks of heads without one."""
     return jnp.full(heads, NO_SINK, jnp.float32)
 
 
 def _attend_block(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    sinks: jax.Array,
-    starts: jax.Array,
-    window: int | None,
-    scale: float,
-) -> jax.Array:
+    query: Array, keys: Array, values: Array, sinks: Array, starts: Array, window: int | None, scale: float
+) -> Array:
     batch, length, heads, dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     positions = starts[:, None] + jnp.arange(length)

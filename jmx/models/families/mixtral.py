@@ -1,10 +1,7 @@
 """Mixtral as a Flax NNX module, for any config of the family."""
 
-from typing import Any
-
 from flax import nnx
 
-import jmx
 from jmx.checkpoint.model_configs import mixtral as configs
 from jmx.models.attention.module import Attention
 from jmx.models.decoder import Model
@@ -21,9 +18,6 @@ class Mixtral(Model):
 
     def make_attention(self, layer: int, rngs: nnx.Rngs) -> Attention:
         return Attention(self.config, window=self.config.sliding_window, dtype=self.dtype, rngs=rngs)
-
-    def moe_options(self) -> dict[str, Any]:
-        return {"activation": jmx.SwiGLU(), "routing": jmx.SoftmaxTopK(self.config.top_k, renormalize=True)}
 
 
 FAMILY = grouped_query_family(

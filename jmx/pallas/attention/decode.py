@@ -15,6 +15,7 @@ from jax import lax
 
 from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, shared_memory, token_scores
 from jmx.pallas.sm90.launch import launch
+from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
 KEYS = 128  # of one step
@@ -29,13 +30,13 @@ def fits(group: int, dim: int) -> bool:
 
 
 def flash_decode(
-    query: jax.Array,
-    cache: jax.Array,
-    sinks: jax.Array,
-    positions: jax.Array,
+    query: Float[Array, "B heads D"],
+    cache: Float[Array, "2 rows kv_heads C D"],
+    sinks: Float32[Array, " heads"],
+    positions: Int32[Array, " B"],
     window: int | None,
-    tables: jax.Array | None = None,
-) -> jax.Array:
+    tables: Int32[Array, "B pages_of_row"] | None = None,
+) -> Float[Array, "B heads D"]:
     """Attention of one token a row over positions 0 to its own.
 
     Args:
@@ -93,8 +94,10 @@ def flash_decode(
     return _combine(*parts, sinks).astype(query.dtype)
 
 
-def _without_padding(part: jax.Array, kv_heads: int, group: int) -> jax.Array:
-    """(splits, B, padded heads, ...) -> (splits, B, heads, ...)."""
+def _without_padding(
+    part: Float[Array, "splits B padded *rest"], kv_heads: int, group: int
+) -> Float[Array, "splits B heads *rest"]:
+    """The results without those of padded heads."""
     by_kv_head = part.reshape(*part.shape[:2], kv_heads, -1, *part.shape[3:])
     return by_kv_head[:, :, :, :group].reshape(*part.shape[:2], kv_heads * group, *part.shape[3:])
 
@@ -225,7 +228,12 @@ def _attend_block(
     return softmax.add_values(weights, smem.values.at[stage])
 
 
-def _combine(gathered: jax.Array, peaks: jax.Array, totals: jax.Array, sinks: jax.Array) -> jax.Array:
+def _combine(
+    gathered: Float32[Array, "splits B heads D"],
+    peaks: Float32[Array, "splits B heads"],
+    totals: Float32[Array, "splits B heads"],
+    sinks: Float32[Array, " heads"],
+) -> Float32[Array, "B heads D"]:
     """The splits' results as one softmax, with the sinks in it: float32 (B, heads, D).
 
     A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.

@@ -21,6 +21,7 @@ from jax import lax
 
 from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, shared_memory, token_scores
 from jmx.pallas.sm90.launch import launch
+from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused ones
 KEYS = 64  # of one step
@@ -38,8 +39,13 @@ def fits(width: int, rank: int) -> bool:
 
 
 def flash_decode_latent(
-    query: jax.Array, latents: jax.Array, positions: jax.Array, rank: int, scale: float, core_count: int
-) -> jax.Array:
+    query: Float[Array, "B heads W"],
+    latents: Float[Array, "B C W"],
+    positions: Int32[Array, " B"],
+    rank: int,
+    scale: float,
+    core_count: int,
+) -> Float[Array, "B heads rank"]:
     """Attention of one token a row over positions 0 to its own, all heads over the same latents.
 
     Args:
@@ -230,7 +236,11 @@ def _attend_block(
     return softmax
 
 
-def _combine(gathered: jax.Array, peaks: jax.Array, totals: jax.Array) -> jax.Array:
+def _combine(
+    gathered: Float32[Array, "splits B heads rank"],
+    peaks: Float32[Array, "splits B heads"],
+    totals: Float32[Array, "splits B heads"],
+) -> Float32[Array, "B heads rank"]:
     """The splits' results as one softmax: float32 (B, heads, rank)."""
     parts = jnp.exp2(peaks - peaks.max(axis=0))
     return jnp.sum(parts[..., None] * gathered, axis=0) / jnp.sum(parts * totals, axis=0)[..., None]

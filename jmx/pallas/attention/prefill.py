@@ -18,6 +18,7 @@ from jax import lax
 
 from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, element_ids, hide_unseen, shared_memory
 from jmx.pallas.sm90.launch import launch
+from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
 BLOCK = 2 * ROWS  # queries of one CTA, and keys of one step
@@ -39,13 +40,13 @@ def fits(key_dim: int, value_dim: int) -> bool:
 
 
 def flash_prefill(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    sinks: jax.Array,
+    query: Float[Array, "B T heads D"],
+    keys: Float[Array, "B T kv_heads D"],
+    values: Float[Array, "B T kv_heads V"],
+    sinks: Float32[Array, " heads"],
     window: int | None,
     scale: float | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T heads V"]:
     """Causal attention of T tokens among themselves; only blocks of keys that some query sees are read.
 
     Args:
@@ -64,8 +65,13 @@ def flash_prefill(
 
 
 def flash_prefill_pages(
-    query: jax.Array, pages: jax.Array, tables: jax.Array, starts: jax.Array, sinks: jax.Array, window: int | None
-) -> jax.Array:
+    query: Float[Array, "M block heads D"],
+    pages: Float[Array, "2 pages kv_heads block D"],
+    tables: Int32[Array, "M pages_of_row"],
+    starts: Int32[Array, " M"],
+    sinks: Float32[Array, " heads"],
+    window: int | None,
+) -> Float[Array, "M block heads D"]:
     """Causal attention of blocks of `BLOCK` consecutive tokens, each over the pages of its row, its own included.
 
     Args:

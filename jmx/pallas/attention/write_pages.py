@@ -15,8 +15,11 @@ from jax import lax
 
 from jmx.pallas.attention.softmax import Ref
 from jmx.pallas.sm90.launch import launch
+from jmx.util.typing import Array, Int32, Shaped
 
 _ALIGNMENT = 16  # bytes of a row that the copy engine moves
+
+Pages = Shaped[Array, "parts pages heads page D"]
 
 
 def fits(dim: int, dtype: jax.typing.DTypeLike) -> bool:
@@ -24,7 +27,9 @@ def fits(dim: int, dtype: jax.typing.DTypeLike) -> bool:
     return dim * jax.numpy.dtype(dtype).itemsize % _ALIGNMENT == 0
 
 
-def write_rows(pages: jax.Array, new: jax.Array, numbers: jax.Array, offsets: jax.Array) -> jax.Array:
+def write_rows(
+    pages: Pages, new: Shaped[Array, "parts B heads D"], numbers: Int32[Array, " B"], offsets: Int32[Array, " B"]
+) -> Pages:
     """The pages with a token of each row; the array is the same one, if it is donated.
 
     Args:
@@ -45,7 +50,7 @@ def write_rows(pages: jax.Array, new: jax.Array, numbers: jax.Array, offsets: ja
     return _in_place(entry, pages, (parts, count), ("part", "row"), (heads, dim), new, numbers, offsets)
 
 
-def write_blocks(pages: jax.Array, new: jax.Array, numbers: jax.Array) -> jax.Array:
+def write_blocks(pages: Pages, new: Shaped[Array, "parts M page heads D"], numbers: Int32[Array, " M"]) -> Pages:
     """The pages with whole ones replaced; the array is the same one, if it is donated.
 
     Args:

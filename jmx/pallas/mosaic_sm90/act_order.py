@@ -17,20 +17,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.sm90.launch import launch
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    Ref,
-    address_of,
-    constant,
-    i32,
-    i64,
-    less,
-    operation,
-    thread_index,
-    utils,
-    wide,
-)
+from jmx.pallas.sm90.mlir import address_of, constant, i32, i64, less, thread_index, utils, wide
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
 from jmx.pallas.sm90.tiles import THREADS
 from jmx.util.typing import Array, Float, Int32
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmx.engines import grouped
-from jmx.engines.gradients import Gradients
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
-from jmx.grouping import Blocks, SortedRows, Work
+from jmx.grouping import Blocks, Work
 from jmx.numerics.formats import FORMATS, Format
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.activations import in_kernel
@@ -32,7 +32,7 @@ from jmx.pallas.sm90.config import FEW_TOKENS
 from jmx.pallas.sm90.tiles import TILE, alike
 from jmx.routing import Routing
 from jmx.selection import tuning
-from jmx.selection.backend import Reason, Rejection
+from jmx.selection.backend import ExpertProduct, Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.selection.requirements import Limits
@@ -49,10 +49,7 @@ class MosaicSm90:
 
     name: str = "mosaic"
     summary: str = "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantized in registers"
-
-    @property
-    def config_type(self) -> type[Config]:
-        return Config
+    config_type: type[Config] = Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         return LIMITS.rejection(problem, environment, _column_order)
@@ -127,61 +124,38 @@ class MosaicSm90:
         return grouped.run(problem, x, routing, tiling, products)
 
     def backward(
-        self,
-        problem: Problem,
-        x: Float[Array, "T H"],
-        routing: Routing,
-        experts: Experts,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        biases: tuple[bool, bool],
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import backward
 
-        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_experts)
-        return backward(problem, x, routing, experts, dy, biases, config, environment.core_count or 1)
+        config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
+        return backward(problem, primals, dy, wanted, config, environment.core_count or 1)
 
-    def product(
-        self,
-        problem: Problem,
-        role: str,
-        rows: Float[Array, "R K"],
-        sorted: SortedRows,
-        experts: Experts,
-        environment: Environment,
-        dtype: Any,
-    ) -> Float[Array, "R W"]:
+    def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
         from jmx.pallas.mosaic_sm90.alone import product_alone
         from jmx.pallas.mosaic_sm90.kernel import one_product
 
+        problem, experts, environment = product.problem, product.experts, product.environment
         config = tuning.config(self, problem, environment).config
-        given = rounded(problem, experts, role, rows)
+        given = rounded(problem, experts, product.role, rows)
         return one_product(
             padded(given.values),
-            product_alone(role, experts, dtype, given.scales),
-            sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert),
+            product_alone(product.role, experts, dtype, given.scales),
+            product.sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert),
             split_k=1,
             config=config,
             num_rows=rows.shape[0],
             num_cores=environment.core_count or 1,
         )
 
-    def transposed_product(
-        self,
-        problem: Problem,
-        role: str,
-        rows: Float[Array, "R W"],
-        sorted: SortedRows,
-        experts: Experts,
-        environment: Environment,
-    ) -> Float32[Array, "R K"]:
+    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float32[Array, "R K"]:
         from jmx.pallas.mosaic_sm90 import alone, kernel
 
+        problem, role, sorted, experts = product.problem, product.role, product.sorted, product.experts
         scales = alone.row_scales(alone.product_alone(role, experts, rows.dtype, None).weight, experts.format)
         if scales is not None:
-            row = jnp.arange(rows.shape[0], dtype=jnp.int32)
-            expert = jnp.sum(sorted.starts <= row[:, None], axis=1, dtype=jnp.int32) - 1
+            expert = sorted.expert_of(jnp.arange(rows.shape[0], dtype=jnp.int32))
             rows = rows * scales.at[expert + experts.first_expert].get(mode="promise_in_bounds")
         config = backward_config(_tile_bytes(problem), sorted.row_of.size, problem.num_experts)
         blocks = sorted.blocks(config.block_n, ROW_ALIGNMENT).of_layer(experts.first_expert)
@@ -192,7 +166,7 @@ class MosaicSm90:
             split_k=1,
             config=config,
             num_rows=rows.shape[0],
-            num_cores=environment.core_count or 1,
+            num_cores=product.environment.core_count or 1,
         )
         return result[:, : experts.spec(role).shape[1]]
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jmx import grouping
-from jmx.engines.gradients import Gradients
+from jmx.engines.gradients import Gradients, Primals, Wanted
 from jmx.experts import Experts
 from jmx.grouping import Work
 from jmx.numerics.formats import BlockScaled
@@ -51,16 +51,10 @@ H_DTYPE = jnp.float32
 
 
 def backward(
-    problem: Problem,
-    x: Float[Array, "T H"],
-    routing: Routing,
-    experts: Experts,
-    dy: Float[Array, "T H"],
-    biases: tuple[bool, bool],
-    config: Config,
-    num_cores: int,
+    problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted: Wanted, config: Config, num_cores: int
 ) -> Gradients:
     """See `Differentiable.backward`. `num_cores`: SMs."""
+    x, routing, experts = primals
     with jax.named_scope("grouping"):
         ids, num_experts = routing.expert_ids, problem.num_experts
         work = grouping.many(ids, num_experts, config.block_n, ROW_ALIGNMENT)
@@ -84,8 +78,10 @@ def backward(
     return Gradients(
         dx.astype(x.dtype),
         dweights.astype(routing.weights.dtype),
-        pass_.of_layer(pass_.gate_up_bias(dh), gate_up_bias) if biases[0] and gate_up_bias is not None else None,
-        pass_.of_layer(pass_.down_bias(dy), down_bias) if biases[1] and down_bias is not None else None,
+        pass_.of_layer(pass_.gate_up_bias(dh), gate_up_bias)
+        if wanted.gate_up_bias and gate_up_bias is not None
+        else None,
+        pass_.of_layer(pass_.down_bias(dy), down_bias) if wanted.down_bias and down_bias is not None else None,
     )
 
 

@@ -19,7 +19,7 @@ from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm
 from jmx.pallas.mosaic_sm90.scheduler import WorkItem
 from jmx.pallas.sm90 import accumulator, counters, epilogue
 from jmx.pallas.sm90.launch import for_width
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.reduction import RowSums
 from jmx.pallas.sm90.tiles import TILE

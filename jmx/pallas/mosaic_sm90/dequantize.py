@@ -38,6 +38,7 @@ from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.sm90.tiles import TILE
 
 Register = Any  # of 32 bits: an MLIR value, or in tests a numpy array
+Registers = Sequence[Register]
 Place = tuple[Register, int]  # a word, and which of the values in it
 Run = Callable[..., Register]  # (PTX text, operands $1, $2, ...) -> $0
 _EIGHTS = TILE // 8  # groups of 8 columns in a tile; a thread has a pair in each, for each of its two rows
@@ -127,12 +128,7 @@ class Decoder:
         return self.tile.zero_points
 
     def pairs(
-        self,
-        words: Sequence[Register],
-        scales: Sequence[Register],
-        zero_points: Sequence[Register],
-        exponent: Register | None,
-        run: Run,
+        self, words: Registers, scales: Registers, zero_points: Registers, exponent: Register | None, run: Run
     ) -> np.ndarray:
         """A thread's share of a tile as registers of two bfloat16: (8 groups of 8 columns, its 2 rows).
 
@@ -168,10 +164,10 @@ class Decoder:
 
     def slice_pairs(
         self,
-        words: Sequence[Register],
+        words: Registers,
         odd: Register,
-        scales: Sequence[Register],
-        zero_points: Sequence[Register],
+        scales: Registers,
+        zero_points: Registers,
         exponent: Register | None,
         run: Run,
     ) -> np.ndarray:
@@ -198,7 +194,7 @@ class Decoder:
                 out[eight, row] = scaled(placed[2 * eight + row])
         return out
 
-    def _placed(self, words: Sequence[Register], run: Run) -> list[Register]:
+    def _placed(self, words: Registers, run: Run) -> list[Register]:
         """All 16 placed pairs: for each group of 8 columns those of both rows."""
         elements = self.tile.elements
         if elements == E2M1:

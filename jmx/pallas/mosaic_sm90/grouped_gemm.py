@@ -13,7 +13,7 @@ from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
 from jmx.pallas.sm90.gemm import BaseProduct, Rows
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
 from jmx.pallas.sm90.scheduler import Share

@@ -37,7 +37,7 @@ from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, schedules
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.scheduler import Share
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 from jmx.util.typing import Array, Float

@@ -3,6 +3,7 @@
 `jmx.pallas.sm90.accumulator` describes what a thread holds.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,25 +16,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    Ref,
-    address_of,
-    constant,
-    f32,
-    i8,
-    i32,
-    i64,
-    less,
-    operation,
-    optional,
-    result,
-    run,
-    thread_index,
-    utils,
-    wide,
-)
+from jmx.pallas.sm90.mlir import address_of, constant, f32, i8, i32, i64, less, run, thread_index, utils, wide
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, fragment, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32, Int32, Shaped
@@ -63,6 +47,12 @@ def _pairs_of_tile(decoder: Decoder, stage: Stage, exponent: Fragment | None, ti
     return decoder.pairs(words, scales, zero_points, None if exponent is None else exponent.registers.item(), run)
 
 
+def half_of_tile(pairs: Iterable[ir.Value]) -> Fragment:
+    """A thread's pairs of bfloat16, in 32 bits each, as half a tile (64, 32) in the registers of operand A of wgmma."""
+    two = ir.VectorType.get((2,), ir.BF16Type.get())
+    return fragment((utils.bitcast(pair, two) for pair in pairs), (TILE, TILE // 2), mgpu.WGMMA_LAYOUT)
+
+
 def _weight_types(stage: Stage) -> Stage:
     """The types of a stage's weights as arguments of an operation."""
     types = (optional(ref, plgpu.RefType()) for ref in (stage.values, stage.scales, stage.zero_points))
@@ -82,19 +72,8 @@ def dequantize(
 
     @operation(arg_types=(_weight_types(stage), optional(exponent, SCALAR)), return_type=(half, half))
     def body(_: Any, stage: Stage, exponent: Fragment | None) -> tuple[Fragment, ...]:
-        two = ir.VectorType.get((2,), ir.BF16Type.get())
-        layout = mgpu.WGMMA_LAYOUT
         halves = np.split(_pairs_of_tile(decoder, stage, exponent, tile), 2)
-        return tuple(
-            Fragment(
-                _registers=np.array([utils.bitcast(pair, two) for pair in registers.flat], dtype=object).reshape(
-                    layout.registers_shape((TILE, TILE // 2))
-                ),
-                _layout=layout,
-                _is_signed=None,
-            )
-            for registers in halves
-        )
+        return tuple(half_of_tile(pairs.flat) for pairs in halves)
 
     return body(stage._replace(x=None), exponent)
 

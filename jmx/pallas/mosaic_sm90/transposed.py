@@ -10,28 +10,16 @@ columns in the order of the tensor cores, which `movmatrix` transposes within th
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
 from jmx.pallas.mosaic_sm90.elements import E2M1
+from jmx.pallas.mosaic_sm90.tile_mma import half_of_tile
 from jmx.pallas.sm90.accumulator import load_words
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    address_of,
-    constant,
-    i32,
-    operation,
-    optional,
-    result,
-    run,
-    thread_index,
-    utils,
-)
+from jmx.pallas.sm90.mlir import address_of, constant, i32, run, thread_index, utils
+from jmx.pallas.sm90.operation import SCALAR, Fragment, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Int32, Shaped
@@ -57,15 +45,7 @@ def dequantize(
         warp, lane = arith.divui(thread_index(), constant(32)), arith.remui(thread_index(), constant(32))
         factor = None if exponent is None else exponent.registers.item()
         slices = [_transposed_slice(decoder, tile, warp, lane, nth, factor) for nth in range(_SLICES)]
-        two, layout = ir.VectorType.get((2,), ir.BF16Type.get()), mgpu.WGMMA_LAYOUT
-        halves = []
-        for registers in (slices[0] + slices[1], slices[2] + slices[3]):
-            typed = np.empty(len(registers), dtype=object)
-            for i, register in enumerate(registers):
-                typed[i] = utils.bitcast(register, two)
-            typed = typed.reshape(layout.registers_shape((TILE, TILE // 2)))
-            halves.append(Fragment(_registers=typed, _layout=layout, _is_signed=None))
-        return tuple(halves)
+        return half_of_tile(slices[0] + slices[1]), half_of_tile(slices[2] + slices[3])
 
     return body(tile._replace(x=None), exponent)
 

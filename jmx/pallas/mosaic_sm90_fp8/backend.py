@@ -45,10 +45,7 @@ class MosaicSm90Fp8:
 
     name: str = "mosaic_fp8"
     summary: str = "Pallas Mosaic GPU kernels for Hopper's FP8 tensor cores: FP8 and MXFP4 weights, inputs in FP8"
-
-    @property
-    def config_type(self) -> type[Config]:
-        return Config
+    config_type: type[Config] = Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         return LIMITS.rejection(problem, environment, _sizes)

@@ -20,7 +20,7 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.layout import RESCALE_EXPONENT, value_rows
 from jmx.pallas.sm90 import accumulator, epilogue
 from jmx.pallas.sm90.launch import for_width
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.reduction import RowSums
 from jmx.pallas.sm90.tiles import TILE

@@ -18,7 +18,7 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90 import counters
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Int32
 
 _COUNTERS = 4  # for each of two GEMMs: rows quantized, results written

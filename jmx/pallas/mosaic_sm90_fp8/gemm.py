@@ -16,7 +16,7 @@ from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.staging import swizzled_rows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
 from jmx.pallas.sm90.scheduler import Share, Start

@@ -11,7 +11,7 @@ from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.layout import value_rows
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90.gemm import BaseProduct
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 
 

@@ -35,7 +35,7 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm, SharedMemory
 from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Operands, Product
 from jmx.pallas.mosaic_sm90_fp8.producer import copy_rows, copy_weights
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.scheduler import Share
 from jmx.util.typing import Array, Num
 

@@ -26,18 +26,8 @@ from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, GlobalRows, RowQuanti
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
 from jmx.pallas.sm90.launch import launch
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    Ref,
-    address_of,
-    constant,
-    i32,
-    i64,
-    operation,
-    optional,
-    wide,
-)
+from jmx.pallas.sm90.mlir import address_of, constant, i32, i64, wide
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional
 from jmx.util.typing import Array, Int32
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -15,12 +14,12 @@ from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, row_array, row_size
 from jmx.pallas.sm90.epilogue import index_of_row
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, fragment, operation, result
 from jmx.pallas.sm90.tiles import THREADS
 from jmx.util.typing import Array, Float32, Int32
 
 _ONE_EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-_WORDS: Any = mlir.result((THREADS,), jnp.int32, _ONE_EACH)  # one per thread
+_WORDS: Any = result((THREADS,), jnp.int32, _ONE_EACH)  # one per thread
 
 
 def load_row_words(
@@ -33,7 +32,7 @@ def load_row_words(
     """
     bits = 8 * jnp.dtype(array.dtype).itemsize
 
-    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
         both = rows.weight(rows.output(tile.registers.item()))
         found = (index_of_row(rows.num_rows, expert.registers.item(), row) for row in both)
@@ -64,7 +63,7 @@ def load_codes(
     `scales`: a reference to the layout's scales, uint8 (E, row tiles, units + 1, 256); the last chunk has these codes.
     """
 
-    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(_WORDS, _WORDS))
     def body(_: Any, scales: ir.Value, expert: Fragment, tile: Fragment) -> tuple[Fragment, ...]:
         _, tiles, chunks, chunk_bytes = ir.MemRefType(scales.type).shape
         row = arith.addi(arith.muli(expert.registers.item(), mlir.constant(tiles)), tile.registers.item())
@@ -93,7 +92,7 @@ def powers_of(codes: tuple[Int32[Array, "128"], Int32[Array, "128"]], n: int) ->
 
 
 def _repeated(words: Sequence[Array], convert: Callable[[ir.Value], ir.Value], n: int) -> tuple[Array, ...]:
-    @mlir.operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
+    @operation(arg_types=(_ONE_EACH,), return_type=row_array(row_size(n)))
     def body(_: Any, word: Fragment) -> Fragment:
         value = convert(llvm.extractelement(word.registers.item(), mlir.constant(0)))
         return of_registers([mlir.pair(value, value)] * (n // 8), row_size(n))
@@ -107,6 +106,5 @@ def _word(array: ir.Value, index: ir.Value, bits: int) -> Fragment:
     loaded = llvm.load(element, mlir.address_of(array, index, element))
     word = loaded if bits == 32 else arith.extui(mlir.i32(), loaded)
     one = ir.VectorType.get((1,), mlir.i32())
-    registers = np.array([llvm.insertelement(llvm.mlir_undef(one), word, mlir.constant(0))], dtype=object)
-    layout = mgpu.WGStridedFragLayout((THREADS,), 1)
-    return Fragment(_registers=registers.reshape(layout.registers_shape((THREADS,))), _layout=layout, _is_signed=True)
+    registers = [llvm.insertelement(llvm.mlir_undef(one), word, mlir.constant(0))]
+    return fragment(registers, (THREADS,), mgpu.WGStridedFragLayout((THREADS,), 1), is_signed=True)

@@ -9,7 +9,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
-from jmx.pallas.sm90.mlir import Fragment, Ref, constant, i32, operation, thread_index, utils
+from jmx.pallas.sm90.mlir import constant, i32, thread_index, utils
+from jmx.pallas.sm90.operation import Fragment, Ref, operation
 from jmx.util.typing import Array, Num
 
 

@@ -24,19 +24,8 @@ from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED, descriptor, load_float, p
 from jmx.pallas.sm90.accumulator import accumulator, of_registers, row_array, row_size, sums_of
 from jmx.pallas.sm90.epilogue import load_of_row
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import (
-    SCALAR,
-    Fragment,
-    Ref,
-    constant,
-    i32,
-    operation,
-    optional,
-    pair,
-    result,
-    thread_index,
-    utils,
-)
+from jmx.pallas.sm90.mlir import constant, i32, pair, thread_index, utils
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32, Int32, Num

@@ -17,21 +17,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from jmx.pallas.mosaic_sm90_fp8.config import ROW_BYTES
 from jmx.pallas.mosaic_sm90_fp8.layout import EXACT_BELOW, magnitudes
 from jmx.pallas.sm90.accumulator import accumulator, load_words, sums_of
-from jmx.pallas.sm90.mlir import (
-    Fragment,
-    Ref,
-    address_of,
-    constant,
-    f32,
-    i32,
-    i64,
-    operation,
-    optional,
-    result,
-    run,
-    thread_index,
-    utils,
-)
+from jmx.pallas.sm90.mlir import address_of, constant, f32, i32, i64, run, thread_index, utils
+from jmx.pallas.sm90.operation import Fragment, Ref, operation, optional, result
 from jmx.pallas.sm90.pipeline import Stage
 from jmx.pallas.sm90.tiles import THREADS, TILE
 from jmx.util.typing import Array, Float32

@@ -10,5 +10,6 @@ epilogue     scales, biases and stores of a tile
 gemm         operands and epilogue of a grouped GEMM
 counters     signals between CTAs
 config       what configurations have in common
-mlir         short names for MLIR, and the types of references
+operation    operations that are written for one thread, and the types of references
+mlir         short names for MLIR
 """

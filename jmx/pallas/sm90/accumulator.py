@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from jmx.pallas.sm90.mlir import Fragment, Ref, address_of, constant, i32, operation, pair, result, utils
+from jmx.pallas.sm90.mlir import address_of, constant, i32, pair, utils
+from jmx.pallas.sm90.operation import Fragment, Ref, fragment, operation, result
 from jmx.pallas.sm90.tiles import TILE
 from jmx.util.typing import Array, Float32
 
@@ -37,9 +38,7 @@ def own_layout(size: int) -> Any:
 
 def of_registers(registers: Any, size: int) -> Fragment:
     """Such an array from a thread's registers, each a pair of columns."""
-    layout = mgpu.WGStridedFragLayout((size,), 2)
-    registers = np.array(registers, dtype=object).reshape(layout.registers_shape((size,)))
-    return Fragment(_registers=registers, _layout=layout, _is_signed=None)
+    return fragment(np.array(registers, dtype=object).flat, (size,), mgpu.WGStridedFragLayout((size,), 2))
 
 
 def row_size(n: int) -> int:
@@ -60,10 +59,8 @@ def sums_of(acc: Fragment) -> list[ir.Value]:
 
 def accumulator(acc: Fragment, sums: Sequence[ir.Value]) -> Fragment:
     """`acc` with its elements replaced, in the order of `sums_of`."""
-    registers = np.empty(len(sums) // 2, dtype=object)
-    for i in range(len(registers)):
-        registers[i] = pair(sums[2 * i], sums[2 * i + 1])
-    return Fragment(_registers=registers.reshape(acc.registers.shape), _layout=acc.layout, _is_signed=None)
+    pairs = (pair(*sums[i : i + 2]) for i in range(0, len(sums), 2))
+    return fragment(pairs, acc.shape, acc.layout)
 
 
 def wait_for_earlier_products() -> None:

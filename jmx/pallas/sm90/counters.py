@@ -5,7 +5,8 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref, address_of, i32, operation, utils
+from jmx.pallas.sm90.mlir import address_of, i32, utils
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation
 from jmx.util.typing import Array, Int32
 
 _ORDER_COPIES = "fence.proxy.async.global;"

@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jmx.pallas.sm90 import mlir
 from jmx.pallas.sm90.accumulator import of_registers, own_layout, row_array, row_size
 from jmx.pallas.sm90.gemm import Rows
-from jmx.pallas.sm90.mlir import SCALAR, Fragment, Ref
+from jmx.pallas.sm90.operation import SCALAR, Fragment, Ref, operation, optional
 from jmx.util.typing import Array, Float32, Int32, Num
 
 
@@ -22,9 +22,9 @@ def load_row(
     `order`: a reference int32 (E, outputs): `array` has an output's value in the place of output order[expert, output].
     """
     size = row_size(8)
-    types = [plgpu.RefType(), SCALAR, SCALAR, mlir.optional(order, plgpu.RefType())]
+    types = [plgpu.RefType(), SCALAR, SCALAR, optional(order, plgpu.RefType())]
 
-    @mlir.operation(arg_types=types, return_type=(row_array(size), row_array(size)))
+    @operation(arg_types=types, return_type=(row_array(size), row_array(size)))
     def body(_: Any, array: ir.Value, expert: Fragment, tile: Fragment, order: ir.Value | None) -> tuple[Fragment, ...]:
         number = expert.registers.item()
 
@@ -60,7 +60,7 @@ def index_of_row(num_rows: int, expert: ir.Value, row: ir.Value) -> tuple[ir.Val
 def repeat(row: Float32[Array, "256"], n: int) -> Float32[Array, " m"]:
     """A value from `load_row`, repeated to per-thread elements of n columns."""
 
-    @mlir.operation(arg_types=(own_layout(row_size(8)),), return_type=row_array(row_size(n)))
+    @operation(arg_types=(own_layout(row_size(8)),), return_type=row_array(row_size(n)))
     def body(_: Any, row: Fragment) -> Fragment:
         return of_registers([row.registers.item()] * (n // 8), row_size(n))
 
@@ -71,7 +71,7 @@ def load_columns(scales: Ref, n: int, first: Int32[Array, ""], count: Int32[Arra
     """scales[first + column], of a reference float32 (R,), as per-thread elements of n columns; undefined from column
     `count` on."""
 
-    @mlir.operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
+    @operation(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=row_array(row_size(n)))
     def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment) -> Fragment:
         load = _column_loader(scales, first, count)
         return of_registers([mlir.pair(load(eight), load(eight + 1)) for eight in range(0, n, 8)], row_size(n))
@@ -98,7 +98,7 @@ def times_columns(
     size = arrays[0].shape[0]
     types = (plgpu.RefType(), SCALAR, SCALAR, [own_layout(size)] * len(arrays))
 
-    @mlir.operation(arg_types=types, return_type=(row_array(size),) * len(arrays))
+    @operation(arg_types=types, return_type=(row_array(size),) * len(arrays))
     def body(_: Any, scales: ir.Value, first: Fragment, count: Fragment, arrays: list[Fragment]) -> Any:
         load = _column_loader(scales, first, count)
         results: list[list[ir.Value]] = [[] for _ in arrays]
@@ -129,7 +129,7 @@ def store(
     num_outputs = rows.num_outputs
     layouts = [own_layout(array.shape[0]) for array in arrays]
 
-    @mlir.operation(arg_types=(plgpu.RefType(), layouts, SCALAR, SCALAR, SCALAR))
+    @operation(arg_types=(plgpu.RefType(), layouts, SCALAR, SCALAR, SCALAR))
     def body(_: Any, out: ir.Value, arrays: list[Fragment], *scalars: Fragment) -> None:
         tile, first, count = (scalar.registers.item() for scalar in scalars)
         element = ir.MemRefType(out.type).element_type

@@ -1,29 +1,12 @@
-"""Short names for the MLIR that the Hopper kernels write for one thread, and the types of references."""
-
-from typing import Any
+"""Short names for the MLIR that the Hopper kernels write for one thread."""
 
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.sm90.tiles import THREADS
 
-# A reference to an array in global or shared memory, or to barriers, as a kernel body has it; or the type of one, where
-# scratch memory is described. Pallas has no public class for them.
-Ref = Any
-Fragment = mgpu.FragmentedArray  # one thread's registers of an array
-SCALAR = plgpu.Layout.WG_SPLAT
 utils = mgpu.utils
-# An operation takes arrays and references; the function that it decorates takes their fragments and MLIR values. Both
-# take pytrees, so that an argument may be None.
-operation: Any = plgpu.inline_mgpu
-result: Any = plgpu.ShapeDtypeStruct
-
-
-def optional(value: Any, type_: Any) -> Any:
-    """The type of an operation's argument that may be None."""
-    return None if value is None else type_
 
 
 def i8() -> ir.Type:

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.sm90 import accumulator
-from jmx.pallas.sm90.mlir import Ref
+from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Bool, Float32, Int32
 
 RowSums = tuple[Float32[Array, " n"], Float32[Array, " n"]]  # per-thread elements of the first and the second row

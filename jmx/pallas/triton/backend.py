@@ -49,18 +49,12 @@ class Triton:
     """
 
     interpret: bool = False
+    summary: str = "Pallas Triton kernels for Ampere and Ada: 4-bit weights dequantized in registers"
+    config_type: type[Config] = Config
 
     @property
     def name(self) -> str:
         return "triton_interpreted" if self.interpret else "triton"
-
-    @property
-    def summary(self) -> str:
-        return "Pallas Triton kernels for Ampere and Ada: 4-bit weights dequantized in registers"
-
-    @property
-    def config_type(self) -> type[Config]:
-        return Config
 
     def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
         limits = INTERPRETED_LIMITS if self.interpret else LIMITS

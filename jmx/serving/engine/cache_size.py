@@ -1,10 +1,12 @@
 """How many tokens the cache of an engine has place for."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jmx.checkpoint import peft
 from jmx.models import memory
 from jmx.models.decoder import Model
 from jmx.models.loading import shapes_of
@@ -19,7 +21,11 @@ _MOST_ON_CPU = 65536
 
 
 def automatic_cache_tokens(
-    source: Source, limits: Limits, dtype: jax.typing.DTypeLike, split: ModelSplit | None = None
+    source: Source,
+    limits: Limits,
+    dtype: jax.typing.DTypeLike,
+    split: ModelSplit | None = None,
+    adapters: peft.Reader | None = None,
 ) -> int:
     """The tokens of a cache for all users, or as many as the device has memory for beside the weights.
 
@@ -28,6 +34,7 @@ def automatic_cache_tokens(
         limits: of the engine; `cache_tokens` does not count.
         dtype: of activations and of the cache.
         split: how a mesh divides the model; None: it is on one device.
+        adapters: of the experts; None: there are none.
 
     Raises:
         MemoryError: there is no memory for the weights and one request.
@@ -35,7 +42,8 @@ def automatic_cache_tokens(
     device = jax.devices()[0] if split is None else split.mesh.local_devices[0]
     model = shapes_of(source.config, dtype=jnp.dtype(dtype), split=split)
     wanted = limits.max_users * limits.max_length
-    weights = memory.needed(source, [limits.page], 1, dtype=jnp.dtype(dtype), split=split).weights
+    options: dict[str, Any] = {"dtype": jnp.dtype(dtype), "split": split, "adapters": adapters}
+    weights = memory.needed(source, [limits.page], 1, **options).weights
     has = memory.available(device)
     if device.platform == "cpu":
         wanted = max(limits.max_length, min(wanted, _MOST_ON_CPU))

@@ -1,15 +1,14 @@
-// The XLA FFI handlers that launch the kernels of kernels.cu. CUDA's driver is looked up at run time, so that neither
-// building nor loading this library needs CUDA.
-#include <dlfcn.h>
-
+// The XLA FFI handlers that launch the kernels of kernels.cu.
 #include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "driver.h"
 #include "lines.h"
 #include "region.h"
 #include "xla/ffi/api/ffi.h"
@@ -19,74 +18,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// CUDA's driver API, as its ABI has been since CUDA 4.
-using Status = int;
-using Device = int;
-using Context = void*;
-using Module = void*;
-using Function = void*;
-using Stream = void*;
-using Address = unsigned long long;
-constexpr Status kPeerAccessAlreadyEnabled = 704;
-
-struct Driver {
-  Status (*device_get)(Device*, int);
-  Status (*retain)(Context*, Device);
-  Status (*push)(Context);
-  Status (*pop)(Context*);
-  Status (*can_access)(int*, Device, Device);
-  Status (*enable_access)(Context, unsigned int);
-  Status (*allocate)(Address*, size_t);
-  Status (*fill)(Address, unsigned int, size_t);
-  Status (*synchronize)();
-  Status (*load)(Module*, const void*);
-  Status (*function)(Function*, Module, const char*);
-  Status (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
-  Status (*error_string)(Status, const char**);
-};
-
 // Throws std::string, the reason, as all functions here do that return no ffi::Error.
-const Driver& driver() {
-  static const Driver loaded = [] {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (library == nullptr) throw std::string(dlerror());
-    const auto find = [&](auto& function, const char* name) {
-      void* symbol = dlsym(library, name);
-      if (symbol == nullptr) throw std::string("libcuda.so.1 has no ") + name;
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
-    };
-    Driver d;
-    find(d.device_get, "cuDeviceGet");
-    find(d.retain, "cuDevicePrimaryCtxRetain");
-    find(d.push, "cuCtxPushCurrent_v2");
-    find(d.pop, "cuCtxPopCurrent_v2");
-    find(d.can_access, "cuDeviceCanAccessPeer");
-    find(d.enable_access, "cuCtxEnablePeerAccess");
-    find(d.allocate, "cuMemAlloc_v2");
-    find(d.fill, "cuMemsetD32_v2");
-    find(d.synchronize, "cuCtxSynchronize");
-    find(d.load, "cuModuleLoadData");
-    find(d.function, "cuModuleGetFunction");
-    find(d.launch, "cuLaunchKernel");
-    find(d.error_string, "cuGetErrorString");
-    return d;
-  }();
-  return loaded;
-}
-
-void Check(Status status, const char* what) {
-  if (status == 0) return;
-  const char* text = nullptr;
-  driver().error_string(status, &text);
-  throw std::string(what) + ": " + (text != nullptr ? text : "error " + std::to_string(status));
-}
-
-Device DeviceOf(int ordinal) {
-  Device device = 0;
-  Check(driver().device_get(&device, ordinal), "cuDeviceGet");
-  return device;
-}
-
 void CheckAccess(int from, int to) {
   int can = 0;
   Check(driver().can_access(&can, DeviceOf(from), DeviceOf(to)), "cuDeviceCanAccessPeer");
@@ -271,26 +203,21 @@ ffi::Error Execute(Stream stream, int32_t ordinal, ffi::Span<const int64_t> devi
   return ffi::Error::Success();
 }
 
-auto InitializeBinding() {
-  return ffi::Ffi::BindInitialize()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Attr<ffi::Span<const int64_t>>("devices")
-      .Attr<int64_t>("num_ranks")
-      .Attr<int64_t>("lines")
+// What both handlers of a call take after their own contexts.
+template <typename Binding>
+auto BindCall(Binding&& binding) {
+  return std::move(binding)
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Attr<ffi::Span<const int64_t>>("devices")
+      .template Attr<int64_t>("num_ranks")
+      .template Attr<int64_t>("lines")
       .RemainingArgs()
       .RemainingRets();
 }
 
-auto ExecuteBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<Stream>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Attr<ffi::Span<const int64_t>>("devices")
-      .Attr<int64_t>("num_ranks")
-      .Attr<int64_t>("lines")
-      .RemainingArgs()
-      .RemainingRets();
-}
+auto InitializeBinding() { return BindCall(ffi::Ffi::BindInitialize()); }
+
+auto ExecuteBinding() { return BindCall(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<Stream>>()); }
 
 }  // namespace
 }  // namespace jmx

@@ -1,0 +1,77 @@
+// CUDA's driver API, looked up at run time, so that neither building nor loading this library needs CUDA. Functions
+// throw std::string, the reason of a failure.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <string>
+
+namespace jmx {
+
+// Types and signatures as in CUDA's ABI since CUDA 4.
+using Status = int;
+using Device = int;
+using Context = void*;
+using Module = void*;
+using Function = void*;
+using Stream = void*;
+using Address = unsigned long long;
+constexpr Status kPeerAccessAlreadyEnabled = 704;
+
+// A function of libcuda.so.1, called like the pointer that it converts to.
+template <typename Signature>
+class DriverFunction {
+ public:
+  explicit DriverFunction(const char* name) {
+    static void* const library = [] {
+      void* opened = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+      if (opened == nullptr) throw std::string(dlerror());
+      return opened;
+    }();
+    void* symbol = dlsym(library, name);
+    if (symbol == nullptr) throw std::string("libcuda.so.1 has no ") + name;
+    function_ = reinterpret_cast<Signature*>(symbol);
+  }
+  operator Signature*() const { return function_; }
+
+ private:
+  Signature* function_;
+};
+
+struct Driver {
+  DriverFunction<Status(Device*, int)> device_get{"cuDeviceGet"};
+  DriverFunction<Status(Context*, Device)> retain{"cuDevicePrimaryCtxRetain"};
+  DriverFunction<Status(Context)> push{"cuCtxPushCurrent_v2"};
+  DriverFunction<Status(Context*)> pop{"cuCtxPopCurrent_v2"};
+  DriverFunction<Status(int*, Device, Device)> can_access{"cuDeviceCanAccessPeer"};
+  DriverFunction<Status(Context, unsigned)> enable_access{"cuCtxEnablePeerAccess"};
+  DriverFunction<Status(Address*, size_t)> allocate{"cuMemAlloc_v2"};
+  DriverFunction<Status(Address, unsigned, size_t)> fill{"cuMemsetD32_v2"};
+  DriverFunction<Status()> synchronize{"cuCtxSynchronize"};
+  DriverFunction<Status(Module*, const void*)> load{"cuModuleLoadData"};
+  DriverFunction<Status(Function*, Module, const char*)> function{"cuModuleGetFunction"};
+  DriverFunction<Status(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**)>
+      launch{"cuLaunchKernel"};
+  DriverFunction<Status(Status, const char**)> error_string{"cuGetErrorString"};
+};
+
+inline const Driver& driver() {
+  static const Driver loaded;
+  return loaded;
+}
+
+inline void Check(Status status, const char* what) {
+  if (status == 0) return;
+  const char* text = nullptr;
+  driver().error_string(status, &text);
+  throw std::string(what) + ": " + (text != nullptr ? text : "error " + std::to_string(status));
+}
+
+inline Device DeviceOf(int ordinal) {
+  Device device = 0;
+  Check(driver().device_get(&device, ordinal), "cuDeviceGet");
+  return device;
+}
+
+}  // namespace jmx
