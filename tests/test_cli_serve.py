@@ -35,6 +35,9 @@ def _reads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--cache-tokens", "100"], "`--cache-tokens` (=100) must be at least `--max-length` (="),
         (["--max-length", "5000"], "`--max-length` (=5000) must be at most 1024, the model's context"),
         (["--mesh", "ep"], "`--mesh` (='ep') must be axes as NAME=SIZE"),
+        (["--mesh", "ep=2,dp=2"], "`--mesh` (='ep=2,dp=2') must have no axis that divides requests, and has dp"),
+        (["--mesh", "ep=2", "--mesh-axes", "token=ep,expert=none,heads=none"], "divides requests, and has ep"),
+        (["--routing", "zipf"], "`--routing` (='zipf') needs --random"),
         (["--mesh-axes", "heads=none"], "`--mesh-axes` (='heads=none') needs --mesh"),
         (["--backend", "none"], "`--backend` (='none') must be one of"),
         (["--host", "0.0.0.0"], "`--host` (=0.0.0.0) is reached by other machines, which needs a key"),
@@ -48,6 +51,12 @@ def test_wrong_arguments(checkpoint: pathlib.Path, flags: list[str], message: st
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_routing_is_one_of_those_there_are(capsys) -> None:
+    flags = ["--random", "gpt-oss-20b", "--routing", "half", "--no-compilation-cache"]
+    assert cli.main(["serve", *flags]) == 2
+    assert "`--routing` (='half') must be one of uniform, zipf" in capsys.readouterr().err
 
 
 def test_a_port_in_use(checkpoint: pathlib.Path, capsys) -> None:

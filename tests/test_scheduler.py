@@ -99,10 +99,13 @@ class Server:
         self.texts: dict[int, list[int]] = {}
         self.answers: dict[int, list[int]] = {}
         self.requests: dict[int, Submit] = {}
+        self.stops: dict[int, int | None] = {}
         self.unread: list[tuple[int, int]] = []
         self.reused = 0
 
-    def submit(self, request: Submit) -> None:
+    def submit(self, request: Submit, stop: int | None = None) -> None:
+        """`stop`: the number of the token with which it ends, if that is not its last."""
+        self.stops[request.id] = stop
         self.requests[request.id], self.texts[request.id] = request, [*request.prompt]
         self.answers[request.id] = []
         self.events.append(request)
@@ -116,9 +119,13 @@ class Server:
         self.events = []
         unread, self.unread = self.unread, self.device.run(step, self.texts)
         for id, token in unread:
+            if len(self.answers[id]) == self.stops[id]:  # tokens that were drawn after it
+                continue
             self.texts[id].append(token)
             self.answers[id].append(token)
             self.events.append(Drawn(id, token))
+            if len(self.answers[id]) == self.stops[id]:
+                self.events.append(End(id))
         self.reused += sum(count for _, count in step.admitted)
         assert len(step.rows) <= self.settings.max_rows
         assert len(step.blocks) <= self.settings.max_blocks
@@ -127,7 +134,11 @@ class Server:
 
     @property
     def unfinished(self) -> list[int]:
-        return [id for id, its in self.requests.items() if len(self.answers[id]) < its.max_new_tokens]
+        return [id for id in self.requests if len(self.answers[id]) < self.wanted(id)]
+
+    def wanted(self, id: int) -> int:
+        """How many tokens a request gets."""
+        return min(self.requests[id].max_new_tokens, self.stops[id] or 10**9)
 
     def check_pages(self) -> None:
         for number, pool in enumerate(self.state.pools):
@@ -152,7 +163,7 @@ class Server:
                 break
         assert not self.unfinished
         for id, request in self.requests.items():
-            assert self.answers[id] == answer(request, self.settings.windows)
+            assert self.answers[id] == answer(request, self.settings.windows)[: self.wanted(id)]
         assert not self.state.running
         assert not self.state.waiting
         assert [pool.num_free for pool in self.state.pools] == [*self.settings.pages]
@@ -174,14 +185,15 @@ class Machine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"a"]),
         waits=st.booleans(),
         alone=st.booleans(),
+        stop=st.none() | st.integers(1, 12),
     )
     @precondition(lambda self: self.servers)
-    def submit(self, prompt, new, salt, waits, alone):
+    def submit(self, prompt, new, salt, waits, alone, stop):
         most = self.servers[0].settings.max_length
         prompt = tuple(prompt[: most - 1])
         id = len(self.servers[0].texts)
         for server in self.servers:
-            server.submit(Submit(id, prompt, min(new, most - len(prompt)), salt, waits, alone))
+            server.submit(Submit(id, prompt, min(new, most - len(prompt)), salt, waits, alone), stop)
 
     @rule(data=st.data())
     @precondition(lambda self: self.servers and self.servers[0].unfinished)
@@ -279,6 +291,21 @@ def test_the_youngest_is_preempted_and_ends_all_the_same():
     preempted = [id for _ in range(20) for id in server.step().preempted]
     assert preempted
     assert 0 not in preempted
+    server.finish()
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("stop", [None, 2, 7])
+def test_rows_that_draw_several_tokens_are_preempted_and_stopped(reuse, stop):
+    """Pages run out after plans of several steps; the second request ends in the middle of one."""
+    settings = Settings((10,), (None,), 32, 3, 8, 40, page=4, reuse=reuse, decode_steps=4, decode_rows=3)
+    server = Server(settings)
+    for id in range(3):
+        server.submit(Submit(id, (1, 1, 2, 3), 20), stop if id == 1 else None)
+    plans = [server.step() for _ in range(25)]
+    assert any(step.steps == 4 and len(step.rows) == 3 for step in plans)
+    if stop is None:
+        assert any(step.preempted for step in plans)
     server.finish()
 
 

@@ -138,7 +138,7 @@ WRONG = [
     ({"prompt": []}, 400, "prompt", "at least one token"),
     ({"prompt": ["a", "b"]}, 400, "prompt", "a request for each prompt"),
     ({"prompt": [10**6]}, 400, "prompt", "must be in 0.."),
-    ({"prompt": "a" * 257}, 400, None, "257 tokens"),
+    ({"prompt": "a" * 256}, 400, "prompt", "(of 256 tokens) must have at most 255"),
     ({"prompt": "\ud800"}, 400, "prompt", "must be text"),
     ({"prompt": None}, 400, "prompt", "must be given"),
     ({"seed": 1.5}, 400, "seed", "must be an integer"),

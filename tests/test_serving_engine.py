@@ -170,6 +170,34 @@ def test_stop_ids_and_banned_tokens(rng: np.random.Generator) -> None:
     assert len(tokens_of(outputs, 2)) == 12
 
 
+def test_several_steps_of_a_call_give_the_tokens_of_single_ones(rng: np.random.Generator) -> None:
+    """For every sampler, with and without log probabilities, and with a stop in any place of a group of tokens."""
+    engine = shared_engine("gpt_oss")
+    settings = engine._state.settings
+    assert settings.decode_steps == 4
+    for id, sampler in enumerate(SAMPLERS):
+        prompts = [tuple(rng.integers(256, size=size).tolist()) for size in (5, 20)]
+        whole = alone("gpt_oss", Generate(0, prompts[0], 14, sampler))
+        for stop in (None, *whole[2 + id % 4 :: 3]):
+            found, calls = [], []
+            for steps in (1, 4):
+                engine._state = dataclasses.replace(
+                    engine._state, settings=dataclasses.replace(settings, decode_steps=steps)
+                )
+                for number, prompt in enumerate(prompts[: 1 + id % 2]):
+                    given = {"stop_ids": frozenset({stop} - {None}), "logprobs": id == 1 and number == 1}
+                    engine.submit(Generate(number, prompt, 14, sampler, **given, salt=secrets.token_bytes(8)))
+                outputs, count = [], 0
+                while not engine.is_idle:
+                    outputs, count = outputs + engine.step(), count + 1
+                found.append([[its[1::2] for its in outputs if its.id == number] for number in range(2)])
+                calls.append(count)
+            engine._state = dataclasses.replace(engine._state, settings=settings)
+            assert found[0] == found[1]  # tokens, and what ended them
+            if stop is None and Level.of(sampler, forbids=False, logprobs=id == 1) < Level.ALL:
+                assert calls[1] < calls[0] - 4
+
+
 def test_log_probabilities_are_those_of_the_runner(rng: np.random.Generator) -> None:
     engine = shared_engine("gpt_oss")
     prompt = rng.integers(256, size=21).tolist()

@@ -117,7 +117,7 @@ def test_the_page_shows_the_model_and_talks(tmp_path: pathlib.Path, browser: Bro
             browser.value("document.querySelector('.message.user div:last-child').textContent") == "Why <b>is</b> it?"
         )
         assert browser.value("document.querySelectorAll('.message.assistant').length") == 1
-        browser.wait_for("!document.getElementById('load').hidden")
+        browser.wait_for("!document.getElementById('experts').hidden")
         assert browser.value("document.getElementById('load').width") == 8
         assert "tokens/s" in browser.value("document.getElementById('numbers').textContent")
         assert browser.errors == refused

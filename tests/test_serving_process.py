@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from serving_process import Server, serving
+import text_checkpoints
+from serving_process import FLAGS, Server, running, serving
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("uvicorn")
@@ -43,14 +44,24 @@ def test_sigterm_drains(server: Server) -> None:
 
 
 def test_a_second_signal_ends_at_once(server: Server) -> None:
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(server.post, "/v1/completions", ASKED | {"max_tokens": 150})
-        while server.metric("jmx_requests_running") < 1:
+    with concurrent.futures.ThreadPoolExecutor(40) as threads:
+        answers = [threads.submit(server.post, "/v1/completions", ASKED | {"max_tokens": 150}) for _ in range(40)]
+        while server.metric("jmx_requests_running") < 2:
             time.sleep(0.02)
-        for _ in range(2):
-            server.process.send_signal(signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT):  # two of one kind may come as one
+            server.process.send_signal(number)
         assert server.process.wait(30) == 0
-        assert answer.exception() or answer.result()[0] == 503
+        assert any(answer.exception() or answer.result()[0] == 503 for answer in answers)
+
+
+def test_a_signal_ends_a_server_that_is_not_ready(tmp_path: pathlib.Path) -> None:
+    checkpoint = text_checkpoints.write(tmp_path / "gpt_oss", "gpt_oss", layers=2)
+    with running([str(checkpoint), *FLAGS], tmp_path / "log.txt") as server:
+        assert server.get("/health")[0] == 503
+        engine = psutil.Process(server.engine_pid())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(8) == 0  # less than an engine has that serves requests
+        engine.wait(8)
 
 
 def test_an_engine_that_is_killed_is_started_once_more(server: Server) -> None:

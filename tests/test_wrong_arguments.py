@@ -809,7 +809,7 @@ ROWS: dict[str, Row] = {
     "jmx.models.find": Row({"name": "path"}),
     "jmx.models.family_of": Row({"path": "path"}),
     "jmx.models.random_source": Row(
-        {"config": "object", "seed": "seed", "format": "named"}, lambda: {"config": model().config}
+        {"config": "object", "seed": "seed", "format": "named", "routing": "named"}, lambda: {"config": model().config}
     ),
     "jmx.models.from_source": Row(
         {

@@ -16,6 +16,11 @@ def add(parser: Parser) -> None:
         metavar="NAME",
         help="instead of MODEL, random weights of a published model's shape, whose texts are token ids",
     )
+    parser.add_argument(
+        "--routing",
+        metavar="NAME",
+        help="of random weights: uniform (default), or zipf, by whose law each layer's experts differ in popularity",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of random weights")
     parser.add_argument("--name", help="of the model in requests; default: MODEL's own")
     group = parser.add_argument_group("access")

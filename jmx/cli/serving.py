@@ -13,6 +13,7 @@ from jmx.cli import compilation_cache, mesh_argument, model_arguments
 from jmx.cli.common import EXIT_OK, MOST, check_known, to_stderr
 from jmx.models import FAMILIES, Model, random_source
 from jmx.models.sampling import check_seed
+from jmx.models.sources.popularity import ROUTINGS
 from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer
@@ -33,6 +34,10 @@ class IdTokenizer:
         """The ids, with a space before each."""
         return "".join(f" {id}" for id in ids)
 
+    def get_vocab(self) -> dict[str, int]:
+        """None."""
+        return {}
+
     def token_to_id(self, token: str) -> int | None:
         """None: it has no names of tokens."""
         return None
@@ -44,6 +49,10 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("give either MODEL or --random")
     if arguments.random is not None:
         check_known("--random", arguments.random, _published())
+    if arguments.routing is not None:
+        if arguments.random is None:
+            raise ValueError(f"`--routing` (={arguments.routing!r}) needs --random: a checkpoint has its own")
+        check_known("--routing", arguments.routing, ROUTINGS)
     # The devices of a mesh are the engine's: this process takes none of their memory.
     model_arguments.check(argparse.Namespace(**vars(arguments) | {"mesh": None, "mesh_axes": None}))
     if arguments.mesh is not None:
@@ -52,6 +61,8 @@ def check(arguments: argparse.Namespace) -> None:
         if arguments.mesh is None:
             raise ValueError(f"`--mesh-axes` (={arguments.mesh_axes!r}) needs --mesh")
         mesh_argument.axes(arguments.mesh_axes)
+    if arguments.mesh is not None:
+        _check_no_rows(arguments)
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"`--port` (={arguments.port}) must be in 0..{(1 << 16) - 1}")
     if arguments.max_waiting < 0:
@@ -62,6 +73,19 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"`--name` (={arguments.name!r}) must be at least one character, all of them printable")
     check_seed("--seed", arguments.seed)
     _limits(arguments, _or(arguments.max_length, _LONGEST))
+
+
+def _check_no_rows(arguments: argparse.Namespace) -> None:
+    """ValueError for mesh axes that divide requests, which share pages of the cache."""
+    from jmx.models.model_split import DEFAULT_AXES
+
+    given = {} if arguments.mesh_axes is None else mesh_argument.axes(arguments.mesh_axes)
+    named = given.get("token", DEFAULT_AXES["token"]) or ()
+    if dividing := [name for name in mesh_argument.sizes(arguments.mesh) if name in named]:
+        raise ValueError(
+            f"`--mesh` (={arguments.mesh!r}) must have no axis that divides requests, and has {dividing[0]}: they "
+            "share the cache. ep and tp divide the model; a server of its own on other devices serves more requests"
+        )
 
 
 def _or(number: int | None, default: int) -> int:
@@ -160,7 +184,8 @@ def _source(arguments: argparse.Namespace) -> Source:
     import jmx
 
     format = jmx.MXFP4 if arguments.format is None else jmx.FORMATS[arguments.format]
-    return random_source(_published()[arguments.random], arguments.seed, format)
+    config, routing = _published()[arguments.random], arguments.routing or "uniform"
+    return random_source(config, arguments.seed, format, routing=routing)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -186,7 +211,7 @@ def _log(line: str) -> None:
 
 def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
     """Reads what a server has of a model besides its weights, and returns a function that makes its service."""
-    from jmx.serving.api import Service
+    from jmx.serving.api.service import LOCAL_NAMES, Service
     from jmx.serving.client import EngineClient
 
     if arguments.random is not None:
@@ -219,6 +244,7 @@ def _service_maker(arguments: argparse.Namespace, keys: tuple[str, ...]) -> Any:
             config.vocab_size,
             arguments.max_users + arguments.max_waiting,
             keys,
+            LOCAL_NAMES | {arguments.host.lower()},
         )
 
     return make_service

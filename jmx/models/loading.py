@@ -151,12 +151,21 @@ def file_source(
     return FileSource(checkpoint, config, shapes, names, experts, expert_sizes(config), more, family.unused(config))
 
 
-def random_source(config: Config, seed: int = 0, format: jmx.Format | str = jmx.MXFP4) -> RandomSource[Any]:
+def random_source(
+    config: Config, seed: int = 0, format: jmx.Format | str = jmx.MXFP4, *, routing: str = "uniform"
+) -> RandomSource[Any]:
     """Random weights of the shapes of `config`, made on the device.
+
+    Args:
+        config: of the model.
+        seed: of the weights.
+        format: of experts' weights.
+        routing: "uniform": routers choose all experts about equally often. "zipf": each layer's about as often as by
+            Zipf's law, the n-th most popular of them in proportion to 1/n, but none for more than half of the tokens.
 
     Raises:
         TypeError: `config` is not that of a family, or `seed` no integer.
-        ValueError: `seed` is outside 0..2^32 - 1; an unknown `format`.
+        ValueError: `seed` is outside 0..2^32 - 1; an unknown `format` or `routing`.
     """
     family, format = family_with(config), formats.get(format)
     return RandomSource(
@@ -168,6 +177,7 @@ def random_source(config: Config, seed: int = 0, format: jmx.Format | str = jmx.
         format,
         gate_up_order=family.gate_up_order or "concatenated",
         bias=family.expert_bias,
+        routing=routing,
     )
 
 

@@ -37,7 +37,7 @@ class EngineClient:
 
     Attributes:
         status: of the engine.
-        report: the last one.
+        report: the last one; None until the engine is ready.
         progress: programs that are compiled, and all of them; (0, 0) before the first.
         num_open: requests that have not ended.
         pid: of the process; None before it is started.
@@ -53,6 +53,7 @@ class EngineClient:
         self._queues: dict[int, asyncio.Queue[Output | Exception]] = {}
         self._restarts = RESTARTS
         self._process: Any = None
+        self._starting: asyncio.Future[None] | None = None
         self._connection: Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
@@ -75,7 +76,7 @@ class EngineClient:
         self._process = context.Process(**its, name="jmx-engine")
         self._process.start()
         theirs.close()
-        self._connection, self._failure = ours, None
+        self._connection, self._failure, self.report = ours, None, None
         threading.Thread(target=self._read, args=(ours, self._loop), name="jmx-engine-reader", daemon=True).start()
 
     def _read(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
@@ -127,11 +128,17 @@ class EngineClient:
             self._restarts -= 1
             self._log(f"the engine stopped ({why}), and is started again")
             self.status, self.progress = "loading", (0, 0)
-            self.start()
+            self._starting = asyncio.ensure_future(self._start_again())
             return
         self._log(f"the engine stopped ({why})")
         self.status = "failed"
         self.ended.set()
+
+    async def _start_again(self) -> None:
+        """Starts the process when the last one has given back the device's memory, unless the server ends meanwhile."""
+        await asyncio.to_thread(self._process.join)
+        if self.status == "loading":
+            self.start()
 
     def drain(self) -> None:
         """Takes no more requests. Those that there are go on."""
@@ -143,6 +150,8 @@ class EngineClient:
         self.drain()
         if self._process is None:
             return
+        if self.report is None:  # it reads no messages before it is ready
+            self._process.kill()
         self._send(Stop())
         await asyncio.to_thread(self._process.join, _SECONDS_TO_STOP)
         if self._process.is_alive():

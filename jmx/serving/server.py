@@ -13,6 +13,8 @@ from jmx.serving.client import EngineClient
 
 # How many connections may be open and idle besides those of requests.
 _BACKLOG = 1024
+# How long connections may take to close when the server ends: that of a client that does not read would stay open.
+_SECONDS_TO_CLOSE = 2
 
 
 class _Uvicorn(uvicorn.Server):
@@ -63,7 +65,14 @@ async def serve(
     service = make_service()
     client: EngineClient = service.client
     config = uvicorn.Config(
-        make_app(service), log_config=None, access_log=False, server_header=False, timeout_keep_alive=30, lifespan="off"
+        make_app(service),
+        http="h11",  # which limits the size of headers
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=_SECONDS_TO_CLOSE,
     )
     server = _Uvicorn(config)
     signals = 0

@@ -14,7 +14,9 @@ from jmx.backends import resolve_layout
 from jmx.checkpoint.assembly import mesh_of_experts, prepared_over
 from jmx.models.config import Config
 from jmx.models.sampling import check_seed
+from jmx.models.sources.popularity import ROUTINGS, zipf_lengths
 from jmx.models.sources.protocol import Shape, in_layer
+from jmx.util.checks import check_one_of
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class RandomSource[C: Config]:
         format: of experts' weights.
         gate_up_order: as in `jmx.Experts`.
         bias: whether experts have biases.
+        routing: one of `popularity.ROUTINGS`: whether a layer's routers choose all experts equally often.
 
     Raises:
-        ValueError: `seed` is out of range.
+        ValueError: `seed` is out of range, or an unknown `routing`.
     """
 
     def __init__(
@@ -60,19 +63,26 @@ class RandomSource[C: Config]:
         *,
         gate_up_order: str,
         bias: bool,
+        routing: str = "uniform",
     ):
         check_seed("seed", seed)
+        check_one_of("routing", routing, ROUTINGS)
         self.config = config
         self.layers = dict.fromkeys(layers, _Layer(*sizes, gate_up_order, format, bias))
         self._key = jax.random.key(seed)
-        self._shapes = shapes
+        self._shapes, self._routing = shapes, routing
 
     def dense(self, name: str, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
         shape, last = self._shapes[name], name.rpartition(".")[2]
         deviation = 0.02 if last.endswith("bias") else 1.0
         if last.endswith("_weight") or last == "unembedding":
             deviation = shape[-1] ** -0.5
-        return _normal(self._named(name), shape, float(last.endswith("_norm")), deviation, sharding)
+        key = self._named(name)
+        drawn = _normal(key, shape, float(last.endswith("_norm")), deviation, sharding)
+        if self._routing == "zipf" and last == "router_weight":
+            lengths = jax.random.permutation(key, zipf_lengths(shape[0], self.config.top_k))
+            drawn = drawn * lengths[:, None].astype(drawn.dtype)
+        return drawn
 
     def experts(self, layer: int, *, sharding: jax.sharding.Sharding | None = None) -> jmx.Experts:
         """A layer's experts, in the layout of this machine. With a sharding, each device draws its own."""

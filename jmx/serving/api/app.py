@@ -54,6 +54,7 @@ def make_app(service: Service) -> Starlette:
 
     routes = [
         route("/v1/models", _models, "GET"),
+        route("/v1/models/{name:path}", _model, "GET"),
         route("/v1/completions", partial(_generate, Completion), "POST"),
         route("/v1/chat/completions", partial(_generate, Chat), "POST"),
         route("/tokenize", _tokenize, "POST"),
@@ -61,12 +62,15 @@ def make_app(service: Service) -> Starlette:
         route("/health", _health, "GET", is_open=True),
         route("/", _page, "GET", is_open=True),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
 async def _answered(
@@ -93,9 +97,17 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _models(service: Service, request: Request, salt: bytes) -> Response:
+    return JSONResponse({"object": "list", "data": [_of_model(service)]})
+
+
+async def _model(service: Service, request: Request, salt: bytes) -> Response:
+    service.check_model(request.path_params["name"])
+    return JSONResponse(_of_model(service))
+
+
+def _of_model(service: Service) -> dict[str, Any]:
     model = {"id": service.name, "object": "model", "created": service.started, "owned_by": "jmx"}
-    sizes = {"max_model_len": service.client.max_length, "vocab_size": service.vocab_size}
-    return JSONResponse({"object": "list", "data": [model | sizes]})
+    return model | {"max_model_len": service.client.max_length, "vocab_size": service.vocab_size}
 
 
 async def _tokenize(service: Service, request: Request, salt: bytes) -> Response:
@@ -103,7 +115,7 @@ async def _tokenize(service: Service, request: Request, salt: bytes) -> Response
     values = read(await _body(request), fields, required=("prompt",))
     if values["model"] is not None:
         service.check_model(values["model"])
-    ids = service.tokenizer.encode(values["prompt"], add_special_tokens=values["add_special_tokens"]).ids
+    ids = service.encode("prompt", values["prompt"], add_special_tokens=values["add_special_tokens"])
     return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.client.max_length})
 
 
@@ -124,34 +136,41 @@ async def _page(service: Service, request: Request, salt: bytes) -> Response:
 async def _generate(
     kind: Callable[[Service, dict[str, Any], bytes], Asked], service: Service, request: Request, salt: bytes
 ) -> Response:
+    service.check_ready()
     # Tokenizing, and a template's process, take longer than other requests should wait.
     asked = await asyncio.to_thread(kind, service, await _body(request), salt)
     created = {"created": int(time.time()), "model": service.name}
     if not asked.values["stream"]:
         return await _whole(asked, created, request)
     updates = asked.generation.updates()
-    first = await anext(updates)  # an error before the first token has a status of its own
+    # An error before the first token has a status of its own.
+    first = await _unless_gone(request, anext(updates))
     return _Stream(_events(asked, first, updates, created))
 
 
 async def _whole(asked: Asked, created: dict[str, Any], request: Request) -> Response:
-    """The answer in one piece. It is given up when the client goes away."""
+    """The answer in one piece."""
 
     async def collect() -> list[Update]:
         async with contextlib.aclosing(asked.generation.updates()) as updates:
             return [update async for update in updates]
 
-    collecting = asyncio.ensure_future(collect())
+    return JSONResponse(asked.whole(await _unless_gone(request, collect()), created))
+
+
+async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
+    """What `work` returns. It is cancelled when the client goes away, which raises ClientDisconnect."""
+    working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())  # the body was read: what follows is that the client went away
     try:
-        await asyncio.wait((collecting, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise ClientDisconnect
-        return JSONResponse(asked.whole(collecting.result(), created))
+        return working.result()
     finally:
-        for task in (collecting, gone):
+        for task in (working, gone):
             task.cancel()
-        await asyncio.gather(collecting, gone, return_exceptions=True)
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _events(

@@ -50,9 +50,9 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:50]!r} is there twice")
+        found[key] = value
     return found

@@ -34,7 +34,7 @@ def _arguments(name: str, value: Any) -> Any:
 
 _FUNCTION = record({"name": Field(text), "arguments": Field(_arguments)}, ("name", "arguments"))
 _CALL = record({"id": Field(text), "type": Field(only("function")), "function": Field(_FUNCTION)}, ("function",))
-_MESSAGE = record(
+_FIELDS_OF_MESSAGE = record(
     {
         "role": Field(only("system", "developer", "user", "assistant", "tool")),
         "content": Field(_content),
@@ -46,13 +46,32 @@ _MESSAGE = record(
     },
     ("role",),
 )
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+    """A message as a template gets it: without what is not given, but with content."""
+    found = {key: its for key, its in _FIELDS_OF_MESSAGE(name, value).items() if its is not None}
+    if found["role"] != "assistant" and "content" not in found:
+        raise ValueError(f"`{name}` (of the role {found['role']!r}) must have `content`")
+    return {"content": ""} | found
+
+
 _SCHEMA = {
     "name": Field(text),
-    "description": Field(text),
+    "description": Field(text, ""),
     "parameters": Field(json_object, {"type": "object", "properties": {}}),
     "strict": Field(only(False, why="arguments are not forced to fit"), False),
 }
-_TOOL = record({"type": Field(only("function")), "function": Field(record(_SCHEMA, ("name",)))}, ("type", "function"))
+_FUNCTION_OF_TOOL = Field(record(_SCHEMA, ("name",)))
+_FIELDS_OF_TOOL = record({"type": Field(only("function")), "function": _FUNCTION_OF_TOOL}, ("type", "function"))
+
+
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    """A function as a template gets it."""
+    found = _FIELDS_OF_TOOL(name, value)
+    del found["function"]["strict"]  # some templates print all that there is
+    return found
+
 
 _JSON_SCHEMA = {
     "name": Field(text),
@@ -69,12 +88,12 @@ _FORMAT = record(
 )
 
 FIELDS = SHARED | {
-    "messages": Field(list_of(_MESSAGE, _MOST_MESSAGES)),
+    "messages": Field(list_of(_message, _MOST_MESSAGES)),
     "max_tokens": Field(integer(1, 2**31 - 1)),
     "max_completion_tokens": Field(integer(1, 2**31 - 1)),
     "logprobs": Field(flag, False),
     "top_logprobs": Field(integer(0, TOP_LOGPROBS), 0),
-    "tools": Field(list_of(_TOOL, _MOST_TOOLS), []),
+    "tools": Field(list_of(_tool, _MOST_TOOLS), []),
     "tool_choice": Field(only("auto", "none", why="calls are not forced"), "auto"),
     "parallel_tool_calls": Field(flag, True),
     "reasoning_effort": Field(only("low", "medium", "high")),
@@ -93,10 +112,9 @@ class Chat:
             raise ApiError(400, "`messages` must have at least one message", "messages")
         if values["top_logprobs"] and not values["logprobs"]:
             raise ApiError(400, "`top_logprobs` must be given with `logprobs` only", "top_logprobs")
-        prompt = self._prompt(service)
-        ids = service.tokenizer.encode(prompt, add_special_tokens=False).ids
-        limit = "max_completion_tokens" if values["max_completion_tokens"] is not None else "max_tokens"
-        most = max_new_tokens(service, limit, values[limit], len(ids), None)
+        limit, prompt = self._limit(), self._prompt(service)
+        ids = service.encode("messages", prompt, add_special_tokens=False)
+        most = max_new_tokens(service, "messages", len(ids), *limit, None)
         parser, grammar = parser_of(service.tokenizer, prompt), self._grammar()
         self.generation = Generation(
             service, ids, values, parser, most, values["logprobs"], salt, grammar, parser.kind == "reasoning"
@@ -104,20 +122,26 @@ class Chat:
         self._tokenizer, self._calls, self._begun = service.tokenizer, 0, False
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
 
+    def _limit(self) -> tuple[str, int | None]:
+        """The name and value of the field that limits new tokens: OpenAI's older one, or the newer."""
+        older, newer = (self.values[name] for name in ("max_tokens", "max_completion_tokens"))
+        if None not in (older, newer) and older != newer:
+            message = f"`max_tokens` (={older}) must be `max_completion_tokens` (={newer}), or not be given"
+            raise ApiError(400, message, "max_tokens")
+        return ("max_tokens", older) if newer is None else ("max_completion_tokens", newer)
+
     def _prompt(self, service: Service) -> str:
         if service.template is None:
             raise ApiError(400, "the model has no chat template: it takes /v1/completions", "messages")
-        messages = []
-        for message in self.values["messages"]:
-            given = {key: value for key, value in message.items() if value is not None}
-            messages.append({"content": ""} | given)
+        messages = self.values["messages"]
         tools = self.values["tools"] if self.values["tool_choice"] == "auto" else []
         effort = self.values["reasoning_effort"]
         variables = {} if effort is None else {"reasoning_effort": effort}
         try:
             return service.template.render(messages, tools=tools or None, variables=variables)
         except (ValueError, TypeError) as error:
-            raise ApiError(400, f"`messages`: {error}", "messages") from error
+            reason = error.__cause__ or error  # without the template's path on this machine
+            raise ApiError(400, f"`messages` must suit the chat template: {reason}", "messages") from error
 
     def _grammar(self) -> str | None:
         """The grammar of `response_format`; ApiError 400 for a schema that cannot be one."""

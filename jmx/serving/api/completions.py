@@ -5,7 +5,7 @@ from typing import Any
 
 from jmx.serving.api.answer import PlainParser
 from jmx.serving.api.errors import ApiError
-from jmx.serving.api.fields import Field, flag, integer, list_of, only, read, text
+from jmx.serving.api.fields import Field, flag, integer, only, read, text
 from jmx.serving.api.generation import DrawnToken, Generation, Update, max_new_tokens
 from jmx.serving.api.sampling_fields import SHARED, check_streaming
 from jmx.serving.api.service import Service
@@ -21,7 +21,9 @@ def _prompt(name: str, value: Any) -> str | list[int]:
         return _prompt(f"{name}[0]", value[0])
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise TypeError(f"`{name}` must be a string, or a list of token ids; send a request for each prompt")
-    return list_of(integer(0, 2**31 - 1), 1 << 24)(name, value)
+    if value and min(value) < 0:
+        raise ValueError(f"`{name}` (with {min(value)}) must have ids of at least 0")
+    return value
 
 
 FIELDS = SHARED | {
@@ -44,11 +46,12 @@ class Completion:
         check_streaming(self.values)
         prompt = self.values["prompt"]
         if isinstance(prompt, str):
-            prompt = service.tokenizer.encode(prompt, add_special_tokens=self.values["add_special_tokens"]).ids
+            prompt = service.encode("prompt", prompt, add_special_tokens=self.values["add_special_tokens"])
         if not prompt:
             raise ApiError(400, "`prompt` must have at least one token", "prompt")
+        limit = "max_tokens", self.values["max_tokens"]
+        most = max_new_tokens(service, "prompt", len(prompt), *limit, _DEFAULT_NEW_TOKENS)
         service.check_ids("prompt", prompt)
-        most = max_new_tokens(service, "max_tokens", self.values["max_tokens"], len(prompt), _DEFAULT_NEW_TOKENS)
         self._count: int | None = self.values["logprobs"]
         parser, logprobs = PlainParser(service.tokenizer), self._count is not None
         self.generation = Generation(service, prompt, self.values, parser, most, logprobs, salt)

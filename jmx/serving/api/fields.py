@@ -24,7 +24,7 @@ def read(body: Mapping[str, Any], fields: Mapping[str, Field], *, required: Sequ
     """The values of all fields. ApiError 400 for an unknown, a wrong or a missing one."""
     for name in body:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
+            near = difflib.get_close_matches(_short(name), fields, n=1)
             meant = f"; did you mean `{near[0]}`?" if near else ""
             raise ApiError(400, f"`{_short(name)}` is not a field of this request{meant}", _short(name))
     for name in required:
@@ -100,14 +100,18 @@ def list_of(check_item: Check, most: int) -> Check:
     return check
 
 
-def text_or_list(most: int) -> Check:
-    """A string, or a list of at most so many, none of them empty, as a tuple."""
+def text_or_list(most: int, most_characters: int) -> Check:
+    """A string, or a list of at most so many, each of 1 to `most_characters`, as a tuple."""
     check_list = list_of(text, most)
 
     def check(name: str, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, str | list):
+            raise TypeError(f"`{name}` (={_short(repr(value))}) must be a string, or a list of strings")
         found = tuple(check_list(name, [value] if isinstance(value, str) else value))
         if not all(found):
             raise ValueError(f"`{name}` must have no empty string")
+        if (longest := max(map(len, found), default=0)) > most_characters:
+            raise ValueError(f"`{name}` (of {longest} characters) must have strings of at most {most_characters}")
         return found
 
     return check

@@ -10,7 +10,6 @@ from jmx.models.sampling import Sampler
 from jmx.models.text.stops import StopStrings
 from jmx.serving.api.answer import Kind, Parser, Piece
 from jmx.serving.api.errors import ApiError
-from jmx.serving.api.fields import text_or_list
 from jmx.serving.api.sampling_fields import sampler
 from jmx.serving.api.service import Service
 from jmx.serving.client import EngineError, RequestError
@@ -87,14 +86,15 @@ class Generation:
         self.service.check_ids("logit_bias", self.values["logit_bias"])
         self._stop_ids = stop_ids | (frozenset() if self.values["ignore_eos"] else self.service.eos_ids)
         self._banned = (*self.values["logit_bias"], *_bad_word_ids(self.service, self.values["bad_words"]))
-        self.service.check_ready()
 
     async def updates(self) -> AsyncGenerator[Update]:
         """The answer.
 
         Raises:
-            ApiError: 400 for a request that the engine does not take; 503 if the engine stopped.
+            ApiError: 400 for a request that the engine does not take, or that no answer fits; 429 if the queue is full;
+                503 if the engine does not run or stopped.
         """
+        self.service.check_ready()  # it was before the request was read
         request = {
             "prompt": tuple(self.prompt),
             "max_new_tokens": self.max_new_tokens,
@@ -128,9 +128,10 @@ class Generation:
         pieces: list[Piece] = []
         tokens: list[DrawnToken] = []
         for output in batch:
-            self.usage.new += 1
             self.usage.cached += output.cached
-            assert output.token is not None
+            if output.token is None:
+                raise ApiError(400, "`response_format` cannot be met: no token may follow", "response_format")
+            self.usage.new += 1
             ends = output.finish_reason == "stop"
             if output.logprobs is not None and not ends:
                 tokens.append(DrawnToken(output.token, self.parser.kind, output.logprobs))
@@ -158,11 +159,23 @@ class Generation:
         return found
 
 
-def max_new_tokens(service: Service, name: str, asked: int | None, length: int, default: int | None) -> int:
-    """How many new tokens a request may have; ApiError 400 for a prompt or a number that the context does not hold."""
+def max_new_tokens(
+    service: Service, prompt: str, length: int, name: str, asked: int | None, default: int | None
+) -> int:
+    """How many new tokens a request may have; ApiError 400 for a prompt or a number that the context does not hold.
+
+    Args:
+        service: of the server.
+        prompt: the field of the prompt.
+        length: its tokens.
+        name: the field that limits new tokens.
+        asked: its value.
+        default: if there is none; None: as many as the context holds.
+    """
     most = service.client.max_length - length
     if most < 1:
-        raise ApiError(400, f"the prompt has {length} tokens, and a request at most {length + most} with its answer")
+        rule = f"must have at most {length + most - 1}, so that an answer has place"
+        raise ApiError(400, f"`{prompt}` (of {length} tokens) {rule}", prompt)
     if asked is not None and asked > most:
         raise ApiError(
             400, f"`{name}` (={asked}) must be at most {most}, what the prompt's {length} tokens leave", name
@@ -174,8 +187,7 @@ def _bad_word_ids(service: Service, words: tuple[str, ...]) -> list[int]:
     """The tokens of words that are one, with or without a space before them."""
     found = []
     for word in words:
-        text_or_list(1)("bad_words", [word])
-        forms = (service.tokenizer.encode(text, add_special_tokens=False).ids for text in (word, f" {word}"))
+        forms = (service.encode("bad_words", text, add_special_tokens=False) for text in (word, f" {word}"))
         single = [ids[0] for ids in forms if len(ids) == 1]
         if not single:
             raise ApiError(400, f"`bad_words` (={word[:50]!r}) must be words of one token", "bad_words")

@@ -9,6 +9,7 @@ from jmx.serving.api.fields import Field, flag, integer, json_object, list_of, n
 
 _SEEDS = 1 << 32
 _IDS = integer(0, 2**31 - 1)
+_MOST_CHARACTERS = 1024  # of a string that each token is compared with
 
 
 def _bias(name: str, value: Any) -> tuple[int, ...]:
@@ -17,7 +18,7 @@ def _bias(name: str, value: Any) -> tuple[int, ...]:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise ValueError(f"`{name}` has the key {key[:50]!r}, which must be a token id")
         if isinstance(bias, bool) or bias != -100:
-            raise ValueError(f"`{name}[{key}]` (={str(bias)[:50]}) must be -100, which forbids the token")
+            raise ValueError(f"`{name}[{key}]` (={repr(bias)[:50]}) must be -100, which forbids the token")
     return tuple(map(int, value))
 
 
@@ -32,8 +33,8 @@ SHARED = {
     "frequency_penalty": Field(number(-2, 2), 0.0),
     "repetition_penalty": Field(number(1e-3, 1e3), 1.0),
     "logit_bias": Field(_bias, ()),
-    "bad_words": Field(text_or_list(64), ()),
-    "stop": Field(text_or_list(16), ()),
+    "bad_words": Field(text_or_list(64, _MOST_CHARACTERS), ()),
+    "stop": Field(text_or_list(16, _MOST_CHARACTERS), ()),
     "stop_token_ids": Field(list_of(_IDS, 64), []),
     "ignore_eos": Field(flag, False),
     "stream": Field(flag, False),

@@ -2,10 +2,12 @@
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +17,9 @@ from jmx.serving.api.errors import ApiError, overloaded, unavailable
 from jmx.serving.api.metrics import Metrics
 from jmx.serving.client import EngineClient
 
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+# Names of this machine, which no other one can have.
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::\d{1,5})?")
 
 
 @dataclass
@@ -42,10 +46,15 @@ class Service:
     vocab_size: int
     max_open: int
     keys: Sequence[str] = ()
-    hosts: frozenset[str] = _LOCAL
+    hosts: frozenset[str] = LOCAL_NAMES
     metrics: Metrics = field(default_factory=Metrics)
     started: int = field(default_factory=lambda: int(time.time()))
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Of a text that is not longer than any request."""
+        return self.client.max_length * max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def check_access(self, request: Request) -> bytes:
         """The salt of a request's owner, whose requests share pages of the cache.
@@ -55,8 +64,9 @@ class Service:
                 makes its own name this machine's would else reach the server.
         """
         if not self.keys:
-            host = request.url.hostname or ""
-            if host not in self.hosts:
+            host = request.headers.get("host", "localhost")  # all but the oldest clients send it
+            name = _HOST.fullmatch(host)
+            if name is None or name[1].strip("[]").lower() not in self.hosts:
                 raise ApiError(403, f"the Host {host[:100]!r} is not a name of this server, which has no API key")
             return b""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -80,6 +90,16 @@ class Service:
         """ApiError 404 for another model's name."""
         if name != self.name:
             raise ApiError(404, f"`model` (={(name or '')[:100]!r}) must be {self.name!r}", "model")
+
+    def encode(self, name: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a field's text. ApiError 400 for one that the tokenizer does not take, or that is longer
+        than any request: reading it would take the server seconds."""
+        if len(text) > self._most_characters:
+            raise ApiError(400, f"`{name}` (of {len(text)} characters) must have at most {self._most_characters}", name)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"`{name}` must be text of the model: {error}", name) from error
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """ApiError 400 for token ids outside the vocabulary."""

@@ -39,6 +39,7 @@ class _Active:
     cached: int | None = None  # not reported yet
     fresh: bool = True  # its slot has neither its sampler nor its history yet
     guide: Guide | None = None
+    is_stuck: bool = False  # its guide and what is banned leave no token
 
     @functools.cached_property
     def level(self) -> Level:
@@ -258,7 +259,7 @@ class Engine:
                 self._set_history(slot, request.prompt, active.tokens[len(request.prompt) :], request.banned)
             active.fresh = False
         if active.guide is not None:
-            self._follow(slot, active.guide, request.banned)
+            active.is_stuck = not self._follow(slot, active.guide, request.banned)
 
     def _set_history(self, slot: int, prompt: Sequence[int], new: Sequence[int], banned: Sequence[int]) -> None:
         """Begins a slot's history: tokens of its prompt, and new ones, if it was preempted."""
@@ -268,13 +269,14 @@ class Engine:
         history = self._begin_slot(self._device.history, np.int32(slot), in_prompt, counts, self._words(banned))
         self._device = self._device._replace(history=history)
 
-    def _follow(self, slot: int, guide: Guide, banned: Sequence[int]) -> None:
-        """Forbids what a guide does not allow next, besides what is banned."""
+    def _follow(self, slot: int, guide: Guide, banned: Sequence[int]) -> bool:
+        """Forbids what a guide does not allow next, besides what is banned. Returns whether it allows something."""
         allowed = self._words(banned)
         if (found := guide.allowed()) is not None:
             allowed[: len(found)] &= found
             allowed[len(found) :] = 0
         self._device = self._device._replace(history=self._allow(self._device.history, np.int32(slot), allowed))
+        return not guide.has_failed and bool(allowed.any())
 
     def _words(self, banned: Sequence[int]) -> np.ndarray:
         """A bit for each token that is not banned, uint32."""
@@ -300,13 +302,17 @@ class Engine:
                 active.guide.step(token)
             self.statistics.new_tokens += 1
             reason: FinishReason | None = None
-            if token in active.request.stop_ids:
+            if active.is_stuck:
+                reason = "error"
+            elif token in active.request.stop_ids:
                 reason = "stop"
+            elif active.guide is not None and active.guide.has_failed:
+                reason = "error"
             elif active.drawn == active.request.max_new_tokens:
                 reason = "length"
             cached, active.cached = active.cached or 0, 0
             logprobs = self._logprobs(launched.results, place) if active.request.logprobs else None
-            outputs.append(Output(id, token, logprobs, reason, cached))
+            outputs.append(Output(id, None if reason == "error" else token, logprobs, reason, cached))
             if reason is not None:
                 self.cancel(id)
         return outputs

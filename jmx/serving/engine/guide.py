@@ -53,7 +53,7 @@ class Guides:
 
         channels = Channels(self._tokenizer) if Channels.are_in(self._tokenizer) else None
         after = self._tokenizer.token_to_id("</think>") if in_thoughts else None
-        return Guide(LLMatcher(self._of_matchers, grammar), channels, after)
+        return Guide(LLMatcher(self._of_matchers, grammar, log_level=0), channels, after)
 
 
 class Guide:
@@ -80,6 +80,11 @@ class Guide:
             self._after = None
         if self._channels is not None:
             self._channels.step(token)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no answer can fit: the grammar allows none, or its parser has reached a limit."""
+        return self._matcher.is_error()
 
     def _is_content(self) -> bool:
         if self._channels is not None:

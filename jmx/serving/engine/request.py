@@ -8,7 +8,7 @@ from jmx.models.sampling import Sampler
 # How many of the likeliest tokens of a step have log probabilities, of requests that ask for these.
 TOP_LOGPROBS = 20
 
-# "error": the engine cannot go on with the request.
+# "error": no answer fits the request's grammar.
 FinishReason = Literal["stop", "length", "error"]
 
 
@@ -60,7 +60,8 @@ class Output(NamedTuple):
         id: of the request.
         token: None if it ended without one.
         logprobs: if the request asked for them.
-        finish_reason: "stop" with one of `stop_ids`, "length" with the last of `max_new_tokens`; None if it goes on.
+        finish_reason: "stop" with one of `stop_ids`, "length" with the last of `max_new_tokens`, "error" if no answer
+            fits its grammar; None if it goes on.
         cached: tokens of the prompt that were in the cache; of a request's first output only, else 0.
     """
 
