@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
-from jmx.backends import registered_backends, resolve_layout
+from jmx.backends import registered_backends
 from jmx.engines.gradients import Differentiable, Gradients, Primals, Wanted
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
@@ -24,7 +24,7 @@ from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
-from jmx.qat.masters import sources_of
+from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
@@ -96,15 +96,17 @@ def moe(
     if isinstance(experts, MasterExperts):
         if adapters is not None:
             raise ValueError(f"`adapters` (of {[*adapters.by_target()]}) must be None for MasterExperts")
-        experts, beside = _rounded(experts, input_format, Environment.probe(x, routing, experts))
-    check_arguments(x, routing, experts, activation, weights_on)
+        experts, beside, prepared = Rounded.of(experts, input_format, Environment.probe(x, routing, experts))
+    else:
+        prepared = experts
+    check_arguments(x, routing, prepared, activation, weights_on)
     if adapters is not None:
         adapters.check(experts)
     check_backend(backend, registered_backends())
     check_routing(routing, x.shape[:-1], mask)
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
-    problem = Problem.of(x, slots_of(routing), experts, activation, weights_on, input_format, adapted)
+    problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted)
     static = _Static(problem, environment, backend)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
@@ -174,18 +176,6 @@ def batched_moe(
 
 # What a call has beside its experts: adapters, or what weights were rounded from.
 Beside = Adapters | autodiff.Sources | None
-
-
-def _rounded(
-    masters: MasterExperts, input_format: str | None, environment: Environment
-) -> tuple[Experts, autodiff.Sources]:
-    """The experts that master weights are rounded to, in the layout for this machine, and what takes their gradients.
-
-    `input_format`: of the call.
-    """
-    experts = masters.quantize()
-    layout = resolve_layout("auto", environment, experts.format, resolve_input_format(experts, input_format))
-    return experts.prepare(layout), sources_of(masters, experts)
 
 
 class _Settings(NamedTuple):
@@ -345,6 +335,7 @@ def _run(
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0:
             return jnp.zeros_like(x)
+        experts = experts.prepare(problem.layout)  # in which they are, unless they have just been rounded
         if chosen.name == xla.NAME:  # takes experts one by one, without their padding
             return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
         return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
@@ -357,6 +348,7 @@ def _run(
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0 or wanted.weights or not isinstance(chosen, Differentiable):
             return xla.backward(true, primals, dy, wanted)
+        experts = experts.prepare(problem.layout)
         padded = Primals(_widened(x, experts), routing, experts.as_padded())
         gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted)
         return gradients._replace(x=gradients.x[:, :wide])

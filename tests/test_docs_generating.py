@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from jmx import cli
+from jmx.checkpoint import gpt_oss, peft
 from jmx.cli import conversation, generation
+from jmx.lora import LoRA
 from jmx.models import Runner, load
 
 pytestmark = pytest.mark.costly
@@ -33,6 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.txt").write_text("The sea is\nA river\n")
     (folder / "letter.txt").write_text("Dear reader,\n")
     (folder / "questions.txt").write_text("Why?\nHow?\n")
+    reader = gpt_oss.Reader(TINY)
+    experts, layers = reader.experts(0), range(reader.config.num_hidden_layers)
+    adapters = LoRA(2, 3).random(jax.random.key(0), experts)
+    (folder / "path" / "to").mkdir(parents=True)
+    peft.save(folder / "path/to/adapter", dict.fromkeys(layers, adapters), dict.fromkeys(layers, experts))
     return folder
 
 

@@ -394,7 +394,10 @@ def test_orbax_keeps_master_weights(rng, tmp_path):
             r"`down` \(dtype bfloat16\) must be float32, as `gate_up`",
         ),
         ({"down_bias": np.ones((E, I), np.float32)}, r"`down_bias` \(shape \(4, 96\)\) must be \(4, 64\)"),
-        ({"format": "int4_g128", "gate_up": np.ones((E, 2 * I, 33), np.float32)}, r"hidden_size"),
+        (
+            {"gate_up": np.ones((E, 80, H), np.float32), "down": np.ones((E, H, 40), np.float32)},
+            r"`intermediate_size` \(=40\) must be a multiple of 32",
+        ),
     ],
 )
 def test_wrong_master_weights(changed, message):

@@ -86,6 +86,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
                 "jmx.parallel.EXCHANGES",
                 "jmx.parallel.expert_map",
                 "jmx.parallel.local_routing",
+                "jmx.parallel.layer_counts",
             ),
         ],
     ),

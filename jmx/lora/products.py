@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jmx.lora.adapters import Adapter
 from jmx.util.typing import Array, Float, Int32
+from jmx.xla.dot import precision
 
 
 def added(
@@ -28,11 +28,11 @@ def _product(
     blocks: Float[Array, "n M K"], matrix: Float[Array, "*lead N K"], expert_of_block: Int32[Array, " n"], dtype: Any
 ) -> Float[Array, "n M N"]:
     """Each row times its expert's matrix (E, N, K), or the one (N, K) of all, transposed; the result is of `dtype`."""
-    precision = lax.Precision.HIGHEST if blocks.dtype == jnp.float32 else None
+    exact = precision(blocks.dtype)
     if matrix.ndim == 2:
-        return jnp.einsum("bmk,nk->bmn", blocks, matrix, precision=precision, preferred_element_type=dtype)
+        return jnp.einsum("bmk,nk->bmn", blocks, matrix, precision=exact, preferred_element_type=dtype)
     chosen = _take(matrix, expert_of_block)
-    return jnp.einsum("bmk,bnk->bmn", blocks, chosen, precision=precision, preferred_element_type=dtype)
+    return jnp.einsum("bmk,bnk->bmn", blocks, chosen, precision=exact, preferred_element_type=dtype)
 
 
 @jax.custom_vjp
@@ -44,8 +44,7 @@ def _take(matrices: Float[Array, "E N K"], experts: Int32[Array, " n"]) -> Float
 def _take_backward(residuals: tuple[Any, Any], d: Float[Array, "n N K"]) -> tuple[Any, None]:
     experts, like = residuals
     chosen = (jnp.arange(like.shape[0])[:, None] == experts).astype(d.dtype)
-    precision = lax.Precision.HIGHEST if d.dtype == jnp.float32 else None
-    total = jnp.einsum("eb,bnk->enk", chosen, d, precision=precision, preferred_element_type=jnp.float32)
+    total = jnp.einsum("eb,bnk->enk", chosen, d, precision=precision(d.dtype), preferred_element_type=jnp.float32)
     return total.astype(d.dtype), None
 
 

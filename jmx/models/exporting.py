@@ -55,7 +55,8 @@ def export(
     """Writes a model as a checkpoint in the Hugging Face form, which `load` reads as a model of the same outputs.
 
     Master weights are rounded as each call rounds them; other experts have to be quantized. With MXFP4 gpt-oss has the
-    published form; all others are written as compressed-tensors. What is outside experts keeps its dtype.
+    published form; all others are written as compressed-tensors. What is outside experts keeps its dtype. The outputs
+    are the same bits on one backend, except in NVFP4, of whose global scales these files hold the reciprocals, rounded.
 
     Args:
         path: must not exist. It appears when it is complete; a failure leaves nothing behind.
@@ -140,7 +141,9 @@ def _config_entries(model: Model, family: Family, like: str | os.PathLike[str] |
     else:
         check_path("like", like)
         found = shards.read_object(Path(like) / FILE)
-        tied = {"tie_word_embeddings": model.config.tie_word_embeddings}  # files decide, see `load`
+        tied: dict[str, Any] = {}
+        if "tie_word_embeddings" in {field.name for field in dataclasses.fields(model.config)}:
+            tied["tie_word_embeddings"] = model.config.tie_word_embeddings  # tables decide, see `load`
         if family_of(like) is not family or dataclasses.replace(family.read_config(like), **tied) != model.config:
             raise ValueError(f"`like` (={str(like)!r}) must be a checkpoint of the config of `model`")
         found |= tied

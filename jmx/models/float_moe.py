@@ -1,4 +1,4 @@
-"""Float experts, which jmx does not run: two grouped GEMMs by XLA's `ragged_dot`."""
+"""Float experts, which jmx does not quantize: two grouped products by XLA."""
 
 from functools import lru_cache, partial
 from typing import Any
@@ -14,13 +14,13 @@ from jmx.checkpoint.quantizing import FloatExperts
 from jmx.lora import Adapters
 from jmx.lora.adapters import Skeleton
 from jmx.lora.forms import fused
-from jmx.models.layers import precision
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import on_each_device
 from jmx.numerics.gate_up import join_gate_up
 from jmx.parallel.over_mesh import OwnExperts, exchanged
 from jmx.qat import QAT, MasterExperts
 from jmx.routing import Method
+from jmx.xla.grouped_dot import grouped_dot
 
 
 def random_experts(
@@ -125,19 +125,15 @@ class FloatMoE(nnx.Module):
         (ids, weights), top_k = routing, routing.expert_ids.shape[-1]
         groups = jmx.group(ids, self.gate_up.shape[0])
 
-        def grouped(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-            exact = precision(rows.dtype)
-            return lax.ragged_dot(rows, matrices.mT, groups.sizes, exact, preferred_element_type=jnp.float32)
-
         adapters = {} if self.adapters is None else self.adapters.by_target()
 
         def product(rows: jax.Array, role: str) -> jax.Array:
-            sums = grouped(rows, getattr(self, role)[...])
+            sums = grouped_dot(rows, getattr(self, role)[...], groups.sizes)
             if (bias := getattr(self, f"{role}_bias")) is not None:
                 sums += bias[...][ids.reshape(-1)[groups.order]]
             if (adapter := adapters.get(role)) is not None:
-                inner = grouped(rows, adapter.a) * adapter.scale
-                sums += grouped(inner.astype(rows.dtype), adapter.b)
+                inner = grouped_dot(rows, adapter.a, groups.sizes) * adapter.scale
+                sums += grouped_dot(inner.astype(rows.dtype), adapter.b, groups.sizes)
             return sums.astype(rows.dtype)
 
         hidden = product(tokens[groups.order // top_k], "gate_up")

@@ -8,14 +8,10 @@ from jax import lax
 import jmx
 from jmx.models.quantized_weights import QuantizedWeights
 from jmx.parallel.peer import all_sum
+from jmx.xla.dot import precision
 
 # Variables of a model, by the neutral names of the tensors that are concatenated in each.
 Variables = dict[tuple[str, ...], nnx.Variable]
-
-
-def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
-    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 class RMSNorm(nnx.Module):

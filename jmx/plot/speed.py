@@ -49,7 +49,8 @@ def roofline(report: Report) -> "Figure":
             color = style.OURS if ours else f"C{i - 1}"
             axes.plot(intensity, rate, "o-" if ours else "o--", color=color, markersize=6 if ours else 3, label=name)
             for where, label in zip(zip(intensity, rate, strict=True), tokens, strict=True) if ours else ():
-                axes.annotate(str(label), where, (-5, 5), textcoords="offset points", ha="right", fontsize=8)
+                near = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "path_effects": style.outlined()}
+                axes.annotate(str(label), where, (-5, 5), **near)
         axes.set_ylim(top=2 * dense)
         axes.set_xlabel("FLOP per byte of weights in use (numbers at points: tokens)")
         axes.set_ylabel("TFLOP/s")

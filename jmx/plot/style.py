@@ -37,6 +37,13 @@ def figure(width: float, height: float, **subplot: Any) -> tuple["Figure", Any]:
     return made, axes
 
 
+def outlined() -> list[Any]:
+    """Path effects of a text that stays legible where it covers a line."""
+    from matplotlib import patheffects
+
+    return [patheffects.withStroke(linewidth=3, foreground="white")]
+
+
 @functools.cache
 def _shown_in_notebooks() -> type["Figure"]:
     """matplotlib's Figure, which shows itself as a PNG: without pyplot, notebooks print only the name of its type."""

@@ -13,7 +13,7 @@ from jax import lax
 from jmx.experts import BIAS_DTYPES, ORDERS, Experts, check_sizes, creation
 from jmx.numerics import formats, quantization
 from jmx.numerics.formats import MXFP4, BlockScaled, Format
-from jmx.qat.rounding import check_gradients, check_master, clipped
+from jmx.qat.rounding import check_gradients, check_master
 from jmx.util import pytrees
 from jmx.util.checks import check_bool, check_dtype, check_instance, check_key, check_one_of
 from jmx.util.typing import AnyArray, Array, Float, Key, Shaped, UInt32
@@ -261,15 +261,3 @@ def check_of_layer(masters: MasterExperts, qat: QAT, *, bias: bool, **fields: An
     for name, wanted in (fields | {"gradients": qat.gradients, "scale_rule": qat.scale_rule}).items():
         if (its := getattr(masters, name)) != wanted:
             raise ValueError(f"`{name}` (={wanted!r}) must be that of `experts`, {its!r}")
-
-
-def sources_of(masters: MasterExperts, experts: Experts) -> tuple[Float[Array, "E N H"], Float[Array, "E H I"]]:
-    """gate_up and down, which take the gradients of the rounded weights: `experts`, those of `masters.quantize`."""
-    weights = jnp.asarray(masters.gate_up), jnp.asarray(masters.down)
-    if masters.gradients == "straight_through":
-        return weights
-    gate_up, down = (
-        clipped(masters.format, weight, lax.stop_gradient(q))
-        for weight, q in zip(weights, (experts.gate_up, experts.down), strict=True)
-    )
-    return gate_up, down

@@ -1,5 +1,4 @@
-"""Training: master weights of quantized experts, losses and updates that spread tokens over experts, and optimizers
-that leave frozen weights out."""
+"""Training: master weights of quantized experts, losses that balance routers, and optimizers without frozen weights."""
 
 from typing import TYPE_CHECKING, Any
 

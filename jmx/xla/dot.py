@@ -6,6 +6,7 @@ and sums in one pass over the bytes, which for one row or a few is several times
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,6 +15,11 @@ from jmx.numerics.formats import BlockScaled, Format
 from jmx.util.typing import Array, Float, Float32
 
 _ROWS = 4  # weight rows that share one pass over the activations
+
+
+def precision(dtype: jax.typing.DTypeLike) -> lax.Precision | None:
+    """Precision of products of `dtype`: by default, GPUs round float32 operands to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def dequantized_dot(
@@ -34,7 +40,7 @@ def dequantized_dot(
         a.astype(dtype),
         weights,
         (((2,), (1 if transposed else 2,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        precision=precision(dtype),
         preferred_element_type=jnp.float32,
     )
     if transposed and q.order is not None:

@@ -12,9 +12,10 @@ from jmx.models.attention.functions import attend_latents, attend_prompt
 from jmx.models.attention.paged import attend_latent_pages
 from jmx.models.attention.self_attention import SelfAttention
 from jmx.models.config import Config
-from jmx.models.layers import Linear, RMSNorm, Variables, precision
+from jmx.models.layers import Linear, RMSNorm, Variables
 from jmx.models.paged_cache import PagedLayer
 from jmx.models.rope import rotate
+from jmx.xla.dot import precision
 
 
 class LatentConfig(Config, Protocol):

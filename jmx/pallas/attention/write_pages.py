@@ -19,6 +19,8 @@ from jmx.util.typing import Array, Int32, Shaped
 
 _ALIGNMENT = 16  # bytes of a row that the copy engine moves
 
+Pages = Shaped[Array, "parts pages heads page D"]
+
 
 def fits(dim: int, dtype: jax.typing.DTypeLike) -> bool:
     """Whether the kernels have heads of this size."""
@@ -26,11 +28,8 @@ def fits(dim: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def write_rows(
-    pages: Shaped[Array, "parts pages heads page D"],
-    new: Shaped[Array, "parts B heads D"],
-    numbers: Int32[Array, " B"],
-    offsets: Int32[Array, " B"],
-) -> Shaped[Array, "parts pages heads page D"]:
+    pages: Pages, new: Shaped[Array, "parts B heads D"], numbers: Int32[Array, " B"], offsets: Int32[Array, " B"]
+) -> Pages:
     """The pages with a token of each row; the array is the same one, if it is donated.
 
     Args:
@@ -51,11 +50,7 @@ def write_rows(
     return _in_place(entry, pages, (parts, count), ("part", "row"), (heads, dim), new, numbers, offsets)
 
 
-def write_blocks(
-    pages: Shaped[Array, "parts pages heads page D"],
-    new: Shaped[Array, "parts M page heads D"],
-    numbers: Int32[Array, " M"],
-) -> Shaped[Array, "parts pages heads page D"]:
+def write_blocks(pages: Pages, new: Shaped[Array, "parts M page heads D"], numbers: Int32[Array, " M"]) -> Pages:
     """The pages with whole ones replaced; the array is the same one, if it is donated.
 
     Args:

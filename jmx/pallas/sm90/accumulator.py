@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -37,7 +38,7 @@ def own_layout(size: int) -> Any:
 
 def of_registers(registers: Any, size: int) -> Fragment:
     """Such an array from a thread's registers, each a pair of columns."""
-    return fragment(registers, (size,), mgpu.WGStridedFragLayout((size,), 2))
+    return fragment(np.array(registers, dtype=object).flat, (size,), mgpu.WGStridedFragLayout((size,), 2))
 
 
 def row_size(n: int) -> int:
