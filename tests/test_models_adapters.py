@@ -83,7 +83,8 @@ def write_adapter(new: Path, config: Any, order: str, form: str, rng: np.random.
         return jnp.asarray(rng.normal(size=matrix.shape) * matrix.shape[-1] ** -0.5, jnp.float32)
 
     adapters = {layer: jax.tree.map(draw, made) for layer in layers}
-    peft.save(new, adapters, dict.fromkeys(layers, experts), form=form)
+    of_layers: Any = dict.fromkeys(layers, experts)
+    peft.save(new, adapters, of_layers, form=form)
     return adapters
 
 
