@@ -28,10 +28,13 @@ PUBLIC = {
     "jmx.checkpoint.model_configs.gpt_oss",
     "jmx.checkpoint.model_configs.qwen3_moe",
     "jmx.checkpoint.orbax",
+    "jmx.checkpoint.peft",
     "jmx.checkpoint.quantizing",
     "jmx.checkpoint.shards",
+    "jmx.lora",
     "jmx.models",
     "jmx.parallel",
+    "jmx.training",
     "jmx.util.atomic_files",  # CONTRIBUTING.md
 }
 
