@@ -219,7 +219,8 @@ def experts_like(number, order="interleaved"):
 def test_files_of_another_number_of_experts_are_named(name, number):
     rule = {"modules": "must be of an expert below 2"}.get(name, "`r` .*must be the rank .*number of experts")
     with pytest.raises(CheckpointError, match=rule):  # three experts of rank 2 are also two of rank 3
-        peft.load(DATA / name, dict.fromkeys(LAYERS[name], experts_like(number, GOLDEN[name])))
+        like: jmx.Experts = experts_like(number, GOLDEN[name])
+        peft.load(DATA / name, {layer: like for layer in LAYERS[name]})
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -1,5 +1,7 @@
 """Master weights, beside the experts that they are rounded to: results, gradients, transformations, meshes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ GRADIENTS = ("straight_through", "clipped")
 ORDERS = ("interleaved", "concatenated", "interleaved_up_first", None)
 
 
-def normal(rng, *shape, dtype: object = jnp.float32):
+def normal(rng, *shape, dtype: Any = jnp.float32):
     return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
 
 
@@ -316,7 +318,7 @@ def test_modules_train(kind, gradients, format, rng):
         losses = [step(layer, trained) for _ in range(4)]
         experts, routing = layer.experts, layer.route(x)
         assert_equal(layer(x, routing), jmx.moe(x, routing, experts, activation=layer.activation))
-        assert graph.held.gate_up.dtype == qat.dtype
+        assert vars(graph)["gate_up"].get_value().dtype == qat.dtype
     else:
         module = jmx.linen.MoE(H, I, E, K, format=format, bias=True, qat=qat)
         variables = module.init(jax.random.key(0), x)
@@ -325,7 +327,7 @@ def test_modules_train(kind, gradients, format, rng):
 
         @jax.jit
         def update(variables, state):
-            loss, gradients = jax.value_and_grad(lambda v: jnp.square(module.apply(v, x) - target).mean())(variables)
+            loss, gradients = jax.value_and_grad(lambda v: jnp.square(jnp.asarray(module.apply(v, x)) - target).mean())(variables)
             updates, state = optimizer.update(gradients, state)
             return optax.apply_updates(variables, updates), state, loss
 
@@ -334,7 +336,7 @@ def test_modules_train(kind, gradients, format, rng):
             variables, state, loss = update(variables, state)
             losses.append(loss)
         experts = module.experts_of(variables)
-        routing = module.apply(variables, x, method="route")
+        routing: Any = module.apply(variables, x, method="route")
         assert_equal(module.apply(variables, x, routing), jmx.moe(x, routing, experts, activation=jmx.SwiGLU()))
     assert experts.format.name == format
     assert losses[-1] < losses[0]
@@ -361,9 +363,10 @@ def test_a_module_over_a_mesh(rng):
     mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
     x = normal(rng, 16, H)
     layer = jmx.nnx.MoE(H, I, E, K, qat=QAT(), rngs=nnx.Rngs(0))
+    held: Any = layer.held
     axes = {"expert": "x", "token": "x"}
     with jax.set_mesh(mesh):
-        divided = jmx.nnx.MoE(H, I, E, K, experts=layer.held, qat=QAT(), axes=axes, rngs=nnx.Rngs(0))
+        divided = jmx.nnx.MoE(H, I, E, K, experts=held, qat=QAT(), axes=axes, rngs=nnx.Rngs(0))
         assert vars(divided)["gate_up"].get_value().sharding.spec[0] == "x"
         divided.router.kernel.set_value(layer.router.kernel[...])
         got, gradients = nnx.jit(nnx.value_and_grad(lambda layer: jnp.square(layer(x)).sum()))(divided)
@@ -426,7 +429,8 @@ def test_layers_that_cannot_have_master_weights(rng):
         ({"experts": masters, "bias": True, "qat": QAT(dtype=jnp.bfloat16)}, "`experts.gate_up`"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            jmx.nnx.MoE(H, I, E, K, **{"qat": QAT(), "gate_up_order": "interleaved"} | given, rngs=nnx.Rngs(0))
+            options: dict[str, Any] = {"qat": QAT(), "gate_up_order": "interleaved"} | given
+            jmx.nnx.MoE(H, I, E, K, **options, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`layout` must not be given to a layer of master weights"):
         layer.prepare("canonical")
     with pytest.raises(ValueError, match="`new` must not be given to a layer of master weights"):
