@@ -218,9 +218,9 @@ def experts_like(number, order="interleaved"):
 @pytest.mark.parametrize(("name", "number"), [("gpt_oss", 2), ("gpt_oss", 1), ("qwen3_moe", 1), ("modules", 2)])
 def test_files_of_another_number_of_experts_are_named(name, number):
     rule = {"modules": "must be of an expert below 2"}.get(name, "`r` .*must be the rank .*number of experts")
+    experts: Any = dict.fromkeys(LAYERS[name], experts_like(number, GOLDEN[name]))
     with pytest.raises(CheckpointError, match=rule):  # three experts of rank 2 are also two of rank 3
-        like: jmx.Experts = experts_like(number, GOLDEN[name])
-        peft.load(DATA / name, {layer: like for layer in LAYERS[name]})
+        peft.load(DATA / name, experts)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -327,7 +327,10 @@ def test_modules_train(kind, gradients, format, rng):
 
         @jax.jit
         def update(variables, state):
-            loss, gradients = jax.value_and_grad(lambda v: jnp.square(jnp.asarray(module.apply(v, x)) - target).mean())(variables)
+            def loss_of(variables):
+                return jnp.square(jnp.asarray(module.apply(variables, x)) - target).mean()
+
+            loss, gradients = jax.value_and_grad(loss_of)(variables)
             updates, state = optimizer.update(gradients, state)
             return optax.apply_updates(variables, updates), state, loss
 
@@ -428,8 +431,8 @@ def test_layers_that_cannot_have_master_weights(rng):
         ({"experts": masters, "bias": True, "qat": QAT("clipped")}, "`gradients`"),
         ({"experts": masters, "bias": True, "qat": QAT(dtype=jnp.bfloat16)}, "`experts.gate_up`"),
     ):
+        options: dict[str, Any] = {"qat": QAT(), "gate_up_order": "interleaved"} | given
         with pytest.raises((ValueError, TypeError), match=message):
-            options: dict[str, Any] = {"qat": QAT(), "gate_up_order": "interleaved"} | given
             jmx.nnx.MoE(H, I, E, K, **options, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`layout` must not be given to a layer of master weights"):
         layer.prepare("canonical")
