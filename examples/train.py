@@ -64,7 +64,7 @@ CONFIG = Config(
 
 
 def tokenizer_of(text: str) -> Tokenizer:
-    """A byte-level BPE of the text."""
+    """A byte-level BPE of the text, whose last ids are those of `SPECIAL`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,6 +73,8 @@ def tokenizer_of(text: str) -> Tokenizer:
     )
     tokenizer.train_from_iterator([text], trainer)
     tokenizer.add_special_tokens(SPECIAL)
+    if (size := tokenizer.get_vocab_size()) != VOCABULARY:
+        sys.exit(f"the text must be longer: it gives a vocabulary of {size} tokens, and the model has {VOCABULARY}")
     return tokenizer
 
 

@@ -1,6 +1,7 @@
 """examples/train.py, on a short text: it goes on after a kill, and what it exports is what it trained."""
 
 import json
+import lzma
 import os
 import re
 import shlex
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "licence.txt"
-    file.write_text((ROOT / "LICENSE").read_text())
+    file = tmp_path_factory.mktemp("text") / "verses.txt"
+    file.write_bytes(lzma.decompress((ROOT / "tests" / "data" / "kjv_last_twentieth.txt.xz").read_bytes()))
     return file
 
 
@@ -64,7 +65,7 @@ def test_the_loss_falls_and_the_checkpoint_is_loaded(whole: tuple[Path, str]) ->
     assert (folder / "loss.png").stat().st_size > 1000
     assert load(folder / "checkpoint").config.num_experts == 16
     generated = subprocess.run(
-        [sys.executable, "-m", "jmx.cli", "generate", folder / "checkpoint", "Licensed", "--max-new-tokens", "4"],
+        [sys.executable, "-m", "jmx.cli", "generate", folder / "checkpoint", "And", "--max-new-tokens", "4"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -96,7 +97,7 @@ def test_the_commands_of_the_page_run(text: Path, whole: tuple[Path, str], tmp_p
     with serving_process.running([places[word] for word in serve[2:]], tmp_path / "log.txt") as server:
         server.wait_until("ready", serving_process.SECONDS_TO_START)
         (model,) = json.loads(server.get("/v1/models")[1])["data"]
-        body = {"model": model["id"], "prompt": "Licensed", "max_tokens": 4}
+        body = {"model": model["id"], "prompt": "And", "max_tokens": 4}
         status, answer = server.post("/v1/completions", body)
         assert status == 200, answer
         assert answer["choices"][0]["text"]
@@ -132,6 +133,12 @@ def test_other_arguments_are_refused(text: Path, tmp_path: Path, change: list[st
     code, _, err = finish(start(text, tmp_path, *SHORT, *change))
     assert code != 0
     assert error in err
+
+
+def test_a_text_of_too_few_words_is_refused(tmp_path: Path) -> None:
+    code, _, err = finish(start(ROOT / "LICENSE", tmp_path / "run", *SHORT))
+    assert code != 0
+    assert re.search(r"the text must be longer: it gives a vocabulary of \d+ tokens, and the model has 2048", err)
 
 
 def test_nothing_is_overwritten(text: Path, whole: tuple[Path, str]) -> None:
