@@ -8,6 +8,7 @@ the curve. The last twentieth of the text is not trained on: at the end, its bit
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import jmx
 from jmx import training
-from jmx.checkpoint.model_configs.gpt_oss import FULL, SLIDING, Config
+from jmx.checkpoint.model_configs.gpt_oss import FULL, PUBLISHED, SLIDING
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models import GptOss, MoERecord, load
 from jmx.util.atomic_files import new_path, write_json
@@ -34,7 +35,8 @@ from jmx.util.atomic_files import new_path, write_json
 LAYERS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE, VOCABULARY = 4, 192, 16, 2, 96, 2048
 REPORT_EVERY = 20  # steps
 SPECIAL = ["<|startoftext|>", "<|pad|>", "<|return|>"]
-CONFIG = Config(
+CONFIG = dataclasses.replace(
+    PUBLISHED["gpt-oss-20b"],  # whose constants are kept
     num_hidden_layers=LAYERS,
     hidden_size=HIDDEN,
     intermediate_size=INTERMEDIATE,
@@ -44,19 +46,7 @@ CONFIG = Config(
     num_key_value_heads=2,
     head_dim=32,
     vocab_size=VOCABULARY,
-    attention_bias=True,
-    rms_norm_eps=1e-5,
-    sliding_window=128,
     layer_types=(SLIDING, FULL) * (LAYERS // 2),
-    rope_theta=150000.0,
-    rope_factor=32.0,
-    rope_beta_fast=32.0,
-    rope_beta_slow=1.0,
-    rope_truncate=False,
-    rope_original_length=4096,
-    swiglu_alpha=1.702,
-    swiglu_beta=1.0,
-    swiglu_limit=7.0,
     bos_token_id=VOCABULARY - 3,
     pad_token_id=VOCABULARY - 2,
     eos_token_ids=(VOCABULARY - 1,),

@@ -206,6 +206,13 @@ MODULE = {
 SIZES = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "top_k": K}
 CALL = {"x": "floats", "routing": "object or None", "mask": "mask"}
 QUANTIZING = {"gate_up_order": "name or None", "format": "named"}
+FLOAT_WEIGHTS = {"gate_up": "floats", "down": "floats", "gate_up_bias": "bias", "down_bias": "bias", **QUANTIZING}
+
+
+def float_weights() -> dict[str, Any]:
+    """Arguments of what takes `FLOAT_WEIGHTS`."""
+    weights = {"gate_up": np.ones((E, 2 * I, H), np.float32), "down": np.ones((E, H, I), np.float32)}
+    return weights | {"gate_up_order": "interleaved"}
 
 
 def method(name: str, kinds: dict[str, str], given: Callable[[], dict[str, Any]] = dict, **names: str) -> Row:
@@ -326,20 +333,12 @@ ROWS: dict[str, Row] = {
     ),
     "jmx.Experts.quantize": Row(
         {
-            "gate_up": "floats",
-            "down": "floats",
-            "gate_up_bias": "bias",
-            "down_bias": "bias",
-            **QUANTIZING,
+            **FLOAT_WEIGHTS,
             "scale_rule": "name",
             "nonfinite": "name",
             "pad": "flag",
         },
-        lambda: {
-            "gate_up": np.ones((E, 2 * I, H), np.float32),
-            "down": np.ones((E, H, I), np.float32),
-            "gate_up_order": "interleaved",
-        },
+        float_weights,
     ),
     "jmx.Experts.random": Row(
         {
@@ -574,19 +573,11 @@ ROWS: dict[str, Row] = {
     "jmx.training.QAT.masters": Row({"experts": "object"}, call=lambda experts: jmx.training.QAT().masters(experts)),
     "jmx.training.MasterExperts.of": Row(
         {
-            "gate_up": "floats",
-            "down": "floats",
-            "gate_up_bias": "bias",
-            "down_bias": "bias",
-            **QUANTIZING,
+            **FLOAT_WEIGHTS,
             "gradients": "name",
             "scale_rule": "name",
         },
-        lambda: {
-            "gate_up": np.ones((E, 2 * I, H), np.float32),
-            "down": np.ones((E, H, I), np.float32),
-            "gate_up_order": "interleaved",
-        },
+        float_weights,
     ),
     "jmx.training.MasterExperts.random": Row(
         {
