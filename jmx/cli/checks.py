@@ -1,92 +1,10 @@
-"""What all commands share: the parser, checks of arguments, and printing of results."""
+"""Checks of arguments: names that must be known, and files that must be writable. They raise ValueError."""
 
-import argparse
-import contextlib
 import difflib
-import json
 import os
 import pathlib
-import reprlib
-import shutil
 import stat
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NoReturn
-
-MOST = (1 << 31) - 1  # of sizes and counts: the range of 32-bit indices
-_WIDTH_OF_FILES, _LEAST_WIDTH = 140, 40  # characters of a line, if neither a terminal nor COLUMNS gives it
-EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-EXIT_SIGNAL = 128  # and the number of the signal that ended the command
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line.
-
-    Attributes:
-        interleaved: whether options may come between positional arguments, as in `MODEL --seed 1 PROMPT`.
-    """
-
-    interleaved = False
-    _splits = False
-
-    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] (overloads)
-        self, args: Any = None, namespace: Any = None
-    ) -> Any:
-        if not self.interleaved or self._splits:
-            return super().parse_known_args(args, namespace)
-        self._splits = True  # what follows calls this method
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._splits = False
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"jmx: error: {' '.join(message.split())} (see `{self.prog} --help`)\n")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """As in argparse, except that failing to write a help or version text is an error."""
-        if file is None or file is sys.stderr:
-            super()._print_message(message, file)
-        else:
-            file.write(message)
-
-
-def fail(error: Exception, code: int) -> int:
-    """Prints the error as one line on stderr, and returns `code`."""
-    to_stderr(f"jmx: error: {' '.join(str(error).split()) or type(error).__name__}")
-    return code
-
-
-def to_stderr(line: str) -> None:
-    """Prints a line on stderr, if it is open."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
-
-
-def add_json(command: Parser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON on stdout instead of a table")
-
-
-def number(text: str) -> int:
-    """A whole number, for a parser. Callers check its sign."""
-    (value,) = _numbers([text], text, "must be a whole number")
-    return value
-
-
-def counts(text: str) -> list[int]:
-    """Whole numbers with commas between them, for a parser."""
-    return _numbers(text.split(","), text, "must be whole numbers with commas between them")
-
-
-def _numbers(parts: Iterable[str], text: str, rule: str) -> list[int]:
-    shown = reprlib.Repr(maxstring=50).repr(text)
-    try:
-        values = [int(part) for part in parts]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown} {rule}") from None
-    if any(abs(value) > MOST for value in values):
-        raise argparse.ArgumentTypeError(f"{shown} must be at most {MOST}")
-    return values
+from collections.abc import Callable, Collection, Sequence
 
 
 def check_known(
@@ -171,16 +89,3 @@ def check_pair(pair: str) -> tuple[str, str | None]:
 def resolved_pair(pair: str) -> str:
     """--format with a family of input formats resolved to one format. ValueError as in `check_pair`."""
     return ":".join(filter(None, check_pair(pair)))
-
-
-def show(*results: Any) -> None:
-    from rich.console import Console
-
-    width = shutil.get_terminal_size((_WIDTH_OF_FILES, 0)).columns
-    console = Console(width=max(width, _LEAST_WIDTH), highlight=False)
-    for result in results:
-        console.print(result)
-
-
-def print_json(values: Any) -> None:
-    print(json.dumps(values, indent=1))
