@@ -208,9 +208,12 @@ class Model(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache of no tokens, of `cache_layers`."""
-        shapes = self.cache_layers(batch, capacity)
-        layers = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in shapes]
-        return Cache(layers, self.by_row(jnp.zeros(batch, jnp.int32)), 0)
+        return Cache.zeros(self.cache_layers(batch, capacity), self.cache_lengths(batch))
+
+    def cache_lengths(self, batch: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the lengths in a cache of `batch` rows."""
+        sharding = None if self.split is None else self.split.sharding("token")
+        return jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding)
 
     def by_row[Tree](self, tree: Tree) -> Tree:
         """Arrays whose first axis is of rows of a batch, on the devices of these rows; also while tracing."""
