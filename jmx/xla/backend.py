@@ -48,7 +48,7 @@ NAME = "xla"
 class Xla(LimitedBackend):
     """The reference, as a backend; see `jmx.selection.backend.Backend`."""
 
-    name = NAME
+    name: str = NAME
     summary = "reference in plain jnp, any platform"
     limits = Limits(input_formats=None, activations_per_expert=True)
 
