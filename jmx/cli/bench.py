@@ -6,8 +6,8 @@ import pathlib
 from typing import Any
 
 from jmx.cli import bench_serve, layer_split, mesh_argument
-from jmx.cli.checks import check_backend, check_directories, check_known, resolved_pair
-from jmx.cli.output import EXIT_NO, EXIT_OK, print_json, show, to_stderr
+from jmx.cli.checks import check_backend, check_known, resolved_pair
+from jmx.cli.output import EXIT_NO, EXIT_OK, check_directories, print_json, show, to_stderr
 from jmx.cli.parser import Parser, add_tokens, number
 
 

@@ -6,8 +6,7 @@ import os
 import pathlib
 from typing import Any
 
-from jmx.cli.checks import check_directories
-from jmx.cli.output import EXIT_OK, print_json, show, to_stderr
+from jmx.cli.output import EXIT_OK, check_directories, print_json, show, to_stderr
 from jmx.cli.parser import Parser, counts, number
 from jmx.util import atomic_files
 

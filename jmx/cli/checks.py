@@ -1,9 +1,6 @@
-"""Checks of arguments: names that must be known, and files that must be writable. They raise ValueError."""
+"""Checks of names in arguments, which must be known: of backends, formats and others. They raise ValueError."""
 
 import difflib
-import os
-import pathlib
-import stat
 from collections.abc import Callable, Collection, Sequence
 
 
@@ -38,35 +35,6 @@ def check_backend(flag: str, value: str, more: Sequence[str] = ()) -> str:
     from jmx.selection.vllm_names import meant
 
     return check_known(flag, value, [*(backend.name for backend in registered_backends()), *more], meant=meant)
-
-
-def check_directories(*paths: str | None) -> None:
-    """Raises ValueError for a file that cannot be written, before the work starts.
-
-    An existing file may be replaced if it is a regular file, unlike a device such as /dev/null.
-    """
-    for path in (path for path in paths if path is not None):
-        if (fault := _writing_fault(path)) is not None:
-            raise ValueError(f"{path or repr(path)} cannot be written: {fault}")
-
-
-def _writing_fault(path: str) -> str | None:
-    directory = pathlib.Path(path).absolute().parent
-    if not path:
-        return "it is not the name of a file"
-    if not os.path.isdir(directory):
-        return "its directory does not exist"
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return "its directory may not be written to"
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # a name that is too long, or has a null character
-        return getattr(error, "strerror", None) or str(error)
-    if stat.S_ISREG(mode):
-        return None
-    return "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file"
 
 
 def check_pair(pair: str) -> tuple[str, str | None]:

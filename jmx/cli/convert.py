@@ -2,8 +2,8 @@
 
 import argparse
 
-from jmx.cli.checks import check_directories, check_known
-from jmx.cli.output import EXIT_OK, print_json, show
+from jmx.cli.checks import check_known
+from jmx.cli.output import EXIT_OK, check_directories, print_json, show
 from jmx.cli.parser import Parser
 
 

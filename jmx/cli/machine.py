@@ -3,8 +3,8 @@
 import argparse
 import pathlib
 
-from jmx.cli.checks import check_directories, check_known
-from jmx.cli.output import EXIT_NO, EXIT_OK, print_json, show
+from jmx.cli.checks import check_known
+from jmx.cli.output import EXIT_NO, EXIT_OK, check_directories, print_json, show
 from jmx.cli.parser import Parser, add_json, number
 
 

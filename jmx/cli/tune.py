@@ -5,8 +5,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jmx.cli.checks import check_backend, check_directories, check_known, resolved_pair
-from jmx.cli.output import EXIT_NO, EXIT_OK, fail, show
+from jmx.cli.checks import check_backend, check_known, resolved_pair
+from jmx.cli.output import EXIT_NO, EXIT_OK, check_directories, fail, show
 from jmx.cli.parser import Parser, add_format, add_tokens
 
 
