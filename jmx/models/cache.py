@@ -61,13 +61,7 @@ class Cache:
         found = [check_shape(f"shapes[{number}]", shape, 5) for number, shape in enumerate(shapes)]
         dtype = check_dtype("dtype", dtype, jnp.bfloat16, jnp.float16, jnp.float32)
         layers = [jax.ShapeDtypeStruct(shape, dtype) for shape in found]
-        return cls.zeros(layers, jax.ShapeDtypeStruct(found[0][1:2], jnp.int32))
-
-    @classmethod
-    def zeros(cls, layers: Sequence[jax.ShapeDtypeStruct], lengths: jax.ShapeDtypeStruct) -> "Cache":
-        """A cache of no tokens, of such arrays, by one program: a launch for each would delay a prompt by some ms."""
-        *made, zero = _zeros((*layers, lengths))()
-        return cls(made, zero, 0)
+        return zeros(layers, jax.ShapeDtypeStruct(found[0][1:2], jnp.int32))
 
     @property
     def batch(self) -> int:
@@ -110,12 +104,18 @@ class Cache:
         return Cache(self.layers, jnp.asarray(lengths, jnp.int32), max(lengths))
 
 
+def zeros(layers: Sequence[jax.ShapeDtypeStruct], lengths: jax.ShapeDtypeStruct) -> Cache:
+    """A cache of no tokens, of such arrays, by one program: a launch for each would delay a prompt by milliseconds."""
+    *made, none = _zeros((*layers, lengths))()
+    return Cache(made, none, 0)
+
+
 @cache
 def _zeros(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
-    def zeros() -> list[jax.Array]:
+    def make() -> list[jax.Array]:
         return [jnp.zeros(its.shape, its.dtype) for its in arrays]
 
-    return jax.jit(zeros, out_shardings=[its.sharding for its in arrays])
+    return jax.jit(make, out_shardings=[its.sharding for its in arrays])
 
 
 @partial(jax.jit, static_argnums=(1, 2))
