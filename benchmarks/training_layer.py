@@ -3,9 +3,9 @@
     python benchmarks/training_layer.py SYSTEM '{"model": "gpt-oss-120b", "tokens": [64, 1024, 8192]}'
 
 Prints a line of JSON when everything is compiled, then, once a line came on stdin, one for each token count. Systems
-are backends of jmx on quantized weights, and grouped products of others on the same weights in bfloat16. Gradients are
-those of x and of router logits, which every token has of its own: so some tokens alone are checked against the
-reference in float32.
+are backends of jmx on quantized weights, "mosaic" or, with `save_gate_up`, "mosaic+h", and grouped products of others
+on the same weights in bfloat16. Gradients are those of x and of router logits, which every token has of its own: so
+some tokens alone are checked against the reference in float32.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jmx
 from jmx.perf import bench
 from jmx.perf.bench import System
 from jmx.perf.machine import describe_machine, measure_limits, seconds
@@ -96,9 +97,19 @@ def system_of(name: str, shape: Shape, num_tokens: int) -> tuple[System, str]:
     elif name == "tokamax":
         product = tokamax_dot()
     else:
-        return System.of(name, shape, num_tokens, environment), note
+        backend, _, saved = name.partition("+")
+        system = System.of(backend, shape, num_tokens, environment)
+        if saved not in ("", "h"):
+            raise ValueError(f"`system` (={name!r}) must be a backend of jmx, or one and '+h'")
+        return (system._replace(layer=partial(saving_layer, shape, backend)) if saved else system), note
     floats = System.of(bench.RAGGED_DOT, shape, num_tokens, environment)
     return floats._replace(layer=partial(bench.ragged_dot_layer, shape, ragged_dot=product)), note
+
+
+def saving_layer(shape: Shape, backend: str, x: jax.Array, logits: jax.Array, experts: Any) -> jax.Array:
+    """A layer of jmx that saves the outputs of its first product."""
+    options: dict[str, Any] = {"activation": shape.activation, "backend": backend, "save_gate_up": True}
+    return jmx.moe(x, jmx.Logits(logits, shape.method), experts, **options)
 
 
 Dot = Callable[..., jax.Array]  # rows (M, K), weights (E, K, N), sizes (E,) -> (M, N)

@@ -7,21 +7,22 @@ JSON for each result. Other lines are those of libraries.
 import collections
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Worker:
-    """The process of a command. `name`: what it measures."""
+    """The process of a command. `name`: what it measures; `variables`: added to its environment."""
 
-    def __init__(self, name: str, command: Sequence[str]):
-        pipe = subprocess.PIPE
+    def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None):
+        pipe, environment = subprocess.PIPE, {**os.environ, **(variables or {})}
         self.name = name
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.stderr: collections.deque[str] = collections.deque(maxlen=5)
         self.failure: Exception | None = None
