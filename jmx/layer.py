@@ -275,10 +275,9 @@ def _of_this_device(
     (x, routing, mask), (experts, adapters) = _Tokens.of_parts(by_token, rest), weights
     experts = over_mesh.gathered(split, experts)
     routing = flat_routing(routing, x.shape[:-1], mask)
+    settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
     on_one = partial(moe, **settings._asdict())
-    rounded = None
-    if settings.weights_on == "output":  # else it is x times a weight that is rounded
-        rounded = resolve_input_format(one_device(experts), settings.input_format)
+    rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     flat = x.reshape(-1, x.shape[-1])
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
 
