@@ -34,10 +34,10 @@ COMPILING, SILENT = 110.0, 20.0  # seconds
 
 
 class Worker:
-    """A system's process."""
+    """A system's process. `file`: its program, which takes the system and the cases."""
 
-    def __init__(self, system: str, cases: Sequence[Case]):
-        command = [sys.executable, str(WORKER), system, json.dumps(cases)]
+    def __init__(self, system: str, cases: Sequence[Any], file: pathlib.Path | None = None):
+        command = [sys.executable, str(file or WORKER), system, json.dumps(cases)]
         self.system = system
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -95,7 +95,7 @@ class Worker:
                 pipe.close()
 
 
-def results(worker: Worker, cases: Sequence[Case], end: float) -> Iterator[dict[str, Any]]:
+def results(worker: Worker, cases: Sequence[Any], end: float) -> Iterator[dict[str, Any]]:
     """A row of each case; an error in it from where the process failed."""
     done = 0
     try:

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from jmx.experts import Experts
 from jmx.routing import Routing
+from jmx.selection.backend import Backend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
@@ -59,6 +60,22 @@ class Differentiable(Protocol):
 
         Args:
             dy: (T, H) of x's dtype.
-            wanted: gradients of biases; never of weights.
+            wanted: gradients of biases; of weights only if there are some (`WeightGradients`).
         """
         ...
+
+
+@typing.runtime_checkable
+class WeightGradients(Differentiable, Protocol):
+    """What such a backend has whose backward pass also gives gradients of what weights were rounded from."""
+
+    def has_weight_gradients(self, problem: Problem) -> bool:
+        """Whether it does for `problem`: then `wanted` may ask for them."""
+        ...
+
+
+def has_gradients(backend: Backend, problem: Problem, *, weights: bool) -> typing.TypeGuard[Differentiable]:
+    """Whether a backend computes the gradients of `problem` itself, with those of `weights` or without."""
+    if weights:
+        return isinstance(backend, WeightGradients) and backend.has_weight_gradients(problem)
+    return isinstance(backend, Differentiable)

@@ -24,9 +24,12 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, sizes: Int32[Array, " E"]) -> "Groups":
         """Groups of `sizes` (E,), one after the other."""
-        ends = jnp.cumsum(sizes, dtype=jnp.int32)
-        starts = ends - sizes
-        return cls(starts & -ROW_ALIGNMENT, starts, ends)
+        return cls.at(jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes)
+
+    @classmethod
+    def at(cls, starts: Int32[Array, " E"], sizes: Int32[Array, " E"]) -> "Groups":
+        """Groups of `sizes` (E,) from their rows `starts` on."""
+        return cls(starts & -ROW_ALIGNMENT, starts, starts + sizes)
 
 
 class RowBlocks(NamedTuple):

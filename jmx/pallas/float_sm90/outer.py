@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
 from jmx.pallas.float_sm90.config import Config
 from jmx.pallas.float_sm90.product import SharedMemory
-from jmx.pallas.float_sm90.tile import SWIZZLED, keep_rows, store
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, keep_rows, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -37,7 +37,7 @@ _WIDTHS = (8, 16, 32, TILE)  # rows of a copy
 def outer(
     d: Float[Array, "R N"],
     rows: Float[Array, "R K"],
-    sizes: Int32[Array, " E"],
+    groups: Groups,
     dtype: Any,
     *,
     config: Config,
@@ -46,12 +46,12 @@ def outer(
     """The sum over each group's rows of d (N,) times rows (K,).
 
     Args:
-        d, rows: of the same 16-bit floats, N and K multiples of 64, R of 8; group after group.
-        sizes: rows of each group.
+        d, rows: of the same 16-bit floats, N and K multiples of 64, R of 8.
+        groups: the rows of each group, which may have rows of no group between them.
         dtype: of the result; sums are float32.
         num_cores: SMs.
     """
-    shape = sizes.size, d.shape[1], rows.shape[1]
+    shape = groups.starts.size, d.shape[1], rows.shape[1]
 
     def body(d: Ref, rows: Ref, groups: Groups, out: Ref, *, shared: SharedMemory) -> None:
         tiles = -(-shape[1] // config.block_m), -(-shape[2] // config.block_n)
@@ -62,7 +62,7 @@ def outer(
 
     outputs = [jax.ShapeDtypeStruct(shape, dtype)]
     kernel = persistent_kernel(body, "float_outer", config, num_cores, outputs, _shared_memory(config, rows.dtype))
-    return launch(kernel, d, rows, Groups.of(sizes))[0]
+    return launch(kernel, d, rows, groups)[0]
 
 
 def _shared_memory(config: Config, dtype: Any) -> SharedMemory:
@@ -156,7 +156,7 @@ class _Kernel:
             group, m, n = self.position(turn)
             count = self.num_stages(group)
             acc = pl.run_scoped(
-                partial(self._sum, warpgroup, group, count, slot), plgpu.ACC((TILE, config.block_n), jnp.float32)
+                partial(self._sum, warpgroup, group, count, slot), Accumulator((TILE, config.block_n), jnp.float32)
             )
             before = group * rows
             first = before + m * config.block_m + warpgroup * TILE

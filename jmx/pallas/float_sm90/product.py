@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, RowBlocks
 from jmx.pallas.float_sm90.config import Config
-from jmx.pallas.float_sm90.tile import SWIZZLED, store
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline
@@ -206,7 +206,9 @@ class _Kernel:
 
             @pl.when(used)
             def _() -> None:
-                acc = pl.run_scoped(partial(self._sum, turn, warpgroup), plgpu.ACC((TILE, config.block_n), jnp.float32))
+                acc = pl.run_scoped(
+                    partial(self._sum, turn, warpgroup), Accumulator((TILE, config.block_n), jnp.float32)
+                )
                 store(self.out, acc, first, bounds, column * config.block_n, self.out.shape[1])
 
             @pl.when(jnp.logical_not(used))

@@ -22,6 +22,7 @@ SWIZZLED: Any = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128)) 
 _ROW_BYTES = 2 * TILE  # of a row of a swizzled tile
 _CHUNK = 16  # bytes of a store
 _CHUNKS = _ROW_BYTES // _CHUNK
+Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Scalar = Int32[Array, ""]
 
 
@@ -58,7 +59,7 @@ def store(
             line = arith.muli(mlir.wide(here), constant(columns, mlir.i64()))
             address = mlir.address_of(out, arith.addi(line, mlir.wide(at)), element)
             for eight in range(0, len(held), step):
-                pairs = held[eight : eight + step, second]
+                pairs = [*held[eight : eight + step, second]]
                 words = _exchange_two(pairs, lane) if wide else _exchange_four(pairs, element, lane)
                 there = arith.cmpi(arith.CmpIPredicate.sgt, left, constant(8 * eight))
                 offset = 8 * eight * utils.bitwidth(element) // 8
