@@ -39,6 +39,7 @@ def _backward(num_cores: int, residuals: tuple[Any, Any, Any], d: Float32[Array,
 grouped_dot.defvjp(_forward, _backward)
 
 
+@partial(jax.jit, static_argnums=(3, 4), static_argnames="transposed")  # outside of any jit, too
 def _product(
     rows: Float[Array, "R C"],
     weights: Float[Array, "E N K"],
@@ -65,6 +66,7 @@ def _product(
     return run(rows, weights, sizes)
 
 
+@partial(jax.jit, static_argnums=(3, 4))
 def weight_gradients(
     d: Float[Array, "R N"], rows: Float[Array, "R K"], sizes: Int32[Array, " E"], dtype: Any, num_cores: int
 ) -> Float[Array, "E N K"]:

@@ -179,7 +179,7 @@ class _Kernel:
 
             pl.when((inside[0] > 0) | (inside[1] < TILE))(lambda: keep_rows((d, rows), *inside))
 
-            plgpu.wgmma(acc, plgpu.transpose_ref(d, (1, 0)), rows)
+            plgpu.wgmma(acc, d.transpose((1, 0)), rows)
             plgpu.wgmma_wait(1)
             pl.when(step > 0)(lambda: pipeline.release(before))
             return pipeline.next_slot(slot), slot

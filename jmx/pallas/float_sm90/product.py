@@ -226,7 +226,7 @@ class _Kernel:
             plgpu.wgmma(
                 acc,
                 shared.rows.at[slot, pl.ds(warpgroup * TILE, TILE)],
-                weights if self.transposed else plgpu.transpose_ref(weights, (1, 0)),
+                weights if self.transposed else weights.transpose((1, 0)),
             )
             plgpu.wgmma_wait(1)
             pl.when(step > 0)(lambda: pipeline.release(before))
