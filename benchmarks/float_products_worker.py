@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,8 @@ from benchmarks.attention_worker import described, limits
 from benchmarks.float_products_cases import BF16, SYSTEMS, Case
 from jmx.perf.machine import seconds
 
-REPEATS, LEAST = 3, 0.02  # samples of a time, and seconds of each
+REPEATS, LEAST = 3, 0.04  # samples of a time, and seconds of each
+PAUSE = 0.1  # seconds before each, since a card that was busy lowers its clock
 TOLERANCE = 1e-2  # relative error of results in bfloat16
 POOL = 1 << 28  # random numbers that all rows are slices of
 CHECKED = 8  # outputs of each checked row, and rows of each checked gradient
@@ -104,6 +106,7 @@ def measure(operands: tuple[Any, ...], programs: dict[str, Any], check: Any) -> 
             if not errors[name] < TOLERANCE:
                 failures[name] = f"the result is wrong by {errors[name]:.2g}"
                 continue
+            time.sleep(PAUSE)
             times[name] = 1e6 * seconds(lambda program=program: program(*operands), REPEATS, LEAST)[0]
         except Exception as error:  # one of them out of memory leaves the others
             failures[name] = described(error)

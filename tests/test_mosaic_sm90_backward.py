@@ -124,7 +124,8 @@ def test_gradients_of_weights_around_the_kernels(case, rng, monkeypatch):
     arguments = x, routing, experts, dy = drawn(case, rng)
     problem, backend = case.problem(), MosaicSm90()
     assert has_gradients(backend, problem, weights=True)
-    for wanted in (Wanted(*case.bias, True, True), Wanted(*case.bias, False, True)):
+    both = Wanted(*case.bias)._replace(gate_up=True, down=True)
+    for wanted in (both, both._replace(gate_up=False)):
         gradients = backend.backward(problem, Primals(x, routing, experts), HOPPER, dy, wanted)
         check(case, gradients, *arguments, wanted=wanted)
 

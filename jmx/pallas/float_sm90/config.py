@@ -51,8 +51,9 @@ def deepest(block_n: int, warpgroups_m: int, section: int = 8) -> Config:
 
 
 def heuristic(columns: int) -> Config:
-    """The configuration for a result of so many columns, a multiple of 64: 256 a tile unless 192 leave less empty."""
+    """The configuration for a result of so many columns, a multiple of 64: 128 x 256, or 192 x 192 where that leaves
+    less of the last tile empty."""
     if columns <= 3 * TILE:
         return deepest(columns, 2)
     wide, narrow = (-(-columns // n) * n for n in (256, 192))
-    return deepest(192 if 1.04 * narrow < wide else 256, 2)
+    return deepest(192, 3) if 1.04 * narrow < wide else deepest(256, 2)
