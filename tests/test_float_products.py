@@ -210,6 +210,28 @@ def test_transformations_around_the_kernels(transform, rng, emulated):
         np.testing.assert_allclose(np.asarray(part, np.float32), np.asarray(whole, np.float32), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.devices(2)
+@pytest.mark.parametrize("engine", ["kernels", "xla"])
+def test_devices_with_their_own_rows_add_up_the_gradients_of_shared_weights(engine, rng, request):
+    if engine == "kernels":
+        request.getfixturevalue("emulated")
+    sizes, rows, weights, d = wide_data(rng, "even")
+    expected = jax.grad(inner(sizes, d, grouped_dot), (0, 1))(rows, weights)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def loss(rows, weights):
+        def local(rows, weights, sizes, d):
+            return (grouped_dot(rows, weights, sizes[0]) * d).sum()[None]
+
+        specs = (spec("rows"), spec(), spec("rows"), spec("rows"))
+        own = jnp.array([[5, 5, 0, 0], [0, 0, 5, 5]], jnp.int32)  # of the 20 rows of `sizes`
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec("rows"))(rows, weights, own, d).sum()
+
+    for got, whole in zip(jax.jit(jax.grad(loss, (0, 1)))(rows, weights), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(whole, np.float32), rtol=2e-2, atol=2e-2)
+
+
 def test_weights_that_xla_divides_are_multiplied_by_xla(rng, emulated, monkeypatch):
     if jax.device_count() < 2:
         pytest.skip("needs two devices")

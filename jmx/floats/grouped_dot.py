@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jmx import meshes
 from jmx.floats.kernels import divided_by_xla, rejection
 from jmx.selection.environment import Environment
 from jmx.util.typing import Array, Float, Float32, Int32
@@ -19,7 +20,7 @@ def grouped_dot(
         rows: sorted by expert, of the weights' dtype.
         sizes: (E,), rows of each expert. Results of the rows after those of all experts are undefined.
     """
-    rows, weights, sizes = jnp.asarray(rows), jnp.asarray(weights), jnp.asarray(sizes)
+    rows, weights, sizes = meshes.varying_alike(*map(jnp.asarray, (rows, weights, sizes)))
     environment = Environment.probe(rows, weights)
     if rejection(weights.dtype, weights.shape[1:], environment) or divided_by_xla(rows, weights):
         return xla.grouped_dot(rows, weights, sizes)
