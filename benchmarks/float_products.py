@@ -5,8 +5,8 @@
     python benchmarks/float_products.py --systems jmx,tokamax --models gpt-oss-20b --tokens 64,8192
 
 A case is one product of a layer, forward or one of its two gradients (dx of the rows, dw of the weights), on the rows
-that random routing gives each expert. Each system runs in a process of its own. All of them compile at first, at the
-same time; then one after the other checks its results against float32 and is timed, on the same card, with each of its
+that random routing gives each expert. Each system runs in a process of its own, with at most a part of the card's
+memory. All of them compile at first, at the same time; then one after the other checks its results against float32 and is timed, on the same card, with each of its
 configurations. A process that prints nothing for a while is killed, and its other cases have no times. The rates of a
 copy and of a dense product are measured in the same run.
 """
@@ -81,15 +81,18 @@ def main(argv: Sequence[str]) -> int:
     start = time.monotonic()
     end = start + arguments.limit
     limits = Worker("limits", [], WORKER)
-    workers = [Worker(system, cases, WORKER) for system in systems]
+    workers: list[Worker] = []
     rows: list[dict[str, Any]] = []
     try:
-        for worker in (limits, *workers):
-            worker.wait_for_compiling(end)
-            print(f"{time.monotonic() - start:.0f} s: {worker.system} is compiled", file=sys.stderr, flush=True)
-        limits.start()
+        limits.start()  # before others use the card: XLA times products to choose among them
+        limits.wait_for_compiling(end)
         machine = limits.line(end)
         print(json.dumps(machine), file=sys.stderr, flush=True)
+        limits.end()  # and so its memory is free
+        workers += [Worker(system, cases, WORKER) for system in systems]
+        for worker in workers:
+            worker.wait_for_compiling(end)
+            print(f"{time.monotonic() - start:.0f} s: {worker.system} is compiled", file=sys.stderr, flush=True)
         for worker in workers:
             for result in results(worker, cases, end):
                 rows.append(row_of(worker.system, result, machine))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the systems' processes share the card
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")  # since XLA keeps what it used to choose products
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
