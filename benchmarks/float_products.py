@@ -5,10 +5,10 @@
     python benchmarks/float_products.py --systems jmx,tokamax --models gpt-oss-20b --tokens 64,8192
 
 A case is one product of a layer, forward or one of its two gradients (dx of the rows, dw of the weights), on the rows
-that random routing gives each expert. Each system runs in a process of its own, with at most a part of the card's
-memory. All of them compile at first, at the same time; then one after the other checks its results against float32 and is timed, on the same card, with each of its
-configurations. A process that prints nothing for a while is killed, and its other cases have no times. The rates of a
-copy and of a dense product are measured in the same run.
+that random routing gives each expert. The rates of a copy and of a dense product are measured first. Each system runs
+in a process of its own, with a part of the card's memory. All of them compile at the same time; then one after the
+other checks its results against float32 and is timed, on the same card, with each of its configurations. A process that
+prints nothing for a while is killed, and its other cases have no times.
 """
 
 import argparse
