@@ -21,12 +21,18 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.attention import Worker, results
+from benchmarks.attention import results
 from benchmarks.float_products_cases import PASSES, ROLES, SYSTEMS, TOKENS, Case, all_cases
+from benchmarks.worker import Worker
 from jmx.perf.shapes import MODELS
 from jmx.util import atomic_files
 
 WORKER = pathlib.Path(__file__).resolve().parent / "float_products_worker.py"
+
+
+def worker_of(system: str, cases: Sequence[Case]) -> Worker:
+    """The process of a system, or of "limits"."""
+    return Worker(system, [sys.executable, str(WORKER), system, json.dumps(cases)])
 
 
 def row_of(system: str, result: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     cases = all_cases(given["models"], given["roles"], given["passes"], [int(count) for count in given["tokens"]])
     start = time.monotonic()
     end = start + arguments.limit
-    limits = Worker("limits", [], WORKER)
+    limits = worker_of("limits", [])
     workers: list[Worker] = []
     rows: list[dict[str, Any]] = []
     try:
@@ -89,13 +95,13 @@ def main(argv: Sequence[str]) -> int:
         machine = limits.line(end)
         print(json.dumps(machine), file=sys.stderr, flush=True)
         limits.end()  # and so its memory is free
-        workers += [Worker(system, cases, WORKER) for system in systems]
+        workers += [worker_of(system, cases) for system in systems]
         for worker in workers:
             worker.wait_for_compiling(end)
-            print(f"{time.monotonic() - start:.0f} s: {worker.system} is compiled", file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - start:.0f} s: {worker.name} is compiled", file=sys.stderr, flush=True)
         for worker in workers:
             for result in results(worker, cases, end):
-                rows.append(row_of(worker.system, result, machine))
+                rows.append(row_of(worker.name, result, machine))
                 print(f"{time.monotonic() - start:.0f} s: {_line(rows[-1])}", file=sys.stderr, flush=True)
     finally:
         for worker in (limits, *workers):
