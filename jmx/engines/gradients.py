@@ -76,6 +76,15 @@ class Differentiable(Protocol):
 
 
 @typing.runtime_checkable
+class WeightGradients(Differentiable, Protocol):
+    """What such a backend has whose backward pass also gives gradients of what weights were rounded from."""
+
+    def has_weight_gradients(self, problem: Problem) -> bool:
+        """Whether it does for `problem`: then `wanted` may ask for them."""
+        ...
+
+
+@typing.runtime_checkable
 class SavesGateUp(Differentiable, Protocol):
     """What a backend has beside `Differentiable` if its backward pass can use what the forward pass computed."""
 
@@ -83,15 +92,6 @@ class SavesGateUp(Differentiable, Protocol):
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> tuple[Float[Array, "T H"], Any]:
         """The result of `Backend.apply`, and arrays for `backward`: the outputs of the experts' first product."""
-        ...
-
-
-@typing.runtime_checkable
-class WeightGradients(Differentiable, Protocol):
-    """What such a backend has whose backward pass also gives gradients of what weights were rounded from."""
-
-    def has_weight_gradients(self, problem: Problem) -> bool:
-        """Whether it does for `problem`: then `wanted` may ask for them."""
         ...
 
 
