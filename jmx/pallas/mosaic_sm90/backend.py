@@ -68,6 +68,10 @@ class MosaicSm90:
         del environment
         config.check(_tile_bytes(problem), -(-problem.intermediate_size // TILE))
 
+    def tiling(self, problem: Problem, environment: Environment) -> Tiling:
+        block_n = tuning.config(self, problem, environment).config.block_n
+        return Tiling(block_n, min(FEW_TOKENS, block_n), ROW_ALIGNMENT)
+
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
@@ -120,8 +124,7 @@ class MosaicSm90:
                 out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
-        tiling = Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT)
-        return grouped.run(problem, x, routing, tiling, products)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
 
     def backward(
         self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted

@@ -1,0 +1,190 @@
+"""The kernel: from router logits to expert ids, weights and blocks of rows, by one CTA.
+
+All of it is on a tile of tokens by experts in registers. The k best are found by k passes, each a maximum and the
+lowest expert that has it; so a token never has an expert twice, and an assignment's place among those of its expert is
+the number of earlier tokens with that expert, a sum along tokens. Each expert then writes its own blocks.
+
+Rounding is that of `jmx.routing`: the same exponentials and quotients, sums in the order of slots.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
+from jmx.util.typing import Array, Bool, Float32, Int32
+
+Ref = Any
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_DIVIDE = "div.rn.f32 $0, $1, $2;"  # as XLA divides; Triton's own quotients may differ in the last bit
+
+
+def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
+    """Routes all tokens. `values` (T, E) floating; `mask` (T,) bool or None; `refs`: those of `Results`, without None.
+    """
+    given = iter(refs)
+    out = Results._make(None if shape is None else next(given) for shape in Results.shapes(sizes))
+    tokens, experts = (jnp.arange(n, dtype=jnp.int32) for n in sizes.tile)
+    real = (tokens < sizes.num_tokens)[:, None] & (experts < sizes.num_experts)[None, :]
+    loaded = plgpu.load(values.at[tokens[:, None], experts[None, :]], mask=real, other=-jnp.inf).astype(jnp.float32)
+    if mask is not None:
+        routed = plgpu.load(mask.at[tokens], mask=tokens < sizes.num_tokens, other=False)
+        loaded = jnp.where(routed[:, None], loaded, -jnp.inf)
+    usable = loaded > -jnp.inf  # false for NaN too
+    keys = jnp.where(usable, jnp.minimum(jnp.where(usable, loaded, 0), _LARGEST), -jnp.inf)
+    best, ids = top_k(keys, experts, sizes.top_k)
+    weights = softmax(keys, best, sizes)
+    chosen = [peak > -jnp.inf for peak in best]
+
+    def by_slot(ref: Ref, columns: list[Array]) -> None:
+        for slot, column in enumerate(columns):
+            plgpu.store(ref.at[tokens, slot], column, mask=tokens < sizes.num_tokens)
+
+    by_slot(out.expert_ids, [jnp.where(here, its, -1) for here, its in zip(chosen, ids, strict=True)])
+    by_slot(out.weights, weights)
+    if sizes.form is None:
+        return
+    count = power_of_two(out.counters.shape[0])
+    _fill(out.counters, count, 0)
+    if sizes.form == "single":
+        for slot, (here, its) in enumerate(zip(chosen, ids, strict=True)):
+            last = sizes.num_experts - 1
+            plgpu.store(out.experts.at[tokens + slot], jnp.where(here, its, last), mask=tokens < 1)
+        by_slot(out.row_of, [jnp.where(here, slot * sizes.align, -1) for slot, here in enumerate(chosen)])
+        return
+    hits = [here[:, None] & (its[:, None] == experts[None, :]) for here, its in zip(chosen, ids, strict=True)]
+    used = reduce(jnp.logical_or, hits).astype(jnp.int32)
+    place = (few if sizes.form == "few" else many)(out, used, tokens, experts, sizes)
+    rows = [
+        jnp.where(here, jnp.sum(jnp.where(hit, place, 0), axis=1), -1) for here, hit in zip(chosen, hits, strict=True)
+    ]
+    by_slot(out.row_of, rows)
+    if sizes.form == "many":
+        for its, here in zip(rows, chosen, strict=True):
+            _scatter(out.token_of_row, its, tokens, here)
+
+
+def top_k(
+    keys: Float32[Array, "t e"], experts: Int32[Array, " e"], k: int
+) -> tuple[list[Float32[Array, " t"]], list[Int32[Array, " t"]]]:
+    """The k largest keys of each token, largest first, and their experts; of equal keys the lower expert first.
+
+    Where no key is left they are -inf, and any experts.
+    """
+    best, ids = [], []
+    for _ in range(k):
+        peak = jnp.max(keys, axis=1)
+        # Equality takes 0.0 and -0.0 as equal, as the definition does.
+        lowest = jnp.min(jnp.where(keys == peak[:, None], experts[None, :], experts.size), axis=1)
+        keys = jnp.where(experts[None, :] == lowest[:, None], -jnp.inf, keys)
+        best.append(peak)
+        ids.append(lowest)
+    return best, ids
+
+
+def softmax(
+    keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes
+) -> list[Float32[Array, " t"]]:
+    """The weights of the chosen: 0 where nothing was left to choose."""
+    divide = _divided if sizes.interpret else _divided_by_ptx
+
+    def power(keys: Array) -> Array:
+        peak = best[0] if keys.ndim == 1 else best[0][:, None]
+        usable = keys > -jnp.inf
+        return jnp.where(usable, jnp.exp(jnp.where(usable, keys - peak, 0)), 0)
+
+    powers = [power(its) for its in best]
+    total = reduce(jnp.add, powers) if sizes.renormalize else jnp.sum(power(keys), axis=1)
+    total = jnp.where(total > 0, total, 1)
+    return [divide(its, total) for its in powers]
+
+
+def few(
+    out: Results, used: Int32[Array, "t e"], tokens: Int32[Array, " t"], experts: Int32[Array, " e"], sizes: Sizes
+) -> Int32[Array, "t e"]:
+    """A block of all tokens for each expert in use; returns the row of a token in each expert's block."""
+    in_use = jnp.max(used, axis=0)
+    ends = jnp.cumsum(in_use)
+    nth = ends - in_use
+    number = jnp.sum(in_use)
+    _scatter(out.experts, nth, experts, in_use > 0)
+    _repeat_last(out, number, jnp.max(jnp.where(in_use > 0, experts, 0)), sizes)
+    return nth[None, :] * sizes.stride + tokens[:, None]
+
+
+def many(
+    out: Results, used: Int32[Array, "t e"], tokens: Int32[Array, " t"], experts: Int32[Array, " e"], sizes: Sizes
+) -> Int32[Array, "t e"]:
+    """Sorted rows in blocks; returns the row of a token among each expert's, if it has that expert."""
+    del tokens
+    align = sizes.align
+    earlier = jnp.cumsum(used, axis=0) - used
+    counts = jnp.sum(used, axis=0)
+    aligned = (counts + (align - 1)) & -align
+    ends = jnp.cumsum(aligned)
+    starts, num_rows = ends - aligned, jnp.sum(aligned)
+
+    # Rows between those of experts, and after them, read token 0.
+    for more in range(align - 1):
+        _scatter(out.token_of_row, starts + counts + more, jnp.zeros_like(starts), counts + more < aligned)
+    _fill(out.token_of_row, power_of_two(sizes.num_rows), 0, num_rows)
+
+    shares = lax.div(counts + (sizes.block_m - 1), jnp.full_like(counts, sizes.block_m))
+    firsts = jnp.cumsum(shares) - shares
+    number = jnp.sum(shares)
+    _repeat_last(out, number, jnp.max(jnp.where(counts > 0, experts, 0)), sizes)
+    # If an expert's rows do not divide evenly, its first blocks have `align` rows more.
+    units, divisor = lax.div(aligned, jnp.full_like(aligned, align)), jnp.maximum(shares, 1)
+    each = lax.div(units, divisor)
+    more = units - each * divisor
+
+    def write(nth: Int32[Array, ""], carry: None) -> None:
+        before = nth * sizes.block_m if sizes.whole else (nth * each + jnp.minimum(nth, more)) * align
+        here = sizes.block_m if sizes.whole else (each + (nth < more).astype(jnp.int32)) * align
+        written = nth < shares
+        _scatter(out.experts, firsts + nth, experts, written)
+        _scatter(out.rows, firsts + nth, starts + before, written)
+        _scatter(out.counts, firsts + nth, jnp.minimum(here, counts - before), written)
+
+    lax.fori_loop(0, jnp.max(shares), write, None)
+    return starts[None, :] + earlier
+
+
+def _repeat_last(out: Results, number: Int32[Array, ""], last: Int32[Array, ""], sizes: Sizes) -> None:
+    """The blocks after the last real one, and the number of real ones."""
+    count = power_of_two(sizes.num_blocks)
+    _fill(out.num_blocks, count, number)
+    _fill(out.experts, count, last, number)
+    if out.counts is not None:
+        _fill(out.counts, count, 0, number)
+        _fill(out.rows, count, 0, number)
+
+
+def _scatter(ref: Ref, index: Int32[Array, " n"], values: Int32[Array, " n"], where: Bool[Array, " n"]) -> None:
+    """Stores some values at distinct indices. The others have none in range: where Pallas interprets, all are written.
+    """
+    plgpu.store(ref.at[jnp.where(where, index, ref.shape[0])], values, mask=where)
+
+
+def _fill(ref: Ref, count: int, value: Int32[Array, ""] | int, start: Int32[Array, ""] | int = 0) -> None:
+    """Stores a value from `start` on; `count`: a power of two, not less than the size."""
+    index = jnp.arange(count, dtype=jnp.int32)
+    inside: Bool[Array, " n"] = (index >= start) & (index < ref.shape[0])
+    plgpu.store(ref.at[index], jnp.full(count, value, jnp.int32), mask=inside)
+
+
+def _divided(a: Float32[Array, " n"], b: Float32[Array, " n"]) -> Float32[Array, " n"]:
+    return a / b
+
+
+def _divided_by_ptx(a: Float32[Array, " n"], b: Float32[Array, " n"]) -> Float32[Array, " n"]:
+    shape = jax.ShapeDtypeStruct(a.shape, jnp.float32)
+    (quotient,) = plgpu.elementwise_inline_asm(
+        _DIVIDE, args=(a, b), constraints="=f,f,f", pack=1, result_shape_dtypes=(shape,)
+    )
+    return quotient
