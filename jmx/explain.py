@@ -15,7 +15,7 @@ from jmx import activations
 from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.experts import Experts, ShardedExperts
-from jmx.layer import check_arguments, slots_of
+from jmx.layer import check_arguments
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.parallel import over_mesh
@@ -25,6 +25,7 @@ from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.placement import slots_needed
 from jmx.parallel.split import Split
 from jmx.routing import Logits, Routing
+from jmx.routing.flat import slots_of
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment

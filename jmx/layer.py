@@ -1,9 +1,6 @@
 """The mixture-of-experts layer as a function: checks, routing, selection of a backend, its call."""
 
-import dataclasses
-from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +17,15 @@ from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
 from jmx.lora import layer as lora
+from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
-from jmx.pallas.routing import call as routing_kernel
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
-from jmx.routing import NOWHERE, Logits, Routing, as_int32, check_mask, route, validate
+from jmx.routing import NOWHERE, Logits, Routing, as_int32, route
+from jmx.routing.flat import check_routing, flat_routing, slots_of, token_arrays, with_token_arrays
 from jmx.routing.logits import check as check_logits
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
@@ -199,7 +197,7 @@ class _Tokens(NamedTuple):
 
     def arrays(self) -> dict[str, Shaped[Any, "..."]]:
         """The arrays, by name; without those that are no arrays, which are rejected later."""
-        arrays = _arrays(self.routing) if isinstance(self.routing, Routing | Logits) else {}
+        arrays = token_arrays(self.routing) if isinstance(self.routing, Routing | Logits) else {}
         return {name: array for name, array in {"x": self.x, **arrays, "mask": self.mask}.items() if is_array(array)}
 
     def for_jit(self) -> "_Tokens":
@@ -210,13 +208,13 @@ class _Tokens(NamedTuple):
 
     def divided(self) -> tuple[Any, Any]:
         """The arrays with axes of tokens, and the routing without them, as `of_parts` takes them."""
-        arrays = _arrays(self.routing)
-        return (self.x, arrays, self.mask), _with_arrays(self.routing, dict.fromkeys(arrays))
+        arrays = token_arrays(self.routing)
+        return (self.x, arrays, self.mask), with_token_arrays(self.routing, dict.fromkeys(arrays))
 
     @classmethod
     def of_parts(cls, by_token: Any, rest: Any) -> "_Tokens":
         x, arrays, mask = by_token
-        return cls(x, _with_arrays(rest, arrays), mask)
+        return cls(x, with_token_arrays(rest, arrays), mask)
 
 
 def _divided(
@@ -302,8 +300,7 @@ def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Stati
     """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel."""
     (num_tokens,) = check_logits(logits)
     problem, environment = with_tokens(static.problem, num_tokens), static.environment
-    explicit = any(any(meshes.entries(array)) for array in (logits.values, mask) if isinstance(array, jax.Array))
-    if explicit or not routing_kernel.applies(logits.method, num_tokens, problem.num_experts, environment):
+    if not routing_kernel.applies(logits.method, num_tokens, problem.num_experts, environment):
         return route(logits, mask)
     backend = select(problem, environment, static.backend, registered_backends()).backend
     tiling = routing_kernel.tiling_of(backend, problem, environment)
@@ -391,55 +388,6 @@ def _widened(x: Float[Array, "T H"], experts: Experts) -> Float[Array, "T wide"]
     """x with zeros for the padding of the experts' hidden size."""
     more = experts.array_sizes[0] - x.shape[-1]
     return jnp.pad(x, ((0, 0), (0, more))) if more else x
-
-
-def flat_routing(
-    routing: Routing | Logits,
-    leading: tuple[Any, ...],
-    mask: Bool[AnyArray, "*tokens"] | None = None,
-    route: Callable[[Logits, Any], Routing] = route,
-) -> Routing:
-    """The routing (T, k) of routing or logits with `leading` axes, checked by `check_routing`.
-
-    Masked tokens route nowhere. `route`: how logits (T, E) are routed.
-
-    Raises:
-        ValueError, TypeError: those of `jmx.route` and `routing.validate`.
-    """
-    mask = None if mask is None else mask.reshape(-1)
-    num_tokens = prod(leading)
-    arrays = _arrays(routing)
-    flat = _with_arrays(routing, {name: a.reshape(num_tokens, a.shape[-1]) for name, a in arrays.items()})
-    if isinstance(flat, Logits):
-        return route(flat, mask)
-    validate(flat, num_tokens)
-    ids = as_int32(flat.expert_ids)
-    return flat._replace(expert_ids=ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE))
-
-
-def check_routing(routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[Any, "..."] | None) -> None:
-    """Raises ValueError or TypeError, naming the array, unless routing and mask are those of tokens (*leading)."""
-    for name, array in _arrays(routing).items():
-        check_array(name, array)
-        if not array.shape or tuple(array.shape[:-1]) != tuple(leading):
-            raise ValueError(
-                f"`{name}` (shape {array.shape}) must be {tuple(leading)}, the leading axes of x, and one more axis"
-            )
-    check_mask(mask, leading, "x")
-
-
-def slots_of(routing: Routing | Logits) -> int:
-    """k, the number of experts that each token is routed to."""
-    return routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
-
-
-def _arrays(routing: Routing | Logits) -> dict[str, Shaped[Any, "..."]]:
-    """Arrays with axes of tokens, by name."""
-    return {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
-
-
-def _with_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing | Logits:
-    return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
 
 
 def check_arguments(

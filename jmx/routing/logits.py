@@ -77,9 +77,7 @@ def check(logits: Logits) -> tuple[int, ...]:
     return tuple(leading)
 
 
-def route_checked(
-    by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method
-) -> Routing:
+def route_checked(by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method) -> Routing:
     """`route` of checked arrays, `values` and perhaps `mask`, which no Explicit mesh axis splits."""
     *leading, num_experts = by_token["values"].shape
     num_tokens = prod(leading)

@@ -29,6 +29,7 @@ from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
 
 LEAST_CAPABILITY = (8, 0)
 MOST_ELEMENTS = 1 << 15  # of tokens by experts, both rounded up to powers of two: what one CTA's registers hold
+LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
 MOST_SLOTS = 8  # each is a pass; and sums of more weights have no order that is defined
 
 
@@ -65,21 +66,23 @@ class Call:
         return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret)
 
 
-def applies(method: Method, num_tokens: int | None, num_experts: int, environment: Environment) -> bool:
-    """Whether the kernel is used for `num_tokens` tokens, None if symbolic, on a machine."""
+def applies(method: Method, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+    """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
-    if not isinstance(method, TopKSoftmax | SoftmaxTopK) or method.top_k > MOST_SLOTS or not num_tokens:
+    if not isinstance(method, TopKSoftmax | SoftmaxTopK) or method.top_k > MOST_SLOTS:
+        return False
+    if not isinstance(num_tokens, int) or num_tokens == 0:
         return False
     tokens, experts = Sizes(num_tokens, num_experts, method.top_k, True, None).tile
     return tokens * experts <= MOST_ELEMENTS
 
 
-def route_and_group(
-    values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call
-) -> Routing:
+def route_and_group(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:
     """The routing of checked logits, with its blocks if the call has a tiling."""
-    results = _results(values, mask, call)
+    if values.dtype not in LOADED:
+        values = values.astype(jnp.float32)
+    results = routed(values, mask, call)
     routing = Routing(results.expert_ids, results.weights)
     if call.tiling is None:
         return routing
@@ -97,15 +100,15 @@ def _work(results: Results, call: Call) -> Work:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _results(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
+def routed(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
     return meshes.unchecked(partial(_bind, call=call))(values, mask)
 
 
-@_results.defjvp
+@routed.defjvp
 def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Results, Results]:
     values, mask = primals
     _, of_results = jax.jvp(lambda values: definition(values, mask, call), (values,), tangents[:1])
-    return _results(values, mask, call), of_results
+    return routed(values, mask, call), of_results
 
 
 @partial(jax.jit, static_argnames="call")  # so that no call is evaluated outside of a program
@@ -201,4 +204,3 @@ def tiling_of(backend: Any, problem: Problem, environment: Environment) -> Tilin
     """How a backend's rows are grouped; None if it groups them itself, or one product at a time, as adapters need."""
     grouped = isinstance(backend, Groups) and not problem.adapters
     return backend.tiling(problem, environment) if grouped else None
-

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
-from jmx.util.typing import Array, Bool, Float32, Int32
+from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 
 Ref = Any
 
@@ -25,8 +25,7 @@ _DIVIDE = "div.rn.f32 $0, $1, $2;"  # as XLA divides; Triton's own quotients may
 
 
 def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
-    """Routes all tokens. `values` (T, E) floating; `mask` (T,) bool or None; `refs`: those of `Results`, without None.
-    """
+    """Routes all tokens: `values` (T, E) floating, `mask` (T,) bool or None; `refs` are those of `Results`, if any."""
     given = iter(refs)
     out = Results._make(None if shape is None else next(given) for shape in Results.shapes(sizes))
     tokens, experts = (jnp.arange(n, dtype=jnp.int32) for n in sizes.tile)
@@ -41,32 +40,31 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
     weights = softmax(keys, best, sizes)
     chosen = [peak > -jnp.inf for peak in best]
 
-    def by_slot(ref: Ref, columns: list[Array]) -> None:
-        for slot, column in enumerate(columns):
-            plgpu.store(ref.at[tokens, slot], column, mask=tokens < sizes.num_tokens)
+    slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
+    inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
 
-    by_slot(out.expert_ids, [jnp.where(here, its, -1) for here, its in zip(chosen, ids, strict=True)])
-    by_slot(out.weights, weights)
+    def by_slot(ref: Ref, columns: Array) -> None:
+        plgpu.store(ref.at[tokens[:, None], slots], columns, mask=inside)
+
+    id_of_slot = _stacked([jnp.where(here, its, -1) for here, its in zip(chosen, ids, strict=True)], slots)
+    by_slot(out.expert_ids, id_of_slot)
+    by_slot(out.weights, _stacked(weights, slots))
     if sizes.form is None:
         return
-    count = power_of_two(out.counters.shape[0])
-    _fill(out.counters, count, 0)
+    _fill(out.counters, power_of_two(out.counters.shape[0]), 0)
     if sizes.form == "single":
-        for slot, (here, its) in enumerate(zip(chosen, ids, strict=True)):
-            last = sizes.num_experts - 1
-            plgpu.store(out.experts.at[tokens + slot], jnp.where(here, its, last), mask=tokens < 1)
-        by_slot(out.row_of, [jnp.where(here, slot * sizes.align, -1) for slot, here in enumerate(chosen)])
+        block = jnp.where(id_of_slot < 0, sizes.num_experts - 1, id_of_slot)
+        plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
+        by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
         return
     hits = [here[:, None] & (its[:, None] == experts[None, :]) for here, its in zip(chosen, ids, strict=True)]
     used = reduce(jnp.logical_or, hits).astype(jnp.int32)
     place = (few if sizes.form == "few" else many)(out, used, tokens, experts, sizes)
-    rows = [
-        jnp.where(here, jnp.sum(jnp.where(hit, place, 0), axis=1), -1) for here, hit in zip(chosen, hits, strict=True)
-    ]
-    by_slot(out.row_of, rows)
+    rows = [jnp.sum(jnp.where(hit, place, 0), axis=1) for hit in hits]
+    row_of_slot = jnp.where(id_of_slot < 0, -1, _stacked(rows, slots))
+    by_slot(out.row_of, row_of_slot)
     if sizes.form == "many":
-        for its, here in zip(rows, chosen, strict=True):
-            _scatter(out.token_of_row, its, tokens, here)
+        _scatter(out.token_of_row, row_of_slot, jnp.broadcast_to(tokens[:, None], row_of_slot.shape), row_of_slot >= 0)
 
 
 def top_k(
@@ -87,9 +85,7 @@ def top_k(
     return best, ids
 
 
-def softmax(
-    keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes
-) -> list[Float32[Array, " t"]]:
+def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes) -> list[Float32[Array, " t"]]:
     """The weights of the chosen: 0 where nothing was left to choose."""
     divide = _divided if sizes.interpret else _divided_by_ptx
 
@@ -127,12 +123,12 @@ def many(
     counts = jnp.sum(used, axis=0)
     aligned = (counts + (align - 1)) & -align
     ends = jnp.cumsum(aligned)
-    starts, num_rows = ends - aligned, jnp.sum(aligned)
+    starts = ends - aligned
 
     # Rows between those of experts, and after them, read token 0.
-    for more in range(align - 1):
-        _scatter(out.token_of_row, starts + counts + more, jnp.zeros_like(starts), counts + more < aligned)
-    _fill(out.token_of_row, power_of_two(sizes.num_rows), 0, num_rows)
+    _fill(out.token_of_row, power_of_two(sizes.num_rows), 0)
+    if not sizes.interpret:
+        plgpu.debug_barrier()  # before others are written
 
     shares = lax.div(counts + (sizes.block_m - 1), jnp.full_like(counts, sizes.block_m))
     firsts = jnp.cumsum(shares) - shares
@@ -165,9 +161,16 @@ def _repeat_last(out: Results, number: Int32[Array, ""], last: Int32[Array, ""],
         _fill(out.rows, count, 0, number)
 
 
+def _stacked(columns: list[Shaped[Array, " t"]], slots: Int32[Array, "1 s"]) -> Shaped[Array, "t s"]:
+    """Columns side by side; to store them at once takes less time than one after the other."""
+    stacked = jnp.broadcast_to(columns[0][:, None], (columns[0].size, slots.size))
+    for slot, column in enumerate(columns[1:], 1):
+        stacked = jnp.where(slots == slot, column[:, None], stacked)
+    return stacked
+
+
 def _scatter(ref: Ref, index: Int32[Array, " n"], values: Int32[Array, " n"], where: Bool[Array, " n"]) -> None:
-    """Stores some values at distinct indices. The others have none in range: where Pallas interprets, all are written.
-    """
+    """Stores some of the values, at distinct indices. Interpreted, all are written: the others out of range."""
     plgpu.store(ref.at[jnp.where(where, index, ref.shape[0])], values, mask=where)
 
 

@@ -1,0 +1,62 @@
+"""A routing, or router logits, with any leading axes of tokens, as one of flat tokens."""
+
+import dataclasses
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmx.routing.logits import Logits, route
+from jmx.routing.routing import NOWHERE, Routing, as_int32, check_mask, validate
+from jmx.util.checks import check_array
+from jmx.util.typing import AnyArray, Bool, Shaped
+
+
+def flat_routing(
+    routing: Routing | Logits,
+    leading: tuple[Any, ...],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
+    route: Callable[[Logits, Any], Routing] = route,
+) -> Routing:
+    """The routing (T, k) of routing or logits with `leading` axes, checked by `check_routing`.
+
+    Masked tokens route nowhere. `route`: how logits (T, E) are routed.
+
+    Raises:
+        ValueError, TypeError: those of `jmx.route` and `routing.validate`.
+    """
+    mask = None if mask is None else mask.reshape(-1)
+    num_tokens = prod(leading)
+    arrays = token_arrays(routing)
+    flat = with_token_arrays(routing, {name: a.reshape(num_tokens, a.shape[-1]) for name, a in arrays.items()})
+    if isinstance(flat, Logits):
+        return route(flat, mask)
+    validate(flat, num_tokens)
+    ids = as_int32(flat.expert_ids)
+    return flat._replace(expert_ids=ids if mask is None else jnp.where(mask[:, None], ids, NOWHERE))
+
+
+def check_routing(routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[Any, "..."] | None) -> None:
+    """Raises ValueError or TypeError, naming the array, unless routing and mask are those of tokens (*leading)."""
+    for name, array in token_arrays(routing).items():
+        check_array(name, array)
+        if not array.shape or tuple(array.shape[:-1]) != tuple(leading):
+            raise ValueError(
+                f"`{name}` (shape {array.shape}) must be {tuple(leading)}, the leading axes of x, and one more axis"
+            )
+    check_mask(mask, leading, "x")
+
+
+def slots_of(routing: Routing | Logits) -> int:
+    """k, the number of experts that each token is routed to."""
+    return routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
+
+
+def token_arrays(routing: Routing | Logits) -> dict[str, Shaped[Any, "..."]]:
+    """Arrays with axes of tokens, by name."""
+    return {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
+
+
+def with_token_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing | Logits:
+    return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
