@@ -169,7 +169,7 @@ def _stacked(columns: list[Shaped[Array, " t"]], slots: Int32[Array, "1 s"]) -> 
     return stacked
 
 
-def _scatter(ref: Ref, index: Int32[Array, " n"], values: Int32[Array, " n"], where: Bool[Array, " n"]) -> None:
+def _scatter(ref: Ref, index: Int32[Array, "*n"], values: Int32[Array, "*n"], where: Bool[Array, "*n"]) -> None:
     """Stores some of the values, at distinct indices. Interpreted, all are written: the others out of range."""
     plgpu.store(ref.at[jnp.where(where, index, ref.shape[0])], values, mask=where)
 
