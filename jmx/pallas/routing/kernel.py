@@ -21,6 +21,7 @@ from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 Ref = Any
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_LEAST = -0x7F800001  # `_ordered` of -inf
 _DIVIDE = "div.rn.f32 $0, $1, $2;"  # as XLA divides; Triton's own quotients may differ in the last bit
 
 
@@ -59,7 +60,7 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
         return
     hits = [here[:, None] & (its[:, None] == experts[None, :]) for here, its in zip(chosen, ids, strict=True)]
     used = reduce(jnp.logical_or, hits).astype(jnp.int32)
-    place = (few if sizes.form == "few" else many)(out, used, tokens, experts, sizes)
+    place = few(out, used, tokens, experts, sizes) if sizes.form == "few" else many(out, used, experts, sizes)
     rows = [jnp.sum(jnp.where(hit, place, 0), axis=1) for hit in hits]
     row_of_slot = jnp.where(id_of_slot < 0, -1, _stacked(rows, slots))
     by_slot(out.row_of, row_of_slot)
@@ -75,14 +76,28 @@ def top_k(
     Where no key is left they are -inf, and any experts.
     """
     best, ids = [], []
+    keys = _ordered(jnp.where(keys == 0, 0.0, keys))  # 0.0 and -0.0 are equal
     for _ in range(k):
         peak = jnp.max(keys, axis=1)
-        # Equality takes 0.0 and -0.0 as equal, as the definition does.
         lowest = jnp.min(jnp.where(keys == peak[:, None], experts[None, :], experts.size), axis=1)
-        keys = jnp.where(experts[None, :] == lowest[:, None], -jnp.inf, keys)
-        best.append(peak)
+        keys = jnp.where(experts[None, :] == lowest[:, None], _LEAST, keys)
+        best.append(_unordered(peak))
         ids.append(lowest)
     return best, ids
+
+
+def _ordered(keys: Float32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """Integers in the order of floats that are not NaN: a warp finds the largest of those in one instruction."""
+    return _flipped(lax.bitcast_convert_type(keys, jnp.int32))
+
+
+def _unordered(keys: Int32[Array, "*n"]) -> Float32[Array, "*n"]:
+    return lax.bitcast_convert_type(_flipped(keys), jnp.float32)
+
+
+def _flipped(bits: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """The bits of negative floats but the sign, inverted; twice is the identity."""
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & 0x7FFFFFFF)
 
 
 def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes) -> list[Float32[Array, " t"]]:
@@ -113,11 +128,8 @@ def few(
     return nth[None, :] * sizes.stride + tokens[:, None]
 
 
-def many(
-    out: Results, used: Int32[Array, "t e"], tokens: Int32[Array, " t"], experts: Int32[Array, " e"], sizes: Sizes
-) -> Int32[Array, "t e"]:
+def many(out: Results, used: Int32[Array, "t e"], experts: Int32[Array, " e"], sizes: Sizes) -> Int32[Array, "t e"]:
     """Sorted rows in blocks; returns the row of a token among each expert's, if it has that expert."""
-    del tokens
     align = sizes.align
     earlier = jnp.cumsum(used, axis=0) - used
     counts = jnp.sum(used, axis=0)
