@@ -20,6 +20,7 @@ from jmx import Environment, Experts, GroupedTopK, Logits, Problem, ReLU, Sigmoi
 from jmx.backends import registered_backends
 from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
+from jmx.engines.routed import GroupedRouting
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.pallas.routing import call as routing_kernel
 from jmx.pallas.routing.call import Call, applies, definition, route_and_group
@@ -282,7 +283,7 @@ def test_changed_ids_have_no_blocks(rng, anywhere):
     tiling = Tiling(8, 4, 8)
     _, logits, _ = draw_layer(rng, 3)
     routing = route_and_group(jnp.asarray(logits), None, Call(TopKSoftmax(TOP_K), problem, tiling, 3))
-    assert isinstance(routing, jmx.Routing)
+    assert isinstance(routing, GroupedRouting)
     assert routing.work(tiling.of(problem)) is not None
     assert routing.work(Tiling(16, 4, 8).of(problem)) is None
     assert routing._replace(weights=2 * routing.weights).work(tiling.of(problem)) is None
