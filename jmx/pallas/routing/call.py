@@ -28,7 +28,7 @@ from jmx.selection.problem import Problem
 from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
 
 LEAST_CAPABILITY = (8, 0)
-MOST_ELEMENTS = 1 << 15  # of tokens by experts, both rounded up to powers of two: what one CTA's registers hold
+MOST_ELEMENTS = 1 << 13  # of tokens by experts, both rounded up to powers of two: with more, XLA's kernels take less
 LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
 MOST_SLOTS = 8  # each is a pass; and sums of more weights have no order that is defined
 

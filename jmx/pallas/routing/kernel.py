@@ -10,7 +10,6 @@ Rounding is that of `jmx.routing`: the same exponentials and quotients, sums in 
 from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
@@ -22,7 +21,6 @@ Ref = Any
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _LEAST = -0x7F800001  # `_ordered` of -inf
-_DIVIDE = "div.rn.f32 $0, $1, $2;"  # as XLA divides; Triton's own quotients may differ in the last bit
 
 
 def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
@@ -36,10 +34,9 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
         routed = plgpu.load(mask.at[tokens], mask=tokens < sizes.num_tokens, other=False)
         loaded = jnp.where(routed[:, None], loaded, -jnp.inf)
     usable = loaded > -jnp.inf  # false for NaN too
-    keys = jnp.where(usable, jnp.minimum(jnp.where(usable, loaded, 0), _LARGEST), -jnp.inf)
-    best, ids = top_k(keys, experts, sizes.top_k)
+    keys = jnp.where(usable, jnp.minimum(loaded, _LARGEST), -jnp.inf)
+    best, ids, used = top_k(keys, experts, sizes.top_k)
     weights = softmax(keys, best, sizes)
-    chosen = [peak > -jnp.inf for peak in best]
 
     slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
     inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
@@ -47,7 +44,7 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
     def by_slot(ref: Ref, columns: Array) -> None:
         plgpu.store(ref.at[tokens[:, None], slots], columns, mask=inside)
 
-    id_of_slot = _stacked([jnp.where(here, its, -1) for here, its in zip(chosen, ids, strict=True)], slots)
+    id_of_slot = _stacked(ids, slots)
     by_slot(out.expert_ids, id_of_slot)
     by_slot(out.weights, _stacked(weights, slots))
     if sizes.form is None:
@@ -58,10 +55,8 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
         plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
         by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
         return
-    hits = [here[:, None] & (its[:, None] == experts[None, :]) for here, its in zip(chosen, ids, strict=True)]
-    used = reduce(jnp.logical_or, hits).astype(jnp.int32)
     place = few(out, used, tokens, experts, sizes) if sizes.form == "few" else many(out, used, experts, sizes)
-    rows = [jnp.sum(jnp.where(hit, place, 0), axis=1) for hit in hits]
+    rows = [jnp.sum(jnp.where(experts[None, :] == its[:, None], place, 0), axis=1) for its in ids]
     row_of_slot = jnp.where(id_of_slot < 0, -1, _stacked(rows, slots))
     by_slot(out.row_of, row_of_slot)
     if sizes.form == "many":
@@ -70,20 +65,21 @@ def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
 
 def top_k(
     keys: Float32[Array, "t e"], experts: Int32[Array, " e"], k: int
-) -> tuple[list[Float32[Array, " t"]], list[Int32[Array, " t"]]]:
+) -> tuple[list[Float32[Array, " t"]], list[Int32[Array, " t"]], Int32[Array, "t e"]]:
     """The k largest keys of each token, largest first, and their experts; of equal keys the lower expert first.
 
-    Where no key is left they are -inf, and any experts.
+    Where no key is left they are -inf, and expert -1. The tile is 1 for the experts of each token, else 0.
     """
     best, ids = [], []
-    keys = _ordered(jnp.where(keys == 0, 0.0, keys))  # 0.0 and -0.0 are equal
+    given = keys = _ordered(jnp.where(keys == 0, 0.0, keys))  # 0.0 and -0.0 are equal
     for _ in range(k):
         peak = jnp.max(keys, axis=1)
         lowest = jnp.min(jnp.where(keys == peak[:, None], experts[None, :], experts.size), axis=1)
+        lowest = jnp.where(peak > _LEAST, lowest, -1)
         keys = jnp.where(experts[None, :] == lowest[:, None], _LEAST, keys)
         best.append(_unordered(peak))
         ids.append(lowest)
-    return best, ids
+    return best, ids, (keys != given).astype(jnp.int32)
 
 
 def _ordered(keys: Float32[Array, "*n"]) -> Int32[Array, "*n"]:
@@ -102,7 +98,6 @@ def _flipped(bits: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
 
 def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes) -> list[Float32[Array, " t"]]:
     """The weights of the chosen: 0 where nothing was left to choose."""
-    divide = _divided if sizes.interpret else _divided_by_ptx
 
     def power(keys: Array) -> Array:
         peak = best[0] if keys.ndim == 1 else best[0][:, None]
@@ -112,7 +107,28 @@ def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes
     powers = [power(its) for its in best]
     total = reduce(jnp.add, powers) if sizes.renormalize else jnp.sum(power(keys), axis=1)
     total = jnp.where(total > 0, total, 1)
-    return [divide(its, total) for its in powers]
+    return [its / total for its in powers]
+
+
+def sums_along_tokens(used: Int32[Array, "t e"]) -> tuple[Int32[Array, "t e"], Int32[Array, " e"]]:
+    """The sums of zeros and ones over earlier tokens, and over all.
+
+    Several neighboring experts share a word, since each warp adds up the sums of all others.
+    """
+    num_tokens, num_experts = used.shape
+    shared = min(num_experts, 4 if num_tokens < 1 << 8 else 2)
+    bits = 32 // shared
+    shifts = jnp.arange(shared, dtype=jnp.int32)[None, None, :] * bits
+    words = jnp.sum(used.reshape(num_tokens, -1, shared) << shifts, axis=2)
+
+    def unpacked(words: Int32[Array, "n words"]) -> Int32[Array, "n e"]:
+        apart = jnp.broadcast_to(words[:, :, None], (*words.shape, shared))
+        if shared > 1:
+            apart = lax.shift_right_logical(apart, jnp.broadcast_to(shifts, apart.shape)) & ((1 << bits) - 1)
+        return apart.reshape(-1, num_experts)
+
+    counts = jnp.sum(unpacked(jnp.sum(words, axis=0)[None, :]), axis=0)
+    return unpacked(jnp.cumsum(words, axis=0)) - used, counts
 
 
 def few(
@@ -131,8 +147,7 @@ def few(
 def many(out: Results, used: Int32[Array, "t e"], experts: Int32[Array, " e"], sizes: Sizes) -> Int32[Array, "t e"]:
     """Sorted rows in blocks; returns the row of a token among each expert's, if it has that expert."""
     align = sizes.align
-    earlier = jnp.cumsum(used, axis=0) - used
-    counts = jnp.sum(used, axis=0)
+    earlier, counts = sums_along_tokens(used)
     aligned = (counts + (align - 1)) & -align
     ends = jnp.cumsum(aligned)
     starts = ends - aligned
@@ -191,15 +206,3 @@ def _fill(ref: Ref, count: int, value: Int32[Array, ""] | int, start: Int32[Arra
     index = jnp.arange(count, dtype=jnp.int32)
     inside: Bool[Array, " n"] = (index >= start) & (index < ref.shape[0])
     plgpu.store(ref.at[index], jnp.full(count, value, jnp.int32), mask=inside)
-
-
-def _divided(a: Float32[Array, " n"], b: Float32[Array, " n"]) -> Float32[Array, " n"]:
-    return a / b
-
-
-def _divided_by_ptx(a: Float32[Array, " n"], b: Float32[Array, " n"]) -> Float32[Array, " n"]:
-    shape = jax.ShapeDtypeStruct(a.shape, jnp.float32)
-    (quotient,) = plgpu.elementwise_inline_asm(
-        _DIVIDE, args=(a, b), constraints="=f,f,f", pack=1, result_shape_dtypes=(shape,)
-    )
-    return quotient

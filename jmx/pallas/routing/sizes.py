@@ -59,7 +59,9 @@ class Sizes:
     def num_warps(self) -> int:
         """Warps of the CTA."""
         tokens, experts = self.tile
-        return max(1, min(16, tokens * experts // 512))
+        if tokens * experts >= 8192:
+            return 16
+        return 1 << min(3, (tokens * experts // 128 + 1).bit_length() - 1)
 
     @property
     def tile(self) -> tuple[int, int]:
