@@ -321,6 +321,15 @@ def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, expec
     assert applies(method, num_tokens, num_experts, Environment.named(machine)) == expected
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("num_tokens", "device", "said"), [(16, "h200", True), (1024, "h200", False), (16, "cpu", False)]
+)
+def test_it_is_explained(num_tokens, device, said):
+    problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=128, top_k=4)
+    assert ("jmx_route" in str(jmx.explain(problem, device=device))) == said
+
+
 # Compiled
 
 

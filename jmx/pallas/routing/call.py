@@ -68,14 +68,25 @@ class Call:
 
 def applies(method: Method, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
     """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine."""
+    softmax = isinstance(method, TopKSoftmax | SoftmaxTopK)
+    return softmax and takes(method.top_k, num_tokens, num_experts, environment)
+
+
+def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+    """Whether it is used for a softmax and so many slots."""
     if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
         return False
-    if not isinstance(method, TopKSoftmax | SoftmaxTopK) or method.top_k > MOST_SLOTS:
+    if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
         return False
-    if not isinstance(num_tokens, int) or num_tokens == 0:
-        return False
-    tokens, experts = Sizes(num_tokens, num_experts, method.top_k, True, None).tile
+    tokens, experts = Sizes(num_tokens, num_experts, top_k, True, None).tile
     return tokens * experts <= MOST_ELEMENTS
+
+
+def notes(problem: Problem, environment: Environment, *, divided: bool) -> list[str]:
+    """What `jmx.explain` prints of it. `divided`: whether experts are on several devices, so that ids change."""
+    if divided or not takes(problem.top_k, problem.num_tokens, problem.num_experts, environment):
+        return []
+    return ["logits with softmax routing: routed and grouped by one kernel, jmx_route"]
 
 
 def route_and_group(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:
