@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 import jmx
-from jmx.cli.common import counts
+from jmx.cli.parser import counts
 from jmx.models import FAMILIES, Sampler, from_source, random_source
 from jmx.serving.engine import Engine, Generate, Limits
 from jmx.util import atomic_files

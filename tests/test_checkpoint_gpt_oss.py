@@ -247,7 +247,7 @@ BLOCKS = "model.layers.3.mlp.experts.gate_up_proj_blocks"
     [
         (BLOCKS, None, r"is missing; it must be U8 \(8, 192, 2, 16\)"),
         ("lm_head.weight", None, r"is missing; it must be BF16 \(320, 64\)"),
-        ("model.layers.0.self_attn.sinks", None, r"is missing; it must be BF16 \(4\)"),
+        ("model.layers.0.self_attn.sinks", None, r"is missing; it must be BF16 or F32 \(4\)"),
         (BLOCKS, lambda a: a.reshape(8, 192, 32), r"is U8 \(8, 192, 32\), but must be U8 \(8, 192, 2, 16\)"),
         (BLOCKS, lambda a: a[:7], r"is U8 \(7, 192, 2, 16\), but must be"),
         (BLOCKS, lambda a: a.view(np.int8), r"is I8 .*, but must be U8"),

@@ -838,6 +838,9 @@ ROWS: dict[str, Row] = {
         lambda: {"batch": 1, "capacity": 16},
         lambda **a: model().cache_layers(**a),
     ),
+    "jmx.models.Model.cache_lengths": Row(
+        {"batch": "size"}, lambda: {"batch": 1}, lambda **a: model().cache_lengths(**a)
+    ),
     "jmx.models.ProgramStore": Row({"directory": "path"}),
     "jmx.models.Model.logits": Row({"x": "floats"}, call=lambda x: model().logits(x)),
     "jmx.models.Cache.empty": Row(

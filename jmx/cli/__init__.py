@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from jmx._version import __version__
 from jmx.cli import bench, chat, compilation_cache, convert, explain, generate, machine, serve, signals, tune
-from jmx.cli.common import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, Parser, fail, to_stderr
 from jmx.cli.completion import PrintCompletion
+from jmx.cli.output import EXIT_INTERRUPTED, EXIT_NO, EXIT_OK, EXIT_SIGNAL, EXIT_USAGE, fail, to_stderr
+from jmx.cli.parser import Parser
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_NO", "EXIT_OK", "EXIT_SIGNAL", "EXIT_USAGE", "main"]
 

@@ -6,30 +6,14 @@ import pathlib
 from typing import Any
 
 from jmx.cli import bench_serve, layer_split, mesh_argument
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    Parser,
-    check_backend,
-    check_directories,
-    check_known,
-    counts,
-    number,
-    print_json,
-    resolved_pair,
-    show,
-    to_stderr,
-)
+from jmx.cli.checks import check_backend, check_known, resolved_pair
+from jmx.cli.output import EXIT_NO, EXIT_OK, check_directories, print_json, show, to_stderr
+from jmx.cli.parser import Parser, add_tokens, number
 
 
 def add(command: Parser) -> None:
     command.add_argument("--model", metavar="NAME", help="a named shape (default gpt-oss-120b; on a CPU small)")
-    command.add_argument(
-        "--tokens",
-        type=counts,
-        metavar="N,...",
-        help="token counts, with --mesh of one device (default 1,64,1024,8192; on a CPU 1,16,64)",
-    )
+    add_tokens(command, ", with --mesh of one device (default 1,64,1024,8192; on a CPU 1,16,64)")
     command.add_argument("--routing", default="uniform", metavar="NAME", help="uniform (default), zipf, half or top1")
     command.add_argument(
         "--format",

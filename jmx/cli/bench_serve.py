@@ -6,7 +6,8 @@ import os
 import pathlib
 from typing import Any
 
-from jmx.cli.common import EXIT_OK, Parser, check_directories, counts, number, print_json, show, to_stderr
+from jmx.cli.output import EXIT_OK, check_directories, print_json, show, to_stderr
+from jmx.cli.parser import Parser, counts, number
 from jmx.util import atomic_files
 
 _KEY_VARIABLE = "JMX_API_KEY"

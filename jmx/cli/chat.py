@@ -3,7 +3,7 @@
 import argparse
 
 from jmx.cli import model_arguments, sampling_arguments
-from jmx.cli.common import Parser, number
+from jmx.cli.parser import Parser, number
 
 
 def add(parser: Parser) -> None:

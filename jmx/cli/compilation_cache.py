@@ -10,7 +10,8 @@ import pathlib
 from typing import TYPE_CHECKING
 
 from jmx._version import __version__
-from jmx.cli.common import Parser, to_stderr
+from jmx.cli.output import to_stderr
+from jmx.cli.parser import Parser
 
 if TYPE_CHECKING:
     from jmx.models.program_store import ProgramStore

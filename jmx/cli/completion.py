@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jmx.cli.common import EXIT_NO, EXIT_OK
+from jmx.cli.output import EXIT_NO, EXIT_OK
 
 SHELLS = ("bash", "zsh", "tcsh")
 _DIRECTORIES = ("DIR", "IN", "OUT")  # metavars

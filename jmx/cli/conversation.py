@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jmx.checkpoint.peft import Reader
 from jmx.cli import compilation_cache, model_arguments, sampling_arguments
-from jmx.cli.common import EXIT_OK, to_stderr
+from jmx.cli.output import EXIT_OK, to_stderr
 from jmx.models import Model, Runner
 from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate

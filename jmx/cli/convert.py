@@ -2,7 +2,9 @@
 
 import argparse
 
-from jmx.cli.common import EXIT_OK, Parser, check_directories, check_known, print_json, show
+from jmx.cli.checks import check_known
+from jmx.cli.output import EXIT_OK, check_directories, print_json, show
+from jmx.cli.parser import Parser
 
 
 def add(command: Parser) -> None:

@@ -5,20 +5,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jmx.cli import checkpoint, layer_split, mesh_argument
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    MOST,
-    Parser,
-    add_json,
-    check_backend,
-    check_known,
-    check_pair,
-    counts,
-    number,
-    print_json,
-    show,
-)
+from jmx.cli.checks import check_backend, check_known, check_pair
+from jmx.cli.output import EXIT_NO, EXIT_OK, print_json, show
+from jmx.cli.parser import MOST, Parser, add_format, add_json, add_tokens, number
 
 if TYPE_CHECKING:
     from jmx.activations import Activation
@@ -42,9 +31,7 @@ def add(command: Parser) -> None:
     for name in ("hidden", "intermediate", "experts", "top-k"):
         sizes.add_argument(f"--{name}", type=number, metavar="N")
     call = command.add_argument_group("the call")
-    call.add_argument(
-        "--tokens", type=counts, default=[1], metavar="N,...", help="token counts, of all devices (default 1)"
-    )
+    add_tokens(call, ", of all devices (default 1)", default=[1])
     call.add_argument("--dtype", metavar="NAME", help="of the activations (default bfloat16)")
     call.add_argument(
         "--activation",
@@ -54,11 +41,7 @@ def add(command: Parser) -> None:
     orders = ("interleaved", "concatenated", "interleaved_up_first", "concatenated_up_first", "none")
     call.add_argument("--gate-up-order", choices=orders)
     call.add_argument("--bias", action=argparse.BooleanOptionalAction, help="whether the experts have biases")
-    call.add_argument(
-        "--format",
-        metavar="NAME",
-        help="of the weights, optionally with an input format after a colon (default mxfp4)",
-    )
+    add_format(call)
     call.add_argument(
         "--layout", default="auto", metavar="NAME", help="of the weights (default: the device's own for the formats)"
     )

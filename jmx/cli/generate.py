@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jmx.cli import model_arguments, prompts, sampling_arguments
-from jmx.cli.common import Parser, number
+from jmx.cli.parser import Parser, number
 
 # Names in `jmx.models.FAMILIES`, which imports jax.
 PUBLISHED = (

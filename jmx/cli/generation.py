@@ -14,8 +14,9 @@ from rich.console import Console
 import jmx
 from jmx.checkpoint.peft import Reader
 from jmx.cli import compilation_cache, model_arguments, prompts, sampling_arguments
-from jmx.cli.common import EXIT_OK, check_directories, check_known
+from jmx.cli.checks import check_known
 from jmx.cli.generation_report import Report, Timing
+from jmx.cli.output import EXIT_OK, check_directories
 from jmx.cli.prompts import Prompt
 from jmx.cli.row_output import RowOutput
 from jmx.models import FAMILIES, Generation, Model, Runner, random_source

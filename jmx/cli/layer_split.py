@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jmx.cli.common import check_known, counts
+from jmx.cli.checks import check_known
+from jmx.cli.parser import counts
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

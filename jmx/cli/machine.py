@@ -3,7 +3,9 @@
 import argparse
 import pathlib
 
-from jmx.cli.common import EXIT_NO, EXIT_OK, Parser, add_json, check_directories, check_known, number, print_json, show
+from jmx.cli.checks import check_known
+from jmx.cli.output import EXIT_NO, EXIT_OK, check_directories, print_json, show
+from jmx.cli.parser import Parser, add_json, number
 
 
 def add_doctor(command: Parser) -> None:

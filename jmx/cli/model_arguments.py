@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jmx.cli import mesh_argument
-from jmx.cli.common import Parser, check_backend, check_known
+from jmx.cli.checks import check_backend, check_known
+from jmx.cli.parser import Parser
 
 if TYPE_CHECKING:
     from jmx.checkpoint.peft import Reader

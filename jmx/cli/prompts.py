@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jmx.cli.common import Parser
+from jmx.cli.parser import Parser
 
 _STDIN = "-"
 

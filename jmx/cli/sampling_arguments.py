@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from jmx.cli.common import Parser
+from jmx.cli.parser import Parser
 
 if TYPE_CHECKING:
     from jmx.models import Sampler

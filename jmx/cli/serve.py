@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jmx.cli import model_arguments
-from jmx.cli.common import Parser, number
+from jmx.cli.parser import Parser, number
 
 
 def add(parser: Parser) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jmx.cli import compilation_cache, mesh_argument, model_arguments
-from jmx.cli.common import EXIT_OK, MOST, check_known, to_stderr
+from jmx.cli.checks import check_known
+from jmx.cli.output import EXIT_OK, to_stderr
+from jmx.cli.parser import MOST
 from jmx.models import FAMILIES, Model, random_source
 from jmx.models.sampling import check_seed
 from jmx.models.sources.popularity import ROUTINGS

@@ -5,18 +5,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from jmx.cli.common import (
-    EXIT_NO,
-    EXIT_OK,
-    Parser,
-    check_backend,
-    check_directories,
-    check_known,
-    counts,
-    fail,
-    resolved_pair,
-    show,
-)
+from jmx.cli.checks import check_backend, check_known, resolved_pair
+from jmx.cli.output import EXIT_NO, EXIT_OK, check_directories, fail, show
+from jmx.cli.parser import Parser, add_format, add_tokens
 
 
 def add(command: Parser) -> None:
@@ -27,15 +18,8 @@ def add(command: Parser) -> None:
         metavar="NAME|E,k,H,I",
         help="a shape that `jmx bench` knows (default gpt-oss-120b), or experts, top-k, hidden and intermediate size",
     )
-    command.add_argument(
-        "--format",
-        default="mxfp4",
-        metavar="NAME",
-        help="of the weights, optionally with an input format after a colon (default mxfp4)",
-    )
-    command.add_argument(
-        "--tokens", type=counts, metavar="N,...", help="token counts (default: powers of 4, and some more)"
-    )
+    add_format(command, default="mxfp4")
+    add_tokens(command, " (default: powers of 4, and some more)")
     command.add_argument("--output", metavar="FILE", help="the table to add to (default: this user's own cache)")
     command.add_argument(
         "--seconds", type=float, metavar="N", help="start no candidate of a token count after N (default: try them all)"

@@ -1,8 +1,8 @@
 """The cache of what attention keeps of each token, such as keys and values. Its capacity is a power of two."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ class Cache:
             raise ValueError(f"`shapes` (={shapes!r}) must have one for each layer")
         found = [check_shape(f"shapes[{number}]", shape, 5) for number, shape in enumerate(shapes)]
         dtype = check_dtype("dtype", dtype, jnp.bfloat16, jnp.float16, jnp.float32)
-        layers = [jnp.zeros(shape, dtype) for shape in found]
-        return cls(layers, jnp.zeros(shapes[0][1], jnp.int32), 0)
+        layers = [jax.ShapeDtypeStruct(shape, dtype) for shape in found]
+        return zeros(layers, jax.ShapeDtypeStruct(found[0][1:2], jnp.int32))
 
     @property
     def batch(self) -> int:
@@ -102,6 +102,20 @@ class Cache:
             if not 0 <= check_int(f"lengths[{row}]", length) <= most:
                 raise ValueError(f"`lengths[{row}]` (={length}) must be in 0..{most}, the length of the row")
         return Cache(self.layers, jnp.asarray(lengths, jnp.int32), max(lengths))
+
+
+def zeros(layers: Sequence[jax.ShapeDtypeStruct], lengths: jax.ShapeDtypeStruct) -> Cache:
+    """A cache of no tokens, of such arrays, by one program: a launch for each would delay a prompt by milliseconds."""
+    *made, none = _zeros((*layers, lengths))()
+    return Cache(made, none, 0)
+
+
+@cache
+def _zeros(arrays: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[], list[jax.Array]]:
+    def make() -> list[jax.Array]:
+        return [jnp.zeros(its.shape, its.dtype) for its in arrays]
+
+    return jax.jit(make, out_shardings=[its.sharding for its in arrays])
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -13,7 +13,7 @@ import jmx.nnx
 from jmx.backends import registered_backends
 from jmx.checkpoint.quantizing import FloatExperts
 from jmx.models.block import Block, DenseBlock, MoERecord
-from jmx.models.cache import Cache
+from jmx.models.cache import Cache, zeros
 from jmx.models.config import check_config, expert_sizes
 from jmx.models.float_moe import FloatMoE, masters_of, random_experts
 from jmx.models.layers import Linear, RMSNorm, Variables, project
@@ -208,9 +208,13 @@ class Model(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A cache of no tokens, of `cache_layers`."""
-        shapes = self.cache_layers(batch, capacity)
-        layers = [jnp.zeros(its.shape, its.dtype, device=its.sharding) for its in shapes]
-        return Cache(layers, self.by_row(jnp.zeros(batch, jnp.int32)), 0)
+        return zeros(self.cache_layers(batch, capacity), self.cache_lengths(batch))
+
+    def cache_lengths(self, batch: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the lengths in a cache of `batch` rows."""
+        self.check_rows("batch", check_int("batch", batch, least=1))
+        sharding = None if self.split is None else self.split.sharding("token")
+        return jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding)
 
     def by_row[Tree](self, tree: Tree) -> Tree:
         """Arrays whose first axis is of rows of a batch, on the devices of these rows; also while tracing."""

@@ -258,8 +258,7 @@ class Runner:
             capacity = bucket(needed)
             if cache is not None:
                 capacity = max(capacity, cache.capacity, bucket(cache.longest + bucket(max(map(len, further)))))
-            sharding = None if self.model.split is None else self.model.split.sharding("token")
-            row: Any = jax.ShapeDtypeStruct((len(prompts),), jnp.int32, sharding=sharding)
+            row: Any = self.model.cache_lengths(len(prompts))
             layers: Any = self.model.cache_layers(len(prompts), capacity)
             state = _State(layers, row, row, counts)
             self._steps.compile(state, sampler.numbers, np.int32(1), logprobs=logprobs)

@@ -6,7 +6,6 @@ logits is included. The floor of a row is its problem's bytes and flops at rates
 """
 
 import dataclasses
-import secrets
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,14 +18,14 @@ from jax import lax
 
 from jmx import activations
 from jmx.backends import registered_backends
-from jmx.experts import Experts, check_sizes
+from jmx.experts import Experts
 from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.layer import moe
-from jmx.numerics import formats, layouts, quantization
-from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.numerics import layouts, quantization
 from jmx.perf.machine import check_memory, describe_machine, measure_limits, out_of_memory, seconds
 from jmx.perf.roofline import Limits, Report, Row
-from jmx.perf.shapes import MODELS, ROUTINGS, Shape, draw_logits, routed_shape, split_formats
+from jmx.perf.settings import Settings
+from jmx.perf.shapes import Shape, draw_logits, routed_shape
 from jmx.routing import Logits, Method, route
 from jmx.selection import vllm_names
 from jmx.selection.environment import Environment
@@ -42,7 +41,6 @@ RAGGED_DOT = "ragged_dot"  # the peer in every run: `jax.lax.ragged_dot` on the 
 # error means another function.
 TOLERANCE = 5e-2
 _CHECKED_TOKENS = 64
-SEED_BITS = 32  # jax.random.key silently drops higher ones, unless jax computes in 64 bits
 
 # The host needs 150 to 250 us to launch a call. If the device finishes sooner, the time of a call is the host's; a
 # layer of gpt-oss-120b takes an H200 28 us at 1 token.
@@ -55,57 +53,38 @@ def run(
     model: str,
     tokens: Sequence[int],
     *,
-    routing: str = "uniform",
     formats: Sequence[str] | None = None,
     backends: Sequence[str] | None = None,
-    layers: int | None = None,
-    repeats: int = 5,
-    seed: int | None = None,
-    progress: Callable[[str], None] = lambda line: None,
-    so_far: Callable[[Report], None] = lambda report: None,
+    **options: Any,
 ) -> Report:
     """Measures the machine's limits, then every backend and `lax.ragged_dot` at every token count.
 
     A failure in one row (out of memory, a backend that does not run here) is reported in that row.
 
     Args:
-        model: a key of `MODELS`.
-        tokens: token counts.
-        routing: a key of `ROUTINGS`.
-        formats: weight formats, or pairs "WEIGHTS:INPUTS" with an input format, one after the other; None: that of the
-            model's shape only.
+        model, tokens, formats, options: those of `Settings`. As many layers as in `layers_of_call`, by default, and
+            fewer if the device's memory holds fewer.
         backends: names to measure, of the registered ones and `RAGGED_DOT`; None measures all. Backends that do not run
             here are left out, and so are those that lack one of several formats; with names and one format the row
             gives the reason.
-        layers: different layers in one call; None: see `layers_of_call`. Fewer if the device's memory holds fewer.
-        repeats: samples per median.
-        seed: of weights, tokens and logits, below 2^32; None draws a new one, which the report names.
-        progress: called with a line for every limit and every row.
-        so_far: called after every row with the rows so far.
 
     Raises:
-        ValueError: an unknown name, a number below 1, or a seed out of range. Nothing has been measured yet.
+        ValueError: an unknown backend, or as for `Settings`. Nothing has been measured yet.
     """
-    check_arguments(model, tokens, routing, formats, backends, layers, repeats, seed)
-    seed = secrets.randbits(SEED_BITS) if seed is None else seed
-    shape = routed_shape(model, routing)
+    settings = Settings(model, tokens, formats, **options)
+    for backend in backends or ():
+        check_one_of("backends", backend, systems(), vllm_names.meant)
+    shape = routed_shape(model, settings.routing)
     device, environment = jax.devices()[0], Environment.probe()
+    progress, repeats, layers = settings.progress, settings.repeats, settings.layers
 
     progress(f"measuring the limits of {device.device_kind}")
     limits = measure_limits(repeats)
     progress(f"copy {limits.copy_rate / 1e12:.3g} TB/s, dense {limits.dense_rate / 1e12:.3g} TFLOP/s")
-    weights_key, data_key = jax.random.split(jax.random.key(seed))
+    weights_key, data_key = jax.random.split(jax.random.key(settings.drawn_seed))
     layer_keys = jax.random.split(weights_key, layers_of_call(1, layers))  # no call has more
 
     machine, rows = describe_machine(device), []
-
-    def report() -> Report:
-        settings = {"model": model, "tokens": [*tokens], "routing": routing, "formats": formats, "layers": layers} | {
-            "repeats": repeats,
-            "seed": seed,
-            "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
-        }
-        return Report(machine, limits, settings, tuple(rows))
 
     for pair in [None] if formats is None else formats:
         shape = shape if pair is None else shape.in_formats(pair)
@@ -113,15 +92,15 @@ def run(
         names = systems() if backends is None else backends
         if backends is None or len(formats or ()) > 1:
             names = _running_here(names, shape, tokens, environment, progress)
-        cases = _cases(shape, tokens, routing, layers, layer_keys[0], data_key) if names else []
+        cases = _cases(shape, tokens, settings.routing, layers, layer_keys[0], data_key) if names else []
         for name in names:
             built: dict[str, list[Any]] = {}  # the layers' weights, kept from one token count to the next
             for case in cases:
                 row = _measure_row(name, shape, case, built, layer_keys, limits, environment, repeats)
                 rows.append(dataclasses.replace(row, **names_of_formats))
                 progress(str(rows[-1]))
-                so_far(report())
-    return report()
+                settings.so_far(Report(machine, limits, settings.as_dict(shape), tuple(rows)))
+    return Report(machine, limits, settings.as_dict(shape), tuple(rows))
 
 
 def layers_of_call(num_tokens: int, layers: int | None) -> int:
@@ -157,43 +136,6 @@ def _running_here(
         else:
             progress(f"{name} does not run here: {refusals[0]}")
     return here
-
-
-def check_arguments(
-    model: str,
-    tokens: Sequence[int],
-    routing: str,
-    pairs: Sequence[str] | None,
-    backends: Sequence[str] | None,
-    layers: int | None,
-    repeats: int,
-    seed: int | None,
-) -> None:
-    """Raises ValueError, naming the argument of `run`, its value and the rule."""
-    check_one_of("model", model, MODELS)
-    check_one_of("routing", routing, ROUTINGS)
-    for backend in backends or ():
-        check_one_of("backends", backend, systems(), vllm_names.meant)
-    for pair in pairs or ():
-        weights, inputs = split_formats(pair)
-        if weights not in formats.FORMATS or inputs not in (None, *INPUT_FORMATS):
-            raise ValueError(
-                f"`formats` (={pair!r}) must be WEIGHTS or WEIGHTS:INPUTS, of {[*formats.FORMATS]} and "
-                f"{[*INPUT_FORMATS]}"
-            )
-        shape = MODELS[model]
-        sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
-        try:
-            check_sizes(*sizes, formats.FORMATS[weights], inputs)
-        except ValueError as e:
-            raise ValueError(f"`formats` (={pair!r}) must go with `model` (={model!r}): {e}") from None
-    if not tokens:
-        raise ValueError("`tokens` must name at least one token count")
-    for name, value in [("layers", layers), ("repeats", repeats), *(("tokens", count) for count in tokens)]:
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` (={value}) must be at least 1")
-    if seed is not None and not 0 <= seed < 1 << SEED_BITS:
-        raise ValueError(f"`seed` (={seed}) must be in 0..{(1 << SEED_BITS) - 1}")
 
 
 Layer = Callable[[Float[Array, "T H"], Float[Array, "T E"], Any], Float[Array, "T H"]]

@@ -1,7 +1,6 @@
 """Times one layer divided over a mesh against the limits of its devices and links: the core of `jmx bench --mesh`."""
 
 import dataclasses
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -13,11 +12,12 @@ from jax.sharding import Mesh
 from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.parallel import Split
 from jmx.parallel.division import Division
-from jmx.perf.bench import SEED_BITS, TOLERANCE, check_arguments
+from jmx.perf.bench import TOLERANCE
 from jmx.perf.divided import Case, Layers, Times, Weights
 from jmx.perf.machine import describe_machine, measure_limits, measure_links, out_of_memory
 from jmx.perf.mesh_memory import MeshMemory
 from jmx.perf.roofline import DividedRow, Limits, Report
+from jmx.perf.settings import Settings
 from jmx.perf.shapes import Shape, routed_shape
 from jmx.routing import Logits, route
 from jmx.selection.environment import Environment
@@ -31,41 +31,35 @@ def run(
     mesh: Mesh,
     splits: Sequence[Split],
     *,
-    routing: str = "uniform",
     format: str | None = None,
-    layers: int | None = None,
-    repeats: int = 5,
-    seed: int | None = None,
-    progress: Callable[[str], None] = lambda line: None,
-    so_far: Callable[[Report], None] = lambda report: None,
+    **options: Any,
 ) -> Report:
     """Measures the limits of a device and of its links, then the divided layer at every token count.
 
     All programs are compiled first, and those of one token count take turns.
 
     Args:
-        model, routing, repeats, seed, progress, so_far: as for `jmx.perf.bench.run`.
+        model, options: those of `Settings`. 8 layers by default.
         tokens: token counts of one device.
         mesh: the devices, all of one host; all axes divide the layer.
         splits: ways to divide the layer, which differ in how tokens are exchanged only. One that does not run at some
             token counts has no rows of these, and `progress` gets the reason.
         format: "WEIGHTS" or "WEIGHTS:INPUTS"; None: that of the model's shape.
-        layers: different layers in one call; None: 8.
 
     Raises:
-        ValueError: an unknown name, a number below 1, a seed out of range, sizes that the mesh does not divide, an
-            exchange that runs at no token count, or more layers than the memory of the first device holds. Nothing has
-            been measured yet, and no weights have been made.
+        ValueError: as for `Settings`; sizes that the mesh does not divide, an exchange that runs at no token count, or
+            more layers than the memory of the first device holds. Nothing has been measured yet, and no weights have
+            been made.
     """
-    check_arguments(model, tokens, routing, None if format is None else [format], None, layers, repeats, seed)
-    seed = secrets.randbits(SEED_BITS) if seed is None else seed
-    shape = routed_shape(model, routing)
+    settings = Settings(model, tokens, None if format is None else [format], **options)
+    progress, repeats = settings.progress, settings.repeats
+    shape = routed_shape(model, settings.routing)
     shape = shape if format is None else shape.in_formats(format)
     divisions = _divisions(shape, tokens, mesh, splits, progress)
-    described = Layers.of(shape, splits[0], mesh, layers or _LAYERS, seed)
+    described = Layers.of(shape, splits[0], mesh, settings.layers or _LAYERS, settings.drawn_seed)
     progress("compiling")
     cases = [
-        Case(described, count, {str(its.split): its.split for its in divided}, routing, seed)
+        Case(described, count, {str(its.split): its.split for its in divided}, settings.routing, settings.drawn_seed)
         for count, divided in divisions.items()
     ]
     memory = MeshMemory.of(described, cases)
@@ -77,21 +71,15 @@ def run(
     links = measure_links(mesh, axes, repeats)
     machine = Machine(measure_limits(repeats), links)
     values = describe_machine(device) | {"mesh": dict(mesh.shape), "link_GBs": None if links is None else links / 1e9}
-    settings = {"model": model, "tokens": [*tokens], "routing": routing, "formats": format and [format]} | {
-        "layers": layers,
-        "repeats": repeats,
-        "seed": seed,
-        "split": [str(split) for split in splits],
-        "shape": dataclasses.asdict(shape) | {"activation": str(shape.activation), "method": str(shape.method)},
-    }
+    about = settings.as_dict(shape) | {"split": [str(split) for split in splits]}
     weights = described.drawn()
     rows: list[DividedRow] = []
     for case, divided in zip(cases, divisions.values(), strict=True):
         for row in _rows(case, weights, divided, machine, repeats):
             rows.append(row)
             progress(str(row))
-        so_far(Report(values, machine.limits, settings, tuple(rows)))
-    return Report(values, machine.limits, settings, tuple(rows))
+        settings.so_far(Report(values, machine.limits, about, tuple(rows)))
+    return Report(values, machine.limits, about, tuple(rows))
 
 
 class Machine(NamedTuple):

@@ -6,6 +6,7 @@ format, dtype, routing weights, token count, the backend's own checks, and the l
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jmx.numerics.formats import FORMATS, WHOLE_ROW, decoded_alike
 from jmx.numerics.input_formats import INPUT_FORMATS
@@ -31,6 +32,7 @@ class Limits:
         activations_per_expert: whether the activation may have parameters of each expert.
         symbolic_tokens: whether the number of tokens may be symbolic.
         layout: name of the one layout that its kernels read.
+        checks: what else it checks.
     """
 
     platform: str | None = None
@@ -43,11 +45,12 @@ class Limits:
     activations_per_expert: bool = False
     symbolic_tokens: bool = False
     layout: str | None = None
+    checks: tuple[Check, ...] = ()
 
     def rejection(self, problem: Problem, environment: Environment, *more: Check) -> Rejection | None:
         """Why a backend with these limits cannot run `problem` on `environment`, or None if it can.
 
-        `more`: further checks of the backend.
+        `more`: further checks, of this instance of the backend.
         """
         checks = (
             self._format,
@@ -57,6 +60,7 @@ class Limits:
             self._weights_on,
             self._activation,
             self._tokens,
+            *self.checks,
             *more,
             self._layout,
         )
@@ -67,7 +71,12 @@ class Limits:
 
     @classmethod
     def hopper(
-        cls, layout: str, formats: tuple[str, ...] | None, input_formats: tuple[str | None, ...] = (None,)
+        cls,
+        layout: str,
+        formats: tuple[str, ...] | None,
+        input_formats: tuple[str | None, ...] = (None,),
+        *,
+        checks: tuple[Check, ...],
     ) -> "Limits":
         """The limits of kernels for Hopper GPUs that read weights in `layout`."""
         return cls(
@@ -78,6 +87,7 @@ class Limits:
             input_formats=input_formats,
             dtypes=("bfloat16", "float16"),
             layout=layout,
+            checks=checks,
         )
 
     def _environment(self, environment: Environment) -> Rejection | None:
@@ -148,6 +158,15 @@ class Limits:
             return None
         detail = f"weights are in {problem.layout!r}, not in {self.layout!r}"
         return Rejection(Reason.LAYOUT, detail, f"experts.prepare({self.layout!r})")
+
+
+class LimitedBackend:
+    """The base of a backend that runs every problem within its limits."""
+
+    limits: ClassVar[Limits]
+
+    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
+        return self.limits.rejection(problem, environment)
 
 
 def indivisible(sizes: Mapping[str, int], multiple: int, why: str, remedy: str = "use xla") -> Rejection | None:

@@ -32,30 +32,25 @@ from jmx.numerics import input_formats
 from jmx.numerics.formats import MXFP4
 from jmx.numerics.gate_up import split_gate_up
 from jmx.routing import Routing
-from jmx.selection.backend import ExpertProduct, Rejection
+from jmx.selection.backend import ExpertProduct
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.requirements import Limits
+from jmx.selection.requirements import LimitedBackend, Limits
 from jmx.util.typing import Array, Float, Float32, Int32, Shaped
 from jmx.xla import dot
 
 _MAX_COPIED = 8  # assignments whose weights may be copied at a time
 
-LIMITS = Limits(input_formats=None, activations_per_expert=True)
-
-
 NAME = "xla"
 
 
 @dataclass(frozen=True)
-class Xla:
+class Xla(LimitedBackend):
     """The reference, as a backend; see `jmx.selection.backend.Backend`."""
 
     name: str = NAME
-    summary: str = "reference in plain jnp, any platform"
-
-    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        return LIMITS.rejection(problem, environment)
+    summary = "reference in plain jnp, any platform"
+    limits = Limits(input_formats=None, activations_per_expert=True)
 
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment

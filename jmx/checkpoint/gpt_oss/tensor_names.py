@@ -35,54 +35,49 @@ class Form:
     layer: Mapping[str, str]
 
 
-def _linear_names(name: str, module: str) -> dict[str, str]:
-    """Names of the tensors of a linear map, which is `module` of a layer."""
-    return {f"{name}_weight": f"{module}.weight", f"{name}_bias": f"{module}.bias"}
+Names = dict[str, tuple[str, str]]  # neutral name -> names in the forms "hf" and "original"
 
 
-def _expert_names(module: str, roles: tuple[str, str], separator: str) -> dict[str, str]:
-    """Names of the experts' tensors. `roles`: the form's names of gate_up and down, in `module`."""
-    found: dict[str, str] = {}
-    for role, name in zip(("gate_up", "down"), roles, strict=True):
-        base = module.format(name)
-        found |= {f"{role}_values": f"{base}{separator}blocks", f"{role}_scales": f"{base}{separator}scales"}
-        found[f"{role}_bias"] = f"{base}_bias"
-    return found
+def _linear(name: str, hf: str, original: str) -> Names:
+    """Names of the tensors of a linear map, from those of its module."""
+    return {f"{name}_{part}": (f"{hf}.{part}", f"{original}.{part}") for part in ("weight", "bias")}
 
 
-HF = Form(
-    "hf",
-    "model.layers.{}.",
-    {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "unembedding": "lm_head.weight"},
-    {
-        "input_norm": "input_layernorm.weight",
-        **_linear_names("q", "self_attn.q_proj"),
-        **_linear_names("k", "self_attn.k_proj"),
-        **_linear_names("v", "self_attn.v_proj"),
-        "sinks": "self_attn.sinks",
-        **_linear_names("o", "self_attn.o_proj"),
-        "post_attention_norm": "post_attention_layernorm.weight",
-        **_linear_names("router", "mlp.router"),
-        **_expert_names("mlp.experts.{}_proj", ("gate_up", "down"), "_"),
-    },
-)
+def _experts(role: str, hf: str, original: str) -> Names:
+    """Names of the experts' tensors of "gate_up" or "down"."""
+    return {
+        f"{role}_values": (f"{hf}_blocks", f"{original}_weight.blocks"),
+        f"{role}_scales": (f"{hf}_scales", f"{original}_weight.scales"),
+        f"{role}_bias": (f"{hf}_bias", f"{original}_bias"),
+    }
 
-ORIGINAL = Form(
-    "original",
-    "block.{}.",
-    {"embedding": "embedding.weight", "final_norm": "norm.scale", "unembedding": "unembedding.weight"},
-    {
-        "input_norm": "attn.norm.scale",
-        **dict.fromkeys(("q_weight", "k_weight", "v_weight"), "attn.qkv.weight"),
-        **dict.fromkeys(("q_bias", "k_bias", "v_bias"), "attn.qkv.bias"),
-        "sinks": "attn.sinks",
-        **_linear_names("o", "attn.out"),
-        "post_attention_norm": "mlp.norm.scale",
-        **_linear_names("router", "mlp.gate"),
-        **_expert_names("mlp.{}", ("mlp1", "mlp2"), "_weight."),
-    },
-)
 
+_TOP: Names = {
+    "embedding": ("model.embed_tokens.weight", "embedding.weight"),
+    "final_norm": ("model.norm.weight", "norm.scale"),
+    "unembedding": ("lm_head.weight", "unembedding.weight"),
+}
+_LAYER: Names = {
+    "input_norm": ("input_layernorm.weight", "attn.norm.scale"),
+    **_linear("q", "self_attn.q_proj", "attn.qkv"),
+    **_linear("k", "self_attn.k_proj", "attn.qkv"),
+    **_linear("v", "self_attn.v_proj", "attn.qkv"),
+    "sinks": ("self_attn.sinks", "attn.sinks"),
+    **_linear("o", "self_attn.o_proj", "attn.out"),
+    "post_attention_norm": ("post_attention_layernorm.weight", "mlp.norm.scale"),
+    **_linear("router", "mlp.router", "mlp.gate"),
+    **_experts("gate_up", "mlp.experts.gate_up_proj", "mlp.mlp1"),
+    **_experts("down", "mlp.experts.down_proj", "mlp.mlp2"),
+}
+
+
+def _form(name: str, layer_prefix: str, column: int) -> Form:
+    top, layer = ({neutral: names[column] for neutral, names in table.items()} for table in (_TOP, _LAYER))
+    return Form(name, layer_prefix, top, layer)
+
+
+HF = _form("hf", "model.layers.{}.", 0)
+ORIGINAL = _form("original", "block.{}.", 1)
 FORMS = {form.name: form for form in (HF, ORIGINAL)}
 
 _IN_LAYER = re.compile(r"layers\.(0|[1-9][0-9]*)\.(\w+)")  # of neutral names

@@ -26,56 +26,15 @@ from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.requirements import Limits
+from jmx.selection.requirements import LimitedBackend, Limits
 from jmx.util.typing import AnyArray, Array, Float, Int32
-
-LIMITS = Limits.hopper(LAYOUT.name, (MXFP4.name,))
 
 _BIAS_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_PAIRS = 2**31 - 1  # of a token and an expert, which FlashInfer counts in an int
 
 
-@dataclass(frozen=True)
-class Cutlass:
-    """The backend for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
-
-    name: str = "cutlass"
-    summary: str = "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantized in registers"
-    config_type: type[Config] = Config
-
-    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        # Checked after the limits: building takes long, and does not help if a call is unsupported anyway.
-        return LIMITS.rejection(problem, environment, _built, _activation, _bias_order, _pairs)
-
-    def heuristic(self, problem: Problem, environment: Environment) -> Config:
-        del environment
-        return heuristic(problem)
-
-    def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
-        del environment
-        return candidates(problem)
-
-    def check(self, config: Config, problem: Problem, environment: Environment) -> None:
-        del environment
-        check(config, problem)
-
-    def apply(
-        self, problem: Problem, x: Float[AnyArray, "T H"], routing: Routing, experts: Experts, environment: Environment
-    ) -> Float[Array, "T H"]:
-        config = tuning.config(self, problem, environment).config
-        weights = routing.weights.astype(jnp.float32)
-        if not problem.on_input:
-            return _layer(x, Routing(routing.expert_ids, weights), experts, problem.activation, config, x.dtype)
-        # Each slot becomes a token, because the handler computes an expert once per token, whatever the weight.
-        num_slots = routing.expert_ids.size
-        rows = (x[:, None, :] * weights[..., None]).astype(x.dtype).reshape(num_slots, -1)
-        slots = Routing(routing.expert_ids.reshape(-1, 1), jnp.ones((num_slots, 1), jnp.float32))
-        out = _layer(rows, slots, experts, problem.activation, config, jnp.float32)
-        return out.reshape(*routing.expert_ids.shape, -1).sum(axis=1).astype(x.dtype)
-
-
 def _built(problem: Problem) -> Rejection | None:
-    del problem
+    del problem  # as a check after the limits: building takes long, and helps no call that is beyond them
     fault = library().fault
     return None if fault is None else Rejection(Reason.NOT_BUILT, fault, BUILD)
 
@@ -116,6 +75,42 @@ def _function(activation: Activation) -> str | None:
         case activations.ReLU2():
             return "relu2"
     return None
+
+
+@dataclass(frozen=True)
+class Cutlass(LimitedBackend):
+    """The backend for compute capability 9.0 (H100, H200, GH200), once `jmx build cutlass` has compiled it."""
+
+    name = "cutlass"
+    summary = "FlashInfer's CUTLASS kernels for Hopper: MXFP4 weights dequantized in registers"
+    limits = Limits.hopper(LAYOUT.name, (MXFP4.name,), checks=(_built, _activation, _bias_order, _pairs))
+    config_type = Config
+
+    def heuristic(self, problem: Problem, environment: Environment) -> Config:
+        del environment
+        return heuristic(problem)
+
+    def candidates(self, problem: Problem, environment: Environment) -> Sequence[Config]:
+        del environment
+        return candidates(problem)
+
+    def check(self, config: Config, problem: Problem, environment: Environment) -> None:
+        del environment
+        check(config, problem)
+
+    def apply(
+        self, problem: Problem, x: Float[AnyArray, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> Float[Array, "T H"]:
+        config = tuning.config(self, problem, environment).config
+        weights = routing.weights.astype(jnp.float32)
+        if not problem.on_input:
+            return _layer(x, Routing(routing.expert_ids, weights), experts, problem.activation, config, x.dtype)
+        # Each slot becomes a token, because the handler computes an expert once per token, whatever the weight.
+        num_slots = routing.expert_ids.size
+        rows = (x[:, None, :] * weights[..., None]).astype(x.dtype).reshape(num_slots, -1)
+        slots = Routing(routing.expert_ids.reshape(-1, 1), jnp.ones((num_slots, 1), jnp.float32))
+        out = _layer(rows, slots, experts, problem.activation, config, jnp.float32)
+        return out.reshape(*routing.expert_ids.shape, -1).sum(axis=1).astype(x.dtype)
 
 
 def _layer(

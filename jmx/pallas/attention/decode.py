@@ -21,6 +21,7 @@ ROWS = 64  # of a tensor core's product: the query heads that share keys, and un
 KEYS = 128  # of one step
 STAGES = 2  # of the pipeline: steps whose keys and values are in flight
 SPLITS = 8  # CTAs that share a long row's keys, at most
+CTAS = 512  # two run on each SM at a time; where a call has so many, splitting keys further only adds results to sum
 MOST_CHANNELS = 128  # of a head: float32 results of `ROWS` queries are in a warpgroup's registers, beside the scores
 
 
@@ -55,7 +56,8 @@ def flash_decode(
     batch, heads, dim = query.shape
     _, num_rows, kv_heads, length, _ = cache.shape
     capacity = length if tables is None else KEYS * tables.shape[1]
-    splits = min(SPLITS, capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1)
+    blocks = capacity // KEYS if window is None else -(-(window - 1) // KEYS) + 1
+    splits = max(1, min(SPLITS, blocks, CTAS // (batch * kv_heads)))
     group = heads // kv_heads
     padded_group = -(-group // TILE) * TILE
     padded = query

@@ -35,24 +35,40 @@ from jmx.selection import tuning
 from jmx.selection.backend import ExpertProduct, Reason, Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.requirements import Limits
+from jmx.selection.requirements import LimitedBackend, Limits
 from jmx.util.typing import Array, Float, Float32
 
 _EIGHT = np.arange(ROW_ALIGNMENT, dtype=np.int32)
 
-LIMITS = Limits.hopper(LAYOUT.name, LAYOUT.formats, (None, *INPUTS))
+
+def takes_inputs(format: Format, input_format: str | None) -> bool:
+    """Whether weights of `format` are multiplied with inputs of `input_format`.
+
+    If weights have a column order, scales must not change within a row of inputs: their blocks are of other columns.
+    """
+    if input_format is None or "order" not in format.arrays:
+        return input_format in (None, *INPUTS)
+    return input_format in INPUTS and not isinstance(INPUT_FORMATS[input_format].block_size, int)
+
+
+def _column_order(problem: Problem) -> Rejection | None:
+    if problem.adapters and "order" in FORMATS[problem.format].arrays:
+        detail = f"rows and columns of {problem.format!r} weights are in an order of their own"
+        return Rejection(Reason.ADAPTERS, detail, "use xla, or merge the adapters")
+    if takes_inputs(FORMATS[problem.format], problem.input_format):
+        return None
+    detail = f"columns of {problem.format!r} weights are in another order than the blocks of {problem.input_format!r}"
+    return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
 
 
 @dataclass(frozen=True)
-class MosaicSm90:
+class MosaicSm90(LimitedBackend):
     """The backend for compute capability 9.0 (H100, H200, GH200)."""
 
-    name: str = "mosaic"
-    summary: str = "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantized in registers"
-    config_type: type[Config] = Config
-
-    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        return LIMITS.rejection(problem, environment, _column_order)
+    name = "mosaic"
+    summary = "Pallas Mosaic GPU kernels for Hopper: weights of 4 and 8 bits dequantized in registers"
+    limits = Limits.hopper(LAYOUT.name, LAYOUT.formats, (None, *INPUTS), checks=(_column_order,))
+    config_type = Config
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         del environment
@@ -177,26 +193,6 @@ class MosaicSm90:
         if role == "down":
             return (result[..., : problem.hidden_size],)
         return gate_and_up(result, problem)
-
-
-def takes_inputs(format: Format, input_format: str | None) -> bool:
-    """Whether weights of `format` are multiplied with inputs of `input_format`.
-
-    If weights have a column order, scales must not change within a row of inputs: their blocks are of other columns.
-    """
-    if input_format is None or "order" not in format.arrays:
-        return input_format in (None, *INPUTS)
-    return input_format in INPUTS and not isinstance(INPUT_FORMATS[input_format].block_size, int)
-
-
-def _column_order(problem: Problem) -> Rejection | None:
-    if problem.adapters and "order" in FORMATS[problem.format].arrays:
-        detail = f"rows and columns of {problem.format!r} weights are in an order of their own"
-        return Rejection(Reason.ADAPTERS, detail, "use xla, or merge the adapters")
-    if takes_inputs(FORMATS[problem.format], problem.input_format):
-        return None
-    detail = f"columns of {problem.format!r} weights are in another order than the blocks of {problem.input_format!r}"
-    return Rejection(Reason.INPUT_FORMAT, detail, "use xla, or leave inputs as they are")
 
 
 def _tile_bytes(problem: Problem) -> int:

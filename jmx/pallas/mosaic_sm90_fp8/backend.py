@@ -29,26 +29,35 @@ from jmx.selection import tuning
 from jmx.selection.backend import Rejection
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.selection.requirements import Limits, hidden_and_intermediate, indivisible
+from jmx.selection.requirements import LimitedBackend, Limits, hidden_and_intermediate, indivisible
 from jmx.util.typing import Array, Float, Float32
 
 COLUMN_ALIGNMENT = 8  # of inputs, which are read in vectors of so many
 ROW_ALIGNMENT = 8  # rows of wgmma's operand B in one swizzled tile
 INPUTS = (input_formats.FP8_STATIC.name, input_formats.FP8_TOKEN.name, input_formats.FP8_BLOCK.name)
 
-LIMITS = Limits.hopper(LAYOUT.name, LAYOUT.formats, INPUTS)
+
+def _sizes(problem: Problem) -> Rejection | None:
+    assert problem.input_format is not None
+    block = INPUT_FORMATS[problem.input_format].block_size
+    multiple, why = (
+        (block, f"the columns of a scale of {problem.input_format} inputs")
+        if isinstance(block, int)
+        else (COLUMN_ALIGNMENT, "columns that are read together")
+    )
+    return indivisible(
+        hidden_and_intermediate(problem), multiple, why, "use backend='xla', or leave inputs as they are"
+    )
 
 
 @dataclass(frozen=True)
-class MosaicSm90Fp8:
+class MosaicSm90Fp8(LimitedBackend):
     """The backend for compute capability 9.0 (H100, H200, GH200) and inputs in FP8."""
 
-    name: str = "mosaic_fp8"
-    summary: str = "Pallas Mosaic GPU kernels for Hopper's FP8 tensor cores: FP8 and MXFP4 weights, inputs in FP8"
-    config_type: type[Config] = Config
-
-    def supports(self, problem: Problem, environment: Environment) -> Rejection | None:
-        return LIMITS.rejection(problem, environment, _sizes)
+    name = "mosaic_fp8"
+    summary = "Pallas Mosaic GPU kernels for Hopper's FP8 tensor cores: FP8 and MXFP4 weights, inputs in FP8"
+    limits = Limits.hopper(LAYOUT.name, LAYOUT.formats, INPUTS, checks=(_sizes,))
+    config_type = Config
 
     def heuristic(self, problem: Problem, environment: Environment) -> Config:
         return heuristic(_shape(problem, environment))
@@ -122,19 +131,6 @@ class MosaicSm90Fp8:
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
         return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
-
-
-def _sizes(problem: Problem) -> Rejection | None:
-    assert problem.input_format is not None
-    block = INPUT_FORMATS[problem.input_format].block_size
-    multiple, why = (
-        (block, f"the columns of a scale of {problem.input_format} inputs")
-        if isinstance(block, int)
-        else (COLUMN_ALIGNMENT, "columns that are read together")
-    )
-    return indivisible(
-        hidden_and_intermediate(problem), multiple, why, "use backend='xla', or leave inputs as they are"
-    )
 
 
 def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:

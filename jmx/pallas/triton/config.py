@@ -127,21 +127,12 @@ def heuristic(num_tokens: int, top_k: int, num_experts: int, capability: tuple[i
     return Config(128, 128, 64, 8, 3, products)
 
 
-# block_n, block_k, num_warps, num_stages of candidates.
-_TILES = (
-    (32, 128, 1, 4),
-    (32, 256, 2, 3),
-    (64, 128, 2, 4),
-    (64, 256, 2, 3),
-    (64, 64, 4, 4),
-    (64, 128, 4, 4),
-    (64, 256, 4, 3),
-    (128, 64, 4, 4),
-    (128, 128, 4, 3),
-    (128, 128, 8, 3),
-    (128, 64, 8, 3),
-    (128, 128, 8, 2),
-)
+# Of candidates: block_k, num_warps and num_stages for each block_n.
+_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    32: ((128, 1, 4), (256, 2, 3)),
+    64: ((128, 2, 4), (256, 2, 3), (64, 4, 4), (128, 4, 4), (256, 4, 3)),
+    128: ((64, 4, 4), (128, 4, 3), (128, 8, 3), (64, 8, 3), (128, 8, 2)),
+}
 
 
 def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[int, int]) -> list[Config]:
@@ -151,9 +142,10 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, capability: tuple[
     found = [first]
     if num_tokens <= FEW_TOKENS:
         found += [replace(first, split_k=parts) for parts in (1, 2, 4) if parts != first.split_k]
-    for block_m, tile, products in product(sorted(block_rows), _TILES, (4, 1)):
+    tiles = [(block_n, tile) for block_n, each in _TILES.items() for tile in each]
+    for block_m, (block_n, tile), products in product(sorted(block_rows), tiles, (4, 1)):
         try:
-            config = Config(block_m, *tile, products, first.split_k)
+            config = Config(block_m, block_n, *tile, products, first.split_k)
             check(config, capability)
         except ValueError:  # exceeds registers or shared memory
             continue

@@ -82,34 +82,26 @@ struct Integers {
 
   // Sums of the products of both pairs, four consecutive bytes each. 16 bits hold four products of at most 15 * 128, so none
   // saturates.
+  static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
 #if defined(__AVX512VNNI__)
-  static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
     return (Ints)_mm512_dpbusd_epi32(_mm512_dpbusd_epi32((__m512i)initial_sum, (__m512i)a, (__m512i)b), (__m512i)c, (__m512i)d);
-  }
 #elif defined(__AVX512BW__)
-  static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
     const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)a, (__m512i)b), _mm512_maddubs_epi16((__m512i)c, (__m512i)d));
     return initial_sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-  }
 #elif defined(__AVXVNNI__)
-  static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
     return (Ints)_mm256_dpbusd_avx_epi32(_mm256_dpbusd_avx_epi32((__m256i)initial_sum, (__m256i)a, (__m256i)b), (__m256i)c, (__m256i)d);
-  }
 #elif defined(__AVX2__)
-  static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
     const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_maddubs_epi16((__m256i)c, (__m256i)d));
     return initial_sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  }
 #else
-  static Ints DotProducts(Ints initial_sum, Codes a, Bytes b, Codes c, Bytes d) {
     typedef typename Vector<int16_t, kBytes>::Type Products;
     typedef typename Vector<int32_t, 2 * kLanes>::Type Pairs;
     const Pairs pairs = (Pairs)(__builtin_convertvector(a, Products) * __builtin_convertvector(b, Products) +
                                 __builtin_convertvector(c, Products) * __builtin_convertvector(d, Products));
     const Pairs sums = (pairs << 16 >> 16) + (pairs >> 16);
     return initial_sum + __builtin_shufflevector(sums, sums, 0, 2, 4, 6) + __builtin_shufflevector(sums, sums, 1, 3, 5, 7);
-  }
 #endif
+  }
 
   static X PackStep(const int8_t* x) {
     X packed;

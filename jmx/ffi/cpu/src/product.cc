@@ -197,35 +197,21 @@ void RunGemm(const Gemm& gemm) {
   }
 }
 
-// kNeeds: what this file's compiler options let it use.
+// Of the instruction set that this file's compiler options let it use.
 #if defined(__AMX_BF16__)
-constexpr char kName[] = "amx_bf16";
-constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512Bf16;
-constexpr uint32_t kNeeds = jmx::kAvx512Bf16Features | jmx::kHasAmxTile | jmx::kHasAmxBf16;
+constexpr jmx::InstructionSetInfo kInfo = {"amx_bf16", jmx::kAvx512Bf16Features | jmx::kHasAmxTile | jmx::kHasAmxBf16, &jmx::kAvx512Bf16};
 #elif defined(__AVX512BF16__)
-constexpr char kName[] = "avx512_bf16";
-constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-constexpr uint32_t kNeeds = jmx::kAvx512Bf16Features;
+constexpr jmx::InstructionSetInfo kInfo = {"avx512_bf16", jmx::kAvx512Bf16Features};
 #elif defined(__AVX512VNNI__)
-constexpr char kName[] = "avx512_vnni";
-constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx512;
-constexpr uint32_t kNeeds = jmx::kAvx512Features | jmx::kHasAvx512Vnni;
+constexpr jmx::InstructionSetInfo kInfo = {"avx512_vnni", jmx::kAvx512Features | jmx::kHasAvx512Vnni, &jmx::kAvx512};
 #elif defined(__AVX512F__)
-constexpr char kName[] = "avx512";
-constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-constexpr uint32_t kNeeds = jmx::kAvx512Features;
+constexpr jmx::InstructionSetInfo kInfo = {"avx512", jmx::kAvx512Features};
 #elif defined(__AVXVNNI__)
-constexpr char kName[] = "avx_vnni";
-constexpr const jmx::InstructionSet* const* kFallback = &jmx::kAvx2;
-constexpr uint32_t kNeeds = jmx::kAvx2Features | jmx::kHasAvxVnni;
+constexpr jmx::InstructionSetInfo kInfo = {"avx_vnni", jmx::kAvx2Features | jmx::kHasAvxVnni, &jmx::kAvx2};
 #elif defined(__AVX2__)
-constexpr char kName[] = "avx2";
-constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-constexpr uint32_t kNeeds = jmx::kAvx2Features;
+constexpr jmx::InstructionSetInfo kInfo = {"avx2", jmx::kAvx2Features};
 #else
-constexpr char kName[] = "portable";
-constexpr const jmx::InstructionSet* const* kFallback = nullptr;
-constexpr uint32_t kNeeds = 0;
+constexpr jmx::InstructionSetInfo kInfo = {"portable", 0};
 #endif
 
 template <typename Lanes, typename Format>
@@ -258,7 +244,7 @@ constexpr jmx::MicrokernelSet MicrokernelsFor() {
 }
 
 constexpr jmx::InstructionSet kInstructionSet = {
-    kName, kNeeds, kFallback,
+    kInfo,
     {MicrokernelsFor<Mxfp4, false>(), MicrokernelsFor<Nvfp4, false>(), MicrokernelsFor<Int4<Bfloat16>, true>(), MicrokernelsFor<Int4<Float16>, true>(), MicrokernelsFor<Int4<Float32>, true>()}};
 
 }  // namespace

@@ -49,10 +49,15 @@ struct MicrokernelSet {
   Microkernel by_input[kInputs];
 };
 
-struct InstructionSet {
+struct InstructionSet;
+
+struct InstructionSetInfo {
   const char* name;
   uint32_t needs;  // features of processor.h: data, since a function here may be compiled to instructions that are missing
-  const InstructionSet* const* fallback;  // searched for microkernels that this set lacks; or null
+  const InstructionSet* const* fallback = nullptr;  // searched for microkernels that this set lacks; or null
+};
+
+struct InstructionSet : InstructionSetInfo {
   MicrokernelSet microkernels[kFormats];
 
   const Microkernel& Find(Format format, Input input) const {
