@@ -13,13 +13,9 @@ at that of a dense product, measured in the same run.
 
 import argparse
 import collections
-import contextlib
 import json
 import pathlib
-import queue
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,72 +23,16 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.attention_cases import SYSTEMS, Case, all_cases
+from benchmarks.worker import Worker
 from jmx.util import atomic_files
 
 WORKER = pathlib.Path(__file__).resolve().parent / "attention_worker.py"
 COMPILING, SILENT = 110.0, 20.0  # seconds
 
 
-class Worker:
-    """A system's process."""
-
-    def __init__(self, system: str, cases: Sequence[Case]):
-        command = [sys.executable, str(WORKER), system, json.dumps(cases)]
-        self.system = system
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.stderr: collections.deque[str] = collections.deque(maxlen=5)
-        self.failure: Exception | None = None
-        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
-        for reader in self.readers:
-            reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):  # libraries print, too
-                self.lines.put(line)
-        self.lines.put(None)
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.stderr.append(line.rstrip())
-
-    def line(self, until: float) -> dict[str, Any]:
-        """The next line. TimeoutError if there is none in time, RuntimeError if the process ended."""
-        try:
-            line = self.lines.get(timeout=max(0.1, until - time.monotonic()))
-        except queue.Empty:
-            raise TimeoutError("killed: it printed nothing in time") from None
-        if line is None:
-            raise RuntimeError(f"the process ended: {' '.join(self.stderr)[-200:]}")
-        return json.loads(line)
-
-    def wait_for_compiling(self, until: float) -> None:
-        """Waits for the line that everything is compiled; if there is none, `failure` is the reason."""
-        try:
-            self.line(until)
-        except (TimeoutError, RuntimeError) as error:
-            self.failure = error
-
-    def start(self) -> None:
-        """Lets it run what it has compiled."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def end(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.wait()
-        for reader in self.readers:
-            reader.join(timeout=5)
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+def worker_of(system: str, cases: Sequence[Case]) -> Worker:
+    """The process of a system, or of "limits"."""
+    return Worker(system, [sys.executable, str(WORKER), system, json.dumps(cases)])
 
 
 def results(worker: Worker, cases: Sequence[Case], end: float) -> Iterator[dict[str, Any]]:
@@ -172,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"`--cases` (={arguments.cases!r}) must be a part of a case: {'; '.join(map(str, all_cases()))}")
     start = time.monotonic()
     end = start + arguments.limit
-    limits, workers = Worker("limits", []), [Worker(system, cases) for system in systems]
+    limits, workers = worker_of("limits", []), [worker_of(system, cases) for system in systems]
     rows: list[dict[str, Any]] = []
     try:
         for worker in (limits, *workers):  # which use the card, too: XLA times products to choose among them
@@ -182,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(machine), file=sys.stderr)
         for worker in workers:
             for result in results(worker, cases, end):
-                rows.append(row_of(worker.system, result, machine))
+                rows.append(row_of(worker.name, result, machine))
                 print(f"{time.monotonic() - start:.0f} s: {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     finally:
         for worker in (limits, *workers):

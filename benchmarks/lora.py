@@ -10,12 +10,16 @@ alike. What is compared computes the same: with B = 0 the layer with adapters mu
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other processes may share the card
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +73,7 @@ def calls(shape: Shape, backend: str | None) -> dict[str, Any]:
     return {name: jax.jit(run) for name, run in zip(CASES, runs, strict=True)}
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Prints a table, and returns what `--json` writes."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt-oss-20b")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -79,15 +82,30 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--backend", help="that must run; without it, the first that can")
     parser.add_argument("--json", type=pathlib.Path, help="file for the numbers")
-    given = parser.parse_args(arguments)
-    shape, lora = MODELS[given.model], LoRA(given.rank, 2 * given.rank, dtype=jnp.bfloat16)
+    parser.add_argument("--worker", action="store_true", help="run as a process of benchmarks/training.py")
+    return parser.parse_args(arguments)
+
+
+def compile_calls(given: argparse.Namespace, shape: Shape, lora: LoRA) -> dict[str, Any]:
+    """Each case, compiled."""
+
+    def abstract() -> Any:
+        x = jnp.zeros((given.tokens, shape.hidden_size), jnp.bfloat16)
+        return x, jnp.zeros((given.tokens, shape.num_experts), jnp.float32), *layers_of(shape, given.layers, lora)
+
+    operands = jax.eval_shape(abstract)
+    lowered = {name: run.lower(*operands) for name, run in calls(shape, given.backend).items()}
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(lowered, threads.map(lambda each: each.compile(), lowered.values()), strict=True))
+
+
+def measure(given: argparse.Namespace, shape: Shape, lora: LoRA, compiled: dict[str, Any]) -> dict[str, Any]:
+    """Checks that adapters of zeros add nothing, and times all cases in turns. SystemExit if they do."""
     experts, adapters = layers_of(shape, given.layers, lora)
     keys = jax.random.split(jax.random.key(2))
     x = jax.random.normal(keys[0], (given.tokens, shape.hidden_size), jnp.bfloat16)
     logits = jax.random.normal(keys[1], (given.tokens, shape.num_experts), jnp.float32)
     operands = x, logits, experts, adapters
-    compiled = {name: run.lower(*operands).compile() for name, run in calls(shape, given.backend).items()}
-
     zeros = jax.tree.map(jnp.zeros_like, adapters)
     plain, same = compiled[CASES[0]](*operands), compiled[CASES[1]](x, logits, experts, zeros)
     if (error := relative_error(same, plain)) > TOLERANCE:
@@ -99,14 +117,30 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             samples[name].append(seconds(lambda run=run: run(*operands), 1)[0] / given.layers)
     times = {name: statistics.median(each) for name, each in samples.items()}
     memory = {name: run.memory_analysis().temp_size_in_bytes for name, run in compiled.items()}
-    for name in CASES:
-        print(f"{name:30} {times[name] * 1e6:10.1f} us a layer {memory[name] / 2**20:10.0f} MiB of temporaries")
     ratios = {CASES[i]: times[CASES[i + 1]] / times[CASES[i]] for i in (0, 2)}
-    for name, ratio in ratios.items():
-        print(f"{name}: adapters take {ratio - 1:+.1%}")
     settings = {name: getattr(given, name) for name in ("model", "tokens", "rank", "layers", "repeats", "backend")}
     report = {"machine": describe_machine(jax.devices()[0]), "settings": settings}
-    report |= {"seconds": times, "ratios": ratios, "temporary_bytes": memory, "error": error}
+    return report | {"seconds": times, "ratios": ratios, "temporary_bytes": memory, "rel_err": error}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Prints a table, and returns what `--json` writes."""
+    given = parse(arguments)
+    shape, lora = MODELS[given.model], LoRA(given.rank, 2 * given.rank, dtype=jnp.bfloat16)
+    compiled = compile_calls(given, shape, lora)
+    if given.worker:
+        print(json.dumps({"compiled": len(compiled)}), flush=True)
+        if not sys.stdin.readline():
+            return {}
+    report = measure(given, shape, lora, compiled)
+    if given.worker:
+        print(json.dumps(report, default=str), flush=True)
+        return report
+    for name in CASES:
+        temporary = report["temporary_bytes"][name] / 2**20
+        print(f"{name:30} {report['seconds'][name] * 1e6:10.1f} us a layer {temporary:10.0f} MiB of temporaries")
+    for name, ratio in report["ratios"].items():
+        print(f"{name}: adapters take {ratio - 1:+.1%}")
     if given.json is not None:
         atomic_files.write(given.json, json.dumps(report, indent=2, default=str).encode())
     return report

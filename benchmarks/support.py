@@ -136,7 +136,7 @@ def measured(directory: pathlib.Path) -> Measured:
     ranked: dict[tuple[str, str, str | None], tuple[tuple[bool, int, str], Cell]] = {}
     for file in sorted(directory.glob("*.json")):
         report = json.loads(file.read_text())
-        if not isinstance(report, dict):  # of a server
+        if not isinstance(report, dict) or "rows" not in report:  # of a server, or of training
             continue
         usual = report["settings"].get("shape", {}).get("format", MXFP4.name)
         times: dict[tuple[str, str, str | None], dict[str, dict[int, float]]] = {}

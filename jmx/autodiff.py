@@ -13,13 +13,14 @@ from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
-from jmx.engines.gradients import Gradients, Primals, Wanted
+from jmx.engines.gradients import SAVED, Gradients, Primals, Wanted
 from jmx.engines.routed import alone, cotangent
 from jmx.experts import Experts
 from jmx.guard import guarded
@@ -27,7 +28,8 @@ from jmx.routing import Routing
 from jmx.util.typing import Array, Float, Shaped
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
-Backward = Callable[[Primals, Float[Array, "T H"], Wanted], Gradients]
+Saving = Callable[[Float[Array, "T H"], Routing, Experts], tuple[Float[Array, "T H"], Any]]
+Backward = Callable[[Primals, Float[Array, "T H"], Wanted, Any], Gradients]
 
 # Floats that the weights of experts were rounded from: gate_up (E, N, H) and down (E, H, I).
 Sources = tuple[Float[Array, "E N H"], Float[Array, "E H I"]]
@@ -55,13 +57,16 @@ class _Residual:
     dtypes: tuple[Any, ...]
 
 
-def differentiable(run: Run, backward_of: Backward) -> Layer:
+def differentiable(run: Run, backward_of: Backward, saving: Saving | None = None) -> Layer:
     """`run` (x (T, H), routing (T, k), experts) -> y (T, H), made differentiable and batchable.
 
     Gradients flow to x, routing weights and biases, and those of weights to the sources, if there are some: floats that
     the weights were rounded from. The gradient of a quantized weight itself is a TypeError that names it.
 
-    `backward_of`: (primals, dy, wanted) -> `Gradients`, with arguments as of `Differentiable.backward`.
+    Args:
+        backward_of: (primals, dy, wanted, saved) -> `Gradients`, with arguments as of `Differentiable.backward`.
+        saving: as `run`, in place of which a call that is differentiated takes it, but returns also what is `saved` for
+            the backward pass, or None. Policies of `jax.checkpoint` know that by the name `SAVED`.
     """
 
     @jax.custom_vjp
@@ -80,20 +85,28 @@ def differentiable(run: Run, backward_of: Backward) -> Layer:
             lambda primal: primal.value, (x, routing, experts), is_leaf=lambda leaf: hasattr(leaf, "perturbed")
         )
         x, routing, experts = _no_second_order((x, routing, experts))
-        return _batchable(run)(x, routing, experts), (x, routing, experts, _Residual(wanted, dtypes))
+        if saving is None or wanted.weights:
+            y, saved = _batchable(run)(x, routing, experts), None
+        else:
+            y, saved = _batchable(saving, together=False)(x, routing, experts)
+        return y, (x, routing, experts, checkpoint_name(saved, SAVED), _Residual(wanted, dtypes))
 
     def call_bwd(residuals: Any, dy: Any) -> tuple[Any, Any, Any, Any]:
-        x, routing, experts, static = residuals
+        x, routing, experts, saved, static = residuals
         wanted = static.wanted
         if isinstance(dy, SymbolicZero):
             return None, None, None, None
         x, routing, experts, dy = _no_second_order((x, routing, experts, dy))
 
-        def backward(x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"]) -> Gradients:
-            return backward_of(Primals(x, routing, experts), dy, wanted)
+        def backward(
+            x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"], saved: Any
+        ) -> Gradients:
+            return backward_of(Primals(x, routing, experts), dy, wanted, saved)
 
-        # Each element of a batch has its gradients of biases and weights; one call on all tokens would sum them.
-        found = _batchable(backward, together=not any(wanted))(x, routing, experts, dy)
+        # Each element of a batch has its gradients of biases and weights, which one call on all tokens would sum, and
+        # what it saved.
+        together = not any(wanted) and saved is None
+        found = _batchable(backward, together)(x, routing, experts, dy, saved)
         biases = [
             d if d is None else d.astype(bias.dtype)
             for d, bias in zip(found[2:4], (experts.gate_up_bias, experts.down_bias), strict=True)
@@ -129,14 +142,14 @@ def refuse_weight_gradients(experts: Any) -> None:
 
 
 def _batchable(function: Callable[..., Any], together: bool = True) -> Callable[..., Any]:
-    """`function` (x (T, H), routing, experts, *more arrays (T, ...)) with its own vmap rule.
+    """`function` (x (T, H), routing, experts, *more arrays (T, ...), or any unless `together`) with its own vmap rule.
 
     `together`: whether the elements of a batch may become one call on all tokens if they share their experts.
     Otherwise they run one after the other.
     """
 
     @custom_vmap
-    def call(x: Float[Array, "T H"], routing: Routing, experts: Experts, *more: Shaped[Array, "T ..."]) -> Any:
+    def call(x: Float[Array, "T H"], routing: Routing, experts: Experts, *more: Any) -> Any:
         whole = experts.with_arrays(guarded(experts.arrays()))
         return meshes.unchecked(function)(x, routing, whole, *more)
 

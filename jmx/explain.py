@@ -26,7 +26,7 @@ from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.placement import slots_needed
 from jmx.parallel.split import Split
 from jmx.routing import Logits, Routing
-from jmx.routing.flat import slots_of
+from jmx.routing.leading import slots_of
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment

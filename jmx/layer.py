@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.engines.gradients import Differentiable, Gradients, Primals, Wanted
+from jmx.engines.gradients import Differentiable, Gradients, Primals, SavesGateUp, Wanted
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
@@ -25,13 +25,13 @@ from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
 from jmx.routing import NOWHERE, Logits, Routing, as_int32, route
-from jmx.routing.flat import check_routing, flat_routing, slots_of, token_arrays, with_token_arrays
+from jmx.routing.leading import arrays_of, check_routing, flat_routing, slots_of, with_arrays
 from jmx.routing.logits import check as check_logits
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
 from jmx.selection.select import check_backend, select
-from jmx.util.checks import check_array, check_instance, check_one_of, is_array
+from jmx.util.checks import check_array, check_bool, check_instance, check_one_of, is_array
 from jmx.util.typing import AnyArray, Array, Bool, Float, Integer, Shaped
 from jmx.xla import backend as xla
 
@@ -48,6 +48,7 @@ def moe(
     backend: str | None = None,
     split: Split | None = None,
     adapters: Adapters | None = None,
+    save_gate_up: bool = False,
 ) -> Float[Array, "*tokens H"]:
     """`y[t] = sum over slots s of weights[t, s] * expert[ids[t, s]](x[t])`, the backend chosen while tracing.
 
@@ -76,6 +77,9 @@ def moe(
             device; elsewhere they are whole arrays, which may be on devices so already.
         adapters: of these experts, added to their products; differentiable. With a split they are divided as experts
             are, along mesh axes of `expert` and `tokens` alone.
+        save_gate_up: whether the forward pass keeps the outputs of the experts' first product for the backward pass,
+            float32 (T k, 2I) or a little more, which so need not be computed again. Only `mosaic` does, without
+            adapters; other backends leave it out. docs/training.md has times and bytes.
 
     Returns:
         (..., H) of x's dtype.
@@ -88,7 +92,9 @@ def moe(
     activation = activations.get(activation)
     check_instance("split", split, Split | None, "a jmx.Split, or None")
     check_instance("adapters", adapters, Adapters | None, "a jmx.lora.Adapters, or None")
-    settings, tokens = _Settings(activation, weights_on, input_format, backend), _Tokens(x, routing, mask)
+    check_bool("save_gate_up", save_gate_up)
+    settings = _Settings(activation, weights_on, input_format, backend, save_gate_up)
+    tokens = _Tokens(x, routing, mask)
     if split is None and isinstance(experts, Experts | MasterExperts) and is_array(x):
         split = over_mesh.split_of_types(x.ndim - 1, tokens.arrays(), experts.arrays())
     if split is not None or isinstance(experts, ShardedExperts | PlacedExperts):
@@ -108,7 +114,7 @@ def moe(
     environment = Environment.probe(x, routing, experts)
     adapted = adapters is not None
     problem = Problem.of(x, slots_of(routing), prepared, activation, weights_on, input_format, adapted)
-    static = _Static(problem, environment, backend)
+    static = _Static(problem, environment, backend, save_gate_up)
     of_tokens = _token_split(tokens, experts)
     if of_tokens is None:
         return _on_one_device(tokens, (experts, beside), static)
@@ -186,6 +192,7 @@ class _Settings(NamedTuple):
     weights_on: str
     input_format: str | None
     backend: str | None
+    save_gate_up: bool
 
 
 class _Tokens(NamedTuple):
@@ -197,7 +204,7 @@ class _Tokens(NamedTuple):
 
     def arrays(self) -> dict[str, Shaped[Any, "..."]]:
         """The arrays, by name; without those that are no arrays, which are rejected later."""
-        arrays = token_arrays(self.routing) if isinstance(self.routing, Routing | Logits) else {}
+        arrays = arrays_of(self.routing) if isinstance(self.routing, Routing | Logits) else {}
         return {name: array for name, array in {"x": self.x, **arrays, "mask": self.mask}.items() if is_array(array)}
 
     def for_jit(self) -> "_Tokens":
@@ -208,13 +215,13 @@ class _Tokens(NamedTuple):
 
     def divided(self) -> tuple[Any, Any]:
         """The arrays with axes of tokens, and the routing without them, as `of_parts` takes them."""
-        arrays = token_arrays(self.routing)
-        return (self.x, arrays, self.mask), with_token_arrays(self.routing, dict.fromkeys(arrays))
+        arrays = arrays_of(self.routing)
+        return (self.x, arrays, self.mask), with_arrays(self.routing, dict.fromkeys(arrays))
 
     @classmethod
     def of_parts(cls, by_token: Any, rest: Any) -> "_Tokens":
         x, arrays, mask = by_token
-        return cls(x, with_token_arrays(rest, arrays), mask)
+        return cls(x, with_arrays(rest, arrays), mask)
 
 
 def _divided(
@@ -279,11 +286,12 @@ def _of_this_device(
 
 
 class _Static(NamedTuple):
-    """Static arguments of a call; `backend`: the one that must run, or None."""
+    """Static arguments of a call; `backend`: the one that must run, or None; `save_gate_up`: as of `moe`."""
 
     problem: Problem
     environment: Environment
     backend: str | None
+    save_gate_up: bool
 
 
 def _on_one_device(tokens: _Tokens, weights: tuple[Experts, Beside], static: _Static) -> Float[Array, "*tokens H"]:
@@ -353,7 +361,16 @@ def _run(
             return chosen.apply(with_tokens(true, x.shape[0]), x, routing, experts, environment)
         return chosen.apply(its, _widened(x, experts), routing, experts.as_padded(), environment)[:, :wide]
 
-    def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
+    def saving(x: Float[Array, "T H"], routing: Routing, experts: Experts) -> tuple[Float[Array, "T H"], Any]:
+        its = with_tokens(problem, x.shape[0])
+        chosen = select(its, environment, static.backend, registered_backends()).backend
+        if its.num_tokens == 0 or its.top_k == 0 or not isinstance(chosen, SavesGateUp):
+            return run(x, routing, experts), None
+        experts, wide = experts.prepare(problem.layout), x.shape[-1]
+        y, saved = chosen.apply_saving(its, _widened(x, experts), routing, experts.as_padded(), environment)
+        return y[:, :wide], saved
+
+    def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted, saved: Any) -> Gradients:
         # A backend without gradients has those of the reference, which reads a few experts at a time from any layout.
         # It is the one with gradients of weights, too.
         x, routing, experts = primals
@@ -363,10 +380,11 @@ def _run(
             return xla.backward(true, primals, dy, wanted)
         experts = experts.prepare(problem.layout)
         padded = Primals(_widened(x, experts), routing, experts.as_padded())
-        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted)
+        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted, saved)
         return gradients._replace(x=gradients.x[:, :wide])
 
-    return autodiff.differentiable(run, backward)(*meshes.varying_alike(x, routing, experts, beside))
+    layer = autodiff.differentiable(run, backward, saving if static.save_gate_up else None)
+    return layer(*meshes.varying_alike(x, routing, experts, beside))
 
 
 def _adapted(

@@ -94,6 +94,7 @@ class MoE(nn.Module):
     weights_on: str = "output"
     input_format: str | None = None
     backend: str | None = None
+    save_gate_up: bool = False
     layout: str = "auto"
     param_dtype: Any = jnp.bfloat16
     axes: Axes | None = None

@@ -52,6 +52,7 @@ class Arguments:
     weights_on: str
     input_format: str | None
     backend: str | None
+    save_gate_up: bool
     layout: str
     param_dtype: Any
     axes: Mapping[str, Any] | None
@@ -64,7 +65,7 @@ class Arguments:
     def of(cls, **given: Any) -> "Arguments":
         """The arguments given to a module, in which names and None may replace formats, activations and methods."""
         sizes = {name: check_int(name, given[name], least=1) for name in SIZES}
-        flags = {name: check_bool(name, given[name]) for name in ("bias", "router", "correction_bias")}
+        flags = {name: check_bool(name, given[name]) for name in ("bias", "router", "correction_bias", "save_gate_up")}
         router_bias = given["router_bias"]
         flags["router_bias"] = flags["bias"] if router_bias is None else check_bool("router_bias", router_bias)
         qat = check_instance("qat", given["qat"], QAT | None, "a jmx.training.QAT, or None")

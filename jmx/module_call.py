@@ -30,7 +30,8 @@ def call(
     split: Split | None,
     adapters: Adapters | None,
 ) -> Float[Array, "*tokens H"]:
-    """`jmx.moe` with the activation, `weights_on`, `input_format` and backend of a module or its `Arguments`."""
+    """`jmx.moe` with the activation, `weights_on`, `input_format`, backend and `save_gate_up` of a module or its
+    `Arguments`."""
     return moe(
         x,
         routing,
@@ -42,6 +43,7 @@ def call(
         backend=settings.backend,
         split=split,
         adapters=adapters,
+        save_gate_up=settings.save_gate_up,
     )
 
 

@@ -103,6 +103,8 @@ class MoE(nnx.Module):
         weights_on: whether routing weights multiply experts' "output" or "input".
         input_format: the format that both products' inputs are rounded to, see `jmx.moe`; None: what `experts` declare.
         backend: name of the backend that must run, or None.
+        save_gate_up: whether the forward pass keeps the outputs of the experts' first product for the backward pass,
+            see `jmx.moe`.
         layout: layout of the weights; "auto" is the one for this machine.
         param_dtype: dtype of biases and router. The router computes in float32.
         axes: mesh axis, or a tuple of them, for the logical axes "expert", "hidden", "intermediate" of weights, and
@@ -153,6 +155,7 @@ class MoE(nnx.Module):
         weights_on: str = "output",
         input_format: str | None = None,
         backend: str | None = None,
+        save_gate_up: bool = False,
         layout: str = "auto",
         param_dtype: Any = jnp.bfloat16,
         axes: Axes | None = None,
@@ -178,6 +181,7 @@ class MoE(nnx.Module):
             weights_on=weights_on,
             input_format=input_format,
             backend=backend,
+            save_gate_up=save_gate_up,
             layout=layout,
             param_dtype=param_dtype,
             axes=axes,
@@ -194,6 +198,7 @@ class MoE(nnx.Module):
         self.weights_on = given.weights_on
         self.input_format = given.input_format
         self.backend = given.backend
+        self.save_gate_up = given.save_gate_up
         self.top_k = given.top_k
         self.num_experts = given.num_experts
         self.spare_experts = given.spare_experts

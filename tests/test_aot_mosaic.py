@@ -153,18 +153,24 @@ GRADIENTS = [  # weights, tokens, gate
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("save", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["again", "saved"])
 @pytest.mark.parametrize(("format", "tokens", "order"), GRADIENTS)
-def test_gradients_compile_into_sound_kernels(format, tokens, order, capfd):
-    """The weight as it is, and both weights transposed."""
+def test_gradients_compile_into_sound_kernels(format, tokens, order, save, capfd):
+    """Both weights transposed, and one as it is; with h saved both as they are, one of them in the forward pass."""
 
     def make(key: jax.Array) -> Experts:
-        return Experts.random(key, 8, 512, 640, gate_up_order=order, format=FORMATS[format]).prepare(LAYOUT.name)
+        width = 704 if save else 640  # other kernels, since each has one report
+        return Experts.random(key, 8, 512, width, gate_up_order=order, format=FORMATS[format]).prepare(LAYOUT.name)
 
     def call(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: Experts, dy: jax.Array) -> Any:
         def layer(x: jax.Array, weights: jax.Array) -> jax.Array:
             activation = "relu2" if order is None else "swiglu"
-            return jmx.moe(x, Routing(ids, weights), experts, activation=activation, backend=ENGINE.name)
+            options = {"activation": activation, "backend": ENGINE.name, "save_gate_up": save}
+            return jmx.moe(x, Routing(ids, weights), experts, **options)
 
+        if save:
+            y, vjp = jax.vjp(layer, x, weights)
+            return y, vjp(dy)
         return jax.vjp(layer, x, weights)[1](dy)
 
     x = jax.ShapeDtypeStruct((tokens, 512), jnp.bfloat16)
@@ -174,7 +180,7 @@ def test_gradients_compile_into_sound_kernels(format, tokens, order, capfd):
     tile_bytes = Tile.of(FORMATS[format]).bytes
     config = backward_config(tile_bytes, 2 * tokens, 8)
     transposed = [kernel for kernel in kernels if "mosaic_transposed" in kernel.report]
-    assert len(transposed) == 2
+    assert (len(transposed), len(kernels)) == (2, 4 if save else 3)
     for kernel in transposed:
         assert_sound(kernel, config, tile_bytes, num_products=1)
         assert "MOVM" in kernel.sass

@@ -2,12 +2,14 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_steps import relative_error
 
-from jmx.models.attention.functions import QUERIES, attend
+from jmx.models.attention import functions
+from jmx.models.attention.functions import QUERIES, attend, flash_attention
 
 
 def plain_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: np.ndarray, window: int | None):
@@ -43,3 +45,37 @@ def test_attention_refuses_lengths_between_blocks() -> None:
     odd = jnp.ones((1, QUERIES + 1, 2, 8))
     with pytest.raises(ValueError, match=f"of {QUERIES + 1} tokens"):
         attend(odd, jnp.ones((1, 2, 256, 8)), jnp.ones((1, 2, 256, 8)), jnp.ones(2), jnp.zeros(1, jnp.int32), None)
+
+
+def attend_from_the_start(query, keys, values, sinks, window, scale=None):
+    """`attend` in float32, with the arguments of the kernel for prompts."""
+    query, keys, values = (array.astype(jnp.float32) for array in (query, keys, values))
+    starts = jnp.zeros(len(query), jnp.int32)
+    return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window, scale)
+
+
+@pytest.mark.costly
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_gradients_of_the_kernel_are_those_of_the_plain_code(window, scale, dtype, tolerance, rng, monkeypatch) -> None:
+    """With the plain code in place of the kernel, so that its derivatives are not its own."""
+
+    def kernel(query, *rest):
+        return jax.lax.stop_gradient(attend_from_the_start(query, *rest)).astype(query.dtype)
+
+    monkeypatch.setattr(functions.prefill, "flash_prefill", kernel)
+    shapes = ((2, 3 * QUERIES, 6, 16), (2, 3 * QUERIES, 2, 16), (2, 3 * QUERIES, 2, 8), (2, 3 * QUERIES, 6, 8))
+    *arrays, dout = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+    arrays.append(jnp.asarray(rng.standard_normal(6), jnp.float32))
+
+    def gradients(function, *arrays):
+        out, vjp = jax.vjp(lambda *arrays: function(*arrays, window, scale), *arrays)
+        return vjp(dout.astype(out.dtype))
+
+    expected = gradients(attend_from_the_start, *(array.astype(jnp.float32) for array in arrays))
+    for got, wanted, array in zip(gradients(flash_attention, *arrays), expected, arrays, strict=True):
+        assert got.dtype == array.dtype
+        assert jnp.linalg.norm(wanted) > 0
+        assert jnp.linalg.norm(got.astype(jnp.float32) - wanted) <= tolerance * jnp.linalg.norm(wanted) + 1e-6

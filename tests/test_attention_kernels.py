@@ -14,7 +14,7 @@ import pytest
 import sass
 from model_steps import relative_error
 
-from jmx.models.attention.functions import attend
+from jmx.models.attention.functions import attend, flash_attention
 from jmx.pallas.attention.decode import flash_decode
 from jmx.pallas.attention.latent_decode import flash_decode_latent
 from jmx.pallas.attention.prefill import flash_prefill
@@ -163,6 +163,24 @@ def test_the_kernels_attend_as_the_plain_code_does(
     rng: np.random.Generator, length: int, group: int, sizes: tuple[int, int], window: int | None
 ) -> None:
     check_prompt(rng, length, group, sizes, window)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("window", [None, 128])
+def test_gradients_of_prompts_on_a_gpu(rng: np.random.Generator, window: int | None) -> None:
+    *arrays, dout = (jnp.asarray(rng.standard_normal((2, 512, heads, 64)), BF16) for heads in (16, 2, 2, 16))
+    arrays.append(jnp.asarray(rng.standard_normal(16), jnp.float32))
+
+    def in_float32(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: jax.Array) -> jax.Array:
+        starts = jnp.zeros(len(query), jnp.int32)
+        return attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), sinks, starts, window)
+
+    _, vjp = jax.vjp(in_float32, *(array.astype(jnp.float32) for array in arrays))
+    _, of_kernel = jax.vjp(lambda *arrays: flash_attention(*arrays, window, None), *arrays)
+    for got, expected in zip(of_kernel(dout), vjp(dout.astype(jnp.float32)), strict=True):
+        assert relative_error(got.astype(jnp.float32), expected) <= 1e-2
 
 
 @pytest.mark.gpu

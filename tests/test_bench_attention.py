@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import attention, attention_cases, attention_worker
 from benchmarks.attention_cases import Built, Case, Model
+from benchmarks.worker import Worker
 
 MODELS = {
     "sinks": Model(8, 2, 16, 16, (None, 5), True),
@@ -73,12 +74,12 @@ def test_bytes_and_flops_are_those_of_what_is_seen() -> None:
     assert Case("latent", "step", 2, 128, None).bytes == 2 * 2 * 128 * 24 + 2 * 2 * 4 * (24 + 16)
 
 
-def worker_of(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> attention.Worker:
+def worker_of(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Worker:
     file = tmp_path / "worker.py"
     file.write_text(program)
     monkeypatch.setattr(attention, "WORKER", file)
     monkeypatch.setattr(attention, "SILENT", 0.5)
-    worker = attention.Worker("jmx", CASES[:3])
+    worker = attention.worker_of("jmx", CASES[:3])
     worker.wait_for_compiling(time.monotonic() + 60)
     return worker
 

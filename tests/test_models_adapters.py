@@ -1,6 +1,7 @@
 """Whole models with adapters: tokens of merged weights, over meshes and served, too; files that do not fit."""
 
 import functools
+import io
 import json
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from float_checkpoints import TINY, float_gpt_oss
 from model_steps import relative_error
 from safetensors.numpy import load_file, save_file
 from serving_process import serving
+from tokenizers import Tokenizer
 
 from jmx import cli
 from jmx.checkpoint import CheckpointError, peft
@@ -28,6 +30,7 @@ from jmx.models import Model, Runner, Sampler, from_source, load, memory, save
 from jmx.models.adapters import open_adapter
 from jmx.models.float_moe import FloatMoE, abstract_experts
 from jmx.models.loading import file_source
+from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer
 from jmx.numerics.gate_up import split_gate_up
 from jmx.serving.engine import Generate
@@ -176,6 +179,30 @@ def test_commands_run_adapters(tmp_path, rng, capsys):
     while not engine.is_idle:
         outputs += engine.step()
     assert [output.token for output in outputs if output.token is not None] == got
+
+
+@pytest.mark.costly
+def test_a_chat_with_an_adapter_answers_as_merged_weights_do(tmp_path, rng, monkeypatch, capsys):
+    path, adapter = text_checkpoints.write(tmp_path / "model", "qwen2_moe"), tmp_path / "adapter"
+    adapters = write_adapter(adapter, file_source(path).config, "concatenated", "modules", rng)
+    plain = load(path, dtype=jnp.float32)
+    template, tokenizer = ChatTemplate.read(path), Tokenizer.from_file(str(path / "tokenizer.json"))
+
+    def chat(*more: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+        options = ["--dtype", "float32", "--max-new-tokens", str(STEPS), *more]
+        assert cli.main(["--no-compilation-cache", "chat", str(path), *options]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    without = chat()
+    prompt = tokenizer.encode(template.render([{"role": "user", "content": "Hello"}]), add_special_tokens=False).ids
+    drawn = Runner(merged(plain, adapters, "concatenated")).generate([prompt], Sampler(), STEPS)
+    ids = [int(tokens[0]) for tokens in drawn]
+    last = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+    ends = [number for number, token in enumerate(ids) if token in last]
+    answer = chat("--adapter", str(adapter))
+    assert answer == tokenizer.decode(ids[: ends[0]] if ends else ids)
+    assert answer != without
 
 
 @pytest.mark.slow

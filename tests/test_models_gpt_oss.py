@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,25 @@ def chosen_experts(model: Model, records: list[MoERecord]) -> list[jax.Array]:
         jmx.route(jmx.Logits(layer.router(record.input), layer.moe.routing)).expert_ids
         for layer, record in zip(model.layers, records, strict=True)
     ]
+
+
+def test_layers_computed_again_have_the_same_gradients_and_keep_less(small: Runner, rng: np.random.Generator) -> None:
+    tokens = jnp.asarray(rng.integers(small.model.config.vocab_size, size=(2, 24)), jnp.int32)
+    graphdef, trained, rest = nnx.split(small.model, lambda path, _: path[-1] in ("sinks", "scale"), ...)
+
+    def loss(trained: Any, remat: bool) -> jax.Array:
+        model = nnx.merge(graphdef, trained, rest)
+        x, _ = model(tokens, None, model.empty_cache(*tokens.shape).layers, remat=remat)
+        return jnp.square(model.logits(x)).mean()
+
+    found, kept = [], []
+    for remat in (False, True):
+        found.append(jax.jit(jax.grad(partial(loss, remat=remat)))(trained))
+        vjp = jax.eval_shape(lambda trained, remat=remat: jax.vjp(partial(loss, remat=remat), trained)[1], trained)
+        kept.append(sum(leaf.size for leaf in jax.tree.leaves(vjp)))
+    assert len(jax.tree.leaves(trained)) == 2 * 3 + 1  # sinks and both norms of each layer, and the last norm
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
+    assert kept[1] < kept[0]
 
 
 # Against the reference

@@ -46,6 +46,7 @@ CASES = [
 
 sort = jax.jit(grouping.many, static_argnums=(1, 2, 3))
 reference = jax.jit(xla.backward, static_argnums=(0, 3))
+forward = jax.jit(xla.forward, static_argnums=0)
 
 
 def drawn(case, rng, layers=None):
@@ -87,9 +88,23 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     dtype = "bfloat16" if case.dtype == "float32" else case.dtype
     case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
     arguments = x, routing, experts, dy = drawn(case, rng, layers)
-    gradients = MosaicSm90().backward(case.problem(), Primals(x, routing, experts), HOPPER, dy, Wanted(*case.bias))
+    backend, problem, primals = MosaicSm90(), case.problem(), Primals(x, routing, experts)
+    gradients = backward(problem, primals, dy, case)
     assert (gradients.x.dtype, gradients.weights.dtype) == (x.dtype, routing.weights.dtype)
     check(case, gradients, *arguments)
+
+    y, saved = backend.apply_saving(problem, *primals, HOPPER)
+    assert (y.dtype, saved.dtype) == (x.dtype, jnp.float32)
+    expected = forward(problem, x.astype(jnp.float32), routing, experts)
+    assert np.linalg.norm(y.astype(jnp.float32) - expected) <= TOLERANCE * np.linalg.norm(expected)
+    of_saved = backward(problem, primals, dy, case, saved)
+    jax.tree.map(np.testing.assert_array_equal, of_saved, gradients)
+    other = backward(problem, primals, dy, case, -saved)
+    assert "nowhere" in str(case.ids) or not np.array_equal(other.x, gradients.x)  # it is not computed again
+
+
+def backward(problem, primals, dy, case, *saved):
+    return MosaicSm90().backward(problem, primals, HOPPER, dy, Wanted(*case.bias), *saved)
 
 
 ALONE = [

@@ -752,7 +752,7 @@ def test_rows_are_rounded_to_the_bits_of_the_definition(name, dtype, rng):
     for given, places in itertools.product(static, (None, row_of)):
         wanted = input_formats.quantize(x, format, None if given is None else given[0])
         num_rows = 77 if places is None else 3 * 77
-        found = jax.jit(lambda x, s, to, n=num_rows: quantize(InputRows(x, columns, format, s, to, n)))(
+        found = jax.jit(lambda x, s, to, n=num_rows: quantize(InputRows(x, to, s, columns, format, n)))(
             x, given, places
         )
         rows = np.arange(77) if places is None else source

@@ -130,6 +130,30 @@ def test_gradients_with_remat(x):
     np.testing.assert_array_equal(parallel.layer_counts(found), expected)
 
 
+@pytest.mark.parametrize("trained", [0, 1], ids=["parameters", "x"])
+def test_a_capture_around_remat(trained, x):
+    """The counts leave `nnx.remat`, in whose function the layers are called, and are those of one of its two calls."""
+    model = Model(2)
+
+    def whole(model: Model, x: jax.Array) -> jax.Array:
+        for layer in model.layers:
+            x = x + nnx.remat(lambda layer, x: layer(x))(layer, x)
+        return x
+
+    def loss(model: Model, x: jax.Array) -> Any:
+        y, found = nnx.capture(lambda model: whole(model, x), nnx.Intermediate)(model)
+        return jnp.square(y).sum(), found
+
+    gradients, found = nnx.jit(nnx.grad(loss, argnums=trained, has_aux=True))(model, x)
+    expected = nnx.jit(nnx.grad(lambda model, x: jnp.square(model(x)).sum(), argnums=trained))(model, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected)
+    counts = []
+    for layer in model.layers:
+        counts.append(counted(layer.route(x)))
+        x = x + layer(x)
+    np.testing.assert_array_equal(parallel.layer_counts(found), counts)
+
+
 def test_a_scan_over_layers(x):
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)

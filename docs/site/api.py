@@ -117,7 +117,7 @@ PAGES: dict[str, tuple[str, list[str]]] = {
             *("jmx.training.load_balancing_loss", "jmx.training.sequence_balance_loss"),
             *("jmx.training.router_z_loss", "jmx.training.updated_correction_bias"),
             *("jmx.training.QAT", "jmx.training.MasterExperts", "jmx.training.rounded", "jmx.training.export"),
-            "jmx.training.check_finite",
+            *("jmx.training.check_finite", "jmx.training.GATE_UP"),
             *("jmx.training.refuse_frozen", "jmx.lora.LoRA", "jmx.lora.Adapters", "jmx.lora.Adapter"),
             *("jmx.lora.merge", "jmx.lora.requantize", "jmx.lora.Requantized"),
         ],

@@ -1,13 +1,16 @@
-"""Gradients of the layer, and the protocol of backends that compute them themselves."""
+"""Gradients of the layer, and the protocols of backends that compute them themselves."""
 
 import typing
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jmx.experts import Experts
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
+
+# The name of what `SavesGateUp.apply_saving` saves, for policies of `jax.checkpoint`.
+SAVED = "jmx_gate_up"
 
 
 class Primals(NamedTuple):
@@ -53,12 +56,30 @@ class Differentiable(Protocol):
     """What a backend with a backward pass of its own has beside `jmx.selection.backend.Backend`."""
 
     def backward(
-        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
+        self,
+        problem: Problem,
+        primals: Primals,
+        environment: Environment,
+        dy: Float[Array, "T H"],
+        wanted: Wanted,
+        saved: Any = None,
     ) -> Gradients:
         """Gradients at the primals, given those of the result of `Backend.apply`, while tracing.
 
         Args:
             dy: (T, H) of x's dtype.
             wanted: gradients of biases; never of weights.
+            saved: what `SavesGateUp.apply_saving` returned with the result, or None.
         """
+        ...
+
+
+@typing.runtime_checkable
+class SavesGateUp(Differentiable, Protocol):
+    """What a backend has beside `Differentiable` if its backward pass can use what the forward pass computed."""
+
+    def apply_saving(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> tuple[Float[Array, "T H"], Any]:
+        """The result of `Backend.apply`, and arrays for `backward`: the outputs of the experts' first product."""
         ...

@@ -110,6 +110,7 @@ def _of_experts(
         backend=moe.backend,
         split=split.experts,
         adapters=moe.adapters,
+        save_gate_up=moe.save_gate_up,
     )
 
 

@@ -25,7 +25,7 @@ from jmx.models.shared_experts import SharedExperts
 from jmx.numerics import formats
 from jmx.qat import QAT, MasterExperts
 from jmx.selection.select import check_backend
-from jmx.util.checks import check_array, check_dtype, check_instance, check_int
+from jmx.util.checks import check_array, check_bool, check_dtype, check_instance, check_int
 
 DTYPES = (jnp.bfloat16, jnp.float32)  # of activations
 
@@ -162,6 +162,7 @@ class Model(nnx.Module):
         mask: jax.Array | None = None,
         expert_ids: Sequence[jax.Array] | None = None,
         records: list[MoERecord] | None = None,
+        remat: bool = False,
     ) -> tuple[jax.Array, list[Layer]]:
         """Runs T consecutive tokens of each row, after those in the caches.
 
@@ -173,17 +174,23 @@ class Model(nnx.Module):
             mask: bool (B, T) or None; False is padding, which goes to no expert and must follow a row's tokens.
             expert_ids: int32 (B, T, top_k) per layer, instead of the router's choice of experts (not of their weights).
             records: a list to which each layer's `MoERecord` is appended, for comparisons.
+            remat: whether a backward pass computes attention and experts of each layer again, and so keeps their inputs
+                alone, two (B, T, H) a layer; otherwise it keeps what they compute.
 
         Returns:
             The last layer's residual stream (B, T, H), for `logits`, and the new caches.
+
+        Raises:
+            TypeError: `remat` is not a bool.
         """
+        run = _run_twice if check_bool("remat", remat) else _run
         x, angles = self.embed(tokens, starts)
         written = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             ids = None if expert_ids is None else expert_ids[index]
             attention, experts = map(nnx.split, layer.sublayers())
-            x, cache = _run(*attention, x, starts, angles, cache)
-            x, record = _run(*experts, x, mask, ids)
+            x, cache = run(*attention, x, starts, angles, cache)
+            x, record = run(*experts, x, mask, ids)
             written.append(cache)
             if records is not None and record is not None:
                 records.append(record)
@@ -244,4 +251,11 @@ class Model(nnx.Module):
 @partial(jax.jit, static_argnums=0)
 def _run(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> Any:
     """A sublayer's call. Those that are alike are traced and lowered once: their graphdefs are equal."""
+    return nnx.merge(graphdef, state)(*arguments)
+
+
+@partial(jax.jit, static_argnums=0)
+@partial(jax.checkpoint, static_argnums=0)
+def _run_twice(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> Any:
+    """`_run`, computed once more by a backward pass."""
     return nnx.merge(graphdef, state)(*arguments)

@@ -264,19 +264,26 @@ def _expanded(experts: Experts) -> FloatWeights:
 
 
 def ragged_dot_layer(
-    shape: Shape, x: Float[Array, "T H"], logits: Float[Array, "T E"], weights: FloatWeights
+    shape: Shape,
+    x: Float[Array, "T H"],
+    logits: Float[Array, "T E"],
+    weights: FloatWeights,
+    ragged_dot: Callable[..., Float[Array, "M N"]] = lax.ragged_dot,
 ) -> Float[Array, "T H"]:
-    """The layer as a user of `lax.ragged_dot` writes it: sort by expert, two grouped products, weighted sum."""
+    """The layer as a user of `lax.ragged_dot` writes it: sort by expert, two grouped products, weighted sum.
+
+    `ragged_dot`: or another function of its first three arguments.
+    """
     ids, router_weights = route(Logits(logits, shape.method))
     num_tokens, top_k = ids.shape
     order = jnp.argsort(ids.reshape(-1))
     experts = ids.reshape(-1)[order]
     sizes = jnp.bincount(experts, length=shape.num_experts)
-    h = lax.ragged_dot(x[order // top_k], weights.gate_up, sizes)
+    h = ragged_dot(x[order // top_k], weights.gate_up, sizes)
     if weights.gate_up_bias is not None:
         h += weights.gate_up_bias[experts]
     h = activations.apply(shape.activation, h, shape.gate_up_order)
-    y = lax.ragged_dot(h, weights.down, sizes)
+    y = ragged_dot(h, weights.down, sizes)
     if weights.down_bias is not None:
         y += weights.down_bias[experts]
     y = y[jnp.argsort(order)].reshape(num_tokens, top_k, -1)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jmx.engines.gradients import SAVED as GATE_UP
 from jmx.qat import QAT, MasterExperts, rounded
 from jmx.training.correction import updated_correction_bias
 from jmx.training.finite import check_finite
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from jmx.models.exporting import export as export
 
 __all__ = [
+    "GATE_UP",
     "QAT",
     "MasterExperts",
     "check_finite",

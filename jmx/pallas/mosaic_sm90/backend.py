@@ -142,14 +142,29 @@ class MosaicSm90(LimitedBackend):
 
         return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
 
+    def apply_saving(
+        self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
+    ) -> tuple[Float[Array, "T H"], Float32[Array, "R tile_rows"]]:
+        # Importing Pallas takes a second.
+        from jmx.pallas.mosaic_sm90.backward import forward
+
+        config = backward_config(_tile_bytes(problem), routing.expert_ids.size, problem.num_experts)
+        return forward(problem, Primals(x, routing, experts), config, environment.core_count or 1)
+
     def backward(
-        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
+        self,
+        problem: Problem,
+        primals: Primals,
+        environment: Environment,
+        dy: Float[Array, "T H"],
+        wanted: Wanted,
+        saved: Float32[Array, "R tile_rows"] | None = None,
     ) -> Gradients:
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import backward
 
         config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
-        return backward(problem, primals, dy, wanted, config, environment.core_count or 1)
+        return backward(problem, primals, dy, wanted, config, environment.core_count or 1, saved)
 
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
         from jmx.pallas.mosaic_sm90.alone import product_alone

@@ -1,8 +1,9 @@
 """Gradients of the layer on Hopper, out of the same quantized weights.
 
-Nothing of the forward pass is kept: h, the outputs of `gate_up`, is computed again. So a training step keeps a layer's
-inputs only, and its backward pass takes 5/3 of the products of the forward pass: `gate_up` as it is, and both weights
-transposed (`transposed`).
+h, the outputs of `gate_up`, is computed again, or taken from a forward pass that kept it (`forward`). Without it a
+training step keeps a layer's inputs only, and the backward pass takes 5/3 of the products of the forward pass:
+`gate_up` as it is, and both weights transposed (`transposed`). With it the backward pass takes as many products as the
+forward pass, which writes h between two kernels, where `MosaicSm90.apply` is one.
 
     h      gate_up @ x + bias, float32, gates and ups in the order of the weight's tiles
     da     down transposed @ dy, float32
@@ -31,12 +32,14 @@ from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
 from jmx.pallas.mosaic_sm90 import act_order, alone, kernel
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
+from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
 from jmx.pallas.mosaic_sm90.rows import (
     EIGHTS,
     ROW_ALIGNMENT,
     expert_of_eight,
     gate_and_up,
     padded,
+    rounded,
     sorted_rows,
     take_pairs,
 )
@@ -50,18 +53,40 @@ from jmx.util.typing import Array, Bool, Float, Float32, Int32, Shaped
 H_DTYPE = jnp.float32
 
 
-def backward(
-    problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted: Wanted, config: Config, num_cores: int
-) -> Gradients:
-    """See `Differentiable.backward`. `num_cores`: SMs."""
+def forward(
+    problem: Problem, primals: Primals, config: Config, num_cores: int
+) -> tuple[Float[Array, "T H"], Float32[Array, "R tile_rows"]]:
+    """The layer's result, and h for `backward` with the same config. See `SavesGateUp.apply_saving`."""
     x, routing, experts = primals
-    with jax.named_scope("grouping"):
-        ids, num_experts = routing.expert_ids, problem.num_experts
-        work = grouping.many(ids, num_experts, config.block_n, ROW_ALIGNMENT)
-    pass_ = _Backward(problem, routing, experts, work, config, num_cores)
-    assert work.token_of_row is not None
+    pass_ = _Pass.of(problem, routing, experts, config, num_cores)
     with jax.named_scope("products"):
         h = pass_.gate_up_outputs(x)
+    with jax.named_scope("activation"):
+        dtype = jnp.float32 if problem.input_format is not None and x.dtype != jnp.bfloat16 else jnp.bfloat16
+        a = rounded(problem, experts, "down", problem.activation(*gate_and_up(h, experts)).astype(dtype))
+    with jax.named_scope("products"):
+        out = pass_.down_outputs(a)
+    with jax.named_scope("combine"):
+        weights = None if problem.on_input else routing.weights
+        return grouping.combine(out[None], pass_.work, weights).astype(x.dtype), h
+
+
+def backward(
+    problem: Problem,
+    primals: Primals,
+    dy: Float[Array, "T H"],
+    wanted: Wanted,
+    config: Config,
+    num_cores: int,
+    h: Float32[Array, "R tile_rows"] | None = None,
+) -> Gradients:
+    """See `Differentiable.backward`. `num_cores`: SMs; `h`: that of `forward`, or None."""
+    x, routing, experts = primals
+    pass_ = _Pass.of(problem, routing, experts, config, num_cores)
+    work = pass_.work
+    assert work.token_of_row is not None
+    with jax.named_scope("products"):
+        h = pass_.gate_up_outputs(x) if h is None else h
         dout = take_pairs(dy, work.token_of_row)
         da = pass_.transposed("down", dout * pass_.row_scales("down"))
     with jax.named_scope("activation"):
@@ -86,8 +111,8 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Backward:
-    """What the steps of one backward pass share.
+class _Pass:
+    """What the steps of one pass share.
 
     Args:
         work: sorted.
@@ -101,6 +126,13 @@ class _Backward:
     work: Work
     config: Config
     num_cores: int
+
+    @classmethod
+    def of(cls, problem: Problem, routing: Routing, experts: Experts, config: Config, num_cores: int) -> "_Pass":
+        """With the work of the routing: the same in both passes, whose rows of h are the same."""
+        with jax.named_scope("grouping"):
+            work = grouping.many(routing.expert_ids, problem.num_experts, config.block_n, ROW_ALIGNMENT)
+        return cls(problem, routing, experts, work, config, num_cores)
 
     def gate_up_outputs(self, x: Float[Array, "T H"]) -> Float[Array, "R tile_rows"]:
         """The outputs of `gate_up` in the order of its tiles."""
@@ -116,6 +148,12 @@ class _Backward:
             row_scales=rows.scales,
         )
         return self._product(padded(rows.values), product)
+
+    def down_outputs(self, a: RoundedRows) -> Float32[Array, "R H"]:
+        """The outputs of `down`, biases included."""
+        bias, rows = self.experts.merged().down_bias, Rows(self.experts.hidden_size, None)
+        product = Product(self._weight("down"), self.experts.format, bias, rows, jnp.float32, row_scales=a.scales)
+        return self._product(padded(a.values), product)[:, : self.experts.hidden_size]
 
     def transposed(self, role: str, rows: Float[Array, "R N"]) -> Float32[Array, "R K"]:
         """rows @ the role's weight, without its scales of whole rows. Columns of rows are in the order of its tiles."""

@@ -9,10 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.dequantize import Decoder
-from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, WorkItem
 from jmx.pallas.mosaic_sm90.tile_mma import SWIZZLED
-from jmx.pallas.sm90.gemm import BaseProduct, Rows
+from jmx.pallas.sm90.gemm import BaseProduct, Operands, Rows
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
@@ -48,34 +47,13 @@ class Product(BaseProduct):
         return self.rows
 
 
-class Operands(NamedTuple):
-    """A product's arrays, which are the kernel's operands, or references to them. Those that it lacks are None.
-
-    Args:
-        values, zero_points: of the weight.
-        scales: of blocks, which are copied with the tiles.
-        channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
-        bias, order: as in `Product`; `order` only if there is `bias` or `channel_scales`.
-        row_scales, shifts: as in `Product`.
-    """
-
-    values: Ref
-    scales: Ref
-    zero_points: Ref
-    channel_scales: Ref
-    bias: Ref
-    order: Ref
-    row_scales: Ref
-    shifts: Ref
-
-    @classmethod
-    def of(cls, product: Product) -> "Operands":
-        q, of_blocks = product.weight, Tile.of(product.format).scales > 0
-        scales, channel_scales = (q.scales, q.global_scales) if of_blocks else (None, q.scales)
-        channel_scales = None if product.transposed else channel_scales
-        order = None if channel_scales is None and product.bias is None else product.order
-        rest = product.row_scales, product.shifts
-        return cls(q.values, scales, q.zero_points, channel_scales, product.bias, order, *rest)
+def operands_of(product: Product) -> Operands:
+    """A product's arrays."""
+    operands = Operands.of(product)
+    if product.transposed:
+        operands = operands._replace(channel_scales=None)
+    order = None if operands.channel_scales is None and operands.bias is None else product.order
+    return operands._replace(order=order, row_scales=product.row_scales, shifts=product.shifts)
 
 
 class SharedMemory(NamedTuple):

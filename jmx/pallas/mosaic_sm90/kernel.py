@@ -32,10 +32,11 @@ from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.consumer import consume
 from jmx.pallas.mosaic_sm90.dequantize import decoder_of
-from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Operands, Product, SharedMemory
+from jmx.pallas.mosaic_sm90.grouped_gemm import Gemm, Product, SharedMemory, operands_of
 from jmx.pallas.mosaic_sm90.layout import Tile
 from jmx.pallas.mosaic_sm90.producer import copy_rows, copy_weights
 from jmx.pallas.mosaic_sm90.scheduler import Schedule, schedules
+from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.scheduler import Share
@@ -146,7 +147,7 @@ def _products(
 
         specialize(warpgroup, config, lambda: each(consume), lambda: each(copy_weights), lambda: each(copy_rows))
 
-    operands = tuple(map(Operands.of, products))
+    operands = tuple(map(operands_of, products))
     shared = SharedMemory.of(config, operands[0], tile.value_rows, x.dtype, transposed=first.transposed)
     kernel = persistent_kernel(
         body, "mosaic_transposed" if first.transposed else "mosaic", config, num_cores, outputs, shared

@@ -7,10 +7,9 @@ float32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 
 from jmx.engines import grouped
@@ -89,13 +88,12 @@ class MosaicSm90Fp8(LimitedBackend):
         dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # as in the reference
 
         def unquantized(work: Work) -> InputRows:
-            rows = InputRows(x, x.shape[-1], format, _scale(experts, "gate_up"), work.row_of, work.num_rows)
+            rows = InputRows(x, work.row_of, _scale(experts, "gate_up"), x.shape[-1], format, work.num_rows)
             if work.token_of_row is None:  # few tokens, all of which every block reads
-                return rows._replace(row_of=None, num_rows=x.shape[0])
+                return replace(rows, row_of=None, num_rows=x.shape[0])
             if problem.on_input:  # then inputs differ by expert
-                return rows._replace(
-                    values=grouped.gather(problem, x, routing, work, lambda x, rows: x[rows]), row_of=None
-                )
+                values = grouped.gather(problem, x, routing, work, lambda x, rows: x[rows])
+                return replace(rows, values=values, row_of=None)
             return rows
 
         def both(work: Work) -> Float[Array, "P R H"]:
@@ -121,12 +119,11 @@ class MosaicSm90Fp8(LimitedBackend):
             )
             summed = jnp.float32 if config.split_k > 1 else dtype
             down = Product(weights[1], experts.format, every.down_bias, Rows(experts.hidden_size, None), summed)
-            h = jax.ShapeDtypeStruct((num_rows, gate_up.rows.num_outputs), dtype)
-            h = InputRows(h, experts.intermediate_size, format, _scale(experts, "down"), None, num_rows)
+            h = InputRows(None, None, _scale(experts, "down"), experts.intermediate_size, format, num_rows)
             if config.fuse_quantize:
                 out = products([gate_up.times(rows), down.times(h, inputs_are_results=True, split_k=config.split_k)])
             else:
-                h = h._replace(values=products([gate_up.times(quantize(rows))]))
+                h = replace(h, values=products([gate_up.times(quantize(rows))]))
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 

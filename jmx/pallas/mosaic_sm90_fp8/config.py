@@ -1,11 +1,12 @@
 """The tunable sizes of the kernel, the shared memory that they take, the heuristic, and the candidates for tuning."""
 
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jmx.pallas.sm90.config import FEW_TOKENS, MAX_BLOCK_N, SHARED_MEMORY, BaseConfig, check_stages, widths
 
@@ -225,38 +226,22 @@ class Shape(NamedTuple):
         return round(self.num_experts * (1 - idle))
 
 
-class _Sizes(NamedTuple):
-    """The sizes that the heuristic chooses among; the other fields follow from them."""
-
-    block_n: int
-    warpgroups_m: int
-    units: int = 2
-    split_k: int = 1
-    warpgroups_k: int = 1
+def _shallow(block_n: int, warpgroups_m: int, units: int = 2, **others: Any) -> Config:
+    """A configuration with the fewest stages; see `deepest`."""
+    return Config(block_n, warpgroups_m, units, num_stages=units, **others)
 
 
-def deepest(
-    shape: Shape,
-    block_n: int,
-    warpgroups_m: int,
-    units: int,
-    split_k: int = 1,
-    warpgroups_k: int = 1,
-    *,
-    own_sums: bool = False,
-    fuse_quantize: bool = False,
-    resident_rows: bool = False,
-) -> Config:
-    """The configuration with as many stages as fit, or as are useful. ValueError if not even `units` of them fit."""
+def deepest(shape: Shape, config: Config) -> Config:
+    """`config` with as many stages as fit, or as are useful. ValueError if not even its `units` of them fit."""
     most = MAX_STAGES
-    if fuse_quantize:
-        pipeline_bytes = _PIPELINE_BYTES_SHARED if warpgroups_k > 1 else _PIPELINE_BYTES
-        pipeline_bytes = _PIPELINE_BYTES_RESIDENT if resident_rows else pipeline_bytes
-        stage_bytes = warpgroups_m * warpgroups_k * shape.unit_bytes
-        most = min(most, max(pipeline_bytes // stage_bytes, _MIN_PIPELINE_STEPS * units))
-    config = Config(block_n, warpgroups_m, units, most, split_k, warpgroups_k, own_sums, fuse_quantize, resident_rows)
+    if config.fuse_quantize:
+        pipeline_bytes = _PIPELINE_BYTES_SHARED if config.warpgroups_k > 1 else _PIPELINE_BYTES
+        pipeline_bytes = _PIPELINE_BYTES_RESIDENT if config.resident_rows else pipeline_bytes
+        stage_bytes = config.num_warpgroups * shape.unit_bytes
+        most = min(most, max(pipeline_bytes // stage_bytes, _MIN_PIPELINE_STEPS * config.units))
+    config = replace(config, num_stages=most)
     while (needed := config.shared_memory(shape.unit_bytes, max(shape.units))) > SHARED_MEMORY:
-        if config.num_stages == units:
+        if config.num_stages == config.units:
             check_stages(config, needed)
         config = replace(config, num_stages=config.num_stages - 1)
     return config
@@ -267,27 +252,28 @@ def heuristic(shape: Shape) -> Config:
     if shape.block_n > MAX_WIDTH:
         own_sums = shape.decoded and shape.sums_may_be_own
         block_n = shape.block_n if own_sums or not shape.decoded else min(shape.block_n, _LARGE_DECODED)
-        return deepest(shape, block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums)
+        return deepest(shape, _shallow(block_n, 2, 1 if shape.by_block else 2, own_sums=own_sums))
     choices = [
-        sizes for sizes in _choices(shape) if sizes.block_n == shape.block_n or sizes.block_n >= _MIN_BLOCK * shape.rows
+        shallow
+        for shallow in _choices(shape)
+        if shallow.block_n == shape.block_n or shallow.block_n >= _MIN_BLOCK * shape.rows
     ]
-    config = _deepest(shape, min(choices, key=partial(_cost, shape)))
+    config = _fused(shape, min(choices, key=partial(_cost, shape)))
     if not config.fuse_quantize or config.resident_rows or not shape.columns_pay_to_share:
         return config
-    sharing = _deepest(shape, _Sizes(shape.block_n, 1, warpgroups_k=_SHARING_WARPGROUPS))
+    sharing = _fused(shape, _shallow(shape.block_n, 1, warpgroups_k=_SHARING_WARPGROUPS))
     return sharing if sharing.fuse_quantize else config
 
 
-def _deepest(shape: Shape, sizes: _Sizes, *, own_sums: bool = False) -> Config:
+def _fused(shape: Shape, shallow: Config) -> Config:
     """`deepest`, with quantization fused if warpgroups have few rows to quantize, and with resident rows if these leave
     at least half of the stages."""
-    num_warpgroups = sizes.warpgroups_m * sizes.warpgroups_k
-    few = shape.rows_with_padding <= _MAX_FUSED_ROWS * num_warpgroups * shape.num_cores
-    fuse_quantize = few and sizes.block_n <= _MAX_FUSED_BLOCK_N
-    config = deepest(shape, *sizes, own_sums=own_sums, fuse_quantize=fuse_quantize)
-    if fuse_quantize and shape.num_tokens <= sizes.warpgroups_m and not shape.weighted:
+    few = shape.rows_with_padding <= _MAX_FUSED_ROWS * shallow.num_warpgroups * shape.num_cores
+    fuse_quantize = few and shallow.block_n <= _MAX_FUSED_BLOCK_N
+    config = deepest(shape, replace(shallow, fuse_quantize=fuse_quantize))
+    if fuse_quantize and shape.num_tokens <= shallow.warpgroups_m and not shape.weighted:
         with suppress(ValueError):
-            resident = deepest(shape, *sizes, own_sums=own_sums, fuse_quantize=True, resident_rows=True)
+            resident = deepest(shape, replace(shallow, fuse_quantize=True, resident_rows=True))
             if max(resident.units + 1, config.num_stages / 2) <= resident.num_stages:
                 return resident
     return config
@@ -299,54 +285,65 @@ def _with_stages(shape: Shape, config: Config, num_stages: int) -> Config:
     return config
 
 
-def _choices(shape: Shape) -> list[_Sizes]:
-    """The sizes that the heuristic chooses among."""
+def _choices(shape: Shape) -> list[Config]:
+    """What the heuristic chooses among, with the fewest stages; the other fields follow from the sizes."""
     splits = (1, 2, 3) if shape.num_tokens <= FEW_TOKENS and shape.units[1] > 1 else (1,)
     limits = ((m, _SUM_REGISTERS.get(m, MAX_WIDTH + 2 * _UNIT_REGISTERS) - 2 * _UNIT_REGISTERS) for m in (2, 3, 4, 5))
-    return [_Sizes(min(shape.block_n, most), m, split_k=split) for m, most in limits for split in splits]
+    return [_shallow(min(shape.block_n, most), m, split_k=split) for m, most in limits for split in splits]
 
 
-def _cost(shape: Shape, sizes: _Sizes) -> int:
+def _cost(shape: Shape, config: Config) -> int:
     """The work of the busiest SM, in units; each unit of an item counts as if it had one warpgroup more.
 
     Of some ten configurations each at 1, 4 and 64 tokens it is least for the one that was the fastest on an H200.
     """
-    cost = _SPLIT_COST * sizes.split_k
-    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, sizes.split_k), strict=True):
-        items = shape.experts_in_use * -(-tiles // sizes.warpgroups_m) * parts
-        cost += -(-items // shape.num_cores) * -(-columns // parts) * (sizes.warpgroups_m + 1)
+    cost = _SPLIT_COST * config.split_k
+    for tiles, columns, parts in zip(shape.tiles, shape.units, (1, config.split_k), strict=True):
+        items = shape.experts_in_use * -(-tiles // config.warpgroups_m) * parts
+        cost += -(-items // shape.num_cores) * -(-columns // parts) * (config.warpgroups_m + 1)
     return cost
 
 
 def candidates(shape: Shape) -> list[Config]:
     """Configurations to tune over, the heuristic's first: few, since compiling each takes half a minute."""
     first = heuristic(shape)
-    n = first.block_n
-    if n <= MAX_WIDTH:
-        sizes = _Sizes(n, first.warpgroups_m, first.units, first.split_k, first.warpgroups_k)
-        choices = _choices(shape)
-        if n <= 16 and min(shape.units) > 1:
-            choices += [_Sizes(n, m, warpgroups_k=k) for m, k in ((1, 3), (1, 4), (1, 5), (2, 2))]
-        choices += [sizes._replace(block_n=n + more) for more in (-16, -8, 8, 16)]
-        choices += [sizes._replace(units=units) for units in (1, 3, 4)]
-        makers = [partial(_deepest, shape, choice) for choice in choices]
-        for fuse, resident in [(False, False), (True, False), *([(True, True)] if first.resident_rows else [])]:
-            makers.append(partial(deepest, shape, *sizes, fuse_quantize=fuse, resident_rows=resident))
-        makers += [partial(_with_stages, shape, first, first.num_stages + more) for more in (-2, -1, 1, 2)]
-    else:
-        if shape.decoded:
-            large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
-        else:  # with scales of 128 columns, registers do not hold the sums of two parts
-            large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
-        choices = itertools.starmap(_Sizes, itertools.product((MAX_WIDTH, *large), (2,), units))
-        makers = [partial(_deepest, shape, choice) for choice in choices]
-        if shape.sums_may_be_own:
-            own = itertools.starmap(_Sizes, itertools.product((176, 208, MAX_BLOCK_N), (2,), (2, 4)))
-            makers += [partial(_deepest, shape, choice, own_sums=True) for choice in own]
     found = [first]
-    for make in makers:
+    for make in _small_candidates(shape, first) if first.block_n <= MAX_WIDTH else _large_candidates(shape):
         try:
             found.append(make())
         except ValueError:  # registers or shared memory do not suffice
             continue
     return list(dict.fromkeys(found))
+
+
+def _small_candidates(shape: Shape, first: Config) -> Iterator[Callable[[], Config]]:
+    """Those with blocks of few rows, around the heuristic's; a call makes one, or raises ValueError."""
+    n, changed = first.block_n, {"num_stages": first.units, "fuse_quantize": False, "resident_rows": False}
+    for shallow in _choices(shape):
+        yield partial(_fused, shape, shallow)
+    if n <= 16 and min(shape.units) > 1:
+        for m, k in ((1, 3), (1, 4), (1, 5), (2, 2)):
+            yield lambda m=m, k=k: _fused(shape, _shallow(n, m, warpgroups_k=k))
+    for more in (-16, -8, 8, 16):
+        yield lambda more=more: _fused(shape, replace(first, **changed | {"block_n": n + more}))
+    for units in (1, 3, 4):
+        yield lambda units=units: _fused(shape, replace(first, **changed | {"units": units, "num_stages": units}))
+    for fuse, resident in [(False, False), (True, False), *([(True, True)] if first.resident_rows else [])]:
+        yield lambda fuse=fuse, resident=resident: deepest(
+            shape, replace(first, num_stages=first.units, fuse_quantize=fuse, resident_rows=resident)
+        )
+    for more in (-2, -1, 1, 2):
+        yield partial(_with_stages, shape, first, first.num_stages + more)
+
+
+def _large_candidates(shape: Shape) -> Iterator[Callable[[], Config]]:
+    """Those with blocks of many rows; a call makes one, or raises ValueError."""
+    if shape.decoded:
+        large, units = () if shape.by_block else (144, 160, _LARGE_DECODED, _MAX_DECODED), (2, 4)
+    else:  # with scales of 128 columns, registers do not hold the sums of two parts
+        large, units = (176, 192, 208, 224, MAX_BLOCK_N), (1,) if shape.by_block else (1, 2)
+    for n, count in itertools.product((MAX_WIDTH, *large), units):
+        yield lambda n=n, count=count: _fused(shape, _shallow(n, 2, count))
+    if shape.sums_may_be_own:
+        for n, count in itertools.product((176, 208, MAX_BLOCK_N), (2, 4)):
+            yield lambda n=n, count=count: _fused(shape, _shallow(n, 2, count, own_sums=True))

@@ -189,17 +189,17 @@ def _adder(gemm: Gemm, wm: Scalar, wk: Scalar | int, width: int) -> Add:
 
 def _multiply(gemm: Gemm, turn: Scalar, item: WorkItem, width: int) -> None:
     """Mainloop and epilogue, where tiles of the weight are operand A and `width` rows of x are operand B."""
-    config, partial_sums, x_row_scales = gemm.config, gemm.shared.partial_sums, gemm.operands.x_row_scales
+    config, partial_sums = gemm.config, gemm.shared.partial_sums
     wm, wk = gemm.wm, gemm.wk
     add = _adder(gemm, wm, wk, width)
     num_parts = config.parts_of(width, gemm.product.decoded)
     n = width // num_parts
 
     def token_scales(part: int) -> Float32[Array, " m"] | None:
-        if x_row_scales is None:
+        if gemm.x.by_block:
             return None
         first = jnp.int32(0) if config.resident_rows else item.x_row
-        return epilogue.load_columns(x_row_scales, n, first + part * n, item.num_rows - part * n)
+        return epilogue.load_columns(gemm.x.scales, n, first + part * n, item.num_rows - part * n)
 
     early = token_scales(0) if width <= _FEW_COLUMNS else None
 

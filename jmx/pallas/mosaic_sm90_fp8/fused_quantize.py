@@ -19,7 +19,6 @@ from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.sm90 import counters
-from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Int32
 
 _COUNTERS = 4  # for each of two GEMMs: rows quantized, results written
@@ -34,12 +33,6 @@ def new_counters(blocks: Blocks) -> Int32[Array, " counters"]:
 def _unquantized(gemm: Gemm) -> InputRows:
     assert gemm.unquantized is not None
     return gemm.unquantized
-
-
-def _targets(gemm: Gemm) -> tuple[Ref, Ref]:
-    """References to write values and scales to."""
-    of_rows = gemm.operands.x_row_scales
-    return gemm.operands.x, gemm.operands.x_block_scales if of_rows is None else of_rows
 
 
 def _all_warpgroups(gemm: Gemm) -> int:
@@ -62,7 +55,7 @@ def quantize_share(gemm: Gemm) -> None:
         @pl.loop(0, lax.div(num_rows - first + (step - 1), step))
         def _(nth: Array) -> None:
             row = first + nth * step
-            quantize_row(rows, row, *_targets(gemm), gemm.shared.warp_maxima.at[gemm.warpgroup])
+            quantize_row(rows, row, gemm.x.values, gemm.x.scales, gemm.shared.warp_maxima.at[gemm.warpgroup])
 
         counters.signal(gemm.counters, _quantized(gemm))
 
@@ -84,7 +77,8 @@ def quantize_resident_rows(
         quantize_row_to_shared(
             _unquantized(gemm),
             first_row + gemm.warpgroup,
-            *_targets(gemm),
+            gemm.x.values,
+            gemm.x.scales,
             gemm.shared.warp_maxima.at[gemm.warpgroup],
             place=gemm.warpgroup,
             first_unit=first_unit,

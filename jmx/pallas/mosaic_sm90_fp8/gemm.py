@@ -10,12 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90_fp8.config import Config
-from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Operands, Product
+from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS, value_rows
 from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.staging import swizzled_rows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
+from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.pipeline import Pipeline, Stage
 from jmx.pallas.sm90.reduction import PartialSums
@@ -53,11 +54,11 @@ class SharedMemory(NamedTuple):
     quantized_barrier: Ref
 
     @classmethod
-    def of(cls, products: Sequence[Product], operands: Sequence[Operands], config: Config) -> "SharedMemory":
+    def of(cls, products: Sequence[Product], config: Config) -> "SharedMemory":
         first, (tiles, units) = products[0], (config.warpgroups_m, config.warpgroups_k)  # of a stage
         num_stages, num_consumers, resident = config.num_stages, config.num_warpgroups, config.resident_rows
         fused, by_block = first.quantizes, first.by_block
-        values, scales = first.weight.values, operands[0].scales
+        values, scales, *_ = Operands.of(first)
         value_stages = (num_stages, tiles, units * value_rows(first.format), values.shape[-1])
         row_slots = config.row_slots(max(product.units for product in products))
         stages = Stage(
@@ -97,10 +98,11 @@ class Gemm:
     Args:
         product: what is computed.
         share: the work items of this CTA.
-        operands, out: references to global memory; for resident rows, to shared memory.
+        operands, out: references to global memory.
+        x: the quantized rows, references to global memory; for resident rows, to shared memory.
+        unquantized: the rows before that, if they are quantized in this launch.
         blocks: blocks of rows, with references.
         shared: references to shared memory.
-        unquantized: with references, if rows are quantized in this launch.
         counters: see `fused_quantize.new_counters`; None if rows are not quantized in this launch.
         index, last: this GEMM's number in the launch, and whether it is the last one.
         cta, warpgroup: this thread's.
@@ -111,9 +113,10 @@ class Gemm:
     share: Share
     operands: Operands
     out: Ref
+    x: InputRows
+    unquantized: InputRows | None
     blocks: Blocks
     shared: SharedMemory
-    unquantized: InputRows | None
     counters: Ref
     index: int
     last: bool

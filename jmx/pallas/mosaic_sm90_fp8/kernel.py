@@ -21,6 +21,7 @@ quantization of x before, are part of one launch with both products; see `fused_
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 from jax import lax
@@ -32,8 +33,10 @@ from jmx.pallas.mosaic_sm90_fp8.config import Config
 from jmx.pallas.mosaic_sm90_fp8.consumer import consume
 from jmx.pallas.mosaic_sm90_fp8.fused_quantize import new_counters
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm, SharedMemory
-from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Operands, Product
+from jmx.pallas.mosaic_sm90_fp8.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90_fp8.producer import copy_rows, copy_weights
+from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
+from jmx.pallas.sm90.gemm import Operands
 from jmx.pallas.sm90.launch import launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.scheduler import Share
@@ -60,7 +63,7 @@ def grouped_products(
     Returns:
         (split_k * R, rows.num_outputs) of the last product's dtype: the parts, one below the other.
     """
-    operands = tuple(map(Operands.of, products))
+    operands = [(product.inputs, Operands.of(product)) for product in products]
     fused = products[0].quantizes
     assert all(product.quantizes == fused for product in products)
     assert not config.resident_rows or (fused and isinstance(blocks.counts, int))  # all blocks have the same rows
@@ -73,7 +76,7 @@ def grouped_products(
         quantized_shapes = [product.inputs.quantized_shapes for product in products if product.inputs is not None]
 
     def body(
-        operands: Sequence[Operands],
+        operands: Sequence[tuple[InputRows, Operands]],
         block_refs: Blocks,
         counters: Ref,
         outs: Refs,
@@ -84,22 +87,22 @@ def grouped_products(
         work = blocks.with_refs(block_refs)
         cta, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
         start, gemms = Share.begin(cta), []
-        for index, (product, refs) in enumerate(zip(products, operands, strict=True)):
-            inputs = None
-            if fused and product.inputs is not None:
-                x = outs[index - 1] if refs.unquantized is None else refs.unquantized
-                inputs = product.inputs._replace(values=x, row_of=refs.row_of, static_scale=refs.static_scale)
+        for index, (product, (x, refs)) in enumerate(zip(products, operands, strict=True)):
+            unquantized = None
+            if fused:
+                unquantized = replace(x, values=outs[index - 1]) if x.values is None else x
                 scales = shared.stages.x_scales if shared.resident_row_scales is None else shared.resident_row_scales
-                refs = refs.with_quantized(*((shared.stages.x, scales) if config.resident_rows else quantized[index]))
+                x = x.with_quantized(*((shared.stages.x, scales) if config.resident_rows else quantized[index]))
             gemm_blocks = work._replace(x_rows=work.out_rows) if product.inputs_are_results else work
             gemm = Gemm(
                 product=product,
                 share=Gemm.share_of(start, product, gemm_blocks, config, num_cores),
                 operands=refs,
                 out=outs[index],
+                x=x,
+                unquantized=unquantized,
                 blocks=gemm_blocks,
                 shared=shared,
-                unquantized=inputs,
                 counters=counters,
                 index=index,
                 last=index + 1 == len(products),
@@ -122,7 +125,7 @@ def grouped_products(
 
         specialize(warpgroup, config, consume_all, lambda: each(copy_weights), lambda: each(copy_rows))
 
-    shared = SharedMemory.of(products, operands, config)
+    shared = SharedMemory.of(products, config)
     kernel = persistent_kernel(body, "mosaic_fp8", config, num_cores, [outputs, quantized_shapes], shared)
     counters = jax.new_ref(new_counters(blocks)) if fused else None
     results, _ = launch(kernel, operands, blocks.arrays, counters)

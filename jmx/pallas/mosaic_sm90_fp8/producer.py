@@ -59,7 +59,7 @@ def copy_weights(gemm: Gemm) -> None:
 
 def copy_rows(gemm: Gemm) -> None:
     """Copies the rows of all of the CTA's work items, once they are quantized; resident rows are not copied."""
-    blocks, operands, pipeline, buffers = gemm.blocks, gemm.operands, gemm.pipeline, gemm.shared.stages
+    blocks, pipeline, buffers = gemm.blocks, gemm.pipeline, gemm.shared.stages
     units = gemm.config.warpgroups_k
     if gemm.config.resident_rows:
         return
@@ -81,10 +81,10 @@ def copy_rows(gemm: Gemm) -> None:
             def copy(width: int) -> None:
                 for nth in range(units):
                     unit, at = stage * units + nth, slot * units + nth
-                    rows = operands.x.at[pl.ds(first_row, width), pl.ds(unit * UNIT_COLUMNS, UNIT_COLUMNS)]
+                    rows = gemm.x.values.at[pl.ds(first_row, width), pl.ds(unit * UNIT_COLUMNS, UNIT_COLUMNS)]
                     pipeline.copy(rows, buffers.x.at[at, pl.ds(0, width)], slot)
                     if buffers.x_scales is not None:
-                        scales = operands.x_block_scales.at[pl.ds(unit, 1), pl.ds(first_row, width)]
+                        scales = gemm.x.scales.at[pl.ds(unit, 1), pl.ds(first_row, width)]
                         pipeline.copy(scales, buffers.x_scales.at[at, :, pl.ds(0, width)], slot)
 
             for_width(gemm.config.widths, count, copy)

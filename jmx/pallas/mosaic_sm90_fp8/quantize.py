@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
-from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, GlobalRows, RowQuantizer, SharedRow
+from jmx.pallas.mosaic_sm90_fp8.quantize_row import WORDS, round_row, stores_to_global, stores_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
 from jmx.pallas.mosaic_sm90_fp8.wgmma import SWIZZLED
 from jmx.pallas.sm90.launch import launch
@@ -34,10 +34,9 @@ from jmx.util.typing import Array, Int32
 def quantize(rows: InputRows) -> InputRows:
     """Quantizes rows to `rows.format` in a separate launch."""
 
-    def body(x: Ref, row_of: Ref, static_scale: Ref, values: Ref, scales: Ref, *, warp_maxima: Ref) -> None:
-        refs = rows._replace(values=x, row_of=row_of, static_scale=static_scale)
+    def body(rows: InputRows, values: Ref, scales: Ref, *, warp_maxima: Ref) -> None:
         with jax.named_scope("quantize"):
-            quantize_row(refs, lax.axis_index("row"), values, scales, warp_maxima)
+            quantize_row(rows, lax.axis_index("row"), values, scales, warp_maxima)
 
     kernel = plgpu.kernel(
         body,
@@ -48,8 +47,7 @@ def quantize(rows: InputRows) -> InputRows:
         scratch_types={"warp_maxima": plgpu.SMEM((WORDS,), jnp.int32)},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    values, scales = launch(kernel, rows.values, rows.row_of, rows.static_scale)
-    return rows._replace(values=values, scales=scales)
+    return rows.with_quantized(*launch(kernel, rows))
 
 
 def quantize_row(rows: InputRows, row: Int32[Array, ""], values: Ref, scales: Ref, warp_maxima: Ref) -> None:
@@ -76,7 +74,9 @@ def quantize_row(rows: InputRows, row: Int32[Array, ""], values: Ref, scales: Re
     ) -> None:
         number = row.registers.item()
         places = [number] if row_of is None else _row_of(row_of, number)
-        RowQuantizer(rows, x, number, warp_maxima, GlobalRows(values, scales, rows, places)).round(static_scale)
+        columns = rows.padded_columns
+        stores = stores_to_global(values, scales, columns, places)
+        round_row(rows, x, number, static_scale, warp_maxima, columns, *stores)
 
     body(row, *refs)
 
@@ -125,8 +125,8 @@ def quantize_row_to_shared(
         static_scale: ir.Value | None,
     ) -> None:
         at = place.registers.item(), first.registers.item()
-        here = SharedRow(values, scales, *at, num_units, all_units * UNIT_COLUMNS)
-        RowQuantizer(rows, x, row.registers.item(), warp_maxima, here).round(static_scale)
+        stores = stores_to_shared(values, scales, *at, num_units)
+        round_row(rows, x, row.registers.item(), static_scale, warp_maxima, all_units * UNIT_COLUMNS, *stores)
 
     body(row, place, first_unit, values, *refs)
 

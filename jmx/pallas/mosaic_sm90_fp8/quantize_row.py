@@ -53,6 +53,8 @@ _ROUND = (
     "cvt.rn.satfinite.e4m3x2.f32 l, b, a; cvt.rn.satfinite.e4m3x2.f32 h, d, c; mov.b32 $0, {l, h}; }"
 )
 
+Store = Callable[[ir.Value, Any], None]  # of elements from a column on, or of a scale of a unit
+
 
 def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
     """Bits of the static scale; NaN if it is not a valid one."""
@@ -64,204 +66,204 @@ def _in_range(static: ir.Value, format: InputFormat) -> ir.Value:
     return arith.select(fits, given, constant(_NAN))
 
 
-class GlobalRows:
-    """The places of a row in global memory."""
+def stores_to_global(values: ir.Value, scales: ir.Value, columns: int, places: list[ir.Value]) -> tuple[Store, Store]:
+    """How a row is stored in global memory: its values, of so many `columns`, and its scales.
 
-    def __init__(self, values: ir.Value, scales: ir.Value, rows: InputRows, places: list[ir.Value]):
-        self._values, self._scales, self._places = values, scales, places
-        self.columns = rows.padded_columns
+    Args:
+        places: the rows that it is written to; negative ones are skipped.
+    """
 
-    def store(self, two: ir.Value, column: ir.Value) -> None:
-        """Eight elements, in two words."""
-        self._each(lambda row: self._store_at(two, row, column))
-
-    def _store_at(self, two: ir.Value, row: ir.Value, column: ir.Value) -> None:
-        at = arith.addi(arith.muli(row, constant(self.columns, i64())), wide(column))
-        llvm.store(two, address_of(self._values, at, i8()), alignment=8)
-
-    def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
-        """Of all columns, or of a unit."""
-        first = constant(0) if unit is None else arith.muli(unit, constant(ir.MemRefType(self._scales.type).shape[-1]))
-        self._each(lambda row: llvm.store(scale, address_of(self._scales, arith.addi(wide(first), row), i32())))
-
-    def _each(self, store: Callable[[ir.Value], Any]) -> None:
-        for place in self._places:
+    def each(store: Callable[[ir.Value], Any]) -> None:
+        for place in places:
             with utils.when(arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))):
                 store(wide(place))
 
+    def store_values(two: ir.Value, column: ir.Value) -> None:
+        def store(row: ir.Value) -> None:
+            at = arith.addi(arith.muli(row, constant(columns, i64())), wide(column))
+            llvm.store(two, address_of(values, at, i8()), alignment=8)
 
-class SharedRow:
-    """The place of some units of a row in shared memory; see `quantize_row_to_shared`."""
+        each(store)
 
-    def __init__(
-        self, values: ir.Value, scales: ir.Value, place: ir.Value, first: ir.Value, num_units: int, columns: int
-    ):
-        self._values, self._scales, self._place = values, scales, place
-        self._first, self._num_units = first, num_units
-        self.columns = columns
+    def store_scale(scale: ir.Value, unit: ir.Value | None) -> None:
+        first = constant(0) if unit is None else arith.muli(unit, constant(ir.MemRefType(scales.type).shape[-1]))
+        each(lambda row: llvm.store(scale, address_of(scales, arith.addi(wide(first), row), i32())))
 
-    def store(self, two: ir.Value, column: ir.Value) -> None:
-        """Eight elements, in two words."""
+    return store_values, store_scale
 
-        def store(slot: ir.Value) -> None:
-            strides, _ = ir.MemRefType(self._values.type).get_strides_and_offset()
-            line = arith.addi(arith.muli(slot, constant(strides[0])), arith.muli(self._place, constant(UNIT_COLUMNS)))
-            sixteen = arith.xori(
-                arith.divui(arith.remui(column, constant(UNIT_COLUMNS)), constant(16)),
-                arith.remui(self._place, constant(8)),
-            )
-            at = arith.addi(arith.muli(sixteen, constant(16)), arith.remui(column, constant(16)))
-            llvm.store(two, address_of(self._values, arith.addi(line, at), i8()), alignment=8)
 
-        self._if_inside(arith.divui(column, constant(UNIT_COLUMNS)), store)
+def stores_to_shared(
+    values: ir.Value, scales: ir.Value, place: ir.Value, first_unit: ir.Value, num_units: int
+) -> tuple[Store, Store]:
+    """How some units of a row are stored in shared memory; see `quantize_row_to_shared`."""
 
-    def store_scale(self, scale: ir.Value, unit: ir.Value | None) -> None:
-        """Of all columns, or of a unit."""
-        if unit is None:
-            llvm.store(scale, address_of(self._scales, self._place, i32()))
-            return
-        *_, rows = ir.MemRefType(self._scales.type).shape
-
-        def store(slot: ir.Value) -> None:
-            at = arith.addi(arith.muli(slot, constant(rows)), self._place)
-            llvm.store(scale, address_of(self._scales, at, i32()))
-
-        self._if_inside(unit, store)
-
-    def _if_inside(self, unit: ir.Value, store: Callable[[ir.Value], None]) -> None:
+    def if_inside(unit: ir.Value, store: Callable[[ir.Value], None]) -> None:
         """Calls `store` with the slot of a unit, if it has one."""
-        slot = arith.subi(unit, self._first)
-        with utils.when(less(slot, constant(self._num_units))):
+        slot = arith.subi(unit, first_unit)
+        with utils.when(less(slot, constant(num_units))):
             store(slot)
 
-
-class RowQuantizer:
-    """One row, for one thread of the warpgroup that quantizes it."""
-
-    def __init__(
-        self, rows: InputRows, x: ir.Value, source: ir.Value, warp_maxima: ir.Value, to: GlobalRows | SharedRow
-    ):
-        self.dtype, self.columns, self.format = np.dtype(rows.values.dtype), rows.columns, rows.format
-        self.x, self.warp_maxima, self.to = x, warp_maxima, to
-        # `mov` hides the bound from LLVM, which would drop the branches of whole pieces; see `_store`.
-        self.first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
-        _, stride = ir.MemRefType(self.x.type).shape
-        self.line = arith.muli(wide(source), constant(stride, i64()))
-        self.pieces = range(-(-to.columns // _PIECE))
-
-    def round(self, static: ir.Value | None) -> None:
-        static_scale = None if static is None else _in_range(static, self.format)
-        pieces = [self._load(piece) for piece in self.pieces]
-        if static_scale is not None:
-            self._store_scale(static_scale, None)
-            scales = [(static_scale, None)] * len(pieces)
-        elif self.format.block_size == "row":
-            largest = self._largest([self._largest(words) for words in pieces])
-            scale, finite = self._scale(self._across_warps(self._across_lanes(largest, _LANES)))
-            self._store_scale(scale, None)
-            scales = [(scale, finite)] * len(pieces)
-        else:
-            of_block = UNIT_COLUMNS // _VECTOR
-            scales = [self._scale(self._across_lanes(self._largest(words), of_block)) for words in pieces]
-            for piece, (scale, _) in enumerate(scales):
-                self._store_scale(scale, piece)
-        for piece, (words, scale) in enumerate(zip(pieces, scales, strict=True)):
-            self._store(piece, words, *scale)
-
-    def _column(self, piece: int) -> ir.Value:
-        return arith.addi(self.first, constant(piece * _PIECE))
-
-    def _load(self, piece: int) -> list[ir.Value]:
-        """The thread's 8 elements, in 4 or 8 words; zeros past the last column."""
-        column, element = self._column(piece), ir.MemRefType(self.x.type).element_type
-        inside = less(column, constant(self.columns))
-        at = arith.addi(self.line, wide(arith.select(inside, column, constant(0))))
-        words = []
-        for part in range(self.dtype.itemsize // 2):
-            address = address_of(self.x, arith.addi(at, constant(4 * part, i64())), element)
-            loaded = llvm.load(ir.VectorType.get((4,), i32()), address, alignment=16)
-            words += [llvm.extractelement(loaded, constant(i)) for i in range(4)]
-        return [arith.select(inside, word, constant(0)) for word in words]
-
-    def _largest(self, words: list[ir.Value]) -> ir.Value:
-        """The largest magnitude in words, or in each half of them."""
-        size = self.dtype.itemsize
-        magnitudes = [run(_MAGNITUDE[size], word) for word in words]
-        while len(magnitudes) > 1:
-            pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
-            rest = magnitudes[len(magnitudes) // 2 * 2 :]
-            magnitudes = [run(_LARGER[size], one, other) for one, other in pairs] + rest
-        return magnitudes[0]
-
-    def _across_lanes(self, largest: ir.Value, lanes: int) -> ir.Value:
-        """The largest, in words or in each half of them, over groups of so many lanes."""
-        distance = lanes // 2
-        while distance:
-            other = utils.inline_ptx(
-                _ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True
+    def store_values(two: ir.Value, column: ir.Value) -> None:
+        def store(slot: ir.Value) -> None:
+            strides, _ = ir.MemRefType(values.type).get_strides_and_offset()
+            line = arith.addi(arith.muli(slot, constant(strides[0])), arith.muli(place, constant(UNIT_COLUMNS)))
+            sixteen = arith.xori(
+                arith.divui(arith.remui(column, constant(UNIT_COLUMNS)), constant(16)),
+                arith.remui(place, constant(8)),
             )
-            largest = run(_LARGER[self.dtype.itemsize], largest, other)
-            distance //= 2
-        return largest
+            at = arith.addi(arith.muli(sixteen, constant(16)), arith.remui(column, constant(16)))
+            llvm.store(two, address_of(values, arith.addi(line, at), i8()), alignment=8)
 
-    def _across_warps(self, largest: ir.Value) -> ir.Value:
-        """The same over warps, in each of which all lanes have the same value."""
-        warp = arith.divui(thread_index(), constant(_LANES))
-        utils.warpgroup_barrier()  # all have read the words of the row before
-        llvm.store(largest, address_of(self.warp_maxima, warp, i32()))  # all lanes store the same
-        utils.warpgroup_barrier()
-        return self._largest(load_words(self.warp_maxima, constant(0), WORDS))
+        if_inside(arith.divui(column, constant(UNIT_COLUMNS)), store)
 
-    def _scale(self, largest: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Float32 bits of the scale for a largest magnitude, and whether that is finite."""
-        size = self.dtype.itemsize
-        if size == 2:
-            largest = run(_LARGER_HALF, largest)
-        infinity = 0x7C00 if self.dtype == np.float16 else _INFINITY[size]
-        finite = less(largest, constant(infinity))
-        if size == 2:
-            largest = run(_AS_FLOAT[self.dtype.name][0], largest)
-        scale = run(_QUOTIENT, largest, constant(_MOST_448))
-        scale = arith.maxui(scale, constant(_LEAST_SCALE))
-        return arith.select(finite, scale, constant(_NAN)), finite
+    def store_scale(scale: ir.Value, unit: ir.Value | None) -> None:
+        if unit is None:
+            llvm.store(scale, address_of(scales, place, i32()))
+            return
+        *_, rows = ir.MemRefType(scales.type).shape
 
-    def _store_scale(self, scale: ir.Value, piece: int | None) -> None:
+        def store(slot: ir.Value) -> None:
+            at = arith.addi(arith.muli(slot, constant(rows)), place)
+            llvm.store(scale, address_of(scales, at, i32()))
+
+        if_inside(unit, store)
+
+    return store_values, store_scale
+
+
+def round_row(
+    rows: InputRows,
+    x: ir.Value,
+    row: ir.Value,
+    static: ir.Value | None,
+    warp_maxima: ir.Value,
+    columns: int,
+    store_values: Store,
+    store_scale: Store,
+) -> None:
+    """Quantizes one row, for one thread of the warpgroup.
+
+    Args:
+        rows: how.
+        x: the rows' values, of which it is row `row`.
+        static: the static scale, if there is one.
+        warp_maxima: int32 (WORDS,) of shared memory.
+        columns: of the result: whole units, with zeros after the row's own columns.
+        store_values: stores eight elements, in two words, from a column on.
+        store_scale: stores the scale of a unit; unit None: of all columns.
+    """
+    dtype, pieces = np.dtype(rows.values.dtype), range(-(-columns // _PIECE))
+    # `mov` hides the bound from LLVM, which would drop the branches of whole pieces; see `store`.
+    first = run("mov.b32 $0, $1;", arith.muli(thread_index(), constant(_VECTOR)))
+    _, stride = ir.MemRefType(x.type).shape
+    line = arith.muli(wide(row), constant(stride, i64()))
+
+    def column_of(piece: int) -> ir.Value:
+        return arith.addi(first, constant(piece * _PIECE))
+
+    def store_scale_of(piece: int | None, scale: ir.Value) -> None:
         if piece is None:
             with utils.when(less(thread_index(), constant(1))):
-                self.to.store_scale(scale, None)
+                store_scale(scale, None)
             return
-        column = self._column(piece)
+        column = column_of(piece)
         leads = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(column, constant(UNIT_COLUMNS)), constant(0))
-        with utils.when(arith.andi(leads, less(column, constant(self.to.columns)))):
-            self.to.store_scale(scale, arith.divui(column, constant(UNIT_COLUMNS)))
+        with utils.when(arith.andi(leads, less(column, constant(columns)))):
+            store_scale(scale, arith.divui(column, constant(UNIT_COLUMNS)))
 
-    def _store(self, piece: int, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> None:
-        """Rounds and stores. `finite`: whether the scale's elements are; None if the scale is static.
+    static_scale = None if static is None else _in_range(static, rows.format)
+    loaded = [_load(x, line, column_of(piece), rows.columns, dtype) for piece in pieces]
+    if static_scale is not None:
+        store_scale_of(None, static_scale)
+        scales = [(static_scale, None)] * len(loaded)
+    elif rows.format.block_size == "row":
+        largest = _largest([_largest(words, dtype) for words in loaded], dtype)
+        scale, finite = _scale(_across_warps(_across_lanes(largest, _LANES, dtype), warp_maxima, dtype), dtype)
+        store_scale_of(None, scale)
+        scales = [(scale, finite)] * len(loaded)
+    else:
+        lanes = UNIT_COLUMNS // _VECTOR
+        scales = [_scale(_across_lanes(_largest(words, dtype), lanes, dtype), dtype) for words in loaded]
+        for piece, (scale, _) in enumerate(scales):
+            store_scale_of(piece, scale)
+    for piece, words, scale in zip(pieces, loaded, scales, strict=True):
+        column = column_of(piece)
+        # Rounding is inside the branch: otherwise ptxas rounds all pieces at once, in twice as many registers.
+        with utils.when(less(column, constant(columns))):
+            store_values(pair(*_rounded(words, *scale, dtype)), column)
 
-        Rounding is inside the branch: otherwise ptxas rounds all pieces at once, in twice as many registers.
-        """
-        column = self._column(piece)
-        with utils.when(less(column, constant(self.to.columns))):
-            self.to.store(pair(*self._rounded(words, scale, finite)), column)
 
-    def _rounded(self, words: list[ir.Value], scale: ir.Value, finite: ir.Value | None) -> list[ir.Value]:
-        """Two words of four elements each."""
-        if self.dtype.itemsize == 2:
-            floats = [run(text, word) for word in words for text in _AS_FLOAT[self.dtype.name]]
-        else:
-            floats = words
-        if finite is None:  # values may be arbitrarily large, and infinity becomes NaN
-            beyond = run(_PRODUCT, scale, constant(_BEYOND))
-            quotients = self._quotients([run(_LIMITED, value, beyond) for value in floats], scale)
-            quotients = [run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
-        else:
-            quotients = self._quotients(floats, scale)
-        rounded = [run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
-        return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
+def _load(x: ir.Value, line: ir.Value, column: ir.Value, columns: int, dtype: np.dtype[Any]) -> list[ir.Value]:
+    """The thread's 8 elements, in 4 or 8 words; zeros past the last column."""
+    element = ir.MemRefType(x.type).element_type
+    inside = less(column, constant(columns))
+    at = arith.addi(line, wide(arith.select(inside, column, constant(0))))
+    words = []
+    for part in range(dtype.itemsize // 2):
+        address = address_of(x, arith.addi(at, constant(4 * part, i64())), element)
+        loaded = llvm.load(ir.VectorType.get((4,), i32()), address, alignment=16)
+        words += [llvm.extractelement(loaded, constant(i)) for i in range(4)]
+    return [arith.select(inside, word, constant(0)) for word in words]
 
-    def _quotients(self, values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
-        """Quotients of values of at most 512 times the scale, so that the multiplication does not overflow."""
-        power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
-        scaled = run(_PRODUCT, scale, power)
-        reciprocal = run(_QUOTIENT, constant(_ONE), scaled)
-        return [run(_CORRECTED, value, scaled, reciprocal, power) for value in values]
+
+def _largest(words: list[ir.Value], dtype: np.dtype[Any]) -> ir.Value:
+    """The largest magnitude in words, or in each half of them."""
+    magnitudes = [run(_MAGNITUDE[dtype.itemsize], word) for word in words]
+    while len(magnitudes) > 1:
+        pairs = zip(magnitudes[::2], magnitudes[1::2], strict=False)
+        rest = magnitudes[len(magnitudes) // 2 * 2 :]
+        magnitudes = [run(_LARGER[dtype.itemsize], one, other) for one, other in pairs] + rest
+    return magnitudes[0]
+
+
+def _across_lanes(largest: ir.Value, lanes: int, dtype: np.dtype[Any]) -> ir.Value:
+    """The largest, in words or in each half of them, over groups of so many lanes."""
+    distance = lanes // 2
+    while distance:
+        other = utils.inline_ptx(_ACROSS.format(distance=distance), largest, result_types=i32(), has_side_effects=True)
+        largest = run(_LARGER[dtype.itemsize], largest, other)
+        distance //= 2
+    return largest
+
+
+def _across_warps(largest: ir.Value, warp_maxima: ir.Value, dtype: np.dtype[Any]) -> ir.Value:
+    """The same over warps, in each of which all lanes have the same value."""
+    warp = arith.divui(thread_index(), constant(_LANES))
+    utils.warpgroup_barrier()  # all have read the words of the row before
+    llvm.store(largest, address_of(warp_maxima, warp, i32()))  # all lanes store the same
+    utils.warpgroup_barrier()
+    return _largest(load_words(warp_maxima, constant(0), WORDS), dtype)
+
+
+def _scale(largest: ir.Value, dtype: np.dtype[Any]) -> tuple[ir.Value, ir.Value]:
+    """Float32 bits of the scale for a largest magnitude, and whether that is finite."""
+    if dtype.itemsize == 2:
+        largest = run(_LARGER_HALF, largest)
+    infinity = 0x7C00 if dtype == np.float16 else _INFINITY[dtype.itemsize]
+    finite = less(largest, constant(infinity))
+    if dtype.itemsize == 2:
+        largest = run(_AS_FLOAT[dtype.name][0], largest)
+    scale = run(_QUOTIENT, largest, constant(_MOST_448))
+    scale = arith.maxui(scale, constant(_LEAST_SCALE))
+    return arith.select(finite, scale, constant(_NAN)), finite
+
+
+def _rounded(words: list[ir.Value], scale: ir.Value, finite: ir.Value | None, dtype: np.dtype[Any]) -> list[ir.Value]:
+    """Two words of four elements each. `finite`: whether the scale's elements are; None if the scale is static."""
+    floats = [run(text, word) for word in words for text in _AS_FLOAT[dtype.name]] if dtype.itemsize == 2 else words
+    if finite is None:  # values may be arbitrarily large, and infinity becomes NaN
+        beyond = run(_PRODUCT, scale, constant(_BEYOND))
+        quotients = _quotients([run(_LIMITED, value, beyond) for value in floats], scale)
+        quotients = [run(_SPOIL, value, quotient) for value, quotient in zip(floats, quotients, strict=True)]
+    else:
+        quotients = _quotients(floats, scale)
+    rounded = [run(_ROUND, *quotients[i : i + 4]) for i in (0, 4)]
+    return rounded if finite is None else [arith.select(finite, word, constant(0)) for word in rounded]
+
+
+def _quotients(values: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
+    """Quotients of values of at most 512 times the scale, so that the multiplication does not overflow."""
+    power = arith.select(less(scale, constant(_SMALL)), constant(_RAISE), constant(_ONE))
+    scaled = run(_PRODUCT, scale, power)
+    reciprocal = run(_QUOTIENT, constant(_ONE), scaled)
+    return [run(_CORRECTED, value, scaled, reciprocal, power) for value in values]

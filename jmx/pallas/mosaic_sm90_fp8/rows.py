@@ -1,41 +1,54 @@
 """The rows that products take: in FP8, or not quantized yet."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmx.numerics.input_formats import InputFormat
 from jmx.pallas.mosaic_sm90_fp8.layout import UNIT_COLUMNS
+from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
 
-class InputRows(NamedTuple):
-    """Rows of inputs, in FP8 if they have scales, and how they are quantized; inside a kernel with references.
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "row_of", "static_scale", "scales"],
+    meta_fields=["columns", "format", "num_rows"],
+)
+@dataclass(frozen=True)
+class InputRows:
+    """Rows of inputs, in FP8 if they have scales, and how they are quantized; a pytree, in a kernel of references.
 
     Args:
-        values: bfloat16, float16 or float32 (T, C), C a multiple of 8; a shape if the same launch computes it. With
+        values: bfloat16, float16 or float32 (T, C), C a multiple of 8; None if the same launch computes them. With
             `scales` float8_e4m3fn (R, `padded_columns`).
+        row_of: the rows of the result that each row of values is written to; negative ones are skipped. None: its own.
+        static_scale: if `format` is static and rows are not quantized yet, else None.
         columns: K, the number of columns that are read, a multiple of 8.
         format: an input format with e4m3 elements.
-        static_scale: if `format` is static, else None.
-        row_of: the rows of the result that each row of values is written to; negative ones are skipped. None: its own.
         num_rows: R, of the result. Rows that are not written have undefined contents.
         scales: float32 (R,) of rows, or (K / 128, R) of 128 columns of a row; None: not quantized yet.
     """
 
-    values: Float[Array, "T C"] | jax.ShapeDtypeStruct
+    values: Float[Any, "T C"]
+    row_of: Int32[Array, "T k"] | None
+    static_scale: Float32[Array, "1"] | None
     columns: int
     format: InputFormat
-    static_scale: Float32[Array, "1"] | None
-    row_of: Int32[Array, "T k"] | None
     num_rows: int
-    scales: Float32[Array, " R"] | Float32[Array, "b R"] | None = None
+    scales: Float32[Any, " R"] | Float32[Any, "b R"] = None
 
     @property
     def quantized(self) -> bool:
         """Whether they are in FP8."""
         return self.scales is not None
+
+    def with_quantized(self, values: Ref, scales: Ref) -> "InputRows":
+        """The same rows in FP8: arrays, or references to where a kernel stores them."""
+        return replace(self, values=values, row_of=None, static_scale=None, scales=scales)
 
     @property
     def padded_columns(self) -> int:

@@ -1,15 +1,16 @@
-"""Operands and epilogue of one grouped GEMM, for both Hopper kernels."""
+"""What a grouped GEMM computes and the arrays that it takes, for both Hopper kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from jmx.numerics.formats import BlockScaled, Format
+from jmx.numerics.formats import WHOLE_ROW, BlockScaled, Format
 from jmx.numerics.gate_up import is_interleaved, is_up_first
 from jmx.pallas.sm90.mlir import constant, less, thread_index
+from jmx.pallas.sm90.operation import Ref
 from jmx.pallas.sm90.tiles import GATED_ROWS, TILE
 from jmx.util.typing import Array, Num
 
@@ -87,3 +88,33 @@ class BaseProduct:
     rows: Rows
     dtype: Any
     activation: Callable[..., Array] | None = None
+
+
+class Operands(NamedTuple):
+    """A product's arrays, which are a kernel's operands, or references to them. Those that it lacks are None.
+
+    Args:
+        values, zero_points: of the weight.
+        scales: of blocks, which are copied with the tiles.
+        channel_scales: (E, N) or (E, N, 1), by which the epilogue multiplies.
+        bias: as in `BaseProduct`.
+        order, row_scales, shifts: as in `mosaic_sm90`'s products; `order` only if there is `bias` or `channel_scales`.
+    """
+
+    values: Ref
+    scales: Ref
+    zero_points: Ref
+    channel_scales: Ref
+    bias: Ref
+    order: Ref = None
+    row_scales: Ref = None
+    shifts: Ref = None
+
+    @classmethod
+    def of(cls, product: BaseProduct) -> "Operands":
+        """Those that products of both kernels have."""
+        q = product.weight
+        scales, channel_scales = (
+            (None, q.scales) if product.format.block_size == WHOLE_ROW else (q.scales, q.global_scales)
+        )
+        return cls(q.values, scales, q.zero_points, channel_scales, product.bias)

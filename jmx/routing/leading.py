@@ -1,4 +1,4 @@
-"""A routing, or router logits, with any leading axes of tokens, as one of flat tokens."""
+"""The routing of a call whose tokens have any leading axes: its arrays, checks, and the same as (T, k)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def flat_routing(
     """
     mask = None if mask is None else mask.reshape(-1)
     num_tokens = prod(leading)
-    arrays = token_arrays(routing)
-    flat = with_token_arrays(routing, {name: a.reshape(num_tokens, a.shape[-1]) for name, a in arrays.items()})
+    arrays = arrays_of(routing)
+    flat = with_arrays(routing, {name: a.reshape(num_tokens, a.shape[-1]) for name, a in arrays.items()})
     if isinstance(flat, Logits):
         return route(flat, mask)
     validate(flat, num_tokens)
@@ -39,7 +39,7 @@ def flat_routing(
 
 def check_routing(routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[Any, "..."] | None) -> None:
     """Raises ValueError or TypeError, naming the array, unless routing and mask are those of tokens (*leading)."""
-    for name, array in token_arrays(routing).items():
+    for name, array in arrays_of(routing).items():
         check_array(name, array)
         if not array.shape or tuple(array.shape[:-1]) != tuple(leading):
             raise ValueError(
@@ -53,10 +53,11 @@ def slots_of(routing: Routing | Logits) -> int:
     return routing.method.top_k if isinstance(routing, Logits) else routing.expert_ids.shape[-1]
 
 
-def token_arrays(routing: Routing | Logits) -> dict[str, Shaped[Any, "..."]]:
+def arrays_of(routing: Routing | Logits) -> dict[str, Shaped[Any, "..."]]:
     """Arrays with axes of tokens, by name."""
     return {"values": routing.values} if isinstance(routing, Logits) else routing._asdict()
 
 
-def with_token_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing | Logits:
+def with_arrays(routing: Routing | Logits, arrays: dict[str, Any]) -> Routing | Logits:
+    """The same with other arrays, by name."""
     return dataclasses.replace(routing, **arrays) if isinstance(routing, Logits) else Routing(**arrays)
