@@ -35,7 +35,7 @@ def worker_of(system: str, cases: Sequence[Case]) -> Worker:
     return Worker(system, [sys.executable, str(WORKER), system, json.dumps(cases)])
 
 
-def results(worker: Worker, cases: Sequence[Case], end: float) -> Iterator[dict[str, Any]]:
+def results(worker: Worker, cases: Sequence[Any], end: float) -> Iterator[dict[str, Any]]:
     """A row of each case; an error in it from where the process failed."""
     done = 0
     try:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jmx import activations, autodiff, meshes
 from jmx.activations import Activation
 from jmx.backends import registered_backends
-from jmx.engines.gradients import Differentiable, Gradients, Primals, SavesGateUp, Wanted
+from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
 from jmx.experts import Experts, ShardedExperts
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
@@ -372,11 +372,10 @@ def _run(
 
     def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted, saved: Any) -> Gradients:
         # A backend without gradients has those of the reference, which reads a few experts at a time from any layout.
-        # It is the one with gradients of weights, too.
         x, routing, experts = primals
         its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
         chosen = select(its, environment, static.backend, registered_backends()).backend
-        if its.num_tokens == 0 or its.top_k == 0 or wanted.weights or not isinstance(chosen, Differentiable):
+        if its.num_tokens == 0 or its.top_k == 0 or not has_gradients(chosen, its, weights=wanted.weights):
             return xla.backward(true, primals, dy, wanted)
         experts = experts.prepare(problem.layout)
         padded = Primals(_widened(x, experts), routing, experts.as_padded())

@@ -11,10 +11,11 @@ from backend_cases import NEITHER, Case, draw_routing, draw_weights, draw_x, poi
 
 import jmx
 from jmx import GELU, Environment, ReLU2, SiLUAndMul, SwiGLU, grouping
-from jmx.engines.gradients import Gradients, Primals, Wanted
+from jmx.backends import registered_backends
+from jmx.engines.gradients import Gradients, Primals, Wanted, has_gradients
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
-from jmx.pallas.mosaic_sm90 import act_order, kernel
+from jmx.pallas.mosaic_sm90 import act_order, kernel, weight_gradients
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.selection.backend import ExpertProduct
@@ -60,13 +61,13 @@ def drawn(case, rng, layers=None):
     return jnp.asarray(x), jax.tree.map(jnp.asarray, routing), experts, dy
 
 
-def check(case, gradients, x, routing, experts, dy):
+def check(case, gradients, x, routing, experts, dy, wanted=None):
     """Against the reference in float32, in which it computes with an input format at any dtype of x."""
     problem = case.problem()
     if case.input_format is None:
         x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
         problem = dataclasses.replace(problem, dtype="float32")
-    expected = reference(problem, Primals(x, routing, experts), dy, Wanted(*case.bias))
+    expected = reference(problem, Primals(x, routing, experts), dy, wanted or Wanted(*case.bias))
     for name, got, wanted in zip(expected._fields, gradients, expected, strict=True):
         assert (got is None) == (wanted is None), name
         if wanted is not None:
@@ -105,6 +106,52 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
 
 def backward(problem, primals, dy, case, *saved):
     return MosaicSm90().backward(problem, primals, HOPPER, dy, Wanted(*case.bias), *saved)
+
+
+def outer(d, rows, groups, dtype, *, config, num_cores):
+    """As `float_sm90.outer.outer` says."""
+    del config
+    assert num_cores == HOPPER.core_count
+    assert d.dtype == rows.dtype == jnp.bfloat16
+    d, rows = (np.asarray(array, np.float32) for array in (d, rows))
+    mine = [slice(int(start), int(end)) for start, end in zip(groups.starts, groups.ends, strict=True)]
+    return jnp.asarray(np.stack([d[each].T @ rows[each] for each in mine]), dtype)
+
+
+WITH_WEIGHTS = [  # of which there are gradients of weights
+    Case(tokens=40, hidden=64, intermediate=128, activation=SMOOTH),
+    Case(tokens=9, hidden=128, intermediate=64, activation=SMOOTH, ids="nowhere"),
+    Case(tokens=40, hidden=128, intermediate=64, order="concatenated_up_first", weights_on="input", activation=SMOOTH),
+    Case(tokens=300, hidden=64, intermediate=64, order=None, activation=ReLU2(), format="int8_channel", bias=NEITHER),
+    Case(tokens=5, hidden=128, intermediate=64, ids="anywhere", top_k=4, format="nvfp4", activation=SiLUAndMul()),
+    Case(tokens=7, hidden=128, intermediate=128, dtype="float16", format="fp8_block", activation=SMOOTH),
+]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("case", WITH_WEIGHTS, ids=str)
+def test_gradients_of_weights_around_the_kernels(case, rng, monkeypatch):
+    monkeypatch.setattr(kernel, "one_product", emulated.one_product)
+    monkeypatch.setattr(grouping, "many", sort)
+    monkeypatch.setattr(weight_gradients, "outer", outer)
+    dtype = "bfloat16" if case.dtype == "float32" else case.dtype
+    case = dataclasses.replace(case, dtype=dtype, layout=LAYOUT.name)
+    arguments = x, routing, experts, dy = drawn(case, rng)
+    problem, backend = case.problem(), MosaicSm90()
+    assert has_gradients(backend, problem, weights=True)
+    both = Wanted(*case.bias)._replace(gate_up=True, down=True)
+    for wanted in (both, both._replace(gate_up=False)):
+        gradients = backend.backward(problem, Primals(x, routing, experts), HOPPER, dy, wanted)
+        check(case, gradients, *arguments, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": 96}, {"intermediate_size": 160}, {"input_format": "mxfp8"}, {"backend": "triton"}]
+)
+def test_the_reference_has_the_other_gradients_of_weights(change):
+    backend = {backend.name: backend for backend in registered_backends()}[change.pop("backend", "mosaic")]
+    problem = dataclasses.replace(Case(hidden=128, intermediate=128).problem(), **change)
+    assert not has_gradients(backend, problem, weights=True)
 
 
 ALONE = [

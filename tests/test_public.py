@@ -24,7 +24,7 @@ ORDER = [
     {"selection"},
     {"engines"},
     {"xla", "pallas", "ffi"},
-    {"backends"},
+    {"backends", "floats"},
     {"autodiff"},
     {"lora", "qat"},
     {"parallel"},

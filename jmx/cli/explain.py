@@ -79,10 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         for problem, division in zip(problems, divisions, strict=True)
     ]
     if arguments.json:
-        print_json([explanation.as_dict() | {"rounded_from": floats} for explanation in explanations])
+        added = {"rounded_from": floats}
+        if floats is not None:
+            added |= {"unquantized": _unquantized(problems[0], environment)}
+        print_json([explanation.as_dict() | added for explanation in explanations])
     else:
         if floats is not None:
             print(_rounded(floats, problems[0].format))
+            print(f"as floats they are multiplied by {_unquantized(problems[0], environment)}")
         show(*explanations)
     runs = (explanation.chosen is not None for explanation in explanations)
     exchanges = (its is None or its.call is None or its.chosen is not None for its in divisions)
@@ -108,6 +112,17 @@ def _rounded(floats: str, format: str) -> str:
 
     how = f", as `jmx convert --quantize {format}` does" if storage_of(FORMATS[format]) else ""
     return f"the checkpoint's experts are {floats}: explained as quantized to {format}{how} (another: --format)"
+
+
+def _unquantized(problem: "Problem", environment: "Environment") -> str:
+    """What multiplies the layer's weights if they stay floats of its dtype, with the reason if that is XLA."""
+    from jmx.floats import NAME, rejection
+
+    hidden, inner = problem.hidden_size, problem.intermediate_size
+    rows = inner if problem.gate_up_order is None else 2 * inner
+    found = (rejection(problem.dtype, sizes, environment) for sizes in ((rows, hidden), (hidden, inner)))
+    why = next((each for each in found if each is not None), None)
+    return f"the kernels {NAME}" if why is None else f"XLA ({why.reason.value}: {why.detail})"
 
 
 def _problems(arguments: argparse.Namespace, environment: "Environment") -> tuple[list["Problem"], str | None]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jmx.experts import Experts
 from jmx.routing import Routing
+from jmx.selection.backend import Backend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
 from jmx.util.typing import Array, Float, Float32
@@ -68,9 +69,18 @@ class Differentiable(Protocol):
 
         Args:
             dy: (T, H) of x's dtype.
-            wanted: gradients of biases; never of weights.
+            wanted: gradients of biases; of weights only if there are some (`WeightGradients`).
             saved: what `SavesGateUp.apply_saving` returned with the result, or None.
         """
+        ...
+
+
+@typing.runtime_checkable
+class WeightGradients(Differentiable, Protocol):
+    """What such a backend has whose backward pass also gives gradients of what weights were rounded from."""
+
+    def has_weight_gradients(self, problem: Problem) -> bool:
+        """Whether it does for `problem`: then `wanted` may ask for them."""
         ...
 
 
@@ -83,3 +93,10 @@ class SavesGateUp(Differentiable, Protocol):
     ) -> tuple[Float[Array, "T H"], Any]:
         """The result of `Backend.apply`, and arrays for `backward`: the outputs of the experts' first product."""
         ...
+
+
+def has_gradients(backend: Backend, problem: Problem, *, weights: bool) -> typing.TypeGuard[Differentiable]:
+    """Whether a backend computes the gradients of `problem` itself, with those of `weights` or without."""
+    if weights:
+        return isinstance(backend, WeightGradients) and backend.has_weight_gradients(problem)
+    return isinstance(backend, Differentiable)

@@ -1,4 +1,4 @@
-"""Float experts, which jmx does not quantize: two grouped products by XLA."""
+"""Float experts, which jmx does not quantize: two grouped products, see `jmx.floats`."""
 
 from functools import lru_cache, partial
 from typing import Any
@@ -11,6 +11,7 @@ from jax import lax
 import jmx
 import jmx.nnx
 from jmx.checkpoint.quantizing import FloatExperts
+from jmx.floats import grouped_dot
 from jmx.lora import Adapters
 from jmx.lora.adapters import Skeleton
 from jmx.lora.forms import fused
@@ -20,7 +21,6 @@ from jmx.numerics.gate_up import join_gate_up
 from jmx.parallel.over_mesh import OwnExperts, exchanged
 from jmx.qat import QAT, MasterExperts
 from jmx.routing import Method
-from jmx.xla.grouped_dot import grouped_dot
 
 
 def random_experts(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx import grouping
+from jmx import grouping, meshes
 from jmx.grouping import Blocks
 from jmx.util.typing import Array, Float, Float32, Int32
 from jmx.xla.dot import precision
@@ -41,7 +41,7 @@ def _ragged(
 def _by_blocks(
     rows: Float[Array, "R K"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"]
 ) -> Float32[Array, "R N"]:
-    return _products(rows, weights, sizes, transposed=False)
+    return meshes.unchecked(partial(_products, transposed=False))(rows, weights, sizes)
 
 
 def _forward(rows: Any, weights: Any, sizes: Any) -> tuple[Float32[Array, "R N"], tuple[Any, Any, Any]]:
@@ -50,9 +50,9 @@ def _forward(rows: Any, weights: Any, sizes: Any) -> tuple[Float32[Array, "R N"]
 
 def _backward(residuals: tuple[Any, Any, Any], d: Float32[Array, "R N"]) -> tuple[Any, Any, None]:
     rows, weights, sizes = residuals
-    drows = _products(d.astype(rows.dtype), weights, sizes, transposed=True)
+    drows = meshes.unchecked(partial(_products, transposed=True))(d.astype(rows.dtype), weights, sizes)
     drows = jnp.where(jnp.arange(len(drows))[:, None] < sizes.sum(), drows, 0)
-    dweights = _weight_gradients(rows, d.astype(rows.dtype), sizes)
+    dweights = meshes.unchecked(_weight_gradients)(rows, d.astype(rows.dtype), sizes)
     return drows.astype(rows.dtype), dweights.astype(weights.dtype), None
 
 

@@ -166,6 +166,12 @@ class MosaicSm90(LimitedBackend):
         config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
         return backward(problem, primals, dy, wanted, config, environment.core_count or 1, saved)
 
+    def has_weight_gradients(self, problem: Problem) -> bool:
+        # Importing Pallas takes a second.
+        from jmx.pallas.mosaic_sm90 import weight_gradients
+
+        return weight_gradients.supports(problem)
+
     def product(self, product: ExpertProduct, rows: Float[Array, "R K"], dtype: Any) -> Float[Array, "R W"]:
         from jmx.pallas.mosaic_sm90.alone import product_alone
         from jmx.pallas.mosaic_sm90.kernel import one_product

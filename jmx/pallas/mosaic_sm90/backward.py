@@ -16,6 +16,7 @@ gradient, as in the reference.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jmx.grouping import Work
 from jmx.numerics.formats import BlockScaled
 from jmx.numerics.gate_up import join_gate_up, split_gate_up
 from jmx.numerics.input_formats import INPUT_FORMATS, dequantize, quantize
-from jmx.pallas.mosaic_sm90 import act_order, alone, kernel
+from jmx.pallas.mosaic_sm90 import act_order, alone, kernel, weight_gradients
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90.grouped_gemm import Product
 from jmx.pallas.mosaic_sm90.rounded_inputs import RoundedRows
@@ -100,6 +101,8 @@ def backward(
         rows = work.row_of
         dweights = jnp.where(rows >= 0, dweights.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds"), 0)
     gate_up_bias, down_bias = experts.gate_up_bias, experts.down_bias
+    with jax.named_scope("weights"):
+        weights = pass_.weights(wanted, x, h, dh, dout)
     return Gradients(
         dx.astype(x.dtype),
         dweights.astype(routing.weights.dtype),
@@ -107,6 +110,7 @@ def backward(
         if wanted.gate_up_bias and gate_up_bias is not None
         else None,
         pass_.of_layer(pass_.down_bias(dy), down_bias) if wanted.down_bias and down_bias is not None else None,
+        *weights,
     )
 
 
@@ -253,6 +257,26 @@ class _Pass:
             bias = self._layer(bias).at[self._expert_of_row].get(mode="promise_in_bounds")
             dweights += (dout.astype(jnp.float32) * bias.astype(jnp.float32)).sum(-1)
         return dh, dweights
+
+    def weights(
+        self,
+        wanted: Wanted,
+        x: Float[Array, "T H"],
+        h: Float[Array, "R tile_rows"],
+        dh: Float32[Array, "R tile_rows"],
+        dout: Float[Array, "R H"],
+    ) -> tuple[Float32[Array, "E N K"] | None, Float32[Array, "E H I"] | None]:
+        """Gradients of what the weights were rounded from, those that are wanted."""
+        of_weight = partial(weight_gradients.of_weight, self.problem, self.routing)
+        gate_up = down = None
+        if wanted.gate_up:
+            rows = sorted_rows(self.problem, x, self.routing, self.experts, self.work).values
+            gate_up = of_weight(gate_and_up(dh, self.experts), rows, self.num_cores)
+        if wanted.down:
+            parts = (part.astype(jnp.float32) for part in gate_and_up(h, self.experts))
+            dout = dout if self.problem.on_input else dout * self._weights
+            down = of_weight((dout,), self.problem.activation(*parts), self.num_cores)
+        return gate_up, down
 
     # Biases
 

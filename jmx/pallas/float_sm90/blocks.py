@@ -1,0 +1,75 @@
+"""Groups of rows as blocks of at most `block_m` rows that begin where TMA can read: at a multiple of 8 rows."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jmx.util.typing import Array, Int32
+
+ROW_ALIGNMENT = 8  # rows of a swizzled tile in shared memory
+
+
+class Groups(NamedTuple):
+    """Where the rows of each group are, (E,) int32 each.
+
+    Args:
+        aligned: `starts`, rounded down to a multiple of 8: the first row that is read.
+        starts, ends: the first row, and the one after the last.
+    """
+
+    aligned: Int32[Array, " E"]
+    starts: Int32[Array, " E"]
+    ends: Int32[Array, " E"]
+
+    @classmethod
+    def of(cls, sizes: Int32[Array, " E"]) -> "Groups":
+        """Groups of `sizes` (E,), one after the other."""
+        return cls.at(jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes)
+
+    @classmethod
+    def at(cls, starts: Int32[Array, " E"], sizes: Int32[Array, " E"]) -> "Groups":
+        """Groups of `sizes` (E,) from their rows `starts` on."""
+        return cls(starts & -ROW_ALIGNMENT, starts, starts + sizes)
+
+
+class RowBlocks(NamedTuple):
+    """B blocks of rows of one group, (B,) int32 each; B is the most that any sizes need.
+
+    All blocks of a group but the last one end `block_m` rows after the row that they begin to read at.
+
+    Args:
+        groups: the group of each block.
+        aligned: the first row that is read, a multiple of 8.
+        starts, ends: the first row of the result that is written, and the one after the last.
+        number: of blocks in use, B times.
+    """
+
+    groups: Int32[Array, " B"]
+    aligned: Int32[Array, " B"]
+    starts: Int32[Array, " B"]
+    ends: Int32[Array, " B"]
+    number: Int32[Array, " B"]
+
+    @classmethod
+    def of(cls, sizes: Int32[Array, " E"], num_rows: int, block_m: int) -> "RowBlocks":
+        """Blocks of groups of `sizes` (E,), of at most `num_rows` rows together."""
+        every = Groups.of(sizes)
+        needed = jnp.where(sizes > 0, -(-(every.ends - every.aligned) // block_m), 0)
+        ends = jnp.cumsum(needed, dtype=jnp.int32)
+        index = jnp.arange(max_blocks(num_rows, sizes.size, block_m), dtype=jnp.int32)
+        group = (ends <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
+        group = jnp.minimum(group, sizes.size - 1)
+        first = every.aligned[group] + (index - (ends - needed)[group]) * block_m
+        return cls(
+            group,
+            first,
+            jnp.maximum(first, every.starts[group]),
+            jnp.minimum(first + block_m, every.ends[group]),
+            jnp.broadcast_to(ends[-1], index.shape),
+        )
+
+
+def max_blocks(num_rows: int, num_groups: int, block_m: int) -> int:
+    """The most blocks that groups of so many rows need: each in use may begin 7 rows early and have one part block."""
+    used = min(num_rows, num_groups)
+    return max(1, used + (num_rows + used * (ROW_ALIGNMENT - 2)) // block_m)

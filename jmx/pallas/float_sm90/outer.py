@@ -1,0 +1,190 @@
+"""Gradients of the weights: for each group the sum over its rows of d's row times the row, by one persistent kernel.
+
+A work item is a tile of one group's result. In each stage of the pipeline one producer warp copies 64 rows of `d`, and
+another one those rows of `rows`; both are operands of wgmma as they are, with the sum along their first axis. The first
+rows of a group's first stage and the last ones of its last stage may belong to other groups: consumers overwrite them
+with zeros in both operands, since NaN times 0 would be NaN.
+
+Items of one group follow each other, so its rows stay in L2. Groups without rows get zeros.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
+from jmx.pallas.float_sm90.config import Config
+from jmx.pallas.float_sm90.product import SharedMemory
+from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, keep_rows, store
+from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
+from jmx.pallas.sm90.operation import Ref
+from jmx.pallas.sm90.pipeline import Pipeline
+from jmx.pallas.sm90.scheduler import Share
+from jmx.pallas.sm90.tiles import TILE
+from jmx.util.typing import Array, Float, Int32
+
+Scalar = Int32[Array, ""]
+_WIDTHS = (8, 16, 32, TILE)  # rows of a copy
+
+
+def outer(
+    d: Float[Array, "R N"],
+    rows: Float[Array, "R K"],
+    groups: Groups,
+    dtype: Any,
+    *,
+    config: Config,
+    num_cores: int,
+) -> Float[Array, "E N K"]:
+    """The sum over each group's rows of d (N,) times rows (K,).
+
+    Args:
+        d, rows: of the same 16-bit floats, N and K multiples of 64, R of 8.
+        groups: the rows of each group, which may have rows of no group between them.
+        dtype: of the result; sums are float32.
+        num_cores: SMs.
+    """
+    shape = groups.starts.size, d.shape[1], rows.shape[1]
+
+    def body(d: Ref, rows: Ref, groups: Groups, out: Ref, *, shared: SharedMemory) -> None:
+        tiles = -(-shape[1] // config.block_m), -(-shape[2] // config.block_n)
+        share = Share.of(Share.begin(lax.axis_index("core")), shape[0] * tiles[0] * tiles[1], 0, num_cores)
+        kernel = _Kernel(d, rows, out, groups, tiles, share, config, shared)
+        warpgroup = lax.axis_index("warpgroup")
+        specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_rows, kernel.copy_d)
+
+    outputs = [jax.ShapeDtypeStruct(shape, dtype)]
+    kernel = persistent_kernel(body, "float_outer", config, num_cores, outputs, _shared_memory(config, rows.dtype))
+    return launch(kernel, d, rows, groups)[0]
+
+
+def _shared_memory(config: Config, dtype: Any) -> SharedMemory:
+    """`rows` are those of d, one below the other for each warpgroup; `weights` the other rows."""
+    stages = config.num_stages
+    return SharedMemory(
+        plgpu.SMEM((stages, config.warpgroups_m, TILE, TILE), dtype, transforms=SWIZZLED),
+        plgpu.SMEM((stages, TILE, config.block_n), dtype, transforms=SWIZZLED),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=1 + config.warpgroups_m),
+        plgpu.Barrier(num_barriers=stages, num_arrivals=config.num_warpgroups),
+    )
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What all warps of the kernel know."""
+
+    d: Ref
+    rows: Ref
+    out: Ref
+    groups: Groups
+    tiles: tuple[int, int]
+    share: Share
+    config: Config
+    shared: SharedMemory
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.shared.pipeline(self.config)
+
+    def position(self, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+        """An item's group and its tile along both axes of the result."""
+        item = self.share.item(turn)
+        of_group = self.tiles[0] * self.tiles[1]
+        tile = lax.rem(item, of_group)
+        return lax.div(item, of_group), lax.rem(tile, self.tiles[0]), lax.div(tile, self.tiles[0])
+
+    def num_stages(self, group: Scalar) -> Scalar:
+        """Stages of an item of a group."""
+        rows = self.groups.ends[group] - self.groups.aligned[group]
+        stages = lax.div(rows + (TILE - 1), TILE)
+        return jnp.where(self.groups.ends[group] > self.groups.starts[group], stages, 0)
+
+    def _produce(self, copy: Callable[[Any, int, Scalar, Scalar, Scalar], None]) -> None:
+        """Fills the stages of all items. `copy`: takes the first row, their number, both tiles, and the slot."""
+
+        def item(turn: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+            group, m, n = self.position(turn)
+            aligned, end = self.groups.aligned[group], self.groups.ends[group]
+
+            def stage(step: Scalar, state: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+                slot, nth = state
+                self.pipeline.acquire(slot, nth)
+                first = aligned + step * TILE
+                seen = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
+                for_width(_WIDTHS, end - first, lambda width: copy(seen, width, m, n, slot))
+                return self.pipeline.next_slot(slot), nth + 1
+
+            return lax.fori_loop(0, self.num_stages(group), stage, state)
+
+        lax.fori_loop(0, self.share.num_items, item, (jnp.int32(0), jnp.int32(0)))
+
+    def copy_d(self) -> None:
+        """Copies rows of `d`: of each warpgroup its 64 columns."""
+
+        def copy(first: Any, width: int, m: Scalar, n: Scalar, slot: Scalar) -> None:
+            del n
+            for wm in range(self.config.warpgroups_m):
+                columns = pl.ds(m * self.config.block_m + wm * TILE, TILE)
+                buffer = self.shared.rows.at[slot, wm, pl.ds(0, width)]
+                self.pipeline.copy(self.d.at[pl.ds(first, width), columns], buffer, slot)
+
+        self._produce(copy)
+
+    def copy_rows(self) -> None:
+        """Copies rows of `rows`."""
+
+        def copy(first: Any, width: int, m: Scalar, n: Scalar, slot: Scalar) -> None:
+            del m
+            columns = pl.ds(n * self.config.block_n, self.config.block_n)
+            buffer = self.shared.weights.at[slot, pl.ds(0, width)]
+            self.pipeline.copy(self.rows.at[pl.ds(first, width), columns], buffer, slot)
+
+        self._produce(copy)
+
+    def consume(self, warpgroup: Scalar) -> None:
+        """Computes the tiles of a consumer warpgroup."""
+        config, rows = self.config, self.out.shape[1]
+
+        def item(turn: Scalar, slot: Scalar) -> Scalar:
+            group, m, n = self.position(turn)
+            count = self.num_stages(group)
+            acc = pl.run_scoped(
+                partial(self._sum, warpgroup, group, count, slot), Accumulator((TILE, config.block_n), jnp.float32)
+            )
+            before = group * rows
+            first = before + m * config.block_m + warpgroup * TILE
+            store(self.out, acc, first, (before, before + rows), n * config.block_n, self.out.shape[2])
+            return lax.rem(slot + count, config.num_stages)
+
+        lax.fori_loop(0, self.share.num_items, item, jnp.int32(0))
+
+    def _sum(self, warpgroup: Scalar, group: Scalar, count: Scalar, slot: Scalar, acc: Ref) -> Array:
+        """The sum of a work item's products. A stage is released when the product after it has begun."""
+        pipeline, shared = self.pipeline, self.shared
+        aligned, start, end = (array[group] for array in self.groups)
+
+        def stage(step: Scalar, slots: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+            slot, before = slots
+            pipeline.wait(slot)
+            d, rows = shared.rows.at[slot, warpgroup], shared.weights.at[slot]
+            first = aligned + step * TILE
+            inside = start - first, end - first
+
+            pl.when((inside[0] > 0) | (inside[1] < TILE))(lambda: keep_rows((d, rows), *inside))
+
+            plgpu.wgmma(acc, d.transpose((1, 0)), rows)
+            plgpu.wgmma_wait(1)
+            pl.when(step > 0)(lambda: pipeline.release(before))
+            return pipeline.next_slot(slot), slot
+
+        _, last = lax.fori_loop(0, count, stage, (slot, slot))
+        plgpu.wgmma_wait(0)
+        pl.when(count > 0)(lambda: pipeline.release(last))
+        return acc[...]

@@ -1,0 +1,47 @@
+"""Gradients of the values that both weights were rounded from, by the kernel for float weights.
+
+For each expert the sum over its rows of the gradient of a product's results times its inputs, both in bfloat16, in
+float32. The kernel reads the rows of the backward pass as they are: each expert's begin at a multiple of 8.
+"""
+
+import jax.numpy as jnp
+
+from jmx import grouping
+from jmx.numerics.gate_up import join_gate_up
+from jmx.pallas.float_sm90.blocks import Groups
+from jmx.pallas.float_sm90.config import heuristic
+from jmx.pallas.float_sm90.outer import outer
+from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT
+from jmx.pallas.sm90.tiles import TILE
+from jmx.routing import Routing
+from jmx.selection.problem import Problem
+from jmx.util.typing import Array, Float, Float32
+
+
+def supports(problem: Problem) -> bool:
+    """Whether there are such gradients: of sizes in whole tiles, with inputs in bfloat16."""
+    whole = problem.hidden_size % TILE == 0 and problem.intermediate_size % TILE == 0
+    return whole and problem.input_format is None
+
+
+def of_weight(
+    problem: Problem,
+    routing: Routing,
+    parts: tuple[Float[Array, "R _"], ...],
+    rows: Float[Array, "R K"],
+    num_cores: int,
+) -> Float32[Array, "E N K"]:
+    """The gradient of one weight.
+
+    Args:
+        parts: gradients of its results, of gate and up or of all; anything in rows of no assignment.
+        rows: its inputs.
+        num_cores: SMs.
+    """
+    d = parts[0]
+    if len(parts) == 2:
+        d = join_gate_up(*parts, problem.gate_up_order)
+    sorted = grouping.sort_rows(routing.expert_ids, problem.num_experts, ROW_ALIGNMENT)
+    groups = Groups.at(sorted.starts, sorted.sizes)
+    d, rows = d.astype(jnp.bfloat16), rows.astype(jnp.bfloat16)
+    return outer(d, rows, groups, jnp.float32, config=heuristic(rows.shape[1]), num_cores=num_cores)

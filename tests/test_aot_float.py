@@ -1,0 +1,80 @@
+"""The kernels for float weights compiled for an H200 that is not here: what they cost, by their compiler's report."""
+
+import re
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from sass import hazards, is_wgmma, parse, register_limits
+
+import jmx
+from jmx.floats import grouped_dot
+from jmx.pallas.float_sm90.config import Config, heuristic
+from jmx.pallas.sm90.config import SHARED_MEMORY
+from jmx.training import MasterExperts
+
+WARPGROUP = 128  # threads
+SIZES = [  # experts, outputs and inputs of a product
+    pytest.param(32, 5760, 2880, id="gpt-oss-20b"),
+    pytest.param(128, 1536, 2048, id="qwen3-30b-a3b", marks=pytest.mark.slow),
+    pytest.param(4, 64, 128, id="small", marks=pytest.mark.slow),
+]
+
+
+def assert_sound(kernel: aot.Kernel, config: Config) -> None:
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", kernel.report) == [("0", "0")], kernel.report
+    assert "wgmma" not in kernel.report, kernel.report  # C7510 and similar: products that were serialized
+    assert config.num_stages * config.stage_bytes <= kernel.shared_memory <= SHARED_MEMORY
+    program = parse(kernel.sass)
+    assert sum(map(is_wgmma, program)) == 4  # of one stage
+    assert hazards(program) == []
+    limits = register_limits(program)
+    assert all(used <= limit for limit, used in limits), limits
+    (compute, _), (fetch, _) = sorted(limits, reverse=True)
+    assert compute == config.registers
+    # A CTA has the registers that it was launched with. A warpgroup that requests more waits forever.
+    launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (config.num_warpgroups + 1)
+    assert config.num_warpgroups * compute + fetch <= launched
+    assert launched * WARPGROUP <= 65536
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_experts", "outputs", "inputs"), SIZES)
+def test_a_product_and_its_gradients_compile_into_sound_kernels(num_experts, outputs, inputs, dtype, capfd):
+    rows = jax.ShapeDtypeStruct((999, inputs), dtype)  # a copy makes them a multiple of 8
+    weights = jax.ShapeDtypeStruct((num_experts, outputs, inputs), dtype)
+    sizes = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+
+    def gradients(rows, weights, sizes):
+        return jax.grad(lambda rows, weights: jnp.square(grouped_dot(rows, weights, sizes)).sum(), (0, 1))(
+            rows, weights
+        )
+
+    _, kernels = aot.kernels_for_h200(capfd, gradients, rows, weights, sizes)
+    found = {}
+    for kernel in kernels:
+        found[re.findall(r"function '(float\w*?)_block_n", kernel.report)[0]] = kernel
+    assert len(kernels) == len(found) == 3
+    columns = {"float": outputs, "float_transposed": inputs, "float_outer": inputs}
+    for name, kernel in found.items():
+        assert_sound(kernel, heuristic(columns[name]))
+
+
+@pytest.mark.aot
+def test_a_training_step_of_master_weights_multiplies_by_kernels():
+    """Both products in one, then `gate_up` again, `down` transposed, and the gradients of both weights."""
+
+    def loss(masters: MasterExperts, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        y = jmx.moe(x, jmx.Routing(ids, weights), masters, activation="swiglu")
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    masters = jax.eval_shape(lambda key: MasterExperts.random(key, 8, 128, 192, gate_up_order="interleaved"), key)
+    x = jax.ShapeDtypeStruct((300, 128), jnp.bfloat16)
+    ids, weights = (jax.ShapeDtypeStruct((300, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    compiled = aot.compile_for_h200(jax.value_and_grad(loss), masters, x, ids, weights)
+    text = compiled.as_text()
+    assert text is not None
+    assert re.findall(r'custom_call_target="(\w+)"', text) == ["mosaic_gpu_v2"] * 5
