@@ -19,16 +19,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import (
-    TILE,
-    TO_BITS,
-    Ref,
-    RunningSoftmax,
-    SplitResults,
-    shared_memory,
-    token_scores,
-)
+from jmx.pallas.attention.softmax import TILE, TO_BITS, RunningSoftmax, SplitResults, shared_memory, token_scores
 from jmx.pallas.sm90.launch import kernel_name, launch
+from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused ones

@@ -12,10 +12,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jmx.pallas.sm90.operation import Ref
+
 TILE = 8  # rows of a tile of shared memory
 TO_BITS = math.log2(math.e)  # exponentials are powers of two: those the hardware has
-
-Ref = Any  # a reference to memory, as Pallas passes it to kernels
 
 
 class RunningSoftmax(NamedTuple):

@@ -13,8 +13,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from jmx.pallas.attention.softmax import Ref
 from jmx.pallas.sm90.launch import kernel_name, launch
+from jmx.pallas.sm90.operation import Ref
 from jmx.util.typing import Array, Int32, Shaped
 
 _ALIGNMENT = 16  # bytes of a row that the copy engine moves
