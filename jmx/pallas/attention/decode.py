@@ -4,7 +4,7 @@
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -67,11 +67,8 @@ def flash_decode(
         padded = jnp.pad(padded, ((0, 0), (0, 0), (0, padded_group - group), (0, 0))).reshape(batch, -1, dim)
     call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
 
-    def body(operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
-        _attend_split(call, operands, results, shared)
-
     kernel = plgpu.kernel(
-        body,
+        partial(_attend_split, call),
         out_type=[SplitResults.shapes(splits, batch, padded.shape[1], dim)],
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
@@ -180,33 +177,33 @@ class _Split(NamedTuple):
         return (self.first + self.split + step * call.splits) * KEYS
 
 
-def _attend_split(call: _Call, operands: _Operands, results: SplitResults, smem: _Shared) -> None:
+def _attend_split(call: _Call, operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
     """The kernel: the softmax of a key head's queries over a split of the keys."""
     split = _Split.of_cta(call, operands.positions)
     heads = pl.ds(split.kv_head * call.group, call.group)
     with jax.named_scope("prologue"):
         used = pl.ds(0, call.group)
-        plgpu.copy_gmem_to_smem(operands.query.at[split.row, heads], smem.rows.at[used], smem.rows_full)
+        plgpu.copy_gmem_to_smem(operands.query.at[split.row, heads], shared.rows.at[used], shared.rows_full)
         for step in range(STAGES):
-            pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, smem, jnp.int32(step)))
-        plgpu.barrier_wait(smem.rows_full)
+            pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, shared, jnp.int32(step)))
+        plgpu.barrier_wait(shared.rows_full)
     none = RunningSoftmax.begin(ROWS, call.dim)
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
-        softmax = _attend_block(call, split, smem, step, softmax)
-        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, operands, smem, step + STAGES))
+        softmax = _attend_block(call, split, shared, step, softmax)
+        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, operands, shared, step + STAGES))
         return softmax
 
     softmax = lax.fori_loop(0, split.steps, attend, none)
     with jax.named_scope("epilogue"):
-        smem.gathered[...] = softmax.gathered
-        smem.peak_and_total[0] = softmax.peak
-        smem.peak_and_total[1] = softmax.total
+        shared.gathered[...] = softmax.gathered
+        shared.peak_and_total[0] = softmax.peak
+        shared.peak_and_total[1] = softmax.total
         plgpu.commit_smem()
         place = split.split, split.row, heads
-        plgpu.copy_smem_to_gmem(smem.gathered.at[used], results.gathered.at[place])
-        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], results.peaks.at[place])
-        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], results.totals.at[place])
+        plgpu.copy_smem_to_gmem(shared.gathered.at[used], results.gathered.at[place])
+        plgpu.copy_smem_to_gmem(shared.peak_and_total.at[0, used], results.peaks.at[place])
+        plgpu.copy_smem_to_gmem(shared.peak_and_total.at[1, used], results.totals.at[place])
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -69,11 +69,8 @@ def flash_decode_latent(
     call = _Call(block, capacity, width, rank, splits, scale)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - heads), (0, 0)))
 
-    def body(operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
-        _kernel(call, operands, results, shared)
-
     kernel = plgpu.kernel(
-        body,
+        partial(_kernel, call),
         out_type=[SplitResults.shapes(splits, batch, padded.shape[1], rank)],
         grid=(splits, blocks, batch),
         grid_names=("split", "block", "row"),
@@ -167,14 +164,14 @@ class _Split(NamedTuple):
         return (self.split + step * call.splits) * KEYS
 
 
-def _kernel(call: _Call, operands: _Operands, results: SplitResults, smem: _Shared) -> None:
+def _kernel(call: _Call, operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
     """The kernel: the last warpgroup is the producer, the others are consumers, of a part of the values' channels."""
     split, block, row = (lax.axis_index(axis) for axis in ("split", "block", "row"))
     warpgroup, position = lax.axis_index("warpgroup"), operands.positions[row]
     steps = lax.div(lax.div(position, KEYS) + call.splits - split, call.splits)
     work = _Split(split, pl.ds(block * call.block, call.block), row, position, steps)
-    pl.when(warpgroup < CONSUMERS)(lambda: _consume(call, work, results, smem, warpgroup))
-    pl.when(warpgroup == CONSUMERS)(lambda: _produce(call, work, operands, smem))
+    pl.when(warpgroup < CONSUMERS)(lambda: _consume(call, work, results, shared, warpgroup))
+    pl.when(warpgroup == CONSUMERS)(lambda: _produce(call, work, operands, shared))
 
 
 @jax.named_scope("producer")

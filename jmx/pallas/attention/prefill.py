@@ -95,11 +95,8 @@ def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt 
     """The kernel over keys and values of a prompt, or over pages."""
     batch, length, heads, _ = query.shape
 
-    def body(operands: _Operands, out: Ref, *, shared: _Shared) -> None:
-        _kernel(call, operands, out, shared)
-
     kernel = plgpu.kernel(
-        body,
+        partial(_kernel, call),
         out_type=jax.ShapeDtypeStruct((batch, length, heads, call.value_dim), query.dtype),
         grid=(heads, length // BLOCK, batch),
         grid_names=("heads", "tile", "batch"),
@@ -229,7 +226,7 @@ class _Tile(NamedTuple):
     steps: jax.Array
 
 
-def _kernel(call: _Call, operands: _Operands, out: Ref, smem: _Shared) -> None:
+def _kernel(call: _Call, operands: _Operands, out: Ref, *, shared: _Shared) -> None:
     """The kernel: warpgroups 0 and 1 are consumers, of half the tile's queries each, and 2 is the producer."""
     head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
     tile = call.length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
@@ -237,8 +234,8 @@ def _kernel(call: _Call, operands: _Operands, out: Ref, smem: _Shared) -> None:
     at = tile + operands.source.first_block(row)
     first = jnp.int32(0) if window is None else lax.div(jnp.maximum(at * BLOCK - (window - 1), 0), BLOCK)
     work = _Tile(head, tile, at, row, first, at + 1 - first)
-    pl.when(warpgroup < 2)(lambda: _consume(call, work, operands, out, smem, warpgroup))
-    pl.when(warpgroup == 2)(lambda: _produce(call, work, operands, smem))
+    pl.when(warpgroup < 2)(lambda: _consume(call, work, operands, out, shared, warpgroup))
+    pl.when(warpgroup == 2)(lambda: _produce(call, work, operands, shared))
 
 
 @jax.named_scope("producer")
