@@ -79,7 +79,7 @@ def moe(
             are, along mesh axes of `expert` and `tokens` alone.
         save_gate_up: whether the forward pass keeps the outputs of the experts' first product for the backward pass,
             float32 (T k, 2I) or a little more, which so need not be computed again. Only `mosaic` does, without
-            adapters; other backends leave it out. docs/training.md has times and bytes.
+            adapters and gradients of master weights; other calls leave it out. docs/training.md has times and bytes.
 
     Returns:
         (..., H) of x's dtype.
