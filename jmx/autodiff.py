@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jmx import meshes
 from jmx.engines.gradients import SAVED, Gradients, Primals, Wanted
+from jmx.engines.routed import alone, cotangent
 from jmx.experts import Experts
 from jmx.guard import guarded
 from jmx.routing import Routing
@@ -121,7 +122,7 @@ def differentiable(run: Run, backward_of: Backward, saving: Saving | None = None
             dsources = tuple(
                 d if d is None else d.astype(dtype) for d, dtype in zip(found[4:], static.dtypes, strict=True)
             )
-        return found.x, Routing(None, found.weights), dexperts, dsources  # None: no cotangent
+        return found.x, cotangent(routing, found.weights), dexperts, dsources
 
     call.defvjp(call_fwd, call_bwd, symbolic_zeros=True)
     return lambda *arguments: call(*_reverse_mode_only(arguments))
@@ -176,9 +177,10 @@ def _flattened(call: Callable[..., Any], axis_size: int, in_batched: Any, argume
         return array.reshape(axis_size * array.shape[1], *array.shape[2:])
 
     x, routing, experts, *more = arguments
+    routing, of_routing = alone(routing), alone(in_batched[1])  # blocks are of an element's tokens, not of all
     num_tokens = x.shape[1 if in_batched[0] else 0]
     by_token = (x, routing, more)
-    x, routing, more = jax.tree.map(flat, by_token, (in_batched[0], in_batched[1], list(in_batched[3:])))
+    x, routing, more = jax.tree.map(flat, by_token, (in_batched[0], of_routing, list(in_batched[3:])))
     out = call(x, routing, experts, *more)
     return jax.tree.map(lambda array: array.reshape(axis_size, num_tokens, *array.shape[1:]), out)
 

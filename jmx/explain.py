@@ -18,6 +18,7 @@ from jmx.experts import Experts, ShardedExperts
 from jmx.layer import check_arguments
 from jmx.numerics import formats
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.division import Division
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
@@ -212,6 +213,7 @@ class Explanation:
         if self.problem.input_format is not None:  # else the first line says their dtype
             by = "declared by the experts" if self.inputs_declared else "asked for"
             lines.append(Text(f"inputs: {self.problem.input_format}, {by}"))
+        lines += map(Text, routing_kernel.notes(self.problem, self.environment, divided=self.division is not None))
         lines.append(Text(self._costs()))
         if self.error is not None:
             lines.append(Text(f"a call raises NoBackendError: {self.error.splitlines()[0]}", "red"))

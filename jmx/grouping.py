@@ -98,7 +98,8 @@ class Blocks(NamedTuple):
     `x_rows`, `out_rows`: each block's first row in the rows read and in those written: (B,) int32, or an int n if block
         b has row n * b.
     `counts`: the number of rows of each block: (B,) int32, 0 after the last real block; or an int if all have as many.
-    `num_blocks`: the number of real blocks: () int32, or an int.
+    `num_blocks`: the number of real blocks: () int32, or (B,) times the same, or an int.
+    `counters`: zeros that a kernel of products may count in: int32, B or more; None: it makes them itself.
 
     Fields known while tracing are ints: XLA would compute them as arrays in separate kernels.
     """
@@ -108,6 +109,7 @@ class Blocks(NamedTuple):
     out_rows: Any
     counts: Any
     num_blocks: Any
+    counters: Any = None
 
     def of_layer(self, first_expert: Int32[Array, ""] | int) -> "Blocks":
         """The same with experts numbered from `first_expert` on, for kernels that take ints, too.
@@ -119,9 +121,14 @@ class Blocks(NamedTuple):
         return self._replace(experts=ids, num_blocks=number)
 
     @property
+    def zeros(self) -> Int32[Array, " n"]:
+        """The counters, or B zeros, which XLA makes in the kernel that makes `experts`."""
+        return self.experts >> 30 if self.counters is None else self.counters
+
+    @property
     def arrays(self) -> "Blocks":
-        """The fields that are arrays, as operands of a kernel; None for the others."""
-        return Blocks._make(None if isinstance(field, int) else field for field in self)
+        """The fields that are arrays, as operands of a kernel; None for the others, and for counters."""
+        return Blocks._make(None if isinstance(field, int) else field for field in self._replace(counters=None))
 
     def with_refs(self, refs: "Blocks") -> "Blocks":
         """The same inside a kernel that takes ints, too: with the refs of `arrays` instead of the arrays."""

@@ -17,14 +17,16 @@ from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
 from jmx.lora import layer as lora
+from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.split import Split
 from jmx.qat import MasterExperts
 from jmx.qat.call import Rounded
-from jmx.routing import NOWHERE, Logits, Routing, as_int32
+from jmx.routing import NOWHERE, Logits, Routing, as_int32, route
 from jmx.routing.leading import arrays_of, check_routing, flat_routing, slots_of, with_arrays
+from jmx.routing.logits import check as check_logits
 from jmx.selection.backend import ProductBackend
 from jmx.selection.environment import Environment
 from jmx.selection.problem import WEIGHTS_ON, Problem, check_x, resolve_input_format, with_tokens
@@ -275,10 +277,9 @@ def _of_this_device(
     (x, routing, mask), (experts, adapters) = _Tokens.of_parts(by_token, rest), weights
     experts = over_mesh.gathered(split, experts)
     routing = flat_routing(routing, x.shape[:-1], mask)
+    settings = settings._replace(input_format=resolve_input_format(one_device(experts), settings.input_format))
     on_one = partial(moe, **settings._asdict())
-    rounded = None
-    if settings.weights_on == "output":  # else it is x times a weight that is rounded
-        rounded = resolve_input_format(one_device(experts), settings.input_format)
+    rounded = settings.input_format if settings.weights_on == "output" else None  # else x times a weight is rounded
     flat = x.reshape(-1, x.shape[-1])
     return over_mesh.on_this_device(split, flat, routing, (experts, adapters), on_one, rounded).reshape(x.shape)
 
@@ -298,8 +299,20 @@ def _on_one_device(tokens: _Tokens, weights: tuple[Experts, Beside], static: _St
     check_not_divided(experts.arrays())
     x, routing, mask = tokens
     flat = x.reshape(-1, x.shape[-1])
-    routing = flat_routing(routing, x.shape[:-1], mask)
+    routing = flat_routing(routing, x.shape[:-1], mask, partial(_routed, static=static))
     return _run(flat, routing, experts, beside, static).reshape(x.shape)
+
+
+def _routed(logits: Logits, mask: Bool[AnyArray, " T"] | None, *, static: _Static) -> Routing:
+    """`route` of flat logits; few tokens' on a GPU with their blocks, by one kernel."""
+    (num_tokens,) = check_logits(logits)
+    problem, environment = with_tokens(static.problem, num_tokens), static.environment
+    if not routing_kernel.applies(logits.method, num_tokens, problem.num_experts, environment):
+        return route(logits, mask)
+    backend = select(problem, environment, static.backend, registered_backends()).backend
+    tiling = routing_kernel.tiling_of(backend, problem, environment)
+    call = routing_kernel.Call(logits.method, problem, tiling, num_tokens)
+    return routing_kernel.route_and_group(logits.values, mask, call)
 
 
 @partial(jax.jit, static_argnums=(2, 3))

@@ -2,10 +2,10 @@
 
     .venv-aot/bin/python tests/machine_code.py [--lowered] [--only TEXT] [--timeout SECONDS] > digests.txt
 
-Each case is one layer with one configuration. For each of its Mosaic GPU kernels a line has the case, the number of
-machine instructions, a digest of them, and a digest of the MLIR module they are compiled from. Labels and source
-locations are left out. All kernels get the same name here, since a kernel's name is an operand of its machine code:
-of the instruction that returns from a subroutine, such as that of a division.
+Each case is one layer with one configuration, or one call of an attention kernel. For each of its Mosaic GPU kernels a
+line has the case, the number of machine instructions, a digest of them, and a digest of the MLIR module they are
+compiled from. Labels and source locations are left out. All kernels get the same name here, since a kernel's name is an
+operand of its machine code: of the instruction that returns from a subroutine, such as that of a division.
 
 `--lowered` stops at the MLIR, which takes a second a case. Compilation is deterministic: the same MLIR has always given
 the same machine code.
@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import aot
@@ -34,6 +35,10 @@ from jmx import Environment, Experts
 from jmx.backends import resolve_layout
 from jmx.numerics.formats import FORMATS
 from jmx.numerics.input_formats import INPUT_FORMATS
+from jmx.pallas.attention.decode import flash_decode
+from jmx.pallas.attention.latent_decode import flash_decode_latent
+from jmx.pallas.attention.prefill import flash_prefill, flash_prefill_pages
+from jmx.pallas.attention.write_pages import write_blocks, write_rows
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.pallas.mosaic_sm90_fp8.config import Config as Fp8Config
 from jmx.selection import tuning
@@ -97,8 +102,53 @@ CASES = {
 }
 
 
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def numbers(*shape: int) -> jax.ShapeDtypeStruct:
+    return array(*shape, dtype=jnp.int32)
+
+
+SINKS = array(64, dtype=jnp.float32)
+STEP, CACHE, CACHE_PAGES = array(2, 64, 64), array(2, 2, 8, 1024, 64), array(2, 33, 8, 128, 64)
+PROMPT, KEYS, BLOCKS = array(2, 1024, 64, 64), array(2, 1024, 8, 64), array(2, 128, 64, 64)
+TABLES, POSITIONS = numbers(2, 16), numbers(2)
+ATTENTION = {  # functions of what is static, and arrays
+    "attention-decode": (partial(flash_decode, window=None), STEP, CACHE, SINKS, POSITIONS),
+    "attention-decode-padded-window": (
+        partial(flash_decode, window=300),
+        *(array(2, 6, 80), array(2, 2, 2, 1024, 80), array(6, dtype=jnp.float32), POSITIONS),
+    ),
+    "attention-decode-pages": (
+        lambda query, cache, sinks, at, tables: flash_decode(query, cache, sinks, at, 300, tables),
+        *(STEP, CACHE_PAGES, SINKS, POSITIONS, TABLES),
+    ),
+    "attention-decode_latent": (
+        partial(flash_decode_latent, rank=512, scale=0.1, core_count=132),
+        *(array(2, 20, 576), array(2, 1024, 576), POSITIONS),
+    ),
+    "attention-prefill": (partial(flash_prefill, window=None), PROMPT, KEYS, KEYS, SINKS),
+    "attention-prefill-window": (partial(flash_prefill, window=300), PROMPT, KEYS, KEYS, SINKS),
+    "attention-prefill-192": (
+        partial(flash_prefill, window=None),
+        *(array(1, 256, 8, 192), array(1, 256, 8, 192), array(1, 256, 8, 128), array(8, dtype=jnp.float32)),
+    ),
+    "attention-prefill-pages": (
+        partial(flash_prefill_pages, window=None),
+        *(BLOCKS, CACHE_PAGES, TABLES, POSITIONS, SINKS),
+    ),
+    "attention-write_rows": (write_rows, CACHE_PAGES, array(2, 2, 8, 64), POSITIONS, POSITIONS),
+    "attention-write_blocks": (write_blocks, CACHE_PAGES, array(2, 2, 128, 8, 64), POSITIONS),
+}
+
+
 def compile_case(name: str, directory: str | None) -> None:
     """Lowers a case, and compiles it where its dumps have a `directory`."""
+    if name in ATTENTION:
+        call, *arrays = ATTENTION[name]
+        lowered_or_compiled(jax.jit(call), tuple(arrays), directory)
+        return
     case = CASES[name]
     num_experts, top_k, hidden, intermediate = case.sizes
     backend = name.split("-", 1)[0]
@@ -212,7 +262,7 @@ def main() -> None:
     if arguments.one:
         report(arguments.one, lowered=False)
         return
-    for name in CASES:
+    for name in (*CASES, *ATTENTION):
         if arguments.only not in name:
             continue
         if arguments.lowered:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from jmx import grouping
+from jmx.engines.routed import GroupedRouting
 from jmx.experts import Experts
 from jmx.grouping import Blocks, Work
 from jmx.routing import Routing
@@ -35,10 +36,21 @@ class Tiling:
     align: int = 1
     whole: bool = False
 
+    def of(self, problem: Problem) -> tuple["Tiling", int, bool]:
+        """All that blocks depend on beside the ids."""
+        return self, problem.num_experts, problem.on_input
+
+    def sorts(self, problem: Problem, num_tokens: int) -> bool:
+        """Whether rows of so many tokens are sorted by expert."""
+        return num_tokens > self.few_tokens or problem.on_input
+
     def group(self, problem: Problem, routing: Routing) -> Work:
-        """The blocks of a routing (T, k)."""
+        """The blocks of a routing (T, k): those that it has, if they are of this tiling."""
+        known = routing.work(self.of(problem)) if isinstance(routing, GroupedRouting) else None
+        if known is not None:
+            return known
         ids, num_experts = routing.expert_ids, problem.num_experts
-        if ids.shape[0] <= self.few_tokens and not problem.on_input:
+        if not self.sorts(problem, ids.shape[0]):
             return grouping.unsorted(ids, num_experts, self.align)
         return grouping.many(ids, num_experts, self.block_m, self.align, whole=self.whole)
 

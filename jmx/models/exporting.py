@@ -30,7 +30,7 @@ from jmx.models.config import Config
 from jmx.models.decoder import Model
 from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.family import Family
-from jmx.models.places import Place, places
+from jmx.models.layers import Place, places
 from jmx.models.sources.protocol import in_layer
 from jmx.numerics.formats import BlockScaled, Format
 from jmx.numerics.gate_up import split_gate_up

@@ -26,9 +26,9 @@ from jmx.models.config import Config, expert_sizes
 from jmx.models.decoder import DTYPES, Model
 from jmx.models.families.choice import family_of, family_with
 from jmx.models.families.tensors import TOP_NAMES
+from jmx.models.layers import Place, places
 from jmx.models.model_split import ModelSplit
 from jmx.models.per_device import keys_of, local_size
-from jmx.models.places import Place, places
 from jmx.models.quantized_weights import concatenated, in_groups, stays_quantized
 from jmx.models.sharded_moe import in_shards
 from jmx.models.sources.files import FileSource

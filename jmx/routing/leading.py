@@ -1,6 +1,7 @@
 """The routing of a call whose tokens have any leading axes: its arrays, checks, and the same as (T, k)."""
 
 import dataclasses
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -13,11 +14,14 @@ from jmx.util.typing import AnyArray, Bool, Shaped
 
 
 def flat_routing(
-    routing: Routing | Logits, leading: tuple[Any, ...], mask: Bool[AnyArray, "*tokens"] | None = None
+    routing: Routing | Logits,
+    leading: tuple[Any, ...],
+    mask: Bool[AnyArray, "*tokens"] | None = None,
+    route: Callable[[Logits, Any], Routing] = route,
 ) -> Routing:
     """The routing (T, k) of routing or logits with `leading` axes, checked by `check_routing`.
 
-    Masked tokens route nowhere.
+    Masked tokens route nowhere. `route`: how logits (T, E) are routed.
 
     Raises:
         ValueError, TypeError: those of `jmx.route` and `routing.validate`.

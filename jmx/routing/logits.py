@@ -48,17 +48,17 @@ def route(logits: Logits, mask: Bool[AnyArray, "*tokens"] | None = None) -> Rout
         ValueError: shapes that do not fit each other, a method that cannot choose among E experts, or arrays that
             Explicit mesh axes split along axes other than those of tokens.
     """
-    leading = _check(logits)
+    leading = check(logits)
     check_mask(mask, leading, "`values`")
     bias = None if logits.correction_bias is None else jnp.asarray(logits.correction_bias, jnp.float32)
     by_token = {"values": logits.values} if mask is None else {"values": logits.values, "mask": mask}
     split = meshes.leading_split(len(leading), by_token, {} if bias is None else {"correction_bias": bias})
     if split is None:
-        return _route(by_token, bias, logits.method)
+        return route_checked(by_token, bias, logits.method)
     return _route_on_devices(by_token, bias, logits.method, split)
 
 
-def _check(logits: Logits) -> tuple[int, ...]:
+def check(logits: Logits) -> tuple[int, ...]:
     """Raises as `route` does; returns the leading axes of tokens."""
     check_instance("logits", logits, Logits, "jmx.Logits")
     values, bias, method = logits.values, logits.correction_bias, logits.method
@@ -77,8 +77,8 @@ def _check(logits: Logits) -> tuple[int, ...]:
     return tuple(leading)
 
 
-def _route(by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method) -> Routing:
-    """`route` of checked arrays."""
+def route_checked(by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method) -> Routing:
+    """`route` of checked arrays, `values` and perhaps `mask`, which no Explicit mesh axis splits."""
     *leading, num_experts = by_token["values"].shape
     num_tokens = prod(leading)
     values = jnp.asarray(by_token["values"], jnp.float32).reshape(num_tokens, num_experts)
@@ -93,4 +93,4 @@ def _route(by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | N
 def _route_on_devices(
     by_token: dict[str, Shaped[Any, "..."]], bias: Float32[Any, " E"] | None, method: Method, split: meshes.TokenSplit
 ) -> Routing:
-    return meshes.over_devices(split, lambda by_token, bias: _route(by_token, bias, method), by_token, bias)
+    return meshes.over_devices(split, lambda by_token, bias: route_checked(by_token, bias, method), by_token, bias)

@@ -16,9 +16,8 @@ import numpy as np
 
 from jmx.checkpoint.compressed_tensors import common_format
 from jmx.checkpoint.compressed_tensors.config import Quantization, Scheme
-from jmx.checkpoint.compressed_tensors.float_module import FloatModule
 from jmx.checkpoint.compressed_tensors.gptq_module import module_of
-from jmx.checkpoint.compressed_tensors.module import Module, Piece, Shape
+from jmx.checkpoint.compressed_tensors.module import FloatModule, Module, Piece, Shape
 from jmx.checkpoint.compressed_tensors.tensor_names import QUANTIZED
 from jmx.checkpoint.host_arrays import stacked
 from jmx.checkpoint.shards import DTYPES, CheckpointError, Tensor

@@ -1,4 +1,4 @@
-"""Reading one quantized module: its tensors, checked by shape and dtype, and the packed arrays that they hold."""
+"""Reading one module, quantized or of floats: its tensors, checked by shape and dtype, and the arrays in them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -378,3 +378,34 @@ class Module:
         if not np.array_equal(groups[order], np.arange(groups.size, dtype=np.int32) // size):
             raise piece.error(f"must put {size} columns into each of the groups 0 to {groups.size // size - 1}")
         return order
+
+
+class FloatModule:
+    """A module of floats among quantized ones: an expert, or a projection of one, that a tool left as it was.
+
+    Args:
+        name: in the checkpoint.
+        pieces: its tensors, by their name after the module's: a weight, and perhaps a bias.
+
+    Raises:
+        CheckpointError: the weight is missing, or a tensor has another dtype or shape.
+    """
+
+    scheme = None
+
+    def __init__(self, name: str, pieces: Mapping[str, Piece]):
+        self.name, self.pieces = name, pieces
+        self.file = next(iter(pieces.values())).tensor.file
+        if "weight" not in pieces:
+            raise CheckpointError(self.file, f"tensor '{name}.weight' is missing")
+        shape = pieces["weight"].shape
+        for last, piece in pieces.items():
+            if piece.dtype not in FLOATS:
+                raise piece.error(f"is {piece.dtype}, but must be {' or '.join(FLOATS)}")
+            if len(piece.shape) != (2 if last == "weight" else 1) or piece.shape[0] != shape[0] or 0 in piece.shape:
+                raise piece.error(f"has shape {piece.shape}, but must be a matrix, or a bias of its rows")
+
+    @property
+    def shape(self) -> Shape:
+        """(N, K), the contracted axis last."""
+        return self.pieces["weight"].shape

@@ -16,8 +16,8 @@ import numpy as np
 from jmx.checkpoint import compressed_tensors
 from jmx.checkpoint.compressed_tensors import Module
 from jmx.checkpoint.compressed_tensors.config import GLOBAL, INPUTS, Scheme
-from jmx.checkpoint.compressed_tensors.float_module import FloatModule
 from jmx.checkpoint.compressed_tensors.layers import find_modules
+from jmx.checkpoint.compressed_tensors.module import FloatModule
 from jmx.checkpoint.compressed_tensors.module_writer import module_tensors
 from jmx.checkpoint.quantizing.float_experts import PARTS, Layer, Matrix
 from jmx.checkpoint.quantizing.output_forms import storage_of

@@ -13,8 +13,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, shared_memory, token_scores
-from jmx.pallas.sm90.launch import launch
+from jmx.pallas.attention.softmax import (
+    TILE,
+    TO_BITS,
+    Ref,
+    RunningSoftmax,
+    SplitResults,
+    shared_memory,
+    token_scores,
+)
+from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads that share keys, and unused ones
@@ -65,35 +73,26 @@ def flash_decode(
         padded = query.reshape(batch, kv_heads, group, dim)
         padded = jnp.pad(padded, ((0, 0), (0, 0), (0, padded_group - group), (0, 0))).reshape(batch, -1, dim)
     call = _Call(num_rows, padded_group, kv_heads, length, dim, splits, window)
-    given = () if tables is None else (tables,)
 
-    def entry(query: Ref, cache: Ref, positions: Ref, *rest: Ref) -> None:
-        of_pages, outputs = (rest[0], rest[1:]) if given else (None, rest)
-        gmem = _Global(query, cache, positions, of_pages, *outputs)
-        pl.run_scoped(
-            lambda *shared: _attend_split(call, gmem, _Shared(*shared)),
-            shared_memory(ROWS, dim, dtype=query.dtype),
-            shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
-            shared_memory(STAGES, KEYS, dim, dtype=query.dtype),
-            shared_memory(ROWS, dim, dtype=jnp.float32),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=STAGES),
-        )
+    def body(operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
+        _attend_split(call, operands, results, shared)
 
-    per_head = jax.ShapeDtypeStruct((splits, *padded.shape[:2]), jnp.float32)
     kernel = plgpu.kernel(
-        entry,
-        out_type=(jax.ShapeDtypeStruct((splits, *padded.shape), jnp.float32), per_head, per_head),
+        body,
+        out_type=[SplitResults.shapes(splits, batch, padded.shape[1], dim)],
         grid=(splits, kv_heads, batch),
         grid_names=("split", "kv_head", "row"),
+        kernel_name=kernel_name(
+            "flash_decode", group=padded_group, dim=dim, splits=splits, window=window, pages=tables is not None
+        ),
+        scratch_types={"shared": _Shared.types(dim, query.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    parts = launch(kernel, padded, cache.reshape(-1, dim), positions, *given)
+    operands = _Operands(query=padded, cache=cache.reshape(-1, dim), positions=positions, tables=tables)
+    (results,) = launch(kernel, operands)
     if padded_group != group:
-        parts = [_without_padding(part, kv_heads, group) for part in parts]
-    return _combine(*parts, sinks).astype(query.dtype)
+        results = SplitResults(*(_without_padding(part, kv_heads, group) for part in results))
+    return _combine(results, sinks).astype(query.dtype)
 
 
 def _without_padding(
@@ -123,20 +122,17 @@ class _Call:
     window: int | None
 
 
-class _Global(NamedTuple):
-    """References to global memory; those from `gathered` on are outputs, (splits, ...). `tables` may be None."""
+class _Operands(NamedTuple):
+    """The kernel's operands, or references to them in global memory. `tables` may be None."""
 
     query: Ref
     cache: Ref
     positions: Ref
     tables: Ref
-    gathered: Ref
-    peaks: Ref
-    totals: Ref
 
 
 class _Shared(NamedTuple):
-    """References to the shared memory of a CTA, and its barriers; keys and values by stage."""
+    """The shared memory of a CTA, and its barriers: types, or references. Keys and values are by stage."""
 
     rows: Ref
     keys: Ref
@@ -146,6 +142,19 @@ class _Shared(NamedTuple):
     rows_full: Ref
     keys_full: Ref
     values_full: Ref
+
+    @classmethod
+    def types(cls, dim: int, dtype: jax.typing.DTypeLike) -> "_Shared":
+        return cls(
+            rows=shared_memory(ROWS, dim, dtype=dtype),
+            keys=shared_memory(STAGES, KEYS, dim, dtype=dtype),
+            values=shared_memory(STAGES, KEYS, dim, dtype=dtype),
+            gathered=shared_memory(ROWS, dim, dtype=jnp.float32),
+            peak_and_total=plgpu.SMEM((2, ROWS), jnp.float32),
+            rows_full=plgpu.Barrier(),
+            keys_full=plgpu.Barrier(num_barriers=STAGES),
+            values_full=plgpu.Barrier(num_barriers=STAGES),
+        )
 
 
 class _Split(NamedTuple):
@@ -178,43 +187,47 @@ class _Split(NamedTuple):
         return (self.first + self.split + step * call.splits) * KEYS
 
 
-def _attend_split(call: _Call, gmem: _Global, smem: _Shared) -> None:
+def _attend_split(call: _Call, operands: _Operands, results: SplitResults, smem: _Shared) -> None:
     """The kernel: the softmax of a key head's queries over a split of the keys."""
-    split = _Split.of_cta(call, gmem.positions)
+    split = _Split.of_cta(call, operands.positions)
     heads = pl.ds(split.kv_head * call.group, call.group)
-    plgpu.copy_gmem_to_smem(gmem.query.at[split.row, heads], smem.rows.at[pl.ds(0, call.group)], smem.rows_full)
-    for step in range(STAGES):
-        pl.when(step < split.steps)(lambda step=step: _load(call, split, gmem, smem, jnp.int32(step)))
-    plgpu.barrier_wait(smem.rows_full)
+    with jax.named_scope("prologue"):
+        used = pl.ds(0, call.group)
+        plgpu.copy_gmem_to_smem(operands.query.at[split.row, heads], smem.rows.at[used], smem.rows_full)
+        for step in range(STAGES):
+            pl.when(step < split.steps)(lambda step=step: _load(call, split, operands, smem, jnp.int32(step)))
+        plgpu.barrier_wait(smem.rows_full)
     none = RunningSoftmax.begin(ROWS, call.dim)
 
     def attend(step: jax.Array, softmax: RunningSoftmax) -> RunningSoftmax:
         softmax = _attend_block(call, split, smem, step, softmax)
-        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, gmem, smem, step + STAGES))
+        pl.when(step + STAGES < split.steps)(lambda: _load(call, split, operands, smem, step + STAGES))
         return softmax
 
     softmax = lax.fori_loop(0, split.steps, attend, none)
-    smem.gathered[...] = softmax.gathered
-    smem.peak_and_total[0] = softmax.peak
-    smem.peak_and_total[1] = softmax.total
-    plgpu.commit_smem()
-    used, place = pl.ds(0, call.group), (split.split, split.row, heads)
-    plgpu.copy_smem_to_gmem(smem.gathered.at[used], gmem.gathered.at[place])
-    plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], gmem.peaks.at[place])
-    plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], gmem.totals.at[place])
-    plgpu.wait_smem_to_gmem(0)
+    with jax.named_scope("epilogue"):
+        smem.gathered[...] = softmax.gathered
+        smem.peak_and_total[0] = softmax.peak
+        smem.peak_and_total[1] = softmax.total
+        plgpu.commit_smem()
+        place = split.split, split.row, heads
+        plgpu.copy_smem_to_gmem(smem.gathered.at[used], results.gathered.at[place])
+        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], results.peaks.at[place])
+        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], results.totals.at[place])
+        plgpu.wait_smem_to_gmem(0)
 
 
-def _load(call: _Call, split: _Split, gmem: _Global, smem: _Shared, step: jax.Array) -> None:
+@jax.named_scope("load")
+def _load(call: _Call, split: _Split, operands: _Operands, smem: _Shared, step: jax.Array) -> None:
     """Starts the copies of a step's keys and values into their stage."""
     stage = lax.rem(step, jnp.int32(STAGES))
     row, first = split.row, split.start(call, step)
-    if gmem.tables is not None:
-        row, first = gmem.tables[split.row, lax.div(first, KEYS)], jnp.int32(0)
+    if operands.tables is not None:
+        row, first = operands.tables[split.row, lax.div(first, KEYS)], jnp.int32(0)
     for kind, target, full in ((0, smem.keys, smem.keys_full), (1, smem.values, smem.values_full)):
         head = (kind * call.num_rows + row) * call.kv_heads + split.kv_head
         start = head * call.length + first
-        plgpu.copy_gmem_to_smem(gmem.cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
+        plgpu.copy_gmem_to_smem(operands.cache.at[pl.ds(start, KEYS)], target.at[stage], full.at[stage])
 
 
 def _attend_block(
@@ -222,27 +235,24 @@ def _attend_block(
 ) -> RunningSoftmax:
     """`softmax` with a step's keys and values, once they are in shared memory."""
     stage = lax.rem(step, jnp.int32(STAGES))
-    plgpu.barrier_wait(smem.keys_full.at[stage])
+    with jax.named_scope("wait"):
+        plgpu.barrier_wait(smem.keys_full.at[stage])
     distance = split.position - split.start(call, step)
     scores = token_scores(smem.rows, smem.keys.at[stage], distance, call.window)
     softmax, weights = softmax.add_scores(scores, TO_BITS * call.dim**-0.5)
-    plgpu.barrier_wait(smem.values_full.at[stage])
+    with jax.named_scope("wait"):
+        plgpu.barrier_wait(smem.values_full.at[stage])
     return softmax.add_values(weights, smem.values.at[stage])
 
 
-def _combine(
-    gathered: Float32[Array, "splits B heads D"],
-    peaks: Float32[Array, "splits B heads"],
-    totals: Float32[Array, "splits B heads"],
-    sinks: Float32[Array, " heads"],
-) -> Float32[Array, "B heads D"]:
+def _combine(results: SplitResults, sinks: Float32[Array, " heads"]) -> Float32[Array, "B heads D"]:
     """The splits' results as one softmax, with the sinks in it: float32 (B, heads, D).
 
     A maximum and sums over few splits, written out: XLA would make each reduction a separate kernel.
     """
     sinks = sinks * TO_BITS
-    peak = reduce(jnp.maximum, peaks, sinks)
-    parts = [jnp.exp2(split - peak) for split in peaks]
-    total = sum((part * split for part, split in zip(parts, totals, strict=True)), jnp.exp2(sinks - peak))
-    out = sum(part[..., None] * split for part, split in zip(parts, gathered, strict=True))
+    peak = reduce(jnp.maximum, results.peaks, sinks)
+    parts = [jnp.exp2(split - peak) for split in results.peaks]
+    total = sum((part * split for part, split in zip(parts, results.totals, strict=True)), jnp.exp2(sinks - peak))
+    out = sum(part[..., None] * split for part, split in zip(parts, results.gathered, strict=True))
     return out / total[..., None]

@@ -19,8 +19,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, shared_memory, token_scores
-from jmx.pallas.sm90.launch import launch
+from jmx.pallas.attention.softmax import (
+    TILE,
+    TO_BITS,
+    Ref,
+    RunningSoftmax,
+    SplitResults,
+    shared_memory,
+    token_scores,
+)
+from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # of a tensor core's product: the query heads of a CTA, and unused ones
@@ -68,34 +76,22 @@ def flash_decode_latent(
     call = _Call(block, capacity, width, rank, splits, scale)
     padded = jnp.pad(query, ((0, 0), (0, blocks * block - heads), (0, 0)))
 
-    def entry(*refs: Ref) -> None:
-        pl.run_scoped(
-            lambda *shared: _kernel(call, _Global(*refs), _Shared(*shared)),
-            shared_memory(ROWS, width, dtype=query.dtype),
-            plgpu.RefUnion(
-                shared_memory(STAGES, KEYS, width, dtype=query.dtype),
-                shared_memory(CONSUMERS, ROWS, call.channels, dtype=jnp.float32),
-            ),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
-            collective_axes="warpgroup",
-        )
+    def body(operands: _Operands, results: SplitResults, *, shared: _Shared) -> None:
+        _kernel(call, operands, results, shared)
 
-    per_head = jax.ShapeDtypeStruct((splits, *padded.shape[:2]), jnp.float32)
     kernel = plgpu.kernel(
-        entry,
-        out_type=(jax.ShapeDtypeStruct((*per_head.shape, rank), jnp.float32), per_head, per_head),
+        body,
+        out_type=[SplitResults.shapes(splits, batch, padded.shape[1], rank)],
         grid=(splits, blocks, batch),
         grid_names=("split", "block", "row"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
+        kernel_name=kernel_name("flash_decode_latent", heads=block, width=width, rank=rank, splits=splits),
+        scratch_types={"shared": _Shared.types(call, query.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    gathered, peaks, totals = launch(kernel, padded, latents.reshape(-1, width), positions)
-    return _combine(gathered, peaks, totals)[:, :heads].astype(query.dtype)
+    (results,) = launch(kernel, _Operands(query=padded, latents=latents.reshape(-1, width), positions=positions))
+    return _combine(results)[:, :heads].astype(query.dtype)
 
 
 @dataclass(frozen=True)
@@ -115,19 +111,16 @@ class _Call:
         return self.rank // CONSUMERS
 
 
-class _Global(NamedTuple):
-    """References to global memory; those from `gathered` on are outputs, (splits, ...)."""
+class _Operands(NamedTuple):
+    """The kernel's operands, or references to them in global memory."""
 
     query: Ref
     latents: Ref
     positions: Ref
-    gathered: Ref
-    peaks: Ref
-    totals: Ref
 
 
 class _Shared(NamedTuple):
-    """References to the shared memory of a CTA, and its barriers.
+    """The shared memory of a CTA, and its barriers: types, or references.
 
     `latents_or_gathered` has the latents by stage, and then the results by consumer warpgroup, in the same memory. At
     `finished` the consumers meet when they have read all latents.
@@ -140,6 +133,21 @@ class _Shared(NamedTuple):
     full: Ref
     empty: Ref
     finished: Ref
+
+    @classmethod
+    def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
+        return cls(
+            rows=shared_memory(ROWS, call.width, dtype=dtype),
+            latents_or_gathered=plgpu.RefUnion(
+                shared_memory(STAGES, KEYS, call.width, dtype=dtype),
+                shared_memory(CONSUMERS, ROWS, call.channels, dtype=jnp.float32),
+            ),
+            peak_and_total=plgpu.SMEM((2, ROWS), jnp.float32),
+            rows_full=plgpu.Barrier(),
+            full=plgpu.Barrier(num_barriers=STAGES),
+            empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+            finished=plgpu.Barrier(num_arrivals=CONSUMERS),
+        )
 
     @property
     def latents(self) -> Ref:
@@ -166,34 +174,38 @@ class _Split(NamedTuple):
         return (self.split + step * call.splits) * KEYS
 
 
-def _kernel(call: _Call, gmem: _Global, smem: _Shared) -> None:
+def _kernel(call: _Call, operands: _Operands, results: SplitResults, smem: _Shared) -> None:
     """The kernel: the last warpgroup is the producer, the others are consumers, of a part of the values' channels."""
     split, block, row = (lax.axis_index(axis) for axis in ("split", "block", "row"))
-    warpgroup, position = lax.axis_index("warpgroup"), gmem.positions[row]
+    warpgroup, position = lax.axis_index("warpgroup"), operands.positions[row]
     steps = lax.div(lax.div(position, KEYS) + call.splits - split, call.splits)
     work = _Split(split, pl.ds(block * call.block, call.block), row, position, steps)
-    pl.when(warpgroup < CONSUMERS)(lambda: _consume(call, work, gmem, smem, warpgroup))
-    pl.when(warpgroup == CONSUMERS)(lambda: _produce(call, work, gmem, smem))
+    pl.when(warpgroup < CONSUMERS)(lambda: _consume(call, work, results, smem, warpgroup))
+    pl.when(warpgroup == CONSUMERS)(lambda: _produce(call, work, operands, smem))
 
 
-def _produce(call: _Call, work: _Split, gmem: _Global, smem: _Shared) -> None:
+@jax.named_scope("producer")
+def _produce(call: _Call, work: _Split, operands: _Operands, smem: _Shared) -> None:
     """Loads the queries, and the latents block by block, as stages become empty."""
     plgpu.set_max_registers(40, action="decrease")
     used = smem.rows.at[pl.ds(0, call.block)]
-    plgpu.copy_gmem_to_smem(gmem.query.at[work.row, work.heads], used, smem.rows_full)
+    plgpu.copy_gmem_to_smem(operands.query.at[work.row, work.heads], used, smem.rows_full)
 
     @pl.loop(0, work.steps)
     def _step(step: jax.Array) -> None:
         stage = lax.rem(step, jnp.int32(STAGES))
-        pl.when(step >= STAGES)(partial(plgpu.barrier_wait, smem.empty.at[stage]))
+        with jax.named_scope("acquire"):
+            pl.when(step >= STAGES)(partial(plgpu.barrier_wait, smem.empty.at[stage]))
         keys = pl.ds(work.row * call.capacity + work.start(call, step), KEYS)
-        plgpu.copy_gmem_to_smem(gmem.latents.at[keys], smem.latents.at[stage], smem.full.at[stage])
+        plgpu.copy_gmem_to_smem(operands.latents.at[keys], smem.latents.at[stage], smem.full.at[stage])
 
 
-def _consume(call: _Call, work: _Split, gmem: _Global, smem: _Shared, warpgroup: jax.Array) -> None:
+@jax.named_scope("consumer")
+def _consume(call: _Call, work: _Split, results: SplitResults, smem: _Shared, warpgroup: jax.Array) -> None:
     """The softmax of the queries over a split of the keys, and a consumer warpgroup's channels of the values."""
     plgpu.set_max_registers(232, action="increase")
-    plgpu.barrier_wait(smem.rows_full)
+    with jax.named_scope("prologue"):
+        plgpu.barrier_wait(smem.rows_full)
     channels = pl.ds(warpgroup * call.channels, call.channels)
     none = RunningSoftmax.begin(ROWS, call.channels)
 
@@ -201,23 +213,37 @@ def _consume(call: _Call, work: _Split, gmem: _Global, smem: _Shared, warpgroup:
         return _attend_block(call, work, smem, channels, step, softmax)
 
     softmax = lax.fori_loop(0, work.steps, attend, none)
+    with jax.named_scope("epilogue"):
+        _store(call, work, results, smem, warpgroup, channels, softmax)
+
+
+def _store(
+    call: _Call,
+    work: _Split,
+    results: SplitResults,
+    smem: _Shared,
+    warpgroup: jax.Array,
+    channels: Ref,
+    softmax: RunningSoftmax,
+) -> None:
+    """Writes a consumer warpgroup's results, once the other one has read all latents, too."""
     plgpu.barrier_arrive(smem.finished)
     plgpu.barrier_wait(smem.finished)
     smem.gathered.at[warpgroup][...] = softmax.gathered
 
     @pl.when(warpgroup == 0)
-    def _store() -> None:
+    def _stage() -> None:
         smem.peak_and_total[0] = softmax.peak
         smem.peak_and_total[1] = softmax.total
 
     plgpu.commit_smem()
     used, place = pl.ds(0, call.block), (work.split, work.row, work.heads)
-    plgpu.copy_smem_to_gmem(smem.gathered.at[warpgroup, used], gmem.gathered.at[*place, channels])
+    plgpu.copy_smem_to_gmem(smem.gathered.at[warpgroup, used], results.gathered.at[*place, channels])
 
     @pl.when(warpgroup == 0)
     def _copy() -> None:
-        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], gmem.peaks.at[place])
-        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], gmem.totals.at[place])
+        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[0, used], results.peaks.at[place])
+        plgpu.copy_smem_to_gmem(smem.peak_and_total.at[1, used], results.totals.at[place])
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -228,7 +254,8 @@ def _attend_block(
     """`softmax` with a step's latents, once they are in shared memory."""
     stage = lax.rem(step, jnp.int32(STAGES))
     latents = smem.latents.at[stage]
-    plgpu.barrier_wait(smem.full.at[stage])
+    with jax.named_scope("wait"):
+        plgpu.barrier_wait(smem.full.at[stage])
     scores = token_scores(smem.rows, latents, work.position - work.start(call, step), None)
     softmax, weights = softmax.add_scores(scores, TO_BITS * call.scale)
     softmax = softmax.add_values(weights, latents.at[:, channels])
@@ -236,11 +263,8 @@ def _attend_block(
     return softmax
 
 
-def _combine(
-    gathered: Float32[Array, "splits B heads rank"],
-    peaks: Float32[Array, "splits B heads"],
-    totals: Float32[Array, "splits B heads"],
-) -> Float32[Array, "B heads rank"]:
+def _combine(results: SplitResults) -> Float32[Array, "B heads rank"]:
     """The splits' results as one softmax: float32 (B, heads, rank)."""
+    gathered, peaks, totals = results
     parts = jnp.exp2(peaks - peaks.max(axis=0))
     return jnp.sum(parts[..., None] * gathered, axis=0) / jnp.sum(parts * totals, axis=0)[..., None]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.pallas.attention.softmax import TILE, TO_BITS, Ref, RunningSoftmax, element_ids, hide_unseen, shared_memory
-from jmx.pallas.sm90.launch import launch
+from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.util.typing import Array, Float, Float32, Int32
 
 ROWS = 64  # queries of one consumer warpgroup; two of them share the keys that a producer warpgroup loads
@@ -61,7 +61,7 @@ def flash_prefill(
     """
     dim, factor = query.shape[3], query.shape[3] ** -0.5 if scale is None else scale
     call = _Call(query.shape[1], query.shape[2] // keys.shape[2], dim, values.shape[-1], window, factor)
-    return _launch(call, query, sinks, keys, values)
+    return _launch(call, query, sinks, _Prompt(keys=keys, values=values))
 
 
 def flash_prefill_pages(
@@ -87,40 +87,36 @@ def flash_prefill_pages(
     """
     _, length, heads, dim = query.shape
     call = _Call(length, heads // pages.shape[2], dim, dim, window, dim**-0.5)
-    return _launch(call, query, sinks, pages, tables, starts)
+    return _launch(call, query, sinks, _Pages(pages=pages, tables=tables, starts=starts))
 
 
-def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, *keys_and_values: jax.Array) -> jax.Array:
-    """The kernel over keys and values of a prompt, or over pages, tables and starts."""
-    batch, length, heads, dim = query.shape
+def _launch(call: "_Call", query: jax.Array, sinks: jax.Array, source: "_Prompt | _Pages") -> jax.Array:
+    """The kernel over keys and values of a prompt, or over pages."""
+    batch, length, heads, _ = query.shape
 
-    def entry(query: Ref, sinks: Ref, *rest: Ref) -> None:
-        *sources, out = rest
-        source = _Prompt(*sources) if len(sources) == 2 else _Pages(*sources)
-        pl.run_scoped(
-            lambda *shared: _kernel(call, _Global(query, sinks, source, out), _Shared(*shared)),
-            shared_memory(2, ROWS, dim, dtype=query.dtype),
-            shared_memory(call.stages, BLOCK, dim, dtype=query.dtype),
-            shared_memory(call.stages, BLOCK, call.value_dim, dtype=query.dtype),
-            plgpu.Barrier(num_barriers=2),
-            plgpu.Barrier(num_barriers=call.stages),
-            plgpu.Barrier(num_barriers=call.stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
-            plgpu.Barrier(num_arrivals=2),
-            collective_axes="warpgroup",
-        )
+    def body(operands: _Operands, out: Ref, *, shared: _Shared) -> None:
+        _kernel(call, operands, out, shared)
 
     kernel = plgpu.kernel(
-        entry,
+        body,
         out_type=jax.ShapeDtypeStruct((batch, length, heads, call.value_dim), query.dtype),
         grid=(heads, length // BLOCK, batch),
         grid_names=("heads", "tile", "batch"),
         num_threads=3,
         thread_name="warpgroup",
+        kernel_name=kernel_name(
+            "flash_prefill",
+            group=call.group,
+            dim=call.dim,
+            value_dim=call.value_dim,
+            stages=call.stages,
+            window=call.window,
+            pages=isinstance(source, _Pages),
+        ),
+        scratch_types={"shared": _Shared.types(call, query.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return launch(kernel, query, sinks, *keys_and_values)
+    return launch(kernel, _Operands(query=query, sinks=sinks, source=source))
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ class _Call:
 
 
 class _Prompt(NamedTuple):
-    """References to the keys and values of prompts."""
+    """Keys and values of prompts, or references to them."""
 
     keys: Ref
     values: Ref
@@ -156,7 +152,7 @@ class _Prompt(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """References to pages of keys and values, to rows' tables of them, and to the positions of their queries."""
+    """Pages of keys and values, rows' tables of them, and the positions of their queries; or references to them."""
 
     pages: Ref
     tables: Ref
@@ -172,17 +168,16 @@ class _Pages(NamedTuple):
         return self.pages.at[0, page, kv_head], self.pages.at[1, page, kv_head]
 
 
-class _Global(NamedTuple):
-    """References to global memory, `out` the output."""
+class _Operands(NamedTuple):
+    """The kernel's operands, or references to them in global memory."""
 
     query: Ref
     sinks: Ref
     source: _Prompt | _Pages
-    out: Ref
 
 
 class _Shared(NamedTuple):
-    """References to the shared memory of a CTA, and its barriers.
+    """The shared memory of a CTA, and its barriers: types, or references.
 
     Rows are by consumer warpgroup: the queries, and then the result. Keys and values are by stage. At `turn` the two
     consumers meet.
@@ -198,6 +193,21 @@ class _Shared(NamedTuple):
     values_empty: Ref
     turn: Ref
 
+    @classmethod
+    def types(cls, call: _Call, dtype: jax.typing.DTypeLike) -> "_Shared":
+        return cls(
+            rows=shared_memory(2, ROWS, call.dim, dtype=dtype),
+            keys=shared_memory(call.stages, BLOCK, call.dim, dtype=dtype),
+            values=shared_memory(call.stages, BLOCK, call.value_dim, dtype=dtype),
+            rows_full=plgpu.Barrier(num_barriers=2),
+            keys_full=plgpu.Barrier(num_barriers=call.stages),
+            values_full=plgpu.Barrier(num_barriers=call.stages),
+            keys_empty=plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
+            values_empty=plgpu.Barrier(num_arrivals=2, num_barriers=call.stages),
+            turn=plgpu.Barrier(num_arrivals=2),
+        )
+
+    @jax.named_scope("take_turns")
     def take_turns(self) -> None:
         """Lets one consumer multiply while the other takes exponentials."""
         plgpu.barrier_arrive(self.turn)
@@ -218,19 +228,20 @@ class _Tile(NamedTuple):
     steps: jax.Array
 
 
-def _kernel(call: _Call, gmem: _Global, smem: _Shared) -> None:
+def _kernel(call: _Call, operands: _Operands, out: Ref, smem: _Shared) -> None:
     """The kernel: warpgroups 0 and 1 are consumers, of half the tile's queries each, and 2 is the producer."""
     head, tile, row = (lax.axis_index(axis) for axis in ("heads", "tile", "batch"))
     tile = call.length // BLOCK - 1 - tile  # the longest first, so that the short ones fill up the end
     warpgroup, window = lax.axis_index("warpgroup"), call.window
-    at = tile + gmem.source.first_block(row)
+    at = tile + operands.source.first_block(row)
     first = jnp.int32(0) if window is None else lax.div(jnp.maximum(at * BLOCK - (window - 1), 0), BLOCK)
     work = _Tile(head, tile, at, row, first, at + 1 - first)
-    pl.when(warpgroup < 2)(lambda: _consume(call, work, gmem, smem, warpgroup))
-    pl.when(warpgroup == 2)(lambda: _produce(call, work, gmem, smem))
+    pl.when(warpgroup < 2)(lambda: _consume(call, work, operands, out, smem, warpgroup))
+    pl.when(warpgroup == 2)(lambda: _produce(call, work, operands, smem))
 
 
-def _produce(call: _Call, work: _Tile, gmem: _Global, smem: _Shared) -> None:
+@jax.named_scope("producer")
+def _produce(call: _Call, work: _Tile, operands: _Operands, smem: _Shared) -> None:
     """Loads the tile's keys and values, block by block, as stages become empty."""
     plgpu.set_max_registers(40, action="decrease")
     kv_head = lax.div(work.head, jnp.int32(call.group))
@@ -238,24 +249,27 @@ def _produce(call: _Call, work: _Tile, gmem: _Global, smem: _Shared) -> None:
     @pl.loop(0, work.steps)
     def _step(step: jax.Array) -> None:
         stage = lax.rem(step, jnp.int32(call.stages))
-        keys, values = gmem.source.block(work.row, work.first + step, kv_head)
+        keys, values = operands.source.block(work.row, work.first + step, kv_head)
         for source, target, full, empty in (
             (keys, smem.keys, smem.keys_full, smem.keys_empty),
             (values, smem.values, smem.values_full, smem.values_empty),
         ):
-            pl.when(step >= call.stages)(partial(plgpu.barrier_wait, empty.at[stage]))
+            with jax.named_scope("acquire"):
+                pl.when(step >= call.stages)(partial(plgpu.barrier_wait, empty.at[stage]))
             plgpu.copy_gmem_to_smem(source, target.at[stage], full.at[stage])
 
 
-def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: jax.Array) -> None:
+@jax.named_scope("consumer")
+def _consume(call: _Call, work: _Tile, operands: _Operands, out: Ref, smem: _Shared, warpgroup: jax.Array) -> None:
     """Attention of the queries of one consumer warpgroup."""
     plgpu.set_max_registers(232, action="increase")
     rows, rows_full = smem.rows.at[warpgroup], smem.rows_full.at[warpgroup]
     start, here = work.at * BLOCK + warpgroup * ROWS, work.tile * BLOCK + warpgroup * ROWS
-    plgpu.copy_gmem_to_smem(gmem.query.at[work.row, pl.ds(here, ROWS), work.head], rows, rows_full)
-    plgpu.barrier_wait(rows_full)
+    with jax.named_scope("prologue"):
+        plgpu.copy_gmem_to_smem(operands.query.at[work.row, pl.ds(here, ROWS), work.head], rows, rows_full)
+        plgpu.barrier_wait(rows_full)
     # The sink is where the running softmax begins: the peak so far, with a total of 1 and nothing gathered.
-    softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=gmem.sinks[work.head] * TO_BITS, total=1)
+    softmax = RunningSoftmax.begin(ROWS, call.value_dim, peak=operands.sinks[work.head] * TO_BITS, total=1)
     pl.when(warpgroup == 1)(smem.take_turns)
 
     def attend(step: jax.Array, softmax: RunningSoftmax, *, masked: bool) -> RunningSoftmax:
@@ -266,13 +280,19 @@ def _consume(call: _Call, work: _Tile, gmem: _Global, smem: _Shared, warpgroup: 
         softmax = lax.fori_loop(0, masked_from, partial(attend, masked=False), softmax)
     gathered, _, total = lax.fori_loop(masked_from, work.steps, partial(attend, masked=True), softmax)
     pl.when(warpgroup == 0)(smem.take_turns)
-    out = rows if call.value_dim == call.dim else rows.at[:, pl.ds(0, call.value_dim)]
-    out[...] = (gathered / lax.broadcast_in_dim(total, gathered.shape, [0])).astype(rows.dtype)
+    with jax.named_scope("epilogue"):
+        _store(call, work, here, gathered / lax.broadcast_in_dim(total, gathered.shape, [0]), rows, out)
+
+
+def _store(call: _Call, work: _Tile, first_row: jax.Array, results: jax.Array, rows: Ref, out: Ref) -> None:
+    """Writes a consumer warpgroup's results to `out`, from `first_row` on, through the shared memory of its queries."""
+    staged = rows if call.value_dim == call.dim else rows.at[:, pl.ds(0, call.value_dim)]
+    staged[...] = results.astype(rows.dtype)
     plgpu.commit_smem()
     count = ROWS if call.value_dim == call.dim else TILE  # what is copied must be contiguous
     for first in range(0, ROWS, count):
-        target = gmem.out.at[work.row, pl.ds(here + first, count), work.head]
-        plgpu.copy_smem_to_gmem(out.at[pl.ds(first, count)], target)
+        target = out.at[work.row, pl.ds(first_row + first, count), work.head]
+        plgpu.copy_smem_to_gmem(staged.at[pl.ds(first, count)], target)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -289,14 +309,16 @@ def _attend_block(
 ) -> RunningSoftmax:
     """`softmax` of `rows`, the queries from position `start` on, with a step's keys and values."""
     stage = lax.rem(step, jnp.int32(call.stages))
-    plgpu.barrier_wait(smem.keys_full.at[stage])
+    with jax.named_scope("wait"):
+        plgpu.barrier_wait(smem.keys_full.at[stage])
 
     def multiply(accumulator: Ref) -> jax.Array:
         plgpu.wgmma(accumulator, rows, smem.keys.at[stage].transpose((1, 0)))
         smem.take_turns()
         return accumulator[...]
 
-    scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
+    with jax.named_scope("scores"):
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, BLOCK), jnp.float32))
     plgpu.barrier_arrive(smem.keys_empty.at[stage])
     if masked:
         queries, keys = element_ids(scores.shape, 0), element_ids(scores.shape, 1)
@@ -306,8 +328,9 @@ def _attend_block(
     weights = weights.astype(rows.dtype)
     gathered, total, peak, weights = lax.optimization_barrier((gathered, total, peak, weights))
     plgpu.barrier_arrive(smem.turn)
-    plgpu.barrier_wait(smem.values_full.at[stage])
-    plgpu.barrier_wait(smem.turn)
+    with jax.named_scope("wait"):
+        plgpu.barrier_wait(smem.values_full.at[stage])
+        plgpu.barrier_wait(smem.turn)
     softmax = RunningSoftmax(gathered, peak, total).add_values(weights, smem.values.at[stage])
     plgpu.barrier_arrive(smem.values_empty.at[stage])
     return softmax

@@ -38,6 +38,7 @@ class RunningSoftmax(NamedTuple):
         """That of no keys; or with `peak` and `total` of a key without a value, a sink."""
         return cls(_filled((rows, channels), 0), _filled((rows,), peak), _filled((rows,), total))
 
+    @jax.named_scope("softmax")
     def add_scores(self, scores: jax.Array, scale: float) -> tuple["RunningSoftmax", jax.Array]:
         """With the weights of further keys in it, but not their values; and these weights, of `scores`' shape."""
         peak = jnp.maximum(self.peak, scores.max(axis=1) * scale)
@@ -46,6 +47,7 @@ class RunningSoftmax(NamedTuple):
         gathered = self.gathered * lax.broadcast_in_dim(shrink, self.gathered.shape, [0])
         return RunningSoftmax(gathered, peak, self.total * shrink + weights.sum(axis=1)), weights
 
+    @jax.named_scope("weigh_values")
     def add_values(self, weights: jax.Array, values: Ref) -> "RunningSoftmax":
         """With the product of weights and values, on tensor cores."""
 
@@ -53,6 +55,24 @@ class RunningSoftmax(NamedTuple):
             plgpu.wgmma(accumulator, weights.astype(values.dtype), values)
 
         return self._replace(gathered=pl.run_state(multiply)(plgpu.ACC.init(self.gathered)))
+
+
+class SplitResults(NamedTuple):
+    """Running softmaxes of a row's queries over each split of its keys, in a cache: arrays, or references to them.
+
+    Args:
+        gathered: float32 (splits, B, heads, D).
+        peaks, totals: float32 (splits, B, heads).
+    """
+
+    gathered: Ref
+    peaks: Ref
+    totals: Ref
+
+    @classmethod
+    def shapes(cls, splits: int, batch: int, heads: int, channels: int) -> "SplitResults":
+        per_head = jax.ShapeDtypeStruct((splits, batch, heads), jnp.float32)
+        return cls(jax.ShapeDtypeStruct((*per_head.shape, channels), jnp.float32), per_head, per_head)
 
 
 def _filled(shape: tuple[int, ...], value: jax.typing.ArrayLike) -> jax.Array:
@@ -77,6 +97,7 @@ def hide_unseen(scores: jax.Array, distance: jax.Array, window: int | None) -> j
     return jnp.where(seen, scores, -jnp.inf)
 
 
+@jax.named_scope("scores")
 def token_scores(rows: Ref, keys: Ref, distance: jax.Array, window: int | None) -> jax.Array:
     """Scores of one token's query heads over a block of keys; `distance` is from the first key to the token."""
 

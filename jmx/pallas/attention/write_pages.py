@@ -7,14 +7,14 @@ A copy engine moves each token's heads, or a head's page, through shared memory.
 # (Mosaic's transforms and accumulators are public, but not so declared.)
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from jmx.pallas.attention.softmax import Ref
-from jmx.pallas.sm90.launch import launch
+from jmx.pallas.sm90.launch import kernel_name, launch
 from jmx.util.typing import Array, Int32, Shaped
 
 _ALIGNMENT = 16  # bytes of a row that the copy engine moves
@@ -40,14 +40,14 @@ def write_rows(
     """
     parts, count, heads, dim = new.shape
 
-    def entry(pages: Ref, new: Ref, numbers: Ref, offsets: Ref, held: Ref, full: Ref) -> None:
+    def body(refs: _Operands, *, held: Ref, full: Ref) -> None:
         part, row = lax.axis_index("part"), lax.axis_index("row")
-        plgpu.copy_gmem_to_smem(new.at[part, row], held, full)
-        plgpu.barrier_wait(full)
-        plgpu.copy_smem_to_gmem(held, pages.at[part, numbers[row], :, offsets[row]])
-        plgpu.wait_smem_to_gmem(0)
+        _load(refs.new.at[part, row], held, full)
+        _store(held, refs.pages.at[part, refs.numbers[row], :, refs.offsets[row]])
 
-    return _in_place(entry, pages, (parts, count), ("part", "row"), (heads, dim), new, numbers, offsets)
+    operands = _Operands(pages=pages, new=new, numbers=numbers, offsets=offsets)
+    name = kernel_name("write_rows", heads=heads, dim=dim)
+    return _in_place(name, body, operands, {"part": parts, "row": count}, held=(heads, dim))
 
 
 def write_blocks(pages: Pages, new: Shaped[Array, "parts M page heads D"], numbers: Int32[Array, " M"]) -> Pages:
@@ -60,29 +60,55 @@ def write_blocks(pages: Pages, new: Shaped[Array, "parts M page heads D"], numbe
     """
     parts, count, page, heads, dim = new.shape
 
-    def entry(pages: Ref, new: Ref, numbers: Ref, held: Ref, full: Ref) -> None:
+    def body(refs: _Operands, *, held: Ref, full: Ref) -> None:
         part, block, head = (lax.axis_index(axis) for axis in ("part", "block", "head"))
-        plgpu.copy_gmem_to_smem(new.at[part, block, :, head], held, full)
-        plgpu.barrier_wait(full)
-        plgpu.copy_smem_to_gmem(held, pages.at[part, numbers[block], head])
-        plgpu.wait_smem_to_gmem(0)
+        _load(refs.new.at[part, block, :, head], held, full)
+        _store(held, refs.pages.at[part, refs.numbers[block], head])
 
-    return _in_place(entry, pages, (parts, count, heads), ("part", "block", "head"), (page, dim), new, numbers)
+    operands = _Operands(pages=pages, new=new, numbers=numbers, offsets=None)
+    name = kernel_name("write_blocks", page=page, dim=dim)
+    return _in_place(name, body, operands, {"part": parts, "block": count, "head": heads}, held=(page, dim))
+
+
+class _Operands(NamedTuple):
+    """The kernel's operands, or references to them in global memory. `offsets` may be None."""
+
+    pages: Ref
+    new: Ref
+    numbers: Ref
+    offsets: Ref
+
+
+@jax.named_scope("load")
+def _load(source: Ref, held: Ref, full: Ref) -> None:
+    plgpu.copy_gmem_to_smem(source, held, full)
+    plgpu.barrier_wait(full)
+
+
+@jax.named_scope("store")
+def _store(held: Ref, target: Ref) -> None:
+    plgpu.copy_smem_to_gmem(held, target)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _in_place(
-    entry: Callable[..., None],
-    pages: jax.Array,
-    grid: tuple[int, ...],
-    names: tuple[str, ...],
-    held: tuple[int, ...],
-    *given: jax.Array,
+    name: str, body: Callable[..., None], operands: _Operands, grid: dict[str, int], held: tuple[int, ...]
 ) -> jax.Array:
-    """Runs a kernel that changes `pages`, with shared memory of shape `held` and a barrier."""
-    written = jax.new_ref(pages)
+    """Runs a kernel that changes `operands.pages`.
 
-    def body(*refs: Ref) -> None:
-        pl.run_scoped(lambda *scoped: entry(*refs, *scoped), plgpu.SMEM(held, pages.dtype), plgpu.Barrier())
-
-    launch(plgpu.kernel(body, grid=grid, grid_names=names), written, *given)
+    Args:
+        name: of the kernel, in profiles.
+        body: takes references to operands, as `held=` one to shared memory, and as `full=` a barrier.
+        grid: the number of CTAs along each axis.
+        held: the shape in shared memory, of the operands' dtype.
+    """
+    written = jax.new_ref(operands.pages)
+    kernel = plgpu.kernel(
+        body,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        kernel_name=name,
+        scratch_types={"held": plgpu.SMEM(held, operands.pages.dtype), "full": plgpu.Barrier()},
+    )
+    launch(kernel, operands._replace(pages=written))
     return written[...]

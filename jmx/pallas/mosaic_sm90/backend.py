@@ -84,6 +84,10 @@ class MosaicSm90(LimitedBackend):
         del environment
         config.check(_tile_bytes(problem), -(-problem.intermediate_size // TILE))
 
+    def tiling(self, problem: Problem, environment: Environment) -> Tiling:
+        block_n = tuning.config(self, problem, environment).config.block_n
+        return Tiling(block_n, min(FEW_TOKENS, block_n), ROW_ALIGNMENT)
+
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
@@ -136,8 +140,7 @@ class MosaicSm90(LimitedBackend):
                 out = one_product(padded(h.values), second, blocks, split_k=config.split_k, **launched)
             return out.reshape(config.split_k, work.num_rows, -1)[..., : x.shape[-1]]
 
-        tiling = Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT)
-        return grouped.run(problem, x, routing, tiling, products)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
 
     def apply_saving(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment

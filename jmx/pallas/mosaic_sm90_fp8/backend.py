@@ -67,6 +67,11 @@ class MosaicSm90Fp8(LimitedBackend):
     def check(self, config: Config, problem: Problem, environment: Environment) -> None:
         config.check(_shape(problem, environment))
 
+    def tiling(self, problem: Problem, environment: Environment) -> Tiling:
+        config = tuning.config(self, problem, environment).config
+        whole = config.tokens_may_be_a and _shape(problem, environment).tokens_as_a
+        return Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT, whole)
+
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
@@ -122,9 +127,7 @@ class MosaicSm90Fp8(LimitedBackend):
                 out = products([down.times(quantize(h), inputs_are_results=True, split_k=config.split_k)])
             return out.reshape(config.split_k, num_rows, -1)[..., : x.shape[-1]]
 
-        whole = config.tokens_may_be_a and _shape(problem, environment).tokens_as_a
-        tiling = Tiling(config.block_n, min(FEW_TOKENS, config.block_n), ROW_ALIGNMENT, whole)
-        return grouped.run(problem, x, routing, tiling, both)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), both)
 
 
 def _scale(experts: Experts, role: str) -> Float32[Array, "1"] | None:

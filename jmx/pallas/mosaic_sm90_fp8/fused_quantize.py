@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jmx.grouping import Blocks
 from jmx.pallas.mosaic_sm90_fp8.gemm import Gemm
 from jmx.pallas.mosaic_sm90_fp8.quantize import quantize_row, quantize_row_to_shared
 from jmx.pallas.mosaic_sm90_fp8.rows import InputRows
@@ -23,9 +24,9 @@ from jmx.util.typing import Array, Int32
 _COUNTERS = 4  # for each of two GEMMs: rows quantized, results written
 
 
-def new_counters(experts: Int32[Array, " B"]) -> Int32[Array, " counters"]:
-    """Zeros, at least four. If B suffices, XLA makes them in the kernel that makes `experts`."""
-    zeros = experts >> 30
+def new_counters(blocks: Blocks) -> Int32[Array, " counters"]:
+    """Zeros, at least four."""
+    zeros = blocks.zeros
     return zeros if zeros.size >= _COUNTERS else jnp.pad(zeros, (0, _COUNTERS - zeros.size))
 
 

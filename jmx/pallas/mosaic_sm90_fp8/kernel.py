@@ -127,6 +127,6 @@ def grouped_products(
 
     shared = SharedMemory.of(products, config)
     kernel = persistent_kernel(body, "mosaic_fp8", config, num_cores, [outputs, quantized_shapes], shared)
-    counters = jax.new_ref(new_counters(blocks.experts)) if fused else None
+    counters = jax.new_ref(new_counters(blocks)) if fused else None
     results, _ = launch(kernel, operands, blocks.arrays, counters)
     return results[-1]

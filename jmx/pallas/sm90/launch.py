@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.experimental import pallas as pl
@@ -34,7 +34,7 @@ def persistent_kernel(
         grid_names=("core",),
         num_threads=config.num_warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=kernel_name(backend, config),
+        kernel_name=kernel_name(backend, **dataclasses.asdict(cast(Any, config))),
         scratch_types={"shared": shared},
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -44,11 +44,10 @@ def persistent_kernel(
     )
 
 
-def kernel_name(backend: str, config: Any) -> str:
-    """The name in profiles, such as `mosaic_block_n8_warpgroups_m1_..._split_k3`."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    shown = (name if value is True else f"{name}{value}" for name, value in values.items() if value is not False)
-    return "_".join([backend, *shown])
+def kernel_name(kind: str, **sizes: int | bool | None) -> str:
+    """The name in profiles, such as `mosaic_block_n8_warpgroups_m1_..._split_k3`; without what is False or None."""
+    given = {name: value for name, value in sizes.items() if value is not None and value is not False}
+    return "_".join([kind, *(name if value is True else f"{name}{value}" for name, value in given.items())])
 
 
 def specialize(

@@ -17,6 +17,7 @@ from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
 from jmx.experts import Experts
 from jmx.grouping import Work
+from jmx.numerics.formats import FORMATS
 from jmx.pallas.triton.config import FEW_TOKENS, SHARED_MEMORY, Config, candidates, check, heuristic
 from jmx.pallas.triton.ptx import FORMAT_NAMES, WORD_ELEMENTS
 from jmx.routing import Routing
@@ -70,6 +71,11 @@ class Triton:
         del problem  # any size fits: elements outside of it are masked
         check(config, environment.compute_capability or _INTERPRETED)
 
+    def tiling(self, problem: Problem, environment: Environment) -> Tiling:
+        block_m = tuning.config(self, problem, environment).config.block_m
+        ordered = "order" in FORMATS[problem.format].arrays
+        return Tiling(block_m, 0 if ordered else min(FEW_TOKENS, block_m))
+
     def apply(
         self, problem: Problem, x: Float[Array, "T H"], routing: Routing, experts: Experts, environment: Environment
     ) -> Float[Array, "T H"]:
@@ -109,8 +115,7 @@ class Triton:
             blocks = blocks._replace(x_rows=blocks.out_rows)
             return grouped_product(h, None, users, merged.down, merged.down_bias, blocks, down)
 
-        few_tokens = min(FEW_TOKENS, config.block_m) if order is None else 0
-        return grouped.run(problem, x, routing, Tiling(config.block_m, few_tokens), products)
+        return grouped.run(problem, x, routing, self.tiling(problem, environment), products)
 
 
 def _sizes_fit(problem: Problem) -> Rejection | None:

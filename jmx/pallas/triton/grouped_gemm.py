@@ -3,8 +3,6 @@
 This module has the call: operands, configuration, launch. `kernel` computes one tile.
 """
 
-import threading
-import warnings
 from functools import partial
 from typing import Any
 
@@ -19,6 +17,7 @@ from jax.interpreters import mlir
 
 from jmx.grouping import Blocks
 from jmx.numerics.formats import WHOLE_ROW, BlockScaled
+from jmx.pallas.quiet import lower_quietly
 from jmx.pallas.triton.decode import packed_decoder
 from jmx.pallas.triton.kernel import kernel
 from jmx.pallas.triton.product import Operands, Product
@@ -99,10 +98,8 @@ def _call(*arrays: Array, structure: Any, product: Product) -> Float[Array, "P R
     )(operands)
 
 
-# A primitive, because Pallas warns when it lowers a kernel, after tracing has left this module; its lowering rule can
-# silence the warning for these kernels only. Warning filters are global to the process, hence the lock.
+# A primitive, so that it is lowered without Pallas' warning.
 _product = Primitive("jmx_triton_grouped_product")
-_filters_lock = threading.Lock()
 
 
 @_product.def_abstract_eval
@@ -112,9 +109,7 @@ def _abstract_product(*arrays: Any, structure: Any, product: Product) -> Any:
 
 
 def _lower(context: Any, *arrays: Any, **static: Any) -> Any:
-    with _filters_lock, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return mlir.lower_fun(partial(_call, **static), multiple_results=False)(context, *arrays)
+    return lower_quietly(partial(_call, **static), context, *arrays)
 
 
 mlir.register_lowering(_product, _lower)

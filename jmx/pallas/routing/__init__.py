@@ -1,0 +1,1 @@
+"""Routing and grouping of few tokens by one kernel for NVIDIA GPUs."""

@@ -1,0 +1,217 @@
+"""Routing and grouping at once, of router logits on an NVIDIA GPU: when it is used, and its definition in plain jnp.
+
+The call is a primitive. Lowered for a GPU it is the kernel; for other platforms, in exported programs, of which Triton
+kernels are no stable part, and under vmap it is what it is defined as: the routing, then its grouping. Derivatives are
+those of the definition.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jmx import meshes
+from jmx.engines.grouped import Tiling
+from jmx.engines.routed import GroupedRouting, Groups
+from jmx.grouping import Blocks, Work
+from jmx.pallas.quiet import lower_quietly
+from jmx.pallas.routing.sizes import Results, Sizes
+from jmx.routing import Method, Routing, SoftmaxTopK, TopKSoftmax
+from jmx.routing.logits import route_checked
+from jmx.selection.environment import Environment
+from jmx.selection.problem import Problem
+from jmx.util.typing import AnyArray, Array, Bool, Float, Shaped
+
+LEAST_CAPABILITY = (8, 0)
+MOST_ELEMENTS = 1 << 13  # of tokens by experts, both rounded up to powers of two: with more, XLA's kernels take less
+LOADED = ("float32", "bfloat16", "float16")  # dtypes of logits that the kernel converts itself
+MOST_SLOTS = 8  # each is a pass; and sums of more weights have no order that is defined
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is static of a call.
+
+    Args:
+        method: the routing method.
+        problem: the layer's call, of which blocks depend on the number of experts and on where weights are multiplied.
+        tiling: how rows are grouped; None: not at all.
+        num_tokens: T.
+        interpret: whether the kernel runs interpreted wherever the call is lowered, for tests.
+    """
+
+    method: Method
+    problem: Problem
+    tiling: Tiling | None
+    num_tokens: int
+    interpret: bool = False
+
+    @property
+    def sizes(self) -> Sizes:
+        """The kernel's."""
+        assert isinstance(self.method, TopKSoftmax | SoftmaxTopK)
+        renormalize = isinstance(self.method, TopKSoftmax) or self.method.renormalize
+        sizes = self.num_tokens, self.problem.num_experts, self.method.top_k, renormalize
+        if self.tiling is None:
+            return Sizes(*sizes, None, interpret=self.interpret)
+        if self.tiling.sorts(self.problem, self.num_tokens):
+            cut = self.tiling.block_m, self.tiling.align, self.tiling.whole
+            return Sizes(*sizes, "many", *cut, interpret=self.interpret)
+        form = "single" if self.num_tokens == 1 else "few"
+        return Sizes(*sizes, form, align=self.tiling.align, interpret=self.interpret)
+
+
+def applies(method: Method, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+    """Whether the kernel is used for `num_tokens` tokens, an int or symbolic, on a machine."""
+    softmax = isinstance(method, TopKSoftmax | SoftmaxTopK)
+    return softmax and takes(method.top_k, num_tokens, num_experts, environment)
+
+
+def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environment) -> bool:
+    """Whether it is used for a softmax and so many slots."""
+    if environment.platform != "gpu" or (environment.compute_capability or (0, 0)) < LEAST_CAPABILITY:
+        return False
+    if not isinstance(num_tokens, int) or num_tokens == 0 or not 1 <= top_k <= MOST_SLOTS:
+        return False
+    tokens, experts = Sizes(num_tokens, num_experts, top_k, True, None).tile
+    return tokens * experts <= MOST_ELEMENTS
+
+
+def notes(problem: Problem, environment: Environment, *, divided: bool) -> list[str]:
+    """What `jmx.explain` prints of it. `divided`: whether experts are on several devices, so that ids change."""
+    if divided or not takes(problem.top_k, problem.num_tokens, problem.num_experts, environment):
+        return []
+    return ["logits with softmax routing: routed and grouped by one kernel, jmx_route"]
+
+
+def route_and_group(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:
+    """The routing of checked logits, with its blocks if the call has a tiling."""
+    if values.dtype not in LOADED:
+        values = values.astype(jnp.float32)
+    results = routed(values, mask, call)
+    routing = Routing(results.expert_ids, results.weights)
+    if call.tiling is None:
+        return routing
+    return GroupedRouting.of(routing, call.tiling.of(call.problem), _work(results, call))
+
+
+def _work(results: Results, call: Call) -> Work:
+    sizes = call.sizes
+    if sizes.form == "many":
+        blocks = Blocks(results.experts, results.rows, results.rows, results.counts, results.num_blocks)
+    else:
+        number = sizes.num_blocks if sizes.form == "single" else results.num_blocks
+        blocks = Blocks(results.experts, 0, sizes.stride, sizes.num_tokens, number)
+    return Work(blocks._replace(counters=results.counters), results.row_of, results.token_of_row)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def routed(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
+    return meshes.unchecked(partial(_bind, call=call))(values, mask)
+
+
+@routed.defjvp
+def _derivative(call: Call, primals: Any, tangents: Any) -> tuple[Results, Results]:
+    values, mask = primals
+    _, of_results = jax.jvp(lambda values: definition(values, mask, call), (values,), tangents[:1])
+    return routed(values, mask, call), of_results
+
+
+@partial(jax.jit, static_argnames="call")  # so that no call is evaluated outside of a program
+def _bind(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, *, call: Call) -> Results:
+    given = (values,) if mask is None else (values, mask)
+    return jax.tree.unflatten(jax.tree.structure(Results.shapes(call.sizes)), _route_p.bind(*given, call=call))
+
+
+def definition(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Results:
+    """The results in plain jnp; rows of blocks after the last real one differ from the kernel's."""
+    by_token = {"values": values} if mask is None else {"values": values, "mask": mask}
+    ids, weights = route_checked(by_token, None, call.method)
+    sizes = call.sizes
+    shapes = Results.shapes(sizes)
+    if call.tiling is None:
+        return shapes._replace(expert_ids=ids, weights=weights)
+    work = call.tiling.group(call.problem, Routing(ids, weights))
+    blocks = work.blocks
+    return Results(
+        expert_ids=ids,
+        weights=weights,
+        row_of=work.row_of,
+        experts=blocks.experts,
+        counters=jnp.zeros(shapes.counters.shape, jnp.int32),
+        num_blocks=None if shapes.num_blocks is None else jnp.broadcast_to(blocks.num_blocks, blocks.experts.shape),
+        rows=None if shapes.rows is None else blocks.x_rows,
+        counts=None if shapes.counts is None else blocks.counts,
+        token_of_row=work.token_of_row,
+    )
+
+
+_route_p = Primitive("jmx_route_and_group")
+_route_p.multiple_results = True
+
+
+@_route_p.def_abstract_eval
+def _abstract(*given: Any, call: Call) -> list[ShapedArray]:
+    del given
+    return [ShapedArray(shape.shape, shape.dtype) for shape in jax.tree.leaves(Results.shapes(call.sizes))]
+
+
+def _defined(values: Float[Array, "T E"], *mask: Bool[Array, " T"], call: Call) -> list[Shaped[Array, "..."]]:
+    return jax.tree.leaves(definition(values, mask[0] if mask else None, call))
+
+
+def _launched(*given: Shaped[Array, "..."], call: Call) -> list[Shaped[Array, "..."]]:
+    # Importing Pallas takes a second.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    from jmx.pallas.routing.kernel import kernel
+
+    sizes = call.sizes
+
+    def body(values: Any, *refs: Any) -> None:
+        mask, outs = (refs[0], refs[1:]) if len(given) > 1 else (None, refs)
+        kernel(values, mask, *outs, sizes=sizes)
+
+    with jax.enable_x64(False):
+        return pl.pallas_call(
+            body,
+            out_shape=jax.tree.leaves(Results.shapes(sizes)),
+            compiler_params=plgpu.CompilerParams(num_warps=sizes.num_warps, num_stages=1),
+            interpret=sizes.interpret,
+            name="jmx_route",
+        )(*given)
+
+
+def _lower(context: Any, *given: Any, call: Call) -> Any:
+    if call.interpret:
+        return mlir.lower_fun(partial(_launched, call=call))(context, *given)
+    return mlir.lower_fun(partial(_defined, call=call))(context, *given)
+
+
+def _lower_for_gpu(context: Any, *given: Any, call: Call) -> Any:
+    if context.module_context.lowering_parameters.for_export:
+        return _lower(context, *given, call=call)
+    return lower_quietly(partial(_launched, call=call), context, *given, multiple_results=True)
+
+
+def _batch(given: Any, axes: Any, *, call: Call) -> Any:
+    results = jax.vmap(partial(_defined, call=call), axes)(*given)
+    return results, [0] * len(results)
+
+
+mlir.register_lowering(_route_p, _lower)
+mlir.register_lowering(_route_p, _lower_for_gpu, platform="cuda")
+batching.primitive_batchers[_route_p] = _batch
+_route_p.def_impl(lambda *given, call: _defined(*given, call=call))
+
+
+def tiling_of(backend: Any, problem: Problem, environment: Environment) -> Tiling | None:
+    """How a backend's rows are grouped; None if it groups them itself, or one product at a time, as adapters need."""
+    grouped = isinstance(backend, Groups) and not problem.adapters
+    return backend.tiling(problem, environment) if grouped else None

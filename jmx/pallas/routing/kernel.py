@@ -1,0 +1,208 @@
+"""The kernel: from router logits to expert ids, weights and blocks of rows, by one CTA.
+
+All of it is on a tile of tokens by experts in registers. The k best are found by k passes, each a maximum and the
+lowest expert that has it; so a token never has an expert twice, and an assignment's place among those of its expert is
+the number of earlier tokens with that expert, a sum along tokens. Each expert then writes its own blocks.
+
+Rounding is that of `jmx.routing`: the same exponentials and quotients, sums in the order of slots.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from jmx.pallas.routing.sizes import Results, Sizes, power_of_two
+from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
+
+Ref = Any
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_LEAST = -0x7F800001  # `_ordered` of -inf
+
+
+def kernel(values: Ref, mask: Ref | None, *refs: Ref, sizes: Sizes) -> None:
+    """Routes all tokens: `values` (T, E) floating, `mask` (T,) bool or None; `refs` are those of `Results`, if any."""
+    given = iter(refs)
+    out = Results._make(None if shape is None else next(given) for shape in Results.shapes(sizes))
+    tokens, experts = (jnp.arange(n, dtype=jnp.int32) for n in sizes.tile)
+    real = (tokens < sizes.num_tokens)[:, None] & (experts < sizes.num_experts)[None, :]
+    loaded = plgpu.load(values.at[tokens[:, None], experts[None, :]], mask=real, other=-jnp.inf).astype(jnp.float32)
+    if mask is not None:
+        routed = plgpu.load(mask.at[tokens], mask=tokens < sizes.num_tokens, other=False)
+        loaded = jnp.where(routed[:, None], loaded, -jnp.inf)
+    usable = loaded > -jnp.inf  # false for NaN too
+    keys = jnp.where(usable, jnp.minimum(loaded, _LARGEST), -jnp.inf)
+    best, ids, used = top_k(keys, experts, sizes.top_k)
+    weights = softmax(keys, best, sizes)
+
+    slots = jnp.arange(power_of_two(sizes.top_k), dtype=jnp.int32)[None, :]
+    inside = (tokens < sizes.num_tokens)[:, None] & (slots < sizes.top_k)
+
+    def by_slot(ref: Ref, columns: Array) -> None:
+        plgpu.store(ref.at[tokens[:, None], slots], columns, mask=inside)
+
+    id_of_slot = _stacked(ids, slots)
+    by_slot(out.expert_ids, id_of_slot)
+    by_slot(out.weights, _stacked(weights, slots))
+    if sizes.form is None:
+        return
+    _fill(out.counters, power_of_two(out.counters.shape[0]), 0)
+    if sizes.form == "single":
+        block = jnp.where(id_of_slot < 0, sizes.num_experts - 1, id_of_slot)
+        plgpu.store(out.experts.at[slots + tokens[:, None]], block, mask=inside)
+        by_slot(out.row_of, jnp.where(id_of_slot < 0, -1, slots * sizes.align))
+        return
+    place = few(out, used, tokens, experts, sizes) if sizes.form == "few" else many(out, used, experts, sizes)
+    rows = [jnp.sum(jnp.where(experts[None, :] == its[:, None], place, 0), axis=1) for its in ids]
+    row_of_slot = jnp.where(id_of_slot < 0, -1, _stacked(rows, slots))
+    by_slot(out.row_of, row_of_slot)
+    if sizes.form == "many":
+        _scatter(out.token_of_row, row_of_slot, jnp.broadcast_to(tokens[:, None], row_of_slot.shape), row_of_slot >= 0)
+
+
+def top_k(
+    keys: Float32[Array, "t e"], experts: Int32[Array, " e"], k: int
+) -> tuple[list[Float32[Array, " t"]], list[Int32[Array, " t"]], Int32[Array, "t e"]]:
+    """The k largest keys of each token, largest first, and their experts; of equal keys the lower expert first.
+
+    Where no key is left they are -inf, and expert -1. The tile is 1 for the experts of each token, else 0.
+    """
+    best, ids = [], []
+    given = keys = _ordered(jnp.where(keys == 0, 0.0, keys))  # 0.0 and -0.0 are equal
+    for _ in range(k):
+        peak = jnp.max(keys, axis=1)
+        lowest = jnp.min(jnp.where(keys == peak[:, None], experts[None, :], experts.size), axis=1)
+        lowest = jnp.where(peak > _LEAST, lowest, -1)
+        keys = jnp.where(experts[None, :] == lowest[:, None], _LEAST, keys)
+        best.append(_unordered(peak))
+        ids.append(lowest)
+    return best, ids, (keys != given).astype(jnp.int32)
+
+
+def _ordered(keys: Float32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """Integers in the order of floats that are not NaN: a warp finds the largest of those in one instruction."""
+    return _flipped(lax.bitcast_convert_type(keys, jnp.int32))
+
+
+def _unordered(keys: Int32[Array, "*n"]) -> Float32[Array, "*n"]:
+    return lax.bitcast_convert_type(_flipped(keys), jnp.float32)
+
+
+def _flipped(bits: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """The bits of negative floats but the sign, inverted; twice is the identity."""
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & 0x7FFFFFFF)
+
+
+def softmax(keys: Float32[Array, "t e"], best: list[Float32[Array, " t"]], sizes: Sizes) -> list[Float32[Array, " t"]]:
+    """The weights of the chosen: 0 where nothing was left to choose."""
+
+    def power(keys: Array) -> Array:
+        peak = best[0] if keys.ndim == 1 else best[0][:, None]
+        usable = keys > -jnp.inf
+        return jnp.where(usable, jnp.exp(jnp.where(usable, keys - peak, 0)), 0)
+
+    powers = [power(its) for its in best]
+    total = reduce(jnp.add, powers) if sizes.renormalize else jnp.sum(power(keys), axis=1)
+    total = jnp.where(total > 0, total, 1)
+    return [its / total for its in powers]
+
+
+def sums_along_tokens(used: Int32[Array, "t e"]) -> tuple[Int32[Array, "t e"], Int32[Array, " e"]]:
+    """The sums of zeros and ones over earlier tokens, and over all.
+
+    Several neighboring experts share a word, since each warp adds up the sums of all others.
+    """
+    num_tokens, num_experts = used.shape
+    shared = min(num_experts, 4 if num_tokens < 1 << 8 else 2)
+    bits = 32 // shared
+    shifts = jnp.arange(shared, dtype=jnp.int32)[None, None, :] * bits
+    words = jnp.sum(used.reshape(num_tokens, -1, shared) << shifts, axis=2)
+
+    def unpacked(words: Int32[Array, "n words"]) -> Int32[Array, "n e"]:
+        apart = jnp.broadcast_to(words[:, :, None], (*words.shape, shared))
+        if shared > 1:
+            apart = lax.shift_right_logical(apart, jnp.broadcast_to(shifts, apart.shape)) & ((1 << bits) - 1)
+        return apart.reshape(-1, num_experts)
+
+    counts = jnp.sum(unpacked(jnp.sum(words, axis=0)[None, :]), axis=0)
+    return unpacked(jnp.cumsum(words, axis=0)) - used, counts
+
+
+def few(
+    out: Results, used: Int32[Array, "t e"], tokens: Int32[Array, " t"], experts: Int32[Array, " e"], sizes: Sizes
+) -> Int32[Array, "t e"]:
+    """A block of all tokens for each expert in use; returns the row of a token in each expert's block."""
+    in_use = jnp.max(used, axis=0)
+    ends = jnp.cumsum(in_use)
+    nth = ends - in_use
+    number = jnp.sum(in_use)
+    _scatter(out.experts, nth, experts, in_use > 0)
+    _repeat_last(out, number, jnp.max(jnp.where(in_use > 0, experts, 0)), sizes)
+    return nth[None, :] * sizes.stride + tokens[:, None]
+
+
+def many(out: Results, used: Int32[Array, "t e"], experts: Int32[Array, " e"], sizes: Sizes) -> Int32[Array, "t e"]:
+    """Sorted rows in blocks; returns the row of a token among each expert's, if it has that expert."""
+    align = sizes.align
+    earlier, counts = sums_along_tokens(used)
+    aligned = (counts + (align - 1)) & -align
+    ends = jnp.cumsum(aligned)
+    starts = ends - aligned
+
+    # Rows between those of experts, and after them, read token 0.
+    _fill(out.token_of_row, power_of_two(sizes.num_rows), 0)
+    if not sizes.interpret:
+        plgpu.debug_barrier()  # before others are written
+
+    shares = lax.div(counts + (sizes.block_m - 1), jnp.full_like(counts, sizes.block_m))
+    firsts = jnp.cumsum(shares) - shares
+    number = jnp.sum(shares)
+    _repeat_last(out, number, jnp.max(jnp.where(counts > 0, experts, 0)), sizes)
+    # If an expert's rows do not divide evenly, its first blocks have `align` rows more.
+    units, divisor = lax.div(aligned, jnp.full_like(aligned, align)), jnp.maximum(shares, 1)
+    each = lax.div(units, divisor)
+    more = units - each * divisor
+
+    def write(nth: Int32[Array, ""], carry: None) -> None:
+        before = nth * sizes.block_m if sizes.whole else (nth * each + jnp.minimum(nth, more)) * align
+        here = sizes.block_m if sizes.whole else (each + (nth < more).astype(jnp.int32)) * align
+        written = nth < shares
+        _scatter(out.experts, firsts + nth, experts, written)
+        _scatter(out.rows, firsts + nth, starts + before, written)
+        _scatter(out.counts, firsts + nth, jnp.minimum(here, counts - before), written)
+
+    lax.fori_loop(0, jnp.max(shares), write, None)
+    return starts[None, :] + earlier
+
+
+def _repeat_last(out: Results, number: Int32[Array, ""], last: Int32[Array, ""], sizes: Sizes) -> None:
+    """The blocks after the last real one, and the number of real ones."""
+    count = power_of_two(sizes.num_blocks)
+    _fill(out.num_blocks, count, number)
+    _fill(out.experts, count, last, number)
+    if out.counts is not None:
+        _fill(out.counts, count, 0, number)
+        _fill(out.rows, count, 0, number)
+
+
+def _stacked(columns: list[Shaped[Array, " t"]], slots: Int32[Array, "1 s"]) -> Shaped[Array, "t s"]:
+    """Columns side by side; to store them at once takes less time than one after the other."""
+    stacked = jnp.broadcast_to(columns[0][:, None], (columns[0].size, slots.size))
+    for slot, column in enumerate(columns[1:], 1):
+        stacked = jnp.where(slots == slot, column[:, None], stacked)
+    return stacked
+
+
+def _scatter(ref: Ref, index: Int32[Array, "*n"], values: Int32[Array, "*n"], where: Bool[Array, "*n"]) -> None:
+    """Stores some of the values, at distinct indices. Interpreted, all are written: the others out of range."""
+    plgpu.store(ref.at[jnp.where(where, index, ref.shape[0])], values, mask=where)
+
+
+def _fill(ref: Ref, count: int, value: Int32[Array, ""] | int, start: Int32[Array, ""] | int = 0) -> None:
+    """Stores a value from `start` on; `count`: a power of two, not less than the size."""
+    index = jnp.arange(count, dtype=jnp.int32)
+    inside: Bool[Array, " n"] = (index >= start) & (index < ref.shape[0])
+    plgpu.store(ref.at[index], jnp.full(count, value, jnp.int32), mask=inside)
