@@ -1,4 +1,7 @@
-"""Products of sorted rows with their experts' float weights: by kernels for Hopper, or why not, and then by XLA."""
+"""Products of sorted rows with their experts' float weights, differentiable in both, and the engine for them.
+
+Kernels for Hopper multiply them where they run, else XLA.
+"""
 
 from typing import Any
 
@@ -21,7 +24,7 @@ _DTYPES = ("bfloat16", "float16")
 def grouped_dot(
     rows: Float[Array, "R K"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"]
 ) -> Float32[Array, "R N"]:
-    """rows (R, K) times the weights (E, N, K) of their experts, transposed -> float32 (R, N); differentiable in both.
+    """rows (R, K) times the weights (E, N, K) of their experts, transposed -> float32 (R, N).
 
     On a Hopper GPU by kernels, where these support the weights (`rejection`); else by XLA.
 
@@ -56,9 +59,9 @@ def rejection(dtype: Any, sizes: tuple[int, ...], environment: Environment) -> R
 
 def _divided_by_xla(*arrays: jax.Array) -> bool:
     """Whether XLA may divide arrays between devices, along Auto axes of a mesh: it would gather them for a kernel."""
-    of_arrays = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
+    found = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
     return any(
         kind == AxisType.Auto and mesh.shape[name] > 1
-        for mesh in of_arrays
+        for mesh in found
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
     )
