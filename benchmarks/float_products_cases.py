@@ -66,7 +66,7 @@ Configurations = dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array
 
 def jmx(case: Case) -> Configurations:
     from jmx.pallas.float_sm90.blocks import Groups
-    from jmx.pallas.float_sm90.config import deepest, heuristic
+    from jmx.pallas.float_sm90.config import Launch, deepest, heuristic
     from jmx.pallas.float_sm90.outer import outer
     from jmx.pallas.float_sm90.product import product
 
@@ -79,10 +79,10 @@ def jmx(case: Case) -> Configurations:
         configs = {name: config for name, config in configs.items() if name == "" or config != chosen}
 
     def run(config: Any, left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-        options = {"config": config, "num_cores": jax.devices()[0].core_count}
+        its = Launch(BF16, config, jax.devices()[0].core_count)
         if case.which == "dw":
-            return outer(left, right, Groups.of(sizes), BF16, **options)
-        return product(left, right, sizes, BF16, transposed=case.which == "dx", **options)
+            return outer(left, right, Groups.of(sizes), its)
+        return product(left, right, sizes, its, transposed=case.which == "dx")
 
     return {name: partial(run, config) for name, config in configs.items()}
 

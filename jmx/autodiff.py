@@ -29,7 +29,7 @@ from jmx.util.typing import Array, Float, Shaped
 
 Run = Callable[[Float[Array, "T H"], Routing, Experts], Float[Array, "T H"]]
 Saving = Callable[[Float[Array, "T H"], Routing, Experts], tuple[Float[Array, "T H"], Any]]
-Backward = Callable[[Primals, Float[Array, "T H"], Wanted, Any], Gradients]
+Backward = Callable[[Primals, Float[Array, "T H"], Wanted], Gradients]
 
 # Floats that the weights of experts were rounded from: gate_up (E, N, H) and down (E, H, I).
 Sources = tuple[Float[Array, "E N H"], Float[Array, "E H I"]]
@@ -64,7 +64,7 @@ def differentiable(run: Run, backward_of: Backward, saving: Saving | None = None
     the weights were rounded from. The gradient of a quantized weight itself is a TypeError that names it.
 
     Args:
-        backward_of: (primals, dy, wanted, saved) -> `Gradients`, with arguments as of `Differentiable.backward`.
+        backward_of: (primals, dy, wanted) -> `Gradients`, with arguments as of `Differentiable.backward`.
         saving: as `run`, in place of which a call that is differentiated takes it, but returns also what is `saved` for
             the backward pass, or None. Policies of `jax.checkpoint` know that by the name `SAVED`.
     """
@@ -101,7 +101,7 @@ def differentiable(run: Run, backward_of: Backward, saving: Saving | None = None
         def backward(
             x: Float[Array, "T H"], routing: Routing, experts: Experts, dy: Float[Array, "T H"], saved: Any
         ) -> Gradients:
-            return backward_of(Primals(x, routing, experts), dy, wanted, saved)
+            return backward_of(Primals(x, routing, experts, saved), dy, wanted)
 
         # Each element of a batch has its gradients of biases and weights, which one call on all tokens would sum, and
         # what it saved.

@@ -369,16 +369,16 @@ def _run(
         y, saved = chosen.apply_saving(its, _widened(x, experts), routing, experts.as_padded(), environment)
         return y[:, :wide], saved
 
-    def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted, saved: Any) -> Gradients:
+    def backward(primals: Primals, dy: Float[Array, "T H"], wanted: Wanted) -> Gradients:
         # A backend without gradients has those of the reference, which reads a few experts at a time from any layout.
-        x, routing, experts = primals
+        x, routing, experts, saved = primals
         its, wide = with_tokens(problem, x.shape[0]), x.shape[-1]
         chosen = select(its, environment, static.backend, registered_backends()).backend
         if its.num_tokens == 0 or its.top_k == 0 or not has_gradients(chosen, its, weights=wanted.weights):
             return xla.backward(true, primals, dy, wanted)
         experts = experts.prepare(problem.layout)
-        padded = Primals(_widened(x, experts), routing, experts.as_padded())
-        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted, saved)
+        padded = Primals(_widened(x, experts), routing, experts.as_padded(), saved)
+        gradients = chosen.backward(its, padded, environment, _widened(dy, experts), wanted)
         return gradients._replace(x=gradients.x[:, :wide])
 
     layer = autodiff.differentiable(run, backward, saving if static.save_gate_up else None)

@@ -2,7 +2,6 @@
 kernels themselves on a Hopper GPU."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jmx import Environment, Reason
 from jmx.floats import grouped_dot, rejection
 from jmx.pallas.float_sm90 import grouped
 from jmx.pallas.float_sm90.blocks import Groups, RowBlocks
-from jmx.pallas.float_sm90.config import Config, deepest, heuristic
+from jmx.pallas.float_sm90.config import Config, Launch, deepest, heuristic
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.float_sm90.product import Schedule, product
 from jmx.pallas.sm90.config import SHARED_MEMORY
@@ -65,7 +64,9 @@ def test_blocks_write_each_row_once_and_begin_where_tma_reads(name, block_m):
     number = int(blocks.number[0])
     assert number <= len(blocks.groups)
     written = np.full(sizes.sum(), -1)
-    for group, aligned, start, end, _ in zip(*(np.asarray(field)[:number] for field in blocks), strict=True):
+    for group, aligned, start, end, _ in zip(
+        *(np.asarray(field)[:number] for field in jax.tree.leaves(blocks)), strict=True
+    ):
         assert aligned % 8 == 0
         assert aligned <= start < end <= aligned + block_m
         assert ends[group] - sizes[group] <= start
@@ -105,10 +106,9 @@ def test_wrong_configurations(change):
 # Around the kernels, on any machine: their contracts in numpy in their places
 
 
-def emulated_product(rows, weights, sizes, dtype, *, transposed, config, num_cores):
+def emulated_product(rows, weights, sizes, its, *, transposed):
     """As `product.product` says; rows of no group are NaN."""
-    del config
-    assert num_cores == HOPPER.core_count
+    assert its.num_cores == HOPPER.core_count
     assert len(rows) % 8 == 0
 
     def run(rows, weights, sizes):
@@ -118,13 +118,12 @@ def emulated_product(rows, weights, sizes, dtype, *, transposed, config, num_cor
         out[: len(group)] = np.einsum(dims, rows[: len(group)], weights[group])
         return out
 
-    return called(run, (len(rows), weights.shape[2 if transposed else 1]), dtype, rows, weights, sizes)
+    return called(run, (len(rows), weights.shape[2 if transposed else 1]), its.dtype, rows, weights, sizes)
 
 
-def emulated_outer(d, rows, groups, dtype, *, config, num_cores):
+def emulated_outer(d, rows, groups, its):
     """As `outer.outer` says."""
-    del config
-    assert num_cores == HOPPER.core_count
+    assert its.num_cores == HOPPER.core_count
     assert len(rows) == len(d)
     assert len(rows) % 8 == 0
 
@@ -133,7 +132,7 @@ def emulated_outer(d, rows, groups, dtype, *, config, num_cores):
         mine = [slice(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
         return np.stack([d[each].T @ rows[each] for each in mine])
 
-    return called(run, (len(groups.starts), d.shape[1], rows.shape[1]), dtype, d, rows, *groups)
+    return called(run, (len(groups.starts), d.shape[1], rows.shape[1]), its.dtype, d, rows, *groups)
 
 
 def called(run, shape, dtype, *arrays):
@@ -266,12 +265,14 @@ def test_kernels_on_a_gpu(name, dtype, result, warpgroups, rng):
         weights = jnp.asarray(rng.standard_normal((sizes.size, n, k)), dtype)
         products, drows, dweights = exact(sizes, rows, weights, d)
         cores = jax.devices()[0].core_count
-        config = lambda size, m=warpgroups: deepest(min(256 if m < 3 else 192, size), m)  # noqa: E731
-        run = partial(product, dtype=jnp.dtype(result), num_cores=cores)
+        its = [
+            Launch(jnp.dtype(result), deepest(min(256 if warpgroups < 3 else 192, size), warpgroups), cores)
+            for size in (n, k)
+        ]
         bound = "float32" if result == "float32" else "bfloat16"
-        got = run(rows, weights, sizes, transposed=False, config=config(n))
+        got = product(rows, weights, sizes, its[0], transposed=False)
         assert_close(got[:used], products, bound)
-        got = run(d, weights, sizes, transposed=True, config=config(k))
+        got = product(d, weights, sizes, its[1], transposed=True)
         assert_close(got[:used], drows[:used], bound)
-        got = outer(d, rows, Groups.of(sizes), jnp.dtype(result), config=config(k), num_cores=cores)
+        got = outer(d, rows, Groups.of(sizes), its[1])
         assert_close(got, dweights, bound)

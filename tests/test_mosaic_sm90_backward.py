@@ -94,28 +94,27 @@ def test_what_is_around_the_kernels(case, layers, rng, monkeypatch):
     assert (gradients.x.dtype, gradients.weights.dtype) == (x.dtype, routing.weights.dtype)
     check(case, gradients, *arguments)
 
-    y, saved = backend.apply_saving(problem, *primals, HOPPER)
+    y, saved = backend.apply_saving(problem, x, routing, experts, HOPPER)
     assert (y.dtype, saved.dtype) == (x.dtype, jnp.float32)
     expected = forward(problem, x.astype(jnp.float32), routing, experts)
     assert np.linalg.norm(y.astype(jnp.float32) - expected) <= TOLERANCE * np.linalg.norm(expected)
-    of_saved = backward(problem, primals, dy, case, saved)
+    of_saved = backward(problem, primals._replace(saved=saved), dy, case)
     jax.tree.map(np.testing.assert_array_equal, of_saved, gradients)
-    other = backward(problem, primals, dy, case, -saved)
+    other = backward(problem, primals._replace(saved=-saved), dy, case)
     assert "nowhere" in str(case.ids) or not np.array_equal(other.x, gradients.x)  # it is not computed again
 
 
-def backward(problem, primals, dy, case, *saved):
-    return MosaicSm90().backward(problem, primals, HOPPER, dy, Wanted(*case.bias), *saved)
+def backward(problem, primals, dy, case):
+    return MosaicSm90().backward(problem, primals, HOPPER, dy, Wanted(*case.bias))
 
 
-def outer(d, rows, groups, dtype, *, config, num_cores):
+def outer(d, rows, groups, its):
     """As `float_sm90.outer.outer` says."""
-    del config
-    assert num_cores == HOPPER.core_count
+    assert its.num_cores == HOPPER.core_count
     assert d.dtype == rows.dtype == jnp.bfloat16
     d, rows = (np.asarray(array, np.float32) for array in (d, rows))
     mine = [slice(int(start), int(end)) for start, end in zip(groups.starts, groups.ends, strict=True)]
-    return jnp.asarray(np.stack([d[each].T @ rows[each] for each in mine]), dtype)
+    return jnp.asarray(np.stack([d[each].T @ rows[each] for each in mine]), its.dtype)
 
 
 WITH_WEIGHTS = [  # of which there are gradients of weights

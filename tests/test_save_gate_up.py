@@ -53,7 +53,8 @@ class Keeping:
         self.passes["apply_saving"] += 1
         return xla.Xla().apply(problem, x, routing, experts, environment), kept(x)
 
-    def backward(self, problem: Any, primals: Any, environment: Any, dy: Any, wanted: Any, saved: Any = None) -> Any:
+    def backward(self, problem: Any, primals: Any, environment: Any, dy: Any, wanted: Any) -> Any:
+        saved = primals.saved
         self.passes["backward" if saved is None else "backward of saved"] += 1
         found = xla.backward(problem, primals, dy, wanted)
         if saved is None:

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from jmx.selection.environment import Environment
     from jmx.selection.problem import Problem
 
+_CHECKPOINT = (
+    "of gpt-oss, or of any model whose experts are quantized, or are floats that `jmx convert --quantize` can "
+    "quantize: these are explained as quantized to --format"
+)
+
 
 def add(command: Parser) -> None:
     sizes = command.add_argument_group(
         "sizes", "from a checkpoint or a named model; sizes that are given override those"
     )
     source = sizes.add_mutually_exclusive_group()
-    source.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="of gpt-oss, or of any model whose experts are quantized, or are floats that `jmx convert --quantize` can "
-        "quantize: these are explained as quantized to --format",
-    )
+    source.add_argument("--checkpoint", metavar="DIR", help=_CHECKPOINT)
     source.add_argument("--model", metavar="NAME", help="a shape that `jmx bench` knows, such as gpt-oss-120b")
     for name in ("hidden", "intermediate", "experts", "top-k"):
         sizes.add_argument(f"--{name}", type=number, metavar="N")

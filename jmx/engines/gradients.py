@@ -15,11 +15,15 @@ SAVED = "jmx_gate_up"
 
 
 class Primals(NamedTuple):
-    """The arguments of `Backend.apply` that gradients are taken at: x (T, H), routing (T, k), and the experts."""
+    """The arguments of `Backend.apply` that gradients are taken at: x (T, H), routing (T, k), and the experts.
+
+    `saved`: what `SavesGateUp.apply_saving` returned with the result, or None.
+    """
 
     x: Float[Array, "T H"]
     routing: Routing
     experts: Experts
+    saved: Any = None
 
 
 class Gradients(NamedTuple):
@@ -57,20 +61,13 @@ class Differentiable(Protocol):
     """What a backend with a backward pass of its own has beside `jmx.selection.backend.Backend`."""
 
     def backward(
-        self,
-        problem: Problem,
-        primals: Primals,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        wanted: Wanted,
-        saved: Any = None,
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
         """Gradients at the primals, given those of the result of `Backend.apply`, while tracing.
 
         Args:
             dy: (T, H) of x's dtype.
             wanted: gradients of biases; of weights only if there are some (`WeightGradients`).
-            saved: what `SavesGateUp.apply_saving` returned with the result, or None.
         """
         ...
 

@@ -341,7 +341,7 @@ def backward(problem: Problem, primals: Primals, dy: Float[Array, "T H"], wanted
 
     `wanted`: those of weights only of experts without padding, order of columns and index.
     """
-    x, routing, experts = primals
+    x, routing, experts, _ = primals
     dtype, num_experts, order = _compute_dtype(problem, x), experts.num_experts, experts.gate_up_order
     bias_gradients = tuple(
         jnp.zeros((*bias.shape[:-1], rows), jnp.float32) if asked and bias is not None else None

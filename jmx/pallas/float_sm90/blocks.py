@@ -40,15 +40,12 @@ class RowBlocks(NamedTuple):
 
     Args:
         groups: the group of each block.
-        aligned: the first row that is read, a multiple of 8.
-        starts, ends: the first row of the result that is written, and the one after the last.
+        rows: the rows of each block: those from `starts` on are written to the result, those from `aligned` on read.
         number: of blocks in use, B times.
     """
 
     groups: Int32[Array, " B"]
-    aligned: Int32[Array, " B"]
-    starts: Int32[Array, " B"]
-    ends: Int32[Array, " B"]
+    rows: Groups
     number: Int32[Array, " B"]
 
     @classmethod
@@ -61,13 +58,9 @@ class RowBlocks(NamedTuple):
         group = (ends <= jnp.minimum(index, ends[-1] - 1)[:, None]).sum(axis=1, dtype=jnp.int32)
         group = jnp.minimum(group, sizes.size - 1)
         first = every.aligned[group] + (index - (ends - needed)[group]) * block_m
-        return cls(
-            group,
-            first,
-            jnp.maximum(first, every.starts[group]),
-            jnp.minimum(first + block_m, every.ends[group]),
-            jnp.broadcast_to(ends[-1], index.shape),
-        )
+        last = jnp.minimum(first + block_m, every.ends[group])
+        rows = Groups(first, jnp.maximum(first, every.starts[group]), last)
+        return cls(group, rows, jnp.broadcast_to(ends[-1], index.shape))
 
 
 def _sums(values: Int32[Array, " E"]) -> Int32[Array, " E"]:

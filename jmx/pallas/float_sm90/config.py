@@ -1,6 +1,7 @@
 """Sizes of the tiles of both kernels, and how they are chosen."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from jmx.pallas.sm90.config import SHARED_MEMORY, BaseConfig, check_stages
 from jmx.pallas.sm90.tiles import TILE
@@ -57,3 +58,22 @@ def heuristic(columns: int) -> Config:
         return deepest(columns, 2)
     wide, narrow = (-(-columns // n) * n for n in (256, 192))
     return deepest(192, 3) if 1.04 * narrow < wide else deepest(256, 2)
+
+
+class Launch(NamedTuple):
+    """What is static of a launch.
+
+    Args:
+        dtype: of the result; sums are float32.
+        config: of the tiles.
+        num_cores: SMs.
+    """
+
+    dtype: Any
+    config: Config
+    num_cores: int
+
+    @classmethod
+    def of(cls, columns: int, dtype: Any, num_cores: int) -> "Launch":
+        """With the configuration that is chosen for `columns` of the result."""
+        return cls(dtype, heuristic(columns), num_cores)

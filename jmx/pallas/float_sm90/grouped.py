@@ -10,7 +10,7 @@ from jax.custom_batching import sequential_vmap
 from jmx import meshes
 from jmx.guard import guarded
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
-from jmx.pallas.float_sm90.config import heuristic
+from jmx.pallas.float_sm90.config import Launch
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.float_sm90.product import product
 from jmx.util.typing import Array, Float, Float32, Int32
@@ -21,7 +21,7 @@ def grouped_dot(
     rows: Float[Array, "R K"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"], num_cores: int
 ) -> Float32[Array, "R N"]:
     """As `jmx.floats.grouped_dot`. R that is no multiple of 8 costs a copy of the rows."""
-    return _product(rows, weights, sizes, jnp.float32, num_cores, transposed=False)
+    return _product(rows, weights, sizes, Launch.of(weights.shape[1], jnp.float32, num_cores), transposed=False)
 
 
 def _forward(rows: Any, weights: Any, sizes: Any, num_cores: int) -> tuple[Float32[Array, "R N"], tuple[Any, Any, Any]]:
@@ -31,7 +31,7 @@ def _forward(rows: Any, weights: Any, sizes: Any, num_cores: int) -> tuple[Float
 def _backward(num_cores: int, residuals: tuple[Any, Any, Any], d: Float32[Array, "R N"]) -> tuple[Any, Any, None]:
     rows, weights, sizes = residuals
     d = d.astype(rows.dtype)
-    drows = _product(d, weights, sizes, rows.dtype, num_cores, transposed=True)
+    drows = _product(d, weights, sizes, Launch.of(weights.shape[2], rows.dtype, num_cores), transposed=True)
     drows = jnp.where(jnp.arange(len(drows))[:, None] < sizes.sum(), drows, 0)
     return drows, weight_gradients(d, rows, sizes, weights.dtype, num_cores), None
 
@@ -39,25 +39,22 @@ def _backward(num_cores: int, residuals: tuple[Any, Any, Any], d: Float32[Array,
 grouped_dot.defvjp(_forward, _backward)
 
 
-@partial(jax.jit, static_argnums=(3, 4), static_argnames="transposed")  # outside of any jit, too
+@partial(jax.jit, static_argnames=("its", "transposed"))  # outside of any jit, too
 def _product(
     rows: Float[Array, "R C"],
     weights: Float[Array, "E N K"],
     sizes: Int32[Array, " E"],
-    dtype: Any,
-    num_cores: int,
+    its: Launch,
     *,
     transposed: bool,
 ) -> Float[Array, "R W"]:
     """As `product.product`, of any number of rows, and batchable."""
-    columns = weights.shape[2 if transposed else 1]
     if rows.size == 0:
-        return jnp.zeros((len(rows), columns), dtype)
-    options = {"transposed": transposed, "config": heuristic(columns), "num_cores": num_cores}
+        return jnp.zeros((len(rows), weights.shape[2 if transposed else 1]), its.dtype)
 
     @meshes.unchecked
     def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
-        return product(_in_eights(rows), weights, sizes, dtype, **options)[: len(rows)]
+        return product(_in_eights(rows), weights, sizes, its, transposed=transposed)[: len(rows)]
 
     @sequential_vmap
     def run(rows: Any, weights: Any, sizes: Any) -> Any:
@@ -77,9 +74,8 @@ def weight_gradients(
     @sequential_vmap
     @meshes.unchecked
     def run(d: Any, rows: Any, sizes: Any) -> Any:
-        config = heuristic(rows.shape[1])
-        groups = Groups.of(sizes)
-        return outer(_in_eights(d), _in_eights(rows), groups, dtype, config=config, num_cores=num_cores)
+        its = Launch.of(rows.shape[1], dtype, num_cores)
+        return outer(_in_eights(d), _in_eights(rows), Groups.of(sizes), its)
 
     return run(d, rows, sizes)
 

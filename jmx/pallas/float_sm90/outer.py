@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, Groups
-from jmx.pallas.float_sm90.config import Config
+from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.product import SharedMemory
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, keep_rows, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
@@ -34,23 +34,14 @@ Scalar = Int32[Array, ""]
 _WIDTHS = (8, 16, 32, TILE)  # rows of a copy
 
 
-def outer(
-    d: Float[Array, "R N"],
-    rows: Float[Array, "R K"],
-    groups: Groups,
-    dtype: Any,
-    *,
-    config: Config,
-    num_cores: int,
-) -> Float[Array, "E N K"]:
+def outer(d: Float[Array, "R N"], rows: Float[Array, "R K"], groups: Groups, its: Launch) -> Float[Array, "E N K"]:
     """The sum over each group's rows of d (N,) times rows (K,).
 
     Args:
         d, rows: of the same 16-bit floats, N and K multiples of 64, R of 8.
         groups: the rows of each group, which may have rows of no group between them.
-        dtype: of the result; sums are float32.
-        num_cores: SMs.
     """
+    config, num_cores = its.config, its.num_cores
     shape = groups.starts.size, d.shape[1], rows.shape[1]
 
     def body(d: Ref, rows: Ref, groups: Groups, out: Ref, *, shared: SharedMemory) -> None:
@@ -60,7 +51,7 @@ def outer(
         warpgroup = lax.axis_index("warpgroup")
         specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_rows, kernel.copy_d)
 
-    outputs = [jax.ShapeDtypeStruct(shape, dtype)]
+    outputs = [jax.ShapeDtypeStruct(shape, its.dtype)]
     kernel = persistent_kernel(body, "float_outer", config, num_cores, outputs, _shared_memory(config, rows.dtype))
     return launch(kernel, d, rows, groups)[0]
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jmx.pallas.float_sm90.blocks import ROW_ALIGNMENT, RowBlocks
-from jmx.pallas.float_sm90.config import Config
+from jmx.pallas.float_sm90.config import Config, Launch
 from jmx.pallas.float_sm90.tile import SWIZZLED, Accumulator, store
 from jmx.pallas.sm90.launch import for_width, launch, persistent_kernel, specialize
 from jmx.pallas.sm90.operation import Ref
@@ -37,11 +37,9 @@ def product(
     rows: Float[Array, "R C"],
     weights: Float[Array, "E N K"],
     sizes: Int32[Array, " E"],
-    dtype: Any,
+    its: Launch,
     *,
     transposed: bool,
-    config: Config,
-    num_cores: int,
 ) -> Float[Array, "R W"]:
     """Each row (K,) times its group's (N, K) transposed, or, if `transposed`, each (N,) times (N, K) itself.
 
@@ -49,9 +47,8 @@ def product(
         rows: of 16-bit floats, R a multiple of 8; group after group.
         weights: of the same dtype, N and K multiples of 64.
         sizes: rows of each group. Results of the rows after those of all groups are undefined.
-        dtype: of the result; sums are float32.
-        num_cores: SMs.
     """
+    config, num_cores = its.config, its.num_cores
     num_rows, columns = len(rows), weights.shape[2 if transposed else 1]
     blocks = RowBlocks.of(sizes, num_rows, config.block_m)
     schedule = Schedule(-(-columns // config.block_n), config.section)
@@ -66,7 +63,7 @@ def product(
         specialize(warpgroup, config, partial(kernel.consume, warpgroup), kernel.copy_weights, kernel.copy_rows)
 
     name = "float_transposed" if transposed else "float"
-    outputs = [jax.ShapeDtypeStruct((num_rows, columns), dtype)]
+    outputs = [jax.ShapeDtypeStruct((num_rows, columns), its.dtype)]
     shared = SharedMemory.of(config, rows.dtype, transposed=transposed)
     return launch(persistent_kernel(body, name, config, num_cores, outputs, shared), rows, weights, blocks)[0]
 
@@ -179,7 +176,7 @@ class _Kernel:
 
         def prologue(block: Scalar, column: Scalar) -> Callable[[Scalar, Scalar], None]:
             del column
-            first, end = blocks.aligned[block], blocks.ends[block]
+            first, end = blocks.rows.aligned[block], blocks.rows.ends[block]
             aligned = lax.div(first, ROW_ALIGNMENT) * ROW_ALIGNMENT  # TMA needs to see that it is a multiple of 8
 
             def fill(step: Scalar, slot: Scalar) -> None:
@@ -200,8 +197,8 @@ class _Kernel:
         @pl.loop(0, self.share.num_items)
         def _(turn: Scalar) -> None:
             block, column = self.position(turn)
-            first = blocks.aligned[block] + warpgroup * TILE
-            bounds = blocks.starts[block], blocks.ends[block]
+            first = blocks.rows.aligned[block] + warpgroup * TILE
+            bounds = blocks.rows.starts[block], blocks.rows.ends[block]
             used = first < bounds[1]
 
             @pl.when(used)

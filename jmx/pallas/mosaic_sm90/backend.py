@@ -152,19 +152,13 @@ class MosaicSm90(LimitedBackend):
         return forward(problem, Primals(x, routing, experts), config, environment.core_count or 1)
 
     def backward(
-        self,
-        problem: Problem,
-        primals: Primals,
-        environment: Environment,
-        dy: Float[Array, "T H"],
-        wanted: Wanted,
-        saved: Float32[Array, "R tile_rows"] | None = None,
+        self, problem: Problem, primals: Primals, environment: Environment, dy: Float[Array, "T H"], wanted: Wanted
     ) -> Gradients:
         # Importing Pallas takes a second.
         from jmx.pallas.mosaic_sm90.backward import backward
 
         config = backward_config(_tile_bytes(problem), primals.routing.expert_ids.size, problem.num_experts)
-        return backward(problem, primals, dy, wanted, config, environment.core_count or 1, saved)
+        return backward(problem, primals, dy, wanted, config, environment.core_count or 1)
 
     def has_weight_gradients(self, problem: Problem) -> bool:
         # Importing Pallas takes a second.

@@ -58,7 +58,7 @@ def forward(
     problem: Problem, primals: Primals, config: Config, num_cores: int
 ) -> tuple[Float[Array, "T H"], Float32[Array, "R tile_rows"]]:
     """The layer's result, and h for `backward` with the same config. See `SavesGateUp.apply_saving`."""
-    x, routing, experts = primals
+    x, routing, experts, _ = primals
     pass_ = _Pass.of(problem, routing, experts, config, num_cores)
     with jax.named_scope("products"):
         h = pass_.gate_up_outputs(x)
@@ -79,10 +79,9 @@ def backward(
     wanted: Wanted,
     config: Config,
     num_cores: int,
-    h: Float32[Array, "R tile_rows"] | None = None,
 ) -> Gradients:
-    """See `Differentiable.backward`. `num_cores`: SMs; `h`: that of `forward`, or None."""
-    x, routing, experts = primals
+    """See `Differentiable.backward`. `num_cores`: SMs; `primals.saved`: the h of `forward`, or None."""
+    x, routing, experts, h = primals
     pass_ = _Pass.of(problem, routing, experts, config, num_cores)
     work = pass_.work
     assert work.token_of_row is not None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jmx import grouping
 from jmx.numerics.gate_up import join_gate_up
 from jmx.pallas.float_sm90.blocks import Groups
-from jmx.pallas.float_sm90.config import heuristic
+from jmx.pallas.float_sm90.config import Launch
 from jmx.pallas.float_sm90.outer import outer
 from jmx.pallas.mosaic_sm90.rows import ROW_ALIGNMENT
 from jmx.pallas.sm90.tiles import TILE
@@ -44,4 +44,4 @@ def of_weight(
     sorted = grouping.sort_rows(routing.expert_ids, problem.num_experts, ROW_ALIGNMENT)
     groups = Groups.at(sorted.starts, sorted.sizes)
     d, rows = d.astype(jnp.bfloat16), rows.astype(jnp.bfloat16)
-    return outer(d, rows, groups, jnp.float32, config=heuristic(rows.shape[1]), num_cores=num_cores)
+    return outer(d, rows, groups, Launch.of(rows.shape[1], jnp.float32, num_cores))
