@@ -41,12 +41,7 @@ grouped_dot.defvjp(_forward, _backward)
 
 @partial(jax.jit, static_argnames=("its", "transposed"))  # outside of any jit, too
 def _product(
-    rows: Float[Array, "R C"],
-    weights: Float[Array, "E N K"],
-    sizes: Int32[Array, " E"],
-    its: Launch,
-    *,
-    transposed: bool,
+    rows: Float[Array, "R C"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"], its: Launch, transposed: bool
 ) -> Float[Array, "R W"]:
     """As `product.product`, of any number of rows, and batchable."""
     if rows.size == 0:

@@ -34,12 +34,7 @@ Scalar = Int32[Array, ""]
 
 
 def product(
-    rows: Float[Array, "R C"],
-    weights: Float[Array, "E N K"],
-    sizes: Int32[Array, " E"],
-    its: Launch,
-    *,
-    transposed: bool,
+    rows: Float[Array, "R C"], weights: Float[Array, "E N K"], sizes: Int32[Array, " E"], its: Launch, transposed: bool
 ) -> Float[Array, "R W"]:
     """Each row (K,) times its group's (N, K) transposed, or, if `transposed`, each (N,) times (N, K) itself.
 
