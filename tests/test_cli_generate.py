@@ -137,6 +137,8 @@ def with_broken_tokenizer(folder: Path) -> list[str]:
         ),
         (lambda folder: [str(TINY), "-", "-"], "stdin (-) must be given once"),
         (lambda folder: [str(TINY), "\udcff"], "PROMPT must be UTF-8"),
+        (lambda folder: [str(TINY), "--prompt-file", "none"], "`--prompt-file` (='none') cannot be read: No such file"),
+        (lambda folder: [str(TINY), "--prompts-file", str(folder)], ") cannot be read: Is a directory"),
         (lambda folder: [str(TINY), "a", "--stop", ""], "`--stop`: `strings[0]` (='')"),
         (lambda folder: [str(TINY), "--prompt-ids", "1", "--stop", "a"], "with --prompt-ids give --stop-id"),
         (lambda folder: [str(TINY), "a", "--stop-id", "320"], "`--stop-id` (=320) must be in 0..319"),
