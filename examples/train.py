@@ -1,4 +1,4 @@
-"""Trains a small gpt-oss on a text, its experts rounded to MXFP4 in each step, and exports it: needs jmx-moe[train].
+"""Trains a small gpt-oss on a text, its experts rounded to MXFP4 in each step, and exports it: needs jmx-moe[bench,hf].
 
     python examples/train.py bible.txt demo
     jmx generate demo/checkpoint "And God said"

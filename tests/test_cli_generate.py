@@ -19,8 +19,10 @@ from safetensors.numpy import load_file
 
 from jmx import cli
 from jmx.cli import generation, model_arguments
+from jmx.cli.generation_report import Timing
 from jmx.ffi.cpu import library as ffi
 from jmx.models import Model, Runner, load, memory
+from jmx.models.runner import CHUNK
 
 pytestmark = pytest.mark.costly
 
@@ -53,6 +55,15 @@ def test_the_command_gives_the_references_tokens_and_logits(tmp_path: Path, caps
     assert 0 < result["weight_bytes_a_token"] < sum(array.nbytes for array in jax.tree.leaves(weights))
     assert "chosen" in err  # the explain table
     assert relative_error(np.load(file), GOLDEN["logits"][0]) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("further", "chunks"), [(0, 0), (1, 1), (CHUNK - 1, 1), (CHUNK, 1), (CHUNK + 1, 2), (3 * CHUNK, 3)]
+)
+def test_the_rate_counts_every_step_that_was_computed(further: int, chunks: int) -> None:
+    arrivals = [2.0 + 0.25 * (1 + number // CHUNK) for number in range(further)]  # a chunk takes 0.25 s
+    step = Timing(1.0, [2.0, *arrivals]).seconds_a_step
+    assert step == (pytest.approx(0.25 / CHUNK) if chunks else None)
 
 
 def test_the_command_stops_at_an_eos_id(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +148,8 @@ def with_broken_tokenizer(folder: Path) -> list[str]:
         ),
         (lambda folder: [str(TINY), "-", "-"], "stdin (-) must be given once"),
         (lambda folder: [str(TINY), "\udcff"], "PROMPT must be UTF-8"),
+        (lambda folder: [str(TINY), "--prompt-file", "none"], "`--prompt-file` (='none') cannot be read: No such file"),
+        (lambda folder: [str(TINY), "--prompts-file", str(folder)], ") cannot be read: Is a directory"),
         (lambda folder: [str(TINY), "a", "--stop", ""], "`--stop`: `strings[0]` (='')"),
         (lambda folder: [str(TINY), "--prompt-ids", "1", "--stop", "a"], "with --prompt-ids give --stop-id"),
         (lambda folder: [str(TINY), "a", "--stop-id", "320"], "`--stop-id` (=320) must be in 0..319"),

@@ -91,9 +91,9 @@ def test_lines_that_are_no_prompts_are_named(name: str, content: bytes, message:
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for option in ("--prompt-file", "--prompts-file"):
-        with pytest.raises(FileNotFoundError, match="none"):
+        with pytest.raises(ValueError, match=rf"`{option}` \(='.*none'\) cannot be read: No such file"):
             prompts.read_texts(parsed(option, tmp_path / "none"))
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(ValueError, match=rf"`{option}` .* cannot be read: Is a directory"):
             prompts.read_texts(parsed(option, tmp_path))
         given(b"\xff", monkeypatch)
         with pytest.raises(ValueError, match="stdin must be UTF-8"):

@@ -100,17 +100,17 @@ def test_layers_computed_again_have_the_same_gradients_and_keep_less(small: Runn
 
 def test_float32_logits_and_every_layers_experts_are_the_references(runner: Runner) -> None:
     logits, records = whole(runner.model)
-    assert relative_error(logits, GOLDEN["logits"]) <= 1e-4
+    assert relative_error(logits, GOLDEN["logits"]) <= 2e-5
     for index, record in enumerate(records):
-        assert relative_error(record.input, GOLDEN[f"layer{index}.moe_in"]) <= 1e-4
-        assert relative_error(record.output, GOLDEN[f"layer{index}.moe_out"]) <= 1e-4
+        assert relative_error(record.input, GOLDEN[f"layer{index}.moe_in"]) <= 2e-5
+        assert relative_error(record.output, GOLDEN[f"layer{index}.moe_out"]) <= 2e-5
 
 
 @pytest.mark.parametrize("index", range(4))
 def test_a_layers_experts_give_the_references_output_for_its_input(runner: Runner, index: int) -> None:
     layer, x = runner.model.layers[index], jnp.asarray(GOLDEN[f"layer{index}.moe_in"])
     out = layer.moe(x, layer.router(x))
-    assert relative_error(out, GOLDEN[f"layer{index}.moe_out"]) <= 1e-4
+    assert relative_error(out, GOLDEN[f"layer{index}.moe_out"]) <= 2e-5
 
 
 def test_bfloat16_agrees_where_the_experts_are_the_same(runner: Runner) -> None:

@@ -16,6 +16,7 @@ import jmx.nnx
 from jmx.cli.model_arguments import size
 from jmx.cli.prompts import Prompt
 from jmx.models import LogProbabilities, Model
+from jmx.models.runner import CHUNK
 from jmx.models.sharded_moe import ShardedMoE
 from jmx.models.text.continuation import Continuation
 
@@ -25,6 +26,16 @@ class Timing(NamedTuple):
 
     start: float
     steps: list[float]
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """Of decoding; None without a step after the first tokens.
+
+        The last tokens arrive with the others of their chunk, all of whose steps were computed.
+        """
+        further = len(self.steps) - 1
+        computed = -(-further // CHUNK) * CHUNK
+        return (self.steps[-1] - self.steps[0]) / computed if further else None
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,12 @@ class Report:
                 entry["logprobs"] = _logprobs(row.ids, probabilities, tokenizer)
             found.append(entry)
         decode = explain(model, len(rows))
-        first, last = timing.steps[0], timing.steps[-1]
-        further = sum(len(row.ids) - 1 for row in rows)
+        step = timing.seconds_a_step
+        a_step = sum(len(row.ids) - 1 for row in rows) / max(1, len(timing.steps) - 1)  # of rows that go on
         speed = {
             "backend": "ragged_dot" if decode is None else decode.chosen,
-            "prefill_ms": 1e3 * (first - timing.start),
-            "decode_tokens_per_s": further / (last - first) if further else None,
+            "prefill_ms": 1e3 * (timing.steps[0] - timing.start),
+            "decode_tokens_per_s": a_step / step if step else None,
             "weight_bytes_a_token": weights_read(model) if len(rows) == 1 else None,
             "peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }

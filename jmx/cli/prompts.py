@@ -85,22 +85,24 @@ def read_texts(arguments: argparse.Namespace) -> list[str]:
     """The texts of prompts; none if ids are given.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: a prompt that is not UTF-8, an empty line, or one that is not a string of JSON.
+        ValueError: a file that cannot be read, a prompt that is not UTF-8, an empty line, or one that is not a string
+            of JSON.
     """
-    texts = [_read(_STDIN) if text == _STDIN else _checked("PROMPT", text) for text in arguments.prompts]
-    texts += map(_read, arguments.prompt_file or ())
+    texts = [_read("PROMPT", _STDIN) if text == _STDIN else _checked("PROMPT", text) for text in arguments.prompts]
+    texts += [_read("--prompt-file", name) for name in arguments.prompt_file or ()]
     if arguments.prompts_file is not None:
         texts += _lines(arguments.prompts_file)
     return texts
 
 
-def _read(name: str) -> str:
-    """The whole text of a file, or of stdin, without a newline at its end."""
+def _read(argument: str, name: str) -> str:
+    """The whole text of a file that an argument names, or of stdin, without a newline at its end."""
     try:
         text = (_stdin() if name == _STDIN else Path(name).read_bytes()).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{_named(name)} must be UTF-8: {error}") from error
+    except OSError as error:
+        raise ValueError(f"`{argument}` (={name!r}) cannot be read: {error.strerror or error}") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -125,7 +127,7 @@ def _named(name: str) -> str:
 
 def _lines(name: str) -> list[str]:
     """The prompts of a file, one a line."""
-    text = _read(name)
+    text = _read("--prompts-file", name)
     if not text:
         raise ValueError(f"{_named(name)} must have a line for each prompt, and is empty")
     lines = []
