@@ -293,6 +293,12 @@ def test_changed_ids_have_no_blocks(rng, anywhere):
 
 # When it is used
 
+
+@dataclass(frozen=True)
+class OtherSoftmax(TopKSoftmax):
+    """A user's method, which may choose others."""
+
+
 PROBLEM = Problem(
     num_tokens=1, hidden_size=64, intermediate_size=64, num_experts=8, top_k=2, dtype="bfloat16", format="mxfp4",
     activation=GPT_OSS, gate_up_order="interleaved", bias=False, layout="packed",
@@ -315,6 +321,7 @@ PROBLEM = Problem(
         (TopKSoftmax(9), 1, 128, "h200", False),
         (SigmoidTopK(4, True), 1, 128, "h200", False),
         (GroupedTopK(4, 4, 2, "softmax", True), 1, 128, "h200", False),
+        (OtherSoftmax(4), 1, 128, "h200", False),
     ],
 )
 def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, expected):

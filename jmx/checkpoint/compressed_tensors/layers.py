@@ -121,7 +121,7 @@ class Layer(ExpertModules[Module]):
 class Stacked:
     """An array of all experts, (E, ...), in a format that all have in common, read from files when it is sliced.
 
-    Indices are slices, as `jmx.checkpoint.placement.place` makes them: experts, rows, and the other axes.
+    Indices are slices, as `jmx.checkpoint.placement.send` makes them: experts, rows, and the other axes.
     """
 
     def __init__(self, modules: Sequence[tuple[Module, ...]], name: str, format: Format):

@@ -13,7 +13,8 @@ Every wait for a stage and every release of one is a call of these four methods 
     acquire, copy    `produce` below calls the `fill` functions in `mosaic_sm90.producer` and `mosaic_sm90_fp8.producer`
     wait, release    `mosaic_sm90`: `consume` below
                      `mosaic_sm90_fp8`: in `mosaic_sm90_fp8.consumer`, `_add_units` waits, for several stages at a time;
-                     `_adder` or, with tokens as operand A, `_multiply_by_token` releases each after its product
+                     `_adder` or, with tokens as operand A, `_multiply_by_token` releases each after its product,
+                     or all of them after the last one
 """
 
 from collections.abc import Callable
