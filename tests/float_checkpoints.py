@@ -23,16 +23,16 @@ def write(path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) ->
     return path
 
 
-def float_gpt_oss(path: Path, num_layers: int = 4) -> tuple[Path, dict[str, np.ndarray]]:
-    """Layers of the tiny checkpoint with experts expanded, as the Hugging Face form has them before quantization."""
+def float_gpt_oss(path: Path, num_layers: int = 4, source: Path = TINY) -> tuple[Path, dict[str, np.ndarray]]:
+    """Layers of a checkpoint of 4 with experts expanded, as the Hugging Face form has them before quantization."""
     cut = tuple(f"model.layers.{layer}." for layer in range(num_layers, 4))
-    tensors = {name: tensor.view() for name, tensor in shards.read_headers(TINY).items() if not name.startswith(cut)}
+    tensors = {name: tensor.view() for name, tensor in shards.read_headers(source).items() if not name.startswith(cut)}
     for name in [name for name in tensors if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")
         blocks, scales = tensors.pop(name), tensors.pop(f"{stem}_scales")
         packed = BlockScaled(blocks.reshape(*blocks.shape[:-2], -1), scales)
         tensors[stem] = np.asarray(jmx.dequantize(packed)).swapaxes(1, 2)
-    config = json.loads((TINY / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
     config |= {"num_hidden_layers": num_layers, "layer_types": config["layer_types"][:num_layers]}
     del config["quantization_config"]
     return write(path, {n: np.ascontiguousarray(a) for n, a in tensors.items()}, config), tensors

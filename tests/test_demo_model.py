@@ -11,10 +11,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from float_checkpoints import float_gpt_oss
 from tokenizers import Tokenizer
 
+from examples.fine_tune import fine_tune, random_adapters, read_tokens
 from examples.train import bits_per_byte
 from jmx.models import load
+from jmx.models.float_moe import FloatMoE
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "gpt_oss_demo"
@@ -57,3 +60,22 @@ def test_it_writes_words_of_the_text():
     words, known = (re.findall(r"\w+", text.lower()) for text in (done.stdout, UNSEEN.decode()))
     assert len(words) >= 20
     assert sum(word in known for word in words) >= 0.8 * len(words)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("backend", ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
+def test_adapters_over_its_experts_learn_as_over_experts_in_bfloat16(backend, tmp_path):
+    """The same weights, which bfloat16 holds exactly, adapters and windows of another text: losses fall alike."""
+    tokens, steps = read_tokens(ROOT / "LICENSE"), 30
+    model = load(DEMO, dtype=jnp.bfloat16, backend=backend)
+    adapters = random_adapters(model)
+    in_floats = load(float_gpt_oss(tmp_path / "floats", source=DEMO)[0], dtype=jnp.bfloat16)
+    assert all(isinstance(layer.moe, FloatMoE) and layer.moe.down.dtype == jnp.bfloat16 for layer in in_floats.layers)
+    losses, of_floats = (np.asarray(fine_tune(its, adapters, tokens, steps)) for its in (model, in_floats))
+    first, last = (float(np.mean(its)) for its in (of_floats[:5], of_floats[-5:]))
+    print(
+        f"{backend}: {np.mean(losses[:5]):.3f} to {np.mean(losses[-5:]):.3f}; in bfloat16 {first:.3f} to {last:.3f}; "
+        f"a step differs by at most {np.abs(losses / of_floats - 1).max():.2%}"
+    )
+    assert last < 0.8 * first
+    np.testing.assert_allclose(losses, of_floats, rtol=0.02)

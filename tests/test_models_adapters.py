@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from serving_process import serving
 from tokenizers import Tokenizer
 
+import jmx
 from jmx import cli
 from jmx.checkpoint import CheckpointError, peft
 from jmx.checkpoint.quantizing import FloatExperts
@@ -28,7 +29,7 @@ from jmx.lora import Adapters, LoRA, merge
 from jmx.lora.forms import fused
 from jmx.models import Model, Runner, Sampler, from_source, load, memory, save
 from jmx.models.adapters import open_adapter
-from jmx.models.float_moe import FloatMoE, abstract_experts
+from jmx.models.float_moe import FloatMoE, abstract_experts, random_experts
 from jmx.models.loading import file_source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer
@@ -142,6 +143,33 @@ def test_greedy_tokens_are_those_of_merged_weights(base, form, folder, tmp_path,
     tokens = tokens_of(got)
     assert tokens == greedy(expected, tokens)
     assert relative_error(logits_of(got), logits_of(expected)) <= 1e-4
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shared", [(), ("a",), ("b",), ("a", "b")])
+def test_adapters_of_float_experts_are_rounded_to_the_tokens_dtype_and_may_be_shared(shared, dtype, rng):
+    sizes, routing = (4, 64, 32), jmx.SoftmaxTopK(2, renormalize=True)
+    like = LoRA(3, 6, shared=shared).random(jax.random.key(0), abstract_experts(*sizes, "concatenated"))
+    adapters = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 4, jnp.float32), like)
+    floats = random_experts(*sizes, bias=True, dtype=dtype, rngs=nnx.Rngs(int(rng.integers(2**31))))
+    x, logits = (jnp.asarray(rng.normal(size=(9, columns)), dtype) for columns in (64, 4))
+
+    def layer(adapters, floats=floats):
+        moe = FloatMoE(floats, jmx.SwiGLU(), routing)
+        if adapters is not None:
+            moe.adapt(adapters)
+        return moe(x, logits)
+
+    rounded = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), adapters)
+    np.testing.assert_array_equal(layer(adapters), layer(rounded))
+    deltas = {role: each.scale * (each.b @ each.a) for role, each in rounded.by_target().items()}
+    sums = {role: (getattr(floats, role) + delta).astype(dtype) for role, delta in deltas.items()}
+    merged = layer(None, floats._replace(**sums))
+    assert relative_error(layer(None), merged) > 0.1
+    assert relative_error(layer(adapters), merged) < (1e-5 if dtype == jnp.float32 else 3e-2)
+    of_loss = jax.grad(lambda adapters: jnp.square(layer(adapters).astype(jnp.float32)).sum())(adapters)
+    assert all(a.dtype == jnp.float32 and jnp.abs(a).max() > 0 for a in jax.tree.leaves(of_loss))
 
 
 @pytest.mark.costly

@@ -111,7 +111,12 @@ class FloatMoE(nnx.Module):
         adapters = fused(adapters, experts)
         self.adapter_skeleton = nnx.static(Skeleton.of(adapters))
         divided: dict[str, Any] = {"divided": ("expert",)}
-        self.lora = nnx.data({name: nnx.LoRAParam(each, **divided) for name, each in adapters.arrays().items()})
+        self.lora = nnx.data(
+            {
+                name: nnx.LoRAParam(each, **(divided if each.ndim == 3 else {}))  # experts share the others
+                for name, each in adapters.arrays().items()
+            }
+        )
 
     def __call__(self, x: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """x (..., H), router logits (..., E), mask (...) -> (..., H)."""
@@ -132,8 +137,9 @@ class FloatMoE(nnx.Module):
             if (bias := getattr(self, f"{role}_bias")) is not None:
                 sums += bias[...][ids.reshape(-1)[groups.order]]
             if (adapter := adapters.get(role)) is not None:
-                inner = grouped_dot(rows, adapter.a, groups.sizes) * adapter.scale
-                sums += grouped_dot(inner.astype(rows.dtype), adapter.b, groups.sizes)
+                a, b = (_of_each(matrix, groups.sizes.size).astype(rows.dtype) for matrix in (adapter.a, adapter.b))
+                inner = grouped_dot(rows, a, groups.sizes) * adapter.scale
+                sums += grouped_dot(inner.astype(rows.dtype), b, groups.sizes)
             return sums.astype(rows.dtype)
 
         hidden = product(tokens[groups.order // top_k], "gate_up")
@@ -144,6 +150,11 @@ class FloatMoE(nnx.Module):
         out = jnp.where(mine[..., None], out, 0)  # rows of no expert are undefined
         summed = jnp.einsum("tkh,tk->th", out.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
         return summed.astype(tokens.dtype)
+
+
+def _of_each(matrix: jax.Array, num_experts: int) -> jax.Array:
+    """The matrices (E, N, K) of an adapter, of which experts may share one, (N, K)."""
+    return jnp.broadcast_to(matrix, (num_experts, *matrix.shape[-2:]))
 
 
 def _routing(moe: FloatMoE, x: jax.Array, logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jmx.Routing]:
