@@ -115,9 +115,12 @@ class _Sizes:
 def _balance_layer(loads: Float[np.ndarray, " E"], before: Table, sizes: _Sizes) -> Table:
     """The table of one layer, improved until nothing found is better by 1 %: balancing it again moves nothing."""
     table = before
-    while not np.array_equal(better := _improve_layer(loads, table, sizes), table):
+    while True:
+        # An expert may leave a rank and come back, so what it keeps is its slot in the first table.
+        better = keeping.kept(_improve_layer(loads, table, sizes), before, sizes.hosts)
+        if np.array_equal(better, table):
+            return table
         table = better
-    return table
 
 
 def _improve_layer(loads: Float[np.ndarray, " E"], before: Table, sizes: _Sizes) -> Table:
