@@ -193,10 +193,12 @@ def train(arguments: argparse.Namespace, folder: pathlib.Path) -> None:
     if (folder / "checkpoint").exists():
         sys.exit(f"{folder / 'checkpoint'} exists: nothing is overwritten")
     text, held_out = read_text(arguments.text)
-    run = {name: str(value) for name, value in vars(arguments).items() if name not in ("folder", "save_every")}
-    check_same_run(folder / "run.json", run, text)
     tokenizer = tokenizer_of(text)
     tokens, unseen = (np.asarray(tokenizer.encode(part).ids, np.int32) for part in (text, held_out))
+    if arguments.length >= len(tokens):
+        sys.exit(f"--length (={arguments.length}) must be less than the {len(tokens)} tokens of the text")
+    run = {name: str(value) for name, value in vars(arguments).items() if name not in ("folder", "save_every")}
+    check_same_run(folder / "run.json", run, text)
 
     model = GptOss(CONFIG, format="mxfp4", qat=training.QAT(), dtype=arguments.dtype, rngs=nnx.Rngs(0))
     model.embedding.set_value(0.1 * model.embedding[...])
@@ -250,6 +252,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.save_every % REPORT_EVERY or arguments.save_every < 1:
         parser.error(f"--save-every (={arguments.save_every}) must be a multiple of {REPORT_EVERY}")
+    for name in ("steps", "batch", "length"):
+        if (value := getattr(arguments, name)) < 1:
+            parser.error(f"--{name} (={value}) must be at least 1")
+    if not 0 < arguments.rate < np.inf:
+        parser.error(f"--rate (={arguments.rate}) must be finite and above 0")
     train(arguments, arguments.folder)
 
 

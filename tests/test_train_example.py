@@ -135,6 +135,24 @@ def test_other_arguments_are_refused(text: Path, tmp_path: Path, change: list[st
     assert error in err
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (["--steps", "0"], "--steps (=0) must be at least 1"),
+        (["--batch", "-1"], "--batch (=-1) must be at least 1"),
+        (["--length", "0"], "--length (=0) must be at least 1"),
+        (["--rate", "nan"], "--rate (=nan) must be finite and above 0"),
+        (["--length", "9999999"], "--length (=9999999) must be less than the "),
+    ],
+)
+def test_arguments_that_fit_no_training_are_refused(text: Path, tmp_path: Path, change: list[str], error: str) -> None:
+    code, _, err = finish(start(text, tmp_path / "run", *SHORT, *change))
+    assert code != 0
+    assert error in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_text_of_too_few_words_is_refused(tmp_path: Path) -> None:
     code, _, err = finish(start(ROOT / "LICENSE", tmp_path / "run", *SHORT))
     assert code != 0
