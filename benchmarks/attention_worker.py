@@ -23,7 +23,8 @@ from jax import lax
 
 from benchmarks import attention_cases
 from benchmarks.attention_cases import BF16, Built, Case, Inputs
-from jmx.perf.machine import describe_machine, measure_limits, seconds
+from benchmarks.system_process import begin, described
+from jmx.perf.machine import seconds
 
 REPEATS, LEAST = 3, 0.02  # samples of a time, and seconds of each
 COLD = 128e6  # bytes that a call reads at least, of several layers' keys and values, more than a cache holds
@@ -84,10 +85,6 @@ def compile_case(system: str, case: Case) -> Program | str:
         return described(error)
 
 
-def described(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
 def inputs_of(case: Case, pool: jax.Array, layer: int) -> Inputs:
     """A layer's inputs, slices of `pool`. Positions are the last ones, so that not every block of a cache is whole."""
     arrays = []
@@ -124,24 +121,11 @@ def measure(case: Case, program: Program, pool: jax.Array) -> dict[str, Any]:
     return {"layers": layers, "us": 1e6 * time / layers, "spread": spread, "rel_err": error, "note": program.built.note}
 
 
-def limits() -> dict[str, Any]:
-    """The machine, and its rates of copying and of dense products."""
-    found = measure_limits(3)
-    return describe_machine(jax.devices()[0]) | {
-        "copy_TBs": found.copy_rate / 1e12,
-        "dense_TFLOPs": found.dense_rate / 1e12,
-    }
-
-
 def main(system: str, wanted: str) -> None:
     cases = [Case(*fields) for fields in json.loads(wanted)]
     with ThreadPoolExecutor(8) as threads:
         programs = [*threads.map(lambda case: compile_case(system, case), cases)]
-    print(json.dumps({"compiled": sum(isinstance(program, Program) for program in programs)}), flush=True)
-    if not sys.stdin.readline():
-        return
-    if system == "limits":
-        print(json.dumps(limits()), flush=True)
+    if not begin(system, sum(isinstance(program, Program) for program in programs)):
         return
     pool = jax.random.normal(jax.random.key(0), (POOL,), BF16)
     for case, program in zip(cases, programs, strict=True):

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.attention_worker import described, limits
 from benchmarks.float_products_cases import BF16, SYSTEMS, Case
+from benchmarks.system_process import begin, described
 from jmx.perf.machine import seconds
 
 REPEATS, LEAST = 3, 0.04  # samples of a time, and seconds of each
@@ -122,11 +122,7 @@ def main(system: str, wanted: str) -> None:
     cases = [Case(*fields) for fields in json.loads(wanted)]
     with ThreadPoolExecutor(8) as threads:
         programs = [*threads.map(lambda case: compile_case(system, case), cases)]
-    print(json.dumps({"compiled": len(programs)}), flush=True)
-    if not sys.stdin.readline():
-        return
-    if system == "limits":
-        print(json.dumps(limits()), flush=True)
+    if not begin(system, len(programs)):
         return
     pool = jax.random.normal(jax.random.key(0), (POOL,), BF16)
     held: tuple[Any, Any] = None, None

@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmx
+from benchmarks.system_process import begin, described
 from jmx.perf import bench
 from jmx.perf.bench import System
-from jmx.perf.machine import describe_machine, measure_limits, seconds
+from jmx.perf.machine import seconds
 from jmx.perf.shapes import MODELS, Shape
 from jmx.selection.environment import Environment
 
@@ -185,15 +186,11 @@ def compile_case(name: str, shape: Shape, settings: Settings, num_tokens: int) -
         lowered = jax.jit(forward).lower(*arguments), jax.jit(both).lower(*arguments, case.dy)
         return Program(system, lowered[0].compile(), lowered[1].compile(), note)
     except Exception as error:  # whatever a library raises for what it does not support
-        return described(error)
+        return described(error, 300)
 
 
 def _arrays(shape: Shape, settings: Settings, num_tokens: int) -> Case:
     return draw(shape, settings, num_tokens)._replace(checked=np.zeros(0))
-
-
-def described(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def expected(shape: Shape, case: Case, layers: list[Any]) -> Outcome:
@@ -232,28 +229,16 @@ def measure(shape: Shape, settings: Settings, num_tokens: int, program: Program)
     return row | {"over_forward": row["both_us"] / row["forward_us"]}
 
 
-def limits() -> dict[str, Any]:
-    """The machine, and its rates of copying and of dense products."""
-    found = measure_limits(3)
-    return describe_machine(jax.devices()[0]) | {
-        "copy_TBs": found.copy_rate / 1e12,
-        "dense_TFLOPs": found.dense_rate / 1e12,
-    }
-
-
 def main(name: str, text: str) -> None:
     settings = Settings(**json.loads(text))
     shape = MODELS[settings.model]
     if name == "limits":
-        print(json.dumps({"compiled": 0}), flush=True)
-        if sys.stdin.readline():
-            print(json.dumps(limits()), flush=True)
+        begin(name, 0)
         return
     with ThreadPoolExecutor(4) as threads:
         compiling = partial(compile_case, name, shape, settings)
         programs = dict(zip(settings.tokens, threads.map(compiling, settings.tokens), strict=True))
-    print(json.dumps({"compiled": sum(not isinstance(its, str) for its in programs.values())}), flush=True)
-    if not sys.stdin.readline():
+    if not begin(name, sum(not isinstance(its, str) for its in programs.values())):
         return
     for num_tokens, its in programs.items():
         if isinstance(its, str):
@@ -262,7 +247,7 @@ def main(name: str, text: str) -> None:
             try:
                 row = measure(shape, settings, num_tokens, its)
             except Exception as error:  # one token count out of memory leaves the others
-                row = {"error": described(error)}
+                row = {"error": described(error, 300)}
         print(json.dumps({"tokens": num_tokens, **row}), flush=True)
 
 

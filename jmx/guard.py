@@ -48,12 +48,14 @@ def _may_be_divided(arrays: Mapping[str, Shaped[Array, "..."]]) -> bool:
     known = [mesh for mesh in (jax.sharding.get_abstract_mesh(), *meshes) if not mesh.empty]
     if not known:
         return jax.device_count() > 1
-    return any(
-        kind == AxisType.Auto and mesh.shape[name] > 1
-        for mesh in known
-        if mesh.abstract_device is not None  # without devices, programs are exported, not compiled
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    )
+    # Without devices, programs are exported, not compiled.
+    return any(has_auto_axes(mesh) for mesh in known if mesh.abstract_device is not None)
+
+
+def has_auto_axes(mesh: jax.sharding.AbstractMesh) -> bool:
+    """Whether `mesh` has an Auto axis of several devices, along which XLA decides how arrays are divided."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind == AxisType.Auto and mesh.shape[name] > 1 for name, kind in kinds)
 
 
 def _check(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> None:

@@ -6,7 +6,8 @@ import aot
 import jax
 import jax.numpy as jnp
 import pytest
-from sass import hazards, is_wgmma, parse, register_limits
+from registers import assert_registers
+from sass import hazards, is_wgmma, parse
 
 import jmx
 from jmx.floats import grouped_dot
@@ -14,7 +15,6 @@ from jmx.pallas.float_sm90.config import Config, heuristic
 from jmx.pallas.sm90.config import SHARED_MEMORY
 from jmx.training import MasterExperts
 
-WARPGROUP = 128  # threads
 SIZES = [  # experts, outputs and inputs of a product
     pytest.param(32, 5760, 2880, id="gpt-oss-20b"),
     pytest.param(128, 1536, 2048, id="qwen3-30b-a3b", marks=pytest.mark.slow),
@@ -29,14 +29,7 @@ def assert_sound(kernel: aot.Kernel, config: Config) -> None:
     program = parse(kernel.sass)
     assert sum(map(is_wgmma, program)) == 4  # of one stage
     assert hazards(program) == []
-    limits = register_limits(program)
-    assert all(used <= limit for limit, used in limits), limits
-    (compute, _), (fetch, _) = sorted(limits, reverse=True)
-    assert compute == config.registers
-    # A CTA has the registers that it was launched with. A warpgroup that requests more waits forever.
-    launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (config.num_warpgroups + 1)
-    assert config.num_warpgroups * compute + fetch <= launched
-    assert launched * WARPGROUP <= 65536
+    assert_registers(kernel, config)
 
 
 @pytest.mark.aot

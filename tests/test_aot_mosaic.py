@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from memory import abstract_step, temporary_bytes
-from sass import hazards, parse, register_limits
+from registers import assert_registers
+from sass import hazards, parse
 
 import jmx
 from jmx import Environment, Experts, Routing
@@ -37,7 +38,6 @@ ALWAYS = (  # few that differ most; the others take minutes: see the marker `slo
     ("gpt-oss-20b", 256),
     ("deepseek-v3", 64),
 )
-WARPGROUP = 128  # threads
 
 
 class Call(NamedTuple):
@@ -199,14 +199,7 @@ def assert_sound(
         >= 4 * num_products * config.k_tiles
     )
     assert hazards(program) == []
-    limits = register_limits(program)
-    assert all(used <= limit for limit, used in limits), limits
-    (compute, _), (fetch, _) = sorted(limits, reverse=True)
-    assert compute == config.registers
-    # A CTA has the registers that it was launched with. A warpgroup that requests more waits forever.
-    launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (config.num_warpgroups + 1)
-    assert config.num_warpgroups * compute + fetch <= launched
-    assert launched * WARPGROUP <= 65536
+    assert_registers(kernel, config)
 
 
 @pytest.mark.aot

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from jmx import meshes
+from jmx.guard import has_auto_axes
 from jmx.pallas.sm90.tiles import TILE
 from jmx.selection.backend import Reason, Rejection
 from jmx.selection.environment import Environment
@@ -60,8 +60,4 @@ def rejection(dtype: Any, sizes: tuple[int, ...], environment: Environment) -> R
 def _divided_by_xla(*arrays: jax.Array) -> bool:
     """Whether XLA may divide arrays between devices, along Auto axes of a mesh: it would gather them for a kernel."""
     found = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
-    return any(
-        kind == AxisType.Auto and mesh.shape[name] > 1
-        for mesh in found
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    )
+    return any(map(has_auto_axes, found))

@@ -254,8 +254,5 @@ def _run(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> Any:
     return nnx.merge(graphdef, state)(*arguments)
 
 
-@partial(jax.jit, static_argnums=0)
-@partial(jax.checkpoint, static_argnums=0)
-def _run_twice(graphdef: nnx.GraphDef[Any], state: Any, *arguments: Any) -> Any:
-    """`_run`, computed once more by a backward pass."""
-    return nnx.merge(graphdef, state)(*arguments)
+# `_run`, computed once more by a backward pass.
+_run_twice = jax.jit(jax.checkpoint(_run, static_argnums=0), static_argnums=0)

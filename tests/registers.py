@@ -1,0 +1,22 @@
+"""The registers of a persistent kernel's warpgroups, in its machine code and in what its compiler reports."""
+
+import re
+
+import aot
+from sass import parse, register_limits
+
+from jmx.pallas.sm90.config import BaseConfig
+
+WARPGROUP = 128  # threads
+
+
+def assert_registers(kernel: aot.Kernel, config: BaseConfig) -> None:
+    """Each warpgroup uses those that it requests, consumers as many as `config` has, and a CTA has them all."""
+    limits = register_limits(parse(kernel.sass))
+    assert all(used <= limit for limit, used in limits), limits
+    (compute, _), (fetch, _) = sorted(limits, reverse=True)
+    assert compute == config.registers
+    # A CTA has the registers that it was launched with. A warpgroup that requests more waits forever.
+    launched = int(re.findall(r"Used (\d+) registers", kernel.report)[0]) * (config.num_warpgroups + 1)
+    assert config.num_warpgroups * compute + fetch <= launched
+    assert launched * WARPGROUP <= 65536
