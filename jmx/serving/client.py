@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import multiprocessing
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -57,6 +58,7 @@ class EngineClient:
         self._connection: Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
+        self._started = 0.0
         self.ended = asyncio.Event()
 
     @property
@@ -74,6 +76,7 @@ class EngineClient:
         ours, theirs = context.Pipe()
         its: dict[str, Any] = {"target": worker.run, "args": (theirs, self._make_engine), "daemon": True}
         self._process = context.Process(**its, name="jmx-engine")
+        self._started = time.monotonic()
         self._process.start()
         theirs.close()
         self._connection, self._failure, self.report = ours, None, None
@@ -98,7 +101,7 @@ class EngineClient:
             self.report = message
             if self.status == "loading":
                 self.status = "ready"
-                self._log("the engine is ready")
+                self._log(f"the engine is ready after {time.monotonic() - self._started:.0f} s")
         elif isinstance(message, Compiled):
             self.progress = message.ready, message.of
             self._log(f"compiled {message.ready} of {message.of} programs")

@@ -19,7 +19,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     """
     size, chunks = 0, []
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MOST_BYTES:
+    if declared.isascii() and declared.isdigit() and int(declared) > MOST_BYTES:
         raise _too_large()
     async for chunk in request.stream():
         size += len(chunk)
