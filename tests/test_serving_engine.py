@@ -336,12 +336,12 @@ def test_an_exported_step_runs_without_model_code(tmp_path: pathlib.Path, rng: n
     assert len(exported.inputs) == len(jax.tree.leaves(inputs))
 
 
-MESHES = [{"ep": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "ep": 2}, {"dp": 2, "tp": 2}, {"both": 2}]
+MESHES = [{"ep": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}, {"both": 2}]
+MESHES = [{"dp": 2, "ep": 2}, *(pytest.param(axes, marks=pytest.mark.slow) for axes in MESHES)]
 # An axis "both" divides requests and experts, whose tokens are exchanged.
 AXES = {"expert": ("ep", "both"), "heads": ("ep", "tp"), "token": ("dp", "both")}
 
 
-@pytest.mark.slow
 @pytest.mark.devices(4)
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "x".join(axes))
 @pytest.mark.parametrize("name", NAMES)

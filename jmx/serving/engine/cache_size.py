@@ -83,5 +83,6 @@ def cache_bytes(model: Model, limits: Limits) -> tuple[int, int]:
             fixed += its * limits.page * (settings.pages[pool] + 1)
     vocabulary, tokens = model.config.vocab_size, limits.max_users + limits.page * limits.max_blocks
     logits = 4 * vocabulary * (limits.max_users + limits.max_blocks)
-    history = 5 * vocabulary * limits.max_users
+    groups = 1 if model.split is None else model.split.ways("token")
+    history = 5 * vocabulary * limits.max_users * groups  # whole on each device
     return fixed + 3 * logits + history + 8 * tokens * model.config.hidden_size * item, each
