@@ -41,7 +41,7 @@ class AttentionSublayer(nnx.Module):
         rows, cached = ("token",), self.attention.cache_axes
         if isinstance(cache, PagedLayer):
             of_tokens = (x, rows), (starts, rows), (angles, rows)
-            arguments = (*of_tokens, (cache.pages, cached), (cache.places, ()))
+            arguments = (*of_tokens, (cache.pages, cached), (cache.places, rows))
             function = partial(_attended_pages, cache.num_rows)
             x, pages = on_each_device(self.split, (self.norm, self.attention), function, arguments, (rows, cached))
             return x, replace(cache, pages=pages)

@@ -34,7 +34,8 @@ class PagedLayer:
     Args:
         pages: (parts, pages, heads, page, W), of what attention keeps of a token, such as keys and values.
         places: of the tokens.
-        num_rows: B; static.
+        num_rows: B; static. If a mesh divides the rows of a batch, its groups of devices have B rows and M blocks each,
+            one group after the other, and tables have numbers of a group's own pages.
     """
 
     pages: jax.Array
