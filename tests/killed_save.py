@@ -1,7 +1,7 @@
-"""Saves a model that a mesh divides, and kills itself meanwhile: python killed_save.py CHECKPOINT FOLDER STAGE
+"""Saves models that a mesh divides, and kills itself in the second save: python killed_save.py CHECKPOINT FOLDER STAGE
 
-FOLDER/earlier is a model that was saved before, whose weights FOLDER/model has twice as large. STAGE: "writing", as
-soon as Orbax has written a file of arrays; "written", before the directory is renamed; "renamed", after that.
+FOLDER/earlier has the weights of the checkpoint, FOLDER/model other ones. STAGE: "writing", as soon as Orbax has
+written a file of arrays; "written", before the directory is renamed; "renamed", right after that.
 """
 
 import os
@@ -11,29 +11,22 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
-jax.config.update("jax_platforms", "cpu")
+from jmx.models import load, save
+from jmx.util.atomic_files import writing
+
 jax.config.update("jax_num_cpu_devices", 4)
-
-from flax import nnx  # noqa: E402
-
-from jmx.models import load, save  # noqa: E402
-from jmx.util.atomic_files import writing  # noqa: E402
-
 checkpoint, folder, stage = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-model = load(checkpoint, mesh=jax.make_mesh((2, 2), ("dp", "ep")))
-save(folder / "earlier", model)
-for _, variable in nnx.to_flat_state(nnx.state(model)):
-    if jax.numpy.issubdtype(variable.get_value().dtype, jax.numpy.floating):
-        variable.set_value(variable.get_value() * 2)
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def when_a_file_is_there() -> None:
-    while not any(file.is_file() and "d" in file.parts[-2] for file in folder.rglob(".*model*/**/d/*")):
+def die_while_writing() -> None:
+    while not any(file.is_file() for file in folder.glob(".model.*/new/*/*/d/*")):
         pass
     die()
 
@@ -41,14 +34,19 @@ def when_a_file_is_there() -> None:
 rename = writing._rename_new
 
 
-def renaming(new: Path, path: Path) -> None:
+def renamed(new: Path, path: Path) -> None:
     if stage == "written":
         die()
     rename(new, path)
     die()
 
 
+model = load(checkpoint, dtype=jnp.float32, mesh=jax.make_mesh((2, 2), ("dp", "ep")))
+save(folder / "earlier", model)
+for _, variable in nnx.to_flat_state(nnx.state(model)):
+    if variable.get_value().dtype == jnp.float32:
+        variable.set_value(variable.get_value() * 2)
+writing._rename_new = renamed
 if stage == "writing":
-    threading.Thread(target=when_a_file_is_there, daemon=True).start()
-writing._rename_new = renaming
+    threading.Thread(target=die_while_writing).start()
 save(folder / "model", model)
