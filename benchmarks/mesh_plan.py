@@ -3,10 +3,10 @@
 
     python benchmarks/mesh_plan.py
 
-By `gather` a GPU receives the tokens of all others, and sends as many results. By `rows` a token goes once to each other
-GPU that has one of its experts, in buffers of 1.5 times these rows, which are sent whole. Routing is uniform. Tokens
-and results are bfloat16, but for "FP8": there tokens are codes with 16 bits more for 128 of them. Tokens of a host stay
-in it: the experts of a layer are divided inside one host, and hosts are data parallel. Nothing overlaps.
+By `gather` a GPU receives the tokens of all others, and sends as many results. By `rows` a token goes once to each
+other GPU that has one of its experts, in buffers of 1.5 times these rows, which are sent whole. Routing is uniform.
+Tokens and results are bfloat16, but for "FP8": there tokens are codes with 16 bits more for 128 of them. Tokens of a
+host stay in it: the experts of a layer are divided inside one host, and hosts are data parallel. Nothing overlaps.
 """
 
 import argparse
