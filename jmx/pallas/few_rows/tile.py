@@ -1,10 +1,10 @@
 """Products of a tile of a weight's rows with all tokens, which every kernel of this package begins with.
 
-One token is multiplied without tensor cores: a CTA loads its whole tile of the weight into registers, before the first
-of it is needed, so that memory is never idle. Several tokens are columns of a tensor core's product, whose steps along
-K Triton's pipeline loads ahead.
+One token is multiplied without tensor cores: a CTA loads much of its tile into registers before the first element of it
+is needed, so that memory is never idle. Several tokens are columns of a tensor core's product, whose steps along K
+Triton's pipeline loads ahead.
 
-The norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
+A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from jmx.util.typing import Array, Float32, Int32, Shaped
 
 Ref = Any
 
+Sums = tuple[list[Float32[Array, "r t"]], Float32[Array, "1 t"]]  # products, and sums of squares of x
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -29,16 +31,18 @@ class Tile:
         columns: of a step along K, a power of two.
         num_warps: of a CTA.
         num_stages: of Triton's pipeline, for several tokens.
+        ahead: for one token, steps that are loaded at once, all of K if it has no more.
     """
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int = 1
+    ahead: int = 4
 
 
-class Operands(NamedTuple):
-    """References to x (T, K), to a norm's scale, float32 (K,), or None, and to the weight (N, K)."""
+class Factors(NamedTuple):
+    """References to x (T, K), to a norm's scale, float32 (K,), or None for no norm, and to the weight (N, K)."""
 
     x: Ref
     scale: Ref | None
@@ -50,36 +54,53 @@ def padded_tokens(num_tokens: int) -> int:
     return 1 if num_tokens == 1 else -(-num_tokens // 8) * 8
 
 
-def sums(
-    operands: Operands, rows: list[Int32[Array, " r"]], columns: int, epsilon: float | None
-) -> list[Float32[Array, "r t"]]:
-    """The products of rows of the weight with the normed tokens, t = `padded_tokens`."""
-    tokens, size = operands.x.shape[0], operands.weights.shape[1]
-    found, squares = (_of_one if tokens == 1 else _of_several)(operands, rows, columns)
-    if epsilon is None:
-        return found
+def products(
+    factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile, epsilon: float
+) -> tuple[list[Float32[Array, "r t"]], Float32[Array, "1 t"] | None]:
+    """The products of rows of the weight with the normed tokens, t = `padded_tokens`, and the norm's rate."""
+    tokens, size = factors.x.shape
+    found, squares = (_of_one if tokens == 1 else _of_several)(factors, rows, tile)
+    if factors.scale is None:
+        return found, None
     rate = lax.rsqrt(squares / size + epsilon)
-    return [its * rate for its in found]
+    return [its * rate for its in found], rate
 
 
-def _of_one(
-    operands: Operands, rows: list[Int32[Array, " r"]], columns: int
-) -> tuple[list[Float32[Array, "r 1"]], Float32[Array, "1 1"]]:
-    size = operands.weights.shape[1]
-    steps = [start + jnp.arange(columns, dtype=jnp.int32)[None, :] for start in range(0, size, columns)]
+def _of_one(factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile) -> Sums:
+    """In spans of `tile.ahead` steps."""
+    size = factors.x.shape[1]
+    steps = -(-size // tile.columns)
+    if steps <= tile.ahead:
+        return _of_span(factors, rows, tile, 0, steps)
+
+    def add(number: Int32[Array, ""], sofar: Sums) -> Sums:
+        found, squares = _of_span(factors, rows, tile, number * tile.ahead, tile.ahead)
+        return [total + its for total, its in zip(sofar[0], found, strict=True)], sofar[1] + squares
+
+    none = [jnp.zeros((its.size, 1), jnp.float32) for its in rows], jnp.zeros((1, 1), jnp.float32)
+    return lax.fori_loop(0, -(-steps // tile.ahead), add, none)
+
+
+def _of_span(
+    factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile, first: Int32[Array, ""] | int, count: int
+) -> Sums:
+    """The sums over `count` steps from `first` on, of one token."""
+    size = factors.x.shape[1]
+    steps = [(first + nth) * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)[None, :] for nth in range(count)]
+    whole = isinstance(first, int) and count * tile.columns == size
 
     def load(ref: Ref, *index: Array) -> Shaped[Array, "r c"]:
-        inside = index[-1] < size
-        whole = steps[-1].shape[1] * len(steps) == size
-        mask = None if whole else jnp.broadcast_to(inside, jnp.broadcast_shapes(*(its.shape for its in index)))
-        return plgpu.load(ref.at[index], mask=mask, other=None if whole else 0)
+        if whole:
+            return plgpu.load(ref.at[index])
+        shape = jnp.broadcast_shapes(*(its.shape for its in index))
+        return plgpu.load(ref.at[index], mask=jnp.broadcast_to(index[-1] < size, shape), other=0)
 
-    weights = [[load(operands.weights, its[:, None], step) for its in rows] for step in steps]
+    weights = [[load(factors.weights, its[:, None], step) for its in rows] for step in steps]
     token = jnp.zeros((1, 1), jnp.int32)
-    xs = [load(operands.x, token, step).astype(jnp.float32) for step in steps]
+    xs = [load(factors.x, token, step).astype(jnp.float32) for step in steps]
     squares = reduce(jnp.add, (x * x for x in xs))
-    if operands.scale is not None:
-        xs = [x * load(operands.scale, step) for x, step in zip(xs, steps, strict=True)]
+    if factors.scale is not None:
+        xs = [x * load(factors.scale, step) for x, step in zip(xs, steps, strict=True)]
     total = partial(jnp.sum, axis=1, keepdims=True)
     found = [
         total(reduce(jnp.add, (its[part].astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True))))
@@ -88,31 +109,29 @@ def _of_one(
     return found, total(squares)
 
 
-def _of_several(
-    operands: Operands, rows: list[Int32[Array, " r"]], columns: int
-) -> tuple[list[Float32[Array, "r t"]], Float32[Array, "1 t"]]:
-    count, size = operands.x.shape[0], operands.weights.shape[1]
+def _of_several(factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile) -> Sums:
+    count, size = factors.x.shape
     padded = padded_tokens(count)
     tokens = jnp.arange(padded, dtype=jnp.int32)[None, :]
 
-    def step(number: Int32[Array, ""], carry: Any) -> Any:
-        found, squares = carry
-        column = number * columns + jnp.arange(columns, dtype=jnp.int32)
+    def step(number: Int32[Array, ""], sofar: Any) -> Any:
+        found, squares = sofar
+        column = number * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
         inside = column < size
         here = inside[:, None] & (tokens < count)
-        x = plgpu.load(operands.x.at[tokens, column[:, None]], mask=here, other=0)
-        if operands.scale is not None:
+        x = plgpu.load(factors.x.at[tokens, column[:, None]], mask=here, other=0)
+        if factors.scale is not None:
             wide = x.astype(jnp.float32)
-            scale = plgpu.load(operands.scale.at[column], mask=inside, other=0)
+            scale = plgpu.load(factors.scale.at[column], mask=inside, other=0)
             squares += wide * wide
             x = (wide * scale[:, None]).astype(x.dtype)
         parts = []
-        for its, sofar in zip(rows, found, strict=True):
-            mask = jnp.broadcast_to(inside[None, :], (its.size, columns))
-            weight = plgpu.load(operands.weights.at[its[:, None], column[None, :]], mask=mask, other=0)
-            parts.append(sofar + plgpu.dot(weight, x))
+        for its, total in zip(rows, found, strict=True):
+            mask = jnp.broadcast_to(inside[None, :], (its.size, tile.columns))
+            weights = plgpu.load(factors.weights.at[its[:, None], column[None, :]], mask=mask, other=0)
+            parts.append(total + plgpu.dot(weights, x))
         return parts, squares
 
-    none = [jnp.zeros((its.size, padded), jnp.float32) for its in rows], jnp.zeros((columns, padded), jnp.float32)
-    found, squares = lax.fori_loop(0, -(-size // columns), step, none)
+    none = [jnp.zeros((its.size, padded), jnp.float32) for its in rows], jnp.zeros((tile.columns, padded), jnp.float32)
+    found, squares = lax.fori_loop(0, -(-size // tile.columns), step, none)
     return found, jnp.sum(squares, axis=0, keepdims=True)
