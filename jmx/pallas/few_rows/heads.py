@@ -26,8 +26,8 @@ class Operands(NamedTuple):
         bias: (kv_heads * (group + 2) * D,).
         cos, sin: float32 (T or 1, D / 2), of the tokens' positions.
         cache: (2, rows or pages, kv_heads, C, D) of x's dtype, keys and values.
-        numbers: int32 (T,), the row or page of each token.
-        places: int32 (T,), its place along C.
+        numbers: int32 (T,), the page of each token; None: each has a row of the cache.
+        places: int32 (T,), its place along C; beyond the last one it is the last.
     """
 
     x: Any
@@ -81,7 +81,8 @@ class Heads:
         rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
         query, key, value = rotated[:, :, :-2], rotated[:, :, -2], groups[:, :, -1]
         new = jnp.stack([key, value], axis=1)  # (T, 2, kv_heads, D): index arrays around a slice come first
-        written = cache.at[:, given.numbers, :, given.places].set(new.astype(cache.dtype))
+        numbers = jnp.arange(len(x)) if given.numbers is None else given.numbers
+        written = cache.at[:, numbers, :, jnp.minimum(given.places, cache.shape[3] - 1)].set(new.astype(cache.dtype))
         return [query.reshape(len(x), -1, dim), written]
 
     def kernel(self, given: Operands, *results: Any) -> None:
@@ -89,7 +90,7 @@ class Heads:
         from jax.experimental.pallas import triton as plgpu
 
         query, cache = results
-        count, (_, _, kv_heads, _, dim) = given.x.shape[0], cache.shape
+        count, (_, _, kv_heads, capacity, dim) = given.x.shape[0], cache.shape
         group = given.weights.shape[0] // dim // kv_heads - 2
         pairs, half = self.tile.rows // 2, dim // 2
         parts = half // pairs  # CTAs of a head
@@ -114,8 +115,11 @@ class Heads:
 
         cos, sin = angles(given.cos, 1.0), angles(given.sin, 0.0)
         turned = first * cos - second * sin, second * cos + first * sin
-        number = plgpu.load(given.numbers.at[tokens], mask=tokens < count, other=0)
+        number = tokens
+        if given.numbers is not None:
+            number = plgpu.load(given.numbers.at[tokens], mask=tokens < count, other=0)
         place = plgpu.load(given.places.at[tokens], mask=tokens < count, other=0)
+        place = jnp.minimum(place, capacity - 1)
         for its, channel in zip(turned, (channels, half + channels), strict=True):
             values, channel = its.astype(query.dtype), channel[:, None]
             target = query.at[tokens, kv_head * group + jnp.minimum(nth, group - 1), channel]
