@@ -97,29 +97,30 @@ class Heads:
         head, part = pl.program_id(0) // parts, pl.program_id(0) % parts
         kv_head, nth = head // (group + 2), head % (group + 2)
         channels = part * pairs + jnp.arange(pairs, dtype=jnp.int32)
-        rows = [head * dim + channels, head * dim + half + channels]
-        found, _ = products(Factors(given.x, given.scale, given.weights), rows, self.tile, self.epsilon)
-        if given.bias is not None:
-            biases = (plgpu.load(given.bias.at[its]).astype(jnp.float32)[:, None] for its in rows)
-            found = [its + bias for its, bias in zip(found, biases, strict=True)]
-        first, second = (its.astype(query.dtype).astype(jnp.float32) for its in found)
-
+        row = jnp.arange(self.tile.rows, dtype=jnp.int32)
+        rows = head * dim + row // pairs * half + part * pairs + row % pairs
         tokens = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
-        inside = jnp.broadcast_to(tokens < count, first.shape)
+        inside = jnp.broadcast_to(tokens < count, (pairs, tokens.size))
         of_angle = tokens if given.cos.shape[0] > 1 else jnp.zeros_like(tokens)
-        rotates = nth <= group  # values are not rotated
 
-        def angles(ref: Any, otherwise: float) -> Array:
-            loaded = plgpu.load(ref.at[of_angle, channels[:, None]], mask=inside, other=0)
-            return jnp.where(rotates, loaded, otherwise)
-
-        cos, sin = angles(given.cos, 1.0), angles(given.sin, 0.0)
-        turned = first * cos - second * sin, second * cos + first * sin
+        # What is needed last is loaded first, while nothing is known yet.
+        bias = None if given.bias is None else plgpu.load(given.bias.at[rows]).astype(jnp.float32)
+        cos, sin = (
+            plgpu.load(its.at[of_angle, channels[:, None]], mask=inside, other=0) for its in (given.cos, given.sin)
+        )
         number = tokens
         if given.numbers is not None:
             number = plgpu.load(given.numbers.at[tokens], mask=tokens < count, other=0)
-        place = plgpu.load(given.places.at[tokens], mask=tokens < count, other=0)
-        place = jnp.minimum(place, capacity - 1)
+        place = jnp.minimum(plgpu.load(given.places.at[tokens], mask=tokens < count, other=0), capacity - 1)
+
+        found, _ = products(Factors(given.x, given.scale, given.weights), rows, self.tile, self.epsilon)
+        found = found if bias is None else found + bias[:, None]
+        found = found.astype(query.dtype).astype(jnp.float32).reshape(2, pairs, tokens.size)
+        which = jnp.arange(2, dtype=jnp.int32)[:, None, None]
+        first, second = (jnp.sum(jnp.where(which == half_number, found, 0), axis=0) for half_number in range(2))
+        rotates = nth <= group  # values are not rotated
+        cos, sin = jnp.where(rotates, cos, 1.0), jnp.where(rotates, sin, 0.0)
+        turned = first * cos - second * sin, second * cos + first * sin
         for its, channel in zip(turned, (channels, half + channels), strict=True):
             values, channel = its.astype(query.dtype), channel[:, None]
             target = query.at[tokens, kv_head * group + jnp.minimum(nth, group - 1), channel]

@@ -84,13 +84,16 @@ class Linear:
         nth = pl.program_id(0)
         rows = nth * self.tile.rows + jnp.arange(self.tile.rows, dtype=jnp.int32)
         held = jnp.minimum(rows, num_rows - 1)
-        (out,), rate = products(Factors(given.x, given.scale, given.weights), [held], self.tile, self.epsilon)
-        if given.bias is not None:
-            out += plgpu.load(given.bias.at[held]).astype(jnp.float32)[:, None]
         tokens = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
         inside = (tokens < count) & (rows < num_rows)[:, None]
+        # What is needed last is loaded first, while nothing is known yet.
+        bias = None if given.bias is None else plgpu.load(given.bias.at[held]).astype(jnp.float32)
+        before = None
         if given.residual is not None:
             before = plgpu.load(given.residual.at[tokens, held[:, None]], mask=inside, other=0)
+        out, rate = products(Factors(given.x, given.scale, given.weights), held, self.tile, self.epsilon)
+        out = out if bias is None else out + bias[:, None]
+        if before is not None:
             out = before.astype(jnp.float32) + out.astype(before.dtype).astype(jnp.float32)
         plgpu.store(results[0].at[tokens, rows[:, None]], out.astype(results[0].dtype), mask=inside)
         if self.normed:

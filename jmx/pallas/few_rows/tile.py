@@ -8,7 +8,7 @@ A norm's scale multiplies x, and its rate, which is known after the last column,
 """
 
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jmx.util.typing import Array, Float32, Int32, Shaped
 
 Ref = Any
 
-Sums = tuple[list[Float32[Array, "r t"]], Float32[Array, "1 t"]]  # products, and sums of squares of x
+Sums = tuple[Float32[Array, "r t"], Float32[Array, "1 t"]]  # products, and sums of squares of x
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,33 @@ def padded_tokens(num_tokens: int) -> int:
 
 
 def products(
-    factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile, epsilon: float
-) -> tuple[list[Float32[Array, "r t"]], Float32[Array, "1 t"] | None]:
+    factors: Factors, rows: Int32[Array, " r"], tile: Tile, epsilon: float
+) -> tuple[Float32[Array, "r t"], Float32[Array, "1 t"] | None]:
     """The products of rows of the weight with the normed tokens, t = `padded_tokens`, and the norm's rate."""
     tokens, size = factors.x.shape
     found, squares = (_of_one if tokens == 1 else _of_several)(factors, rows, tile)
     if factors.scale is None:
         return found, None
     rate = lax.rsqrt(squares / size + epsilon)
-    return [its * rate for its in found], rate
+    return found * rate, rate
 
 
-def _of_one(factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile) -> Sums:
+def _of_one(factors: Factors, rows: Int32[Array, " r"], tile: Tile) -> Sums:
     """In spans of `tile.ahead` steps."""
-    size = factors.x.shape[1]
-    steps = -(-size // tile.columns)
+    steps = -(-factors.x.shape[1] // tile.columns)
     if steps <= tile.ahead:
         return _of_span(factors, rows, tile, 0, steps)
 
     def add(number: Int32[Array, ""], sofar: Sums) -> Sums:
         found, squares = _of_span(factors, rows, tile, number * tile.ahead, tile.ahead)
-        return [total + its for total, its in zip(sofar[0], found, strict=True)], sofar[1] + squares
+        return sofar[0] + found, sofar[1] + squares
 
-    none = [jnp.zeros((its.size, 1), jnp.float32) for its in rows], jnp.zeros((1, 1), jnp.float32)
+    none = jnp.zeros((rows.size, 1), jnp.float32), jnp.zeros((1, 1), jnp.float32)
     return lax.fori_loop(0, -(-steps // tile.ahead), add, none)
 
 
 def _of_span(
-    factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile, first: Int32[Array, ""] | int, count: int
+    factors: Factors, rows: Int32[Array, " r"], tile: Tile, first: Int32[Array, ""] | int, count: int
 ) -> Sums:
     """The sums over `count` steps from `first` on, of one token."""
     size = factors.x.shape[1]
@@ -95,43 +94,35 @@ def _of_span(
         shape = jnp.broadcast_shapes(*(its.shape for its in index))
         return plgpu.load(ref.at[index], mask=jnp.broadcast_to(index[-1] < size, shape), other=0)
 
-    weights = [[load(factors.weights, its[:, None], step) for its in rows] for step in steps]
+    weights = [load(factors.weights, rows[:, None], step) for step in steps]
     token = jnp.zeros((1, 1), jnp.int32)
     xs = [load(factors.x, token, step).astype(jnp.float32) for step in steps]
     squares = reduce(jnp.add, (x * x for x in xs))
     if factors.scale is not None:
         xs = [x * load(factors.scale, step) for x, step in zip(xs, steps, strict=True)]
-    total = partial(jnp.sum, axis=1, keepdims=True)
-    found = [
-        total(reduce(jnp.add, (its[part].astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True))))
-        for part in range(len(rows))
-    ]
-    return found, total(squares)
+    found = reduce(jnp.add, (its.astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True)))
+    return jnp.sum(found, axis=1, keepdims=True), jnp.sum(squares, axis=1, keepdims=True)
 
 
-def _of_several(factors: Factors, rows: list[Int32[Array, " r"]], tile: Tile) -> Sums:
+def _of_several(factors: Factors, rows: Int32[Array, " r"], tile: Tile) -> Sums:
     count, size = factors.x.shape
     padded = padded_tokens(count)
     tokens = jnp.arange(padded, dtype=jnp.int32)[None, :]
 
-    def step(number: Int32[Array, ""], sofar: Any) -> Any:
+    def step(number: Int32[Array, ""], sofar: Sums) -> Sums:
         found, squares = sofar
         column = number * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
         inside = column < size
-        here = inside[:, None] & (tokens < count)
-        x = plgpu.load(factors.x.at[tokens, column[:, None]], mask=here, other=0)
+        x = plgpu.load(factors.x.at[tokens, column[:, None]], mask=inside[:, None] & (tokens < count), other=0)
         if factors.scale is not None:
             wide = x.astype(jnp.float32)
             scale = plgpu.load(factors.scale.at[column], mask=inside, other=0)
             squares += wide * wide
             x = (wide * scale[:, None]).astype(x.dtype)
-        parts = []
-        for its, total in zip(rows, found, strict=True):
-            mask = jnp.broadcast_to(inside[None, :], (its.size, tile.columns))
-            weights = plgpu.load(factors.weights.at[its[:, None], column[None, :]], mask=mask, other=0)
-            parts.append(total + plgpu.dot(weights, x))
-        return parts, squares
+        mask = jnp.broadcast_to(inside[None, :], (rows.size, tile.columns))
+        weights = plgpu.load(factors.weights.at[rows[:, None], column[None, :]], mask=mask, other=0)
+        return found + plgpu.dot(weights, x), squares
 
-    none = [jnp.zeros((its.size, padded), jnp.float32) for its in rows], jnp.zeros((tile.columns, padded), jnp.float32)
+    none = jnp.zeros((rows.size, padded), jnp.float32), jnp.zeros((tile.columns, padded), jnp.float32)
     found, squares = lax.fori_loop(0, -(-size // tile.columns), step, none)
     return found, jnp.sum(squares, axis=0, keepdims=True)
