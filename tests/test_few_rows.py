@@ -17,7 +17,7 @@ from jmx.models.families import FAMILIES
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.pallas.few_rows import choice, heads, linear
 from jmx.pallas.few_rows.primitive import run
-from jmx.pallas.few_rows.tile import Tile
+from jmx.pallas.few_rows.config import Tile
 from jmx.selection.environment import Environment
 
 H200 = Environment.named("h200")
@@ -83,7 +83,7 @@ def check_call(call: Any, given: Any, tolerance: float = 6e-3) -> list[Any]:
 @pytest.mark.parametrize(("tokens", "size", "rows"), [(1, 48, 20), (1, 160, 9), (1, 64, 16), (2, 80, 50), (8, 48, 33)])
 @pytest.mark.sampled(8)
 def test_the_linear_kernel_computes_its_definition(rng, tokens, size, rows, norm, bias, residual):
-    tile = Tile(4, 32, 1, ahead=2) if tokens == 1 else Tile(16, 32, 1, 2)
+    tile = Tile(4, 32, 1, most_ctas=3) if tokens == 1 else Tile(16, 32, 1, 2)
     call = linear.Linear(tile, 1e-5, normed=norm, interpret=True)
     check_call(call, linear_operands(rng, tokens, size, rows, norm=norm, bias=bias, residual=residual))
 
@@ -93,7 +93,7 @@ def test_the_linear_kernel_computes_its_definition(rng, tokens, size, rows, norm
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_the_kernel_of_heads_computes_its_definition(rng, tokens, bias, paged):
-    tile = Tile(8, 64, 1) if tokens == 1 else Tile(32, 32, 1, 2)
+    tile = Tile(8, 64, 1, most_ctas=7) if tokens == 1 else Tile(32, 32, 1, 2)
     call = heads.Heads(tile, 1e-5, interpret=True)
     given = heads_operands(rng, tokens, paged=paged, bias=bias)
     _, cache = check_call(call, given)
@@ -175,7 +175,8 @@ def test_exported_programs_have_the_definition(rng):
         ({"num_tokens": 9}, "the number of tokens (=9) must be at most 8"),
         ({"num_tokens": 0}, "the number of tokens (=0) must be at most 8"),
         ({"dtype": jnp.float32}, "`dtype` (=float32) must be bfloat16"),
-        ({"weights": (128, 2888)}, "columns of the weights (=2888) must be a multiple of 16"),
+        ({"weights": (128, 2888)}, "columns of the weights (=2888) must be a multiple of 16 and at most 4096"),
+        ({"weights": (128, 7168)}, "columns of the weights (=7168) must be a multiple of 16 and at most 4096"),
         ({"weights": (1 << 20, 2880)}, "weights (of 1048576 x 2880) must have at most 268435456 bytes"),
         ({"environment": Environment.named("a100")}, "needs a GPU of compute capability 9.0 (this is 8.0)"),
         ({"environment": Environment.named("cpu")}, "needs a GPU of compute capability 9.0 (this is cpu)"),

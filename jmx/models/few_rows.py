@@ -44,9 +44,7 @@ def linear(
     call = linear_kernel.Linear(choice.linear_tile(tokens, len(weights)), 0.0 if norm is None else norm.epsilon, normed)
     flat = None if residual is None else residual.reshape(tokens, -1)
     scale = None if norm is None else norm.scale[...]
-    out, after = linear_kernel.linear(
-        call, linear_kernel.Operands(x.reshape(tokens, -1), scale, weights, bias, flat)
-    )
+    out, after = linear_kernel.linear(call, linear_kernel.Operands(x.reshape(tokens, -1), scale, weights, bias, flat))
     return out.reshape(*x.shape[:-1], -1), None if after is None else after.reshape(x.shape)
 
 

@@ -223,7 +223,9 @@ def _attend_split(call: _Call, operands: _Operands, results: Any, *, shared: _Sh
     softmax = lax.fori_loop(0, split.steps, attend, none)
     with jax.named_scope("epilogue"):
         if call.splits == 1:
-            shared.rows[...] = (softmax.gathered / lax.broadcast_in_dim(softmax.total, softmax.gathered.shape, [0])).astype(shared.rows.dtype)
+            shared.rows[...] = (
+                softmax.gathered / lax.broadcast_in_dim(softmax.total, softmax.gathered.shape, [0])
+            ).astype(shared.rows.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(shared.rows.at[used], results.at[split.row, heads])
             plgpu.wait_smem_to_gmem(0)

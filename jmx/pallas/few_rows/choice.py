@@ -3,13 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from jmx.pallas.few_rows.tile import Tile
+from jmx.pallas.few_rows.config import Tile
 from jmx.selection.environment import Environment
 
 CAPABILITY = (9, 0)  # of the GPUs on which they were measured
 MOST_TOKENS = 8
+MOST_COLUMNS = 4096  # of a weight: a token of so many is in registers, beside two tiles
 MOST_BYTES = 1 << 28  # of a weight: with more, what a kernel saves around its product is nothing beside it
 ALIGNMENT = 16  # elements of a row of the weight
+ROWS_ALONE = 1024  # a weight with fewer rows has a CTA for each, or its tiles are too few for a GPU
 
 
 def reject_reason(
@@ -25,8 +27,8 @@ def reject_reason(
     if not 1 <= num_tokens <= MOST_TOKENS:
         return f"the number of tokens (={num_tokens}) must be at most {MOST_TOKENS}"
     rows, columns = weights
-    if columns % ALIGNMENT:
-        return f"columns of the weights (={columns}) must be a multiple of {ALIGNMENT}"
+    if columns % ALIGNMENT or columns > MOST_COLUMNS:
+        return f"columns of the weights (={columns}) must be a multiple of {ALIGNMENT} and at most {MOST_COLUMNS}"
     if rows * columns * jnp.dtype(dtype).itemsize > MOST_BYTES:
         return f"weights (of {rows} x {columns}) must have at most {MOST_BYTES} bytes"
     return None
@@ -34,12 +36,14 @@ def reject_reason(
 
 def linear_tile(num_tokens: int, rows: int) -> Tile:
     """For a weight of so many rows."""
-    if num_tokens == 1:
-        return Tile(1, 1024, 4) if rows < 1024 else Tile(8, 1024, 8)
-    return Tile(16, 256, 4, 4) if rows < 1024 else Tile(32, 128, 4, 4)
+    return Tile(1, 1024, 4) if rows < ROWS_ALONE else _tile(num_tokens)
 
 
 def heads_tile(num_tokens: int, dim: int) -> Tile | None:
     """For heads of `dim` channels, all of them rotated; None if half of them are not a multiple of half a tile."""
-    tile = Tile(8, 1024, 8) if num_tokens == 1 else Tile(32, 128, 4, 4)
+    tile = _tile(num_tokens)
     return None if dim % tile.rows else tile
+
+
+def _tile(num_tokens: int) -> Tile:
+    return Tile(2, 1024, 4, most_ctas=660) if num_tokens == 1 else Tile(16, 128, 1, 6)

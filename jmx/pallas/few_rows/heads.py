@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jmx.pallas.few_rows import linear
 from jmx.pallas.few_rows.primitive import run
-from jmx.pallas.few_rows.tile import Factors, Tile, padded_tokens, products
+from jmx.pallas.few_rows.config import Tile
 from jmx.util.typing import Array, Float, Shaped
 
 
@@ -58,6 +58,9 @@ class Heads:
     name = "jmx_heads"
 
     def num_ctas(self, given: Operands) -> int:
+        return self.tile.num_ctas(len(given.x), self._num_tiles(given))
+
+    def _num_tiles(self, given: Operands) -> int:
         return given.weights.shape[0] // self.tile.rows
 
     def shapes(self, given: Operands) -> list[jax.ShapeDtypeStruct]:
@@ -86,52 +89,53 @@ class Heads:
         return [query.reshape(len(x), -1, dim), written]
 
     def kernel(self, given: Operands, *results: Any) -> None:
-        from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
+
+        from jmx.pallas.few_rows.tile import Factors, Work, padded_tokens
+        from jmx.pallas.few_rows.tile import run as run_tiles
 
         query, cache = results
         count, (_, _, kv_heads, capacity, dim) = given.x.shape[0], cache.shape
         group = given.weights.shape[0] // dim // kv_heads - 2
         pairs, half = self.tile.rows // 2, dim // 2
-        parts = half // pairs  # CTAs of a head
-        head, part = pl.program_id(0) // parts, pl.program_id(0) % parts
-        kv_head, nth = head // (group + 2), head % (group + 2)
-        channels = part * pairs + jnp.arange(pairs, dtype=jnp.int32)
+        parts = half // pairs  # tiles of a head
         row = jnp.arange(self.tile.rows, dtype=jnp.int32)
-        rows = head * dim + row // pairs * half + part * pairs + row % pairs
         tokens = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
         inside = jnp.broadcast_to(tokens < count, (pairs, tokens.size))
         of_angle = tokens if given.cos.shape[0] > 1 else jnp.zeros_like(tokens)
-
-        # What is needed last is loaded first, while nothing is known yet.
-        bias = None if given.bias is None else plgpu.load(given.bias.at[rows]).astype(jnp.float32)
-        cos, sin = (
-            plgpu.load(its.at[of_angle, channels[:, None]], mask=inside, other=0) for its in (given.cos, given.sin)
-        )
         number = tokens
         if given.numbers is not None:
             number = plgpu.load(given.numbers.at[tokens], mask=tokens < count, other=0)
         place = jnp.minimum(plgpu.load(given.places.at[tokens], mask=tokens < count, other=0), capacity - 1)
 
-        found, _ = products(Factors(given.x, given.scale, given.weights), rows, self.tile, self.epsilon)
-        found = found if bias is None else found + bias[:, None]
-        found = found.astype(query.dtype).astype(jnp.float32).reshape(2, pairs, tokens.size)
-        which = jnp.arange(2, dtype=jnp.int32)[:, None, None]
-        first, second = (jnp.sum(jnp.where(which == half_number, found, 0), axis=0) for half_number in range(2))
-        rotates = nth <= group  # values are not rotated
-        cos, sin = jnp.where(rotates, cos, 1.0), jnp.where(rotates, sin, 0.0)
-        turned = first * cos - second * sin, second * cos + first * sin
-        for its, channel in zip(turned, (channels, half + channels), strict=True):
-            values, channel = its.astype(query.dtype), channel[:, None]
-            target = query.at[tokens, kv_head * group + jnp.minimum(nth, group - 1), channel]
-            plgpu.store(target, values, mask=inside & (nth < group))
-            target = cache.at[jnp.maximum(nth - group, 0), number, kv_head, place, channel]
-            plgpu.store(target, values, mask=inside & (nth >= group))
+        def rows(nth: Array) -> Array:
+            return nth // parts * dim + row // pairs * half + nth % parts * pairs + row % pairs
+
+        def finish(nth: Array, found: Array, rate: Array | None) -> None:
+            del rate
+            head = nth // parts
+            kv_head, kind = head // (group + 2), head % (group + 2)
+            channels = nth % parts * pairs + jnp.arange(pairs, dtype=jnp.int32)[:, None]
+            cos, sin = (plgpu.load(its.at[of_angle, channels], mask=inside, other=0) for its in (given.cos, given.sin))
+            if given.bias is not None:
+                found += plgpu.load(given.bias.at[rows(nth)]).astype(jnp.float32)[:, None]
+            found = found.astype(query.dtype).astype(jnp.float32).reshape(2, pairs, tokens.size)
+            which = jnp.arange(2, dtype=jnp.int32)[:, None, None]
+            first, second = (jnp.sum(jnp.where(which == its, found, 0), axis=0) for its in range(2))
+            rotates = kind <= group  # values are not rotated
+            cos, sin = jnp.where(rotates, cos, 1.0), jnp.where(rotates, sin, 0.0)
+            turned = first * cos - second * sin, second * cos + first * sin
+            for values, channel in zip(turned, (channels, half + channels), strict=True):
+                target = query.at[tokens, kv_head * group + jnp.minimum(kind, group - 1), channel]
+                plgpu.store(target, values.astype(query.dtype), mask=inside & (kind < group))
+                target = cache.at[jnp.maximum(kind - group, 0), number, kv_head, place, channel]
+                plgpu.store(target, values.astype(query.dtype), mask=inside & (kind >= group))
+
+        factors = Factors(given.x, given.scale, given.weights)
+        run_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
 
 
-def heads(
-    call: Heads, given: Operands
-) -> tuple[Float[Array, "T heads D"], Float[Array, "2 rows kv_heads C D"]]:
+def heads(call: Heads, given: Operands) -> tuple[Float[Array, "T heads D"], Float[Array, "2 rows kv_heads C D"]]:
     """Queries, rotated, and the cache with keys, rotated, and values."""
     query, cache = run(call, given)
     return query, cache

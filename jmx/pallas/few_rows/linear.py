@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmx.pallas.few_rows.primitive import run
-from jmx.pallas.few_rows.tile import Factors, Tile, padded_tokens, products
+from jmx.pallas.few_rows.config import Tile
 from jmx.util.typing import Array, Float, Shaped
 from jmx.xla.dot import precision
 
@@ -50,6 +50,9 @@ class Linear:
     name = "jmx_linear"
 
     def num_ctas(self, given: Operands) -> int:
+        return self.tile.num_ctas(len(given.x), self._num_tiles(given))
+
+    def _num_tiles(self, given: Operands) -> int:
         return -(-given.weights.shape[0] // self.tile.rows)
 
     def shapes(self, given: Operands) -> list[jax.ShapeDtypeStruct]:
@@ -77,34 +80,38 @@ class Linear:
         return [out, x] if self.normed else [out]
 
     def kernel(self, given: Operands, *results: Any) -> None:
-        from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton as plgpu
 
+        from jmx.pallas.few_rows.tile import Factors, Work, padded_tokens
+        from jmx.pallas.few_rows.tile import run as run_tiles
+
         count, num_rows = given.x.shape[0], given.weights.shape[0]
-        nth = pl.program_id(0)
-        rows = nth * self.tile.rows + jnp.arange(self.tile.rows, dtype=jnp.int32)
-        held = jnp.minimum(rows, num_rows - 1)
         tokens = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
-        inside = (tokens < count) & (rows < num_rows)[:, None]
-        # What is needed last is loaded first, while nothing is known yet.
-        bias = None if given.bias is None else plgpu.load(given.bias.at[held]).astype(jnp.float32)
-        before = None
-        if given.residual is not None:
-            before = plgpu.load(given.residual.at[tokens, held[:, None]], mask=inside, other=0)
-        out, rate = products(Factors(given.x, given.scale, given.weights), held, self.tile, self.epsilon)
-        out = out if bias is None else out + bias[:, None]
-        if before is not None:
-            out = before.astype(jnp.float32) + out.astype(before.dtype).astype(jnp.float32)
-        plgpu.store(results[0].at[tokens, rows[:, None]], out.astype(results[0].dtype), mask=inside)
-        if self.normed:
-            self._store_normed(given, results[1], nth, tokens, rate)
+
+        def rows(nth: Array) -> Array:
+            return jnp.minimum(nth * self.tile.rows + jnp.arange(self.tile.rows, dtype=jnp.int32), num_rows - 1)
+
+        def finish(nth: Array, out: Array, rate: Array | None) -> None:
+            row = (nth * self.tile.rows + jnp.arange(self.tile.rows, dtype=jnp.int32))[:, None]
+            inside = (tokens < count) & (row < num_rows)
+            if given.bias is not None:
+                out += plgpu.load(given.bias.at[row], mask=row < num_rows, other=0).astype(jnp.float32)
+            if given.residual is not None:
+                before = plgpu.load(given.residual.at[tokens, row], mask=inside, other=0)
+                out = before.astype(jnp.float32) + out.astype(before.dtype).astype(jnp.float32)
+            plgpu.store(results[0].at[tokens, row], out.astype(results[0].dtype), mask=inside)
+            if self.normed:
+                self._store_normed(given, results[1], nth, tokens, rate)
+
+        factors = Factors(given.x, given.scale, given.weights)
+        run_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
 
     def _store_normed(self, given: Operands, result: Any, nth: Array, tokens: Array, rate: Any) -> None:
-        """This CTA's columns of norm(x)."""
+        """The n-th tile's columns of norm(x)."""
         from jax.experimental.pallas import triton as plgpu
 
         count, size = given.x.shape
-        share = -(-size // self.num_ctas(given))
+        share = -(-size // self._num_tiles(given))
         columns = nth * share + jnp.arange(1 << (share - 1).bit_length(), dtype=jnp.int32)
         inside = (columns < jnp.minimum((nth + 1) * share, size))[:, None]
         here = inside & (tokens < count)

@@ -1,44 +1,27 @@
-"""Products of a tile of a weight's rows with all tokens, which every kernel of this package begins with.
+"""Products of tiles of a weight's rows with all tokens, which the kernels of this package consist of.
 
-One token is multiplied without tensor cores: a CTA loads much of its tile into registers before the first element of it
-is needed, so that memory is never idle. Several tokens are columns of a tensor core's product, whose steps along K
-Triton's pipeline loads ahead.
+One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which the next one is on its
+way while the present one is multiplied. So memory is never idle, and no tensor core is needed. Several tokens are
+columns of a tensor core's product, whose steps along K Triton's pipeline loads ahead; or, where a weight has so few
+rows that each can have a CTA, they are multiplied one after the other.
 
 A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jmx.util.typing import Array, Float32, Int32, Shaped
+from jmx.pallas.few_rows.config import Tile
+from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 
 Ref = Any
-
-Sums = tuple[Float32[Array, "r t"], Float32[Array, "1 t"]]  # products, and sums of squares of x
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Sizes of a tile, and how it is computed.
-
-    Args:
-        rows: of the weight, a power of two; 16 or more for several tokens.
-        columns: of a step along K, a power of two.
-        num_warps: of a CTA.
-        num_stages: of Triton's pipeline, for several tokens.
-        ahead: for one token, steps that are loaded at once, all of K if it has no more.
-    """
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int = 1
-    ahead: int = 4
+Rate = Float32[Array, "1 t"] | None
 
 
 class Factors(NamedTuple):
@@ -49,68 +32,117 @@ class Factors(NamedTuple):
     weights: Ref
 
 
+class Work(NamedTuple):
+    """The tiles of a call.
+
+    Args:
+        num_tiles: their number.
+        rows: of the weight, int32 (r,), of the n-th.
+        finish: takes n, a tile's products with the normed tokens (r, t), t = `padded_tokens`, and the norm's rate.
+    """
+
+    num_tiles: int
+    rows: Callable[[Int32[Array, ""]], Int32[Array, " r"]]
+    finish: Callable[[Int32[Array, ""], Float32[Array, "r t"], Rate], None]
+
+
 def padded_tokens(num_tokens: int) -> int:
-    """Columns of the sums: a tensor core multiplies 8 at a time."""
+    """Columns of the products: a tensor core multiplies 8 at a time."""
     return 1 if num_tokens == 1 else -(-num_tokens // 8) * 8
 
 
-def products(
-    factors: Factors, rows: Int32[Array, " r"], tile: Tile, epsilon: float
-) -> tuple[Float32[Array, "r t"], Float32[Array, "1 t"] | None]:
-    """The products of rows of the weight with the normed tokens, t = `padded_tokens`, and the norm's rate."""
-    tokens, size = factors.x.shape
-    found, squares = (_of_one if tokens == 1 else _of_several)(factors, rows, tile)
-    if factors.scale is None:
-        return found, None
-    rate = lax.rsqrt(squares / size + epsilon)
-    return found * rate, rate
-
-
-def _of_one(factors: Factors, rows: Int32[Array, " r"], tile: Tile) -> Sums:
-    """In spans of `tile.ahead` steps."""
-    steps = -(-factors.x.shape[1] // tile.columns)
-    if steps <= tile.ahead:
-        return _of_span(factors, rows, tile, 0, steps)
-
-    def add(number: Int32[Array, ""], sofar: Sums) -> Sums:
-        found, squares = _of_span(factors, rows, tile, number * tile.ahead, tile.ahead)
-        return sofar[0] + found, sofar[1] + squares
-
-    none = jnp.zeros((rows.size, 1), jnp.float32), jnp.zeros((1, 1), jnp.float32)
-    return lax.fori_loop(0, -(-steps // tile.ahead), add, none)
-
-
-def _of_span(
-    factors: Factors, rows: Int32[Array, " r"], tile: Tile, first: Int32[Array, ""] | int, count: int
-) -> Sums:
-    """The sums over `count` steps from `first` on, of one token."""
+def run(factors: Factors, tile: Tile, epsilon: float, work: Work) -> None:
+    """Computes the tiles of this CTA."""
     size = factors.x.shape[1]
-    steps = [(first + nth) * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)[None, :] for nth in range(count)]
-    whole = isinstance(first, int) and count * tile.columns == size
 
-    def load(ref: Ref, *index: Array) -> Shaped[Array, "r c"]:
-        if whole:
-            return plgpu.load(ref.at[index])
-        shape = jnp.broadcast_shapes(*(its.shape for its in index))
-        return plgpu.load(ref.at[index], mask=jnp.broadcast_to(index[-1] < size, shape), other=0)
+    def rate(squares: Float32[Array, "1 t"]) -> Rate:
+        return None if factors.scale is None else lax.rsqrt(squares / size + epsilon)
 
-    weights = [load(factors.weights, rows[:, None], step) for step in steps]
-    token = jnp.zeros((1, 1), jnp.int32)
-    xs = [load(factors.x, token, step).astype(jnp.float32) for step in steps]
+    if factors.x.shape[0] == 1:
+        return _one_token(factors, tile, rate, work)
+    nth = pl.program_id(0)
+    products = _by_tensor_cores if tile.rows >= 16 else _one_by_one
+    sums, squares = products(factors, tile, work.rows(nth))
+    rates = rate(squares)
+    return work.finish(nth, sums if rates is None else sums * rates, rates)
+
+
+def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work) -> None:
+    nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
+    weights = _loaded(factors, tile, work.rows(nth), True)
+    xs, squares = _token(factors, tile, 0)
+    rates = rate(squares)
+
+    def multiply(step: Int32[Array, ""], weights: list[Array]) -> list[Array]:
+        here = nth + step * stride
+        ahead = here + stride
+        more = ahead < work.num_tiles
+        following = _loaded(factors, tile, work.rows(jnp.where(more, ahead, here)), more)
+        sums = _summed(weights, xs)
+        work.finish(here, sums if rates is None else sums * rates, rates)
+        return following
+
+    lax.fori_loop(0, (work.num_tiles - nth + stride - 1) // stride, multiply, weights)
+
+
+def _one_by_one(factors: Factors, tile: Tile, rows: Int32[Array, " r"]) -> tuple[Array, Array]:
+    weights = _loaded(factors, tile, rows, True)
+    count = factors.x.shape[0]
+    token = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
+    sums = jnp.zeros((rows.size, token.size), jnp.float32)
+    squares = jnp.zeros(token.shape, jnp.float32)
+    for its in range(count):
+        xs, of_token = _token(factors, tile, its)
+        sums = jnp.where(token == its, _summed(weights, xs), sums)
+        squares = jnp.where(token == its, of_token, squares)
+    return sums, squares
+
+
+def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:
+    """The columns of each step along K."""
+    size, each = factors.x.shape[1], tile.columns
+    return [start + jnp.arange(each, dtype=jnp.int32)[None, :] for start in range(0, size, each)]
+
+
+def _loaded(
+    factors: Factors, tile: Tile, rows: Int32[Array, " r"], where: Bool[Array, ""] | bool
+) -> list[Shaped[Array, "r c"]]:
+    """A tile of the weight."""
+    size = factors.x.shape[1]
+    return [
+        plgpu.load(
+            factors.weights.at[rows[:, None], columns],
+            mask=jnp.broadcast_to((columns < size) & where, (rows.size, tile.columns)),
+            other=0,
+        )
+        for columns in _columns(factors, tile)
+    ]
+
+
+def _token(factors: Factors, tile: Tile, token: int) -> tuple[list[Float32[Array, "1 c"]], Float32[Array, "1 1"]]:
+    """A token, times the norm's scale, and the sum of its squares."""
+    size = factors.x.shape[1]
+    row = jnp.full((1, 1), token, jnp.int32)
+    steps = _columns(factors, tile)
+    xs = [plgpu.load(factors.x.at[row, its], mask=its < size, other=0).astype(jnp.float32) for its in steps]
     squares = reduce(jnp.add, (x * x for x in xs))
     if factors.scale is not None:
-        xs = [x * load(factors.scale, step) for x, step in zip(xs, steps, strict=True)]
-    found = reduce(jnp.add, (its.astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True)))
-    return jnp.sum(found, axis=1, keepdims=True), jnp.sum(squares, axis=1, keepdims=True)
+        xs = [x * plgpu.load(factors.scale.at[its], mask=its < size, other=0) for x, its in zip(xs, steps, strict=True)]
+    return xs, jnp.sum(squares, axis=1, keepdims=True)
 
 
-def _of_several(factors: Factors, rows: Int32[Array, " r"], tile: Tile) -> Sums:
+def _summed(weights: list[Shaped[Array, "r c"]], xs: list[Float32[Array, "1 c"]]) -> Float32[Array, "r 1"]:
+    parts = (its.astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True))
+    return jnp.sum(reduce(jnp.add, parts), axis=1, keepdims=True)
+
+
+def _by_tensor_cores(factors: Factors, tile: Tile, rows: Int32[Array, " r"]) -> tuple[Array, Array]:
     count, size = factors.x.shape
     padded = padded_tokens(count)
     tokens = jnp.arange(padded, dtype=jnp.int32)[None, :]
 
-    def step(number: Int32[Array, ""], sofar: Sums) -> Sums:
-        found, squares = sofar
+    def step(number: Int32[Array, ""], sofar: tuple[Array, Array]) -> tuple[Array, Array]:
+        sums, squares = sofar
         column = number * tile.columns + jnp.arange(tile.columns, dtype=jnp.int32)
         inside = column < size
         x = plgpu.load(factors.x.at[tokens, column[:, None]], mask=inside[:, None] & (tokens < count), other=0)
@@ -121,8 +153,8 @@ def _of_several(factors: Factors, rows: Int32[Array, " r"], tile: Tile) -> Sums:
             x = (wide * scale[:, None]).astype(x.dtype)
         mask = jnp.broadcast_to(inside[None, :], (rows.size, tile.columns))
         weights = plgpu.load(factors.weights.at[rows[:, None], column[None, :]], mask=mask, other=0)
-        return found + plgpu.dot(weights, x), squares
+        return sums + plgpu.dot(weights, x), squares
 
     none = jnp.zeros((rows.size, padded), jnp.float32), jnp.zeros((tile.columns, padded), jnp.float32)
-    found, squares = lax.fori_loop(0, -(-size // tile.columns), step, none)
-    return found, jnp.sum(squares, axis=0, keepdims=True)
+    sums, squares = lax.fori_loop(0, -(-size // tile.columns), step, none)
+    return sums, jnp.sum(squares, axis=0, keepdims=True)
