@@ -3,7 +3,6 @@
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 import jmx
 from jmx.models.paged_cache import PagedLayer

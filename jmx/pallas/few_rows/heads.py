@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jmx.pallas.few_rows import linear
-from jmx.pallas.few_rows.primitive import run
 from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.primitive import run
 from jmx.util.typing import Array, Float, Shaped
 
 
@@ -91,8 +91,7 @@ class Heads:
     def kernel(self, given: Operands, *results: Any) -> None:
         from jax.experimental.pallas import triton as plgpu
 
-        from jmx.pallas.few_rows.tile import Factors, Work, padded_tokens
-        from jmx.pallas.few_rows.tile import run as run_tiles
+        from jmx.pallas.few_rows.tile import Factors, Work, compute_tiles, padded_tokens
 
         query, cache = results
         count, (_, _, kv_heads, capacity, dim) = given.x.shape[0], cache.shape
@@ -132,7 +131,7 @@ class Heads:
                 plgpu.store(target, values.astype(query.dtype), mask=inside & (kind >= group))
 
         factors = Factors(given.x, given.scale, given.weights)
-        run_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
+        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
 
 
 def heads(call: Heads, given: Operands) -> tuple[Float[Array, "T heads D"], Float[Array, "2 rows kv_heads C D"]]:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.few_rows.primitive import run
 from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.primitive import run
 from jmx.util.typing import Array, Float, Shaped
 from jmx.xla.dot import precision
 
@@ -82,8 +82,7 @@ class Linear:
     def kernel(self, given: Operands, *results: Any) -> None:
         from jax.experimental.pallas import triton as plgpu
 
-        from jmx.pallas.few_rows.tile import Factors, Work, padded_tokens
-        from jmx.pallas.few_rows.tile import run as run_tiles
+        from jmx.pallas.few_rows.tile import Factors, Work, compute_tiles, padded_tokens
 
         count, num_rows = given.x.shape[0], given.weights.shape[0]
         tokens = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
@@ -104,7 +103,7 @@ class Linear:
                 self._store_normed(given, results[1], nth, tokens, rate)
 
         factors = Factors(given.x, given.scale, given.weights)
-        run_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
+        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
 
     def _store_normed(self, given: Operands, result: Any, nth: Array, tokens: Array, rate: Any) -> None:
         """The n-th tile's columns of norm(x)."""

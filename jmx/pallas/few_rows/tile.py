@@ -51,7 +51,7 @@ def padded_tokens(num_tokens: int) -> int:
     return 1 if num_tokens == 1 else -(-num_tokens // 8) * 8
 
 
-def run(factors: Factors, tile: Tile, epsilon: float, work: Work) -> None:
+def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work) -> None:
     """Computes the tiles of this CTA."""
     size = factors.x.shape[1]
 
