@@ -38,9 +38,10 @@ def linear(
         (..., N), float32 or of the residual's dtype; and norm(x) or None.
     """
     tokens = x.size // x.shape[-1]
-    if not takes(x, weights, norm):
+    tile = choice.linear_tile(tokens, weights.shape[0])
+    if tile is None or not takes(x, weights, norm):
         return None
-    call = linear_kernel.Linear(choice.linear_tile(tokens, len(weights)), 0.0 if norm is None else norm.epsilon, normed)
+    call = linear_kernel.Linear(tile, 0.0 if norm is None else norm.epsilon, normed)
     flat = None if residual is None else residual.reshape(tokens, -1)
     scale = None if norm is None else norm.scale[...]
     out, after = linear_kernel.linear(call, linear_kernel.Operands(x.reshape(tokens, -1), scale, weights, bias, flat))

@@ -34,16 +34,17 @@ def reject_reason(
     return None
 
 
-def linear_tile(num_tokens: int, rows: int) -> Tile:
-    """For a weight of so many rows."""
-    return Tile(1, 1024, 4) if rows < ROWS_ALONE else _tile(num_tokens)
+def linear_tile(num_tokens: int, rows: int) -> Tile | None:
+    """For a weight of so many rows; None if XLA's kernels take no longer."""
+    if rows < ROWS_ALONE:
+        return Tile(1, 1024, 4)
+    return _ONE_TOKEN if num_tokens == 1 else None
 
 
 def heads_tile(num_tokens: int, dim: int) -> Tile | None:
     """For heads of `dim` channels, all of them rotated; None if half of them are not a multiple of half a tile."""
-    tile = _tile(num_tokens)
+    tile = _ONE_TOKEN if num_tokens == 1 else Tile(16, 128, 1, 6)
     return None if dim % tile.rows else tile
 
 
-def _tile(num_tokens: int) -> Tile:
-    return Tile(2, 1024, 4, most_ctas=660) if num_tokens == 1 else Tile(16, 128, 1, 6)
+_ONE_TOKEN = Tile(2, 1024, 4, most_ctas=528)

@@ -8,7 +8,7 @@ class Tile:
     """Sizes of a tile, and how tiles are computed.
 
     Args:
-        rows: of the weight, a power of two; several tokens are multiplied by tensor cores if it is 16 or more.
+        rows: of the weight, a power of two; for several tokens 16 or more, or 1, which needs no tensor cores.
         columns: of a step along K, a power of two.
         num_warps: of a CTA.
         num_stages: of Triton's pipeline, for tensor cores.

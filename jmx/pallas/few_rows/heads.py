@@ -110,14 +110,21 @@ class Heads:
         def rows(nth: Array) -> Array:
             return nth // parts * dim + row // pairs * half + nth % parts * pairs + row % pairs
 
-        def finish(nth: Array, found: Array, rate: Array | None) -> None:
+        def channels_of(nth: Array) -> Array:
+            return nth % parts * pairs + jnp.arange(pairs, dtype=jnp.int32)[:, None]
+
+        def load(nth: Array) -> tuple[Array, Array, Array | None]:
+            at = of_angle, channels_of(nth)
+            cos, sin = (plgpu.load(its.at[at], mask=inside, other=0) for its in (given.cos, given.sin))
+            return cos, sin, None if given.bias is None else plgpu.load(given.bias.at[rows(nth)])
+
+        def finish(nth: Array, loaded: tuple[Array, Array, Array | None], found: Array, rate: Array | None) -> None:
             del rate
+            channels, (cos, sin, bias) = channels_of(nth), loaded
             head = nth // parts
             kv_head, kind = head // (group + 2), head % (group + 2)
-            channels = nth % parts * pairs + jnp.arange(pairs, dtype=jnp.int32)[:, None]
-            cos, sin = (plgpu.load(its.at[of_angle, channels], mask=inside, other=0) for its in (given.cos, given.sin))
-            if given.bias is not None:
-                found += plgpu.load(given.bias.at[rows(nth)]).astype(jnp.float32)[:, None]
+            if bias is not None:
+                found += bias.astype(jnp.float32)[:, None]
             found = found.astype(query.dtype).astype(jnp.float32).reshape(2, pairs, tokens.size)
             which = jnp.arange(2, dtype=jnp.int32)[:, None, None]
             first, second = (jnp.sum(jnp.where(which == its, found, 0), axis=0) for its in range(2))
@@ -131,7 +138,7 @@ class Heads:
                 plgpu.store(target, values.astype(query.dtype), mask=inside & (kind >= group))
 
         factors = Factors(given.x, given.scale, given.weights)
-        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
+        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, load, finish))
 
 
 def heads(call: Heads, given: Operands) -> tuple[Float[Array, "T heads D"], Float[Array, "2 rows kv_heads C D"]]:

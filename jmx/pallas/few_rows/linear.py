@@ -90,20 +90,30 @@ class Linear:
         def rows(nth: Array) -> Array:
             return jnp.minimum(nth * self.tile.rows + jnp.arange(self.tile.rows, dtype=jnp.int32), num_rows - 1)
 
-        def finish(nth: Array, out: Array, rate: Array | None) -> None:
+        def place(nth: Array) -> tuple[Array, Array]:
             row = (nth * self.tile.rows + jnp.arange(self.tile.rows, dtype=jnp.int32))[:, None]
-            inside = (tokens < count) & (row < num_rows)
-            if given.bias is not None:
-                out += plgpu.load(given.bias.at[row], mask=row < num_rows, other=0).astype(jnp.float32)
-            if given.residual is not None:
-                before = plgpu.load(given.residual.at[tokens, row], mask=inside, other=0)
+            return row, (tokens < count) & (row < num_rows)
+
+        def load(nth: Array) -> tuple[Array | None, Array | None]:
+            row, inside = place(nth)
+            bias = None if given.bias is None else plgpu.load(given.bias.at[row], mask=row < num_rows, other=0)
+            if given.residual is None:
+                return bias, None
+            return bias, plgpu.load(given.residual.at[tokens, row], mask=inside, other=0)
+
+        def finish(nth: Array, loaded: tuple[Array | None, Array | None], out: Array, rate: Array | None) -> None:
+            row, inside = place(nth)
+            bias, before = loaded
+            if bias is not None:
+                out += bias.astype(jnp.float32)
+            if before is not None:
                 out = before.astype(jnp.float32) + out.astype(before.dtype).astype(jnp.float32)
             plgpu.store(results[0].at[tokens, row], out.astype(results[0].dtype), mask=inside)
             if self.normed:
                 self._store_normed(given, results[1], nth, tokens, rate)
 
         factors = Factors(given.x, given.scale, given.weights)
-        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, finish))
+        compute_tiles(factors, self.tile, self.epsilon, Work(self._num_tiles(given), rows, load, finish))
 
     def _store_normed(self, given: Operands, result: Any, nth: Array, tokens: Array, rate: Any) -> None:
         """The n-th tile's columns of norm(x)."""

@@ -3,7 +3,7 @@
 One token: a CTA keeps it in registers, normed, and takes tile after tile of the weight, of which the next one is on its
 way while the present one is multiplied. So memory is never idle, and no tensor core is needed. Several tokens are
 columns of a tensor core's product, whose steps along K Triton's pipeline loads ahead; or, where a weight has so few
-rows that each can have a CTA, they are multiplied one after the other.
+rows that each can have a CTA, they are multiplied out of registers, too.
 
 A norm's scale multiplies x, and its rate, which is known after the last column, multiplies the sums.
 """
@@ -38,12 +38,15 @@ class Work(NamedTuple):
     Args:
         num_tiles: their number.
         rows: of the weight, int32 (r,), of the n-th.
-        finish: takes n, a tile's products with the normed tokens (r, t), t = `padded_tokens`, and the norm's rate.
+        load: what else the n-th tile needs, such as its bias; it is on its way while products are computed.
+        finish: takes n, what `load` returned, the tile's products with the normed tokens (r, t), t = `padded_tokens`,
+            and the norm's rate.
     """
 
     num_tiles: int
     rows: Callable[[Int32[Array, ""]], Int32[Array, " r"]]
-    finish: Callable[[Int32[Array, ""], Float32[Array, "r t"], Rate], None]
+    load: Callable[[Int32[Array, ""]], Any]
+    finish: Callable[[Int32[Array, ""], Any, Float32[Array, "r t"], Rate], None]
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -61,41 +64,36 @@ def compute_tiles(factors: Factors, tile: Tile, epsilon: float, work: Work) -> N
     if factors.x.shape[0] == 1:
         return _one_token(factors, tile, rate, work)
     nth = pl.program_id(0)
-    products = _by_tensor_cores if tile.rows >= 16 else _one_by_one
+    loaded = work.load(nth)
+    products = _by_tensor_cores if tile.rows > 1 else _of_one_row
     sums, squares = products(factors, tile, work.rows(nth))
     rates = rate(squares)
-    return work.finish(nth, sums if rates is None else sums * rates, rates)
+    return work.finish(nth, loaded, sums if rates is None else sums * rates, rates)
 
 
 def _one_token(factors: Factors, tile: Tile, rate: Callable[[Array], Rate], work: Work) -> None:
     nth, stride = pl.program_id(0), tile.num_ctas(1, work.num_tiles)
-    weights = _loaded(factors, tile, work.rows(nth), True)
-    xs, squares = _token(factors, tile, 0)
+    weights = _weights(factors, tile, work.rows(nth), True)
+    xs, squares = _tokens(factors, tile)
     rates = rate(squares)
 
     def multiply(step: Int32[Array, ""], weights: list[Array]) -> list[Array]:
         here = nth + step * stride
+        loaded = work.load(here)
         ahead = here + stride
         more = ahead < work.num_tiles
-        following = _loaded(factors, tile, work.rows(jnp.where(more, ahead, here)), more)
+        following = _weights(factors, tile, work.rows(jnp.where(more, ahead, here)), more)
         sums = _summed(weights, xs)
-        work.finish(here, sums if rates is None else sums * rates, rates)
+        work.finish(here, loaded, sums if rates is None else sums * rates, rates)
         return following
 
     lax.fori_loop(0, (work.num_tiles - nth + stride - 1) // stride, multiply, weights)
 
 
-def _one_by_one(factors: Factors, tile: Tile, rows: Int32[Array, " r"]) -> tuple[Array, Array]:
-    weights = _loaded(factors, tile, rows, True)
-    count = factors.x.shape[0]
-    token = jnp.arange(padded_tokens(count), dtype=jnp.int32)[None, :]
-    sums = jnp.zeros((rows.size, token.size), jnp.float32)
-    squares = jnp.zeros(token.shape, jnp.float32)
-    for its in range(count):
-        xs, of_token = _token(factors, tile, its)
-        sums = jnp.where(token == its, _summed(weights, xs), sums)
-        squares = jnp.where(token == its, of_token, squares)
-    return sums, squares
+def _of_one_row(factors: Factors, tile: Tile, row: Int32[Array, "1"]) -> tuple[Array, Array]:
+    weights = _weights(factors, tile, row, True)
+    xs, squares = _tokens(factors, tile)
+    return _summed(weights, xs).reshape(1, -1), squares.reshape(1, -1)
 
 
 def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:
@@ -104,10 +102,10 @@ def _columns(factors: Factors, tile: Tile) -> list[Int32[Array, "1 c"]]:
     return [start + jnp.arange(each, dtype=jnp.int32)[None, :] for start in range(0, size, each)]
 
 
-def _loaded(
+def _weights(
     factors: Factors, tile: Tile, rows: Int32[Array, " r"], where: Bool[Array, ""] | bool
 ) -> list[Shaped[Array, "r c"]]:
-    """A tile of the weight."""
+    """A tile of the weight; zeros if not `where`."""
     size = factors.x.shape[1]
     return [
         plgpu.load(
@@ -119,19 +117,23 @@ def _loaded(
     ]
 
 
-def _token(factors: Factors, tile: Tile, token: int) -> tuple[list[Float32[Array, "1 c"]], Float32[Array, "1 1"]]:
-    """A token, times the norm's scale, and the sum of its squares."""
-    size = factors.x.shape[1]
-    row = jnp.full((1, 1), token, jnp.int32)
+def _tokens(factors: Factors, tile: Tile) -> tuple[list[Float32[Array, "t c"]], Float32[Array, "t 1"]]:
+    """The tokens, times the norm's scale, and the sums of their squares."""
+    count, size = factors.x.shape
+    token = jnp.arange(padded_tokens(count), dtype=jnp.int32)[:, None]
     steps = _columns(factors, tile)
-    xs = [plgpu.load(factors.x.at[row, its], mask=its < size, other=0).astype(jnp.float32) for its in steps]
-    squares = reduce(jnp.add, (x * x for x in xs))
+    xs = [
+        plgpu.load(factors.x.at[token, its], mask=(its < size) & (token < count), other=0).astype(jnp.float32)
+        for its in steps
+    ]
+    squares = jnp.sum(reduce(jnp.add, (x * x for x in xs)), axis=1, keepdims=True)
     if factors.scale is not None:
         xs = [x * plgpu.load(factors.scale.at[its], mask=its < size, other=0) for x, its in zip(xs, steps, strict=True)]
-    return xs, jnp.sum(squares, axis=1, keepdims=True)
+    return xs, squares
 
 
-def _summed(weights: list[Shaped[Array, "r c"]], xs: list[Float32[Array, "1 c"]]) -> Float32[Array, "r 1"]:
+def _summed(weights: list[Shaped[Array, "r c"]], xs: list[Float32[Array, "t c"]]) -> Float32[Array, "n 1"]:
+    """The products of several rows with one token, or of one row with several tokens."""
     parts = (its.astype(jnp.float32) * x for its, x in zip(weights, xs, strict=True))
     return jnp.sum(reduce(jnp.add, parts), axis=1, keepdims=True)
 
