@@ -37,9 +37,11 @@ def linear(
     Returns:
         (..., N), float32 or of the residual's dtype; and norm(x) or None.
     """
+    if not takes(x, weights, norm):
+        return None
     tokens = x.size // x.shape[-1]
     tile = choice.linear_tile(tokens, weights.shape[0])
-    if tile is None or not takes(x, weights, norm):
+    if tile is None:
         return None
     call = linear_kernel.Linear(tile, 0.0 if norm is None else norm.epsilon, normed)
     flat = None if residual is None else residual.reshape(tokens, -1)
@@ -72,12 +74,14 @@ def heads(
     batch, length, _ = x.shape
     paged = isinstance(cache, PagedLayer)
     held = cache.pages if paged else cache
-    tile = choice.heads_tile(batch, held.shape[-1])
-    if starts is None or length != 1 or tile is None or 2 * angles[0].shape[-1] != held.shape[-1]:
+    if starts is None or length != 1 or 2 * angles[0].shape[-1] != held.shape[-1]:
         return None
     if paged and cache.num_rows < len(cache.places.positions):  # blocks of a prompt, too
         return None
     if held.dtype != x.dtype or not takes(x, weights, norm):
+        return None
+    tile = choice.heads_tile(batch, held.shape[-1])
+    if tile is None:
         return None
     numbers, places = cache.tokens() if paged else (None, starts)
     cos, sin = (angle[:, 0] for angle in angles)
@@ -92,5 +96,7 @@ def takes(x: jax.Array, weights: Any, norm: Norm | None) -> bool:
     """Whether kernels multiply all tokens of x (..., K), or the input of `norm`, by weights."""
     if getattr(weights, "dtype", None) != x.dtype or (norm is not None and norm.summed):
         return False  # quantized weights, which have no dtype; or a norm of what other devices have parts of
-    tokens, environment = x.size // x.shape[-1], jmx.Environment.probe(x)
-    return choice.reject_reason(tokens, x.dtype, weights.shape, environment) is None
+    tokens = x.size // x.shape[-1]
+    if not isinstance(tokens, int):  # symbolic
+        return False
+    return choice.reject_reason(tokens, x.dtype, weights.shape, jmx.Environment.probe(x)) is None
