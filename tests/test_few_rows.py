@@ -17,7 +17,7 @@ from jmx.models import few_rows, from_source, random_source
 from jmx.models.families import FAMILIES
 from jmx.models.paged_cache import PagedLayer, Places
 from jmx.pallas.few_rows import choice, heads, linear
-from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.choice import Tile
 from jmx.pallas.few_rows.primitive import run
 from jmx.selection.environment import Environment
 

@@ -1,9 +1,10 @@
-"""Which products the kernels of this package take, and by which tiles."""
+"""Which products the kernels of this package take, and by which tiles of a weight."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jmx.pallas.few_rows.config import Tile
 from jmx.selection.environment import Environment
 
 CAPABILITY = (9, 0)  # of the GPUs on which they were measured
@@ -12,6 +13,38 @@ MOST_COLUMNS = 4096  # of a weight: a token of so many is in registers, beside t
 MOST_BYTES = 1 << 28  # of a weight: with more, what a kernel saves around its product is nothing beside it
 ALIGNMENT = 16  # elements of a row of the weight
 ROWS_ALONE = 1024  # a weight with fewer rows has a CTA for each, or its tiles are too few for a GPU
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a tile, and how tiles are computed.
+
+    Args:
+        rows: of the weight, a power of two; for several tokens 16 or more, or 1, which needs no tensor cores.
+        columns: of a step along K, a power of two.
+        num_warps: of a CTA.
+        num_stages: of Triton's pipeline, for tensor cores.
+        most_ctas: for one token; each takes several tiles where there are more.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int = 1
+    most_ctas: int = 1 << 30
+
+    def num_ctas(self, num_tokens: int, num_tiles: int) -> int:
+        """As many as have the same number of tiles, but for the last."""
+        if num_tokens > 1:
+            return num_tiles
+        each = -(-num_tiles // self.most_ctas)
+        return -(-num_tiles // each)
+
+
+# Four CTAs an SM of 132, whose threads have 128 registers: they have the next tiles on their way.
+_ONE_TOKEN = Tile(2, 1024, 4, most_ctas=528)
+_SEVERAL_TOKENS = Tile(16, 128, 1, 6)
+_ONE_ROW = Tile(1, 1024, 4)
 
 
 def reject_reason(
@@ -37,14 +70,11 @@ def reject_reason(
 def linear_tile(num_tokens: int, rows: int) -> Tile | None:
     """For a weight of so many rows; None if XLA's kernels take no longer."""
     if rows < ROWS_ALONE:
-        return Tile(1, 1024, 4)
+        return _ONE_ROW
     return _ONE_TOKEN if num_tokens == 1 else None
 
 
 def heads_tile(num_tokens: int, dim: int) -> Tile | None:
     """For heads of `dim` channels, all of them rotated; None if half of them are not a multiple of half a tile."""
-    tile = _ONE_TOKEN if num_tokens == 1 else Tile(16, 128, 1, 6)
+    tile = _ONE_TOKEN if num_tokens == 1 else _SEVERAL_TOKENS
     return None if dim % tile.rows else tile
-
-
-_ONE_TOKEN = Tile(2, 1024, 4, most_ctas=528)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jmx.pallas.few_rows import linear
-from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.choice import Tile
 from jmx.pallas.few_rows.primitive import run
 from jmx.util.typing import Array, Float, Shaped
 

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.choice import Tile
 from jmx.pallas.few_rows.primitive import run
 from jmx.util.typing import Array, Float, Shaped
-from jmx.xla.dot import precision
 
 
 class Operands(NamedTuple):
@@ -70,9 +69,7 @@ class Linear:
             wide = x.astype(jnp.float32)
             rate = lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
             x = (wide * given.scale * rate).astype(x.dtype)
-        out = jnp.einsum(
-            "ti,oi->to", x, given.weights, precision=precision(x.dtype), preferred_element_type=jnp.float32
-        )
+        out = jnp.einsum("ti,oi->to", x, given.weights, preferred_element_type=jnp.float32)
         if given.bias is not None:
             out += given.bias.astype(jnp.float32)
         if given.residual is not None:

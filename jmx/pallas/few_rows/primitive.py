@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jmx import meshes
-from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.choice import Tile
 from jmx.pallas.quiet import lower_quietly
 from jmx.util.typing import Array, Shaped
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jmx.pallas.few_rows.config import Tile
+from jmx.pallas.few_rows.choice import Tile
 from jmx.util.typing import Array, Bool, Float32, Int32, Shaped
 
 Ref = Any
