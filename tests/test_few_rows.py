@@ -190,6 +190,23 @@ def test_a_product_is_rejected_with_its_reason(changes, reason):
     assert choice.reject_reason(**case) == reason
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "weights", "threads"),
+    [
+        (1, (2880, 4096), 128),
+        (1, (128, 4096), 128),
+        (8, (128, 2880), 128),
+        (8, (128, 4096), 256),  # with 128, registers of 8 tokens would be spilled
+        (2, (2880, 4096), None),  # XLA's product takes no longer
+    ],
+)
+def test_tiles_go_by_the_weight_and_the_number_of_tokens(num_tokens, weights, threads):
+    tile = choice.linear_tile(num_tokens, weights)
+    assert (None if tile is None else 32 * tile.num_warps) == threads
+    if tile is not None:
+        assert tile.rows == (2 if weights[0] >= choice.ROWS_ALONE else 1)
+
+
 # In models
 
 

@@ -40,7 +40,7 @@ def linear(
     if not takes(x, weights, norm):
         return None
     tokens = x.size // x.shape[-1]
-    tile = choice.linear_tile(tokens, weights.shape[0])
+    tile = choice.linear_tile(tokens, weights.shape)
     if tile is None:
         return None
     call = linear_kernel.Linear(tile, 0.0 if norm is None else norm.epsilon, normed)

@@ -44,7 +44,6 @@ class Tile:
 # Four CTAs an SM of 132, whose threads have 128 registers: they have the next tiles on their way.
 _ONE_TOKEN = Tile(2, 1024, 4, most_ctas=528)
 _SEVERAL_TOKENS = Tile(16, 128, 1, 6)
-_ONE_ROW = Tile(1, 1024, 4)
 
 
 def reject_reason(
@@ -67,10 +66,11 @@ def reject_reason(
     return None
 
 
-def linear_tile(num_tokens: int, rows: int) -> Tile | None:
-    """For a weight of so many rows; None if XLA's kernels take no longer."""
-    if rows < ROWS_ALONE:
-        return _ONE_ROW
+def linear_tile(num_tokens: int, weights: tuple[int, ...]) -> Tile | None:
+    """For weights of a shape (N, K); None if XLA's kernels take no longer."""
+    rows, columns = weights
+    if rows < ROWS_ALONE:  # several tokens are in registers, too: those of 4096 columns in twice as many threads
+        return Tile(1, 1024, 8 if num_tokens > 1 and columns > 3 * 1024 else 4)
     return _ONE_TOKEN if num_tokens == 1 else None
 
 
