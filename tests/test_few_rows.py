@@ -322,6 +322,26 @@ class Norm:
         return other
 
 
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(Environment.probe().compute_capability != choice.CAPABILITY, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+@pytest.mark.parametrize(("size", "dim", "group"), [(2880, 64, 8), (4096, 128, 4)])  # of gpt-oss, and of Mixtral
+def test_kernels_compute_their_definitions_on_a_gpu(rng, size, dim, group, tokens, paged):
+    tile = choice.heads_tile(tokens, dim)
+    given = heads_operands(rng, tokens, kv_heads=8, group=group, dim=dim, size=size, capacity=64, paged=paged)
+    assert tile is not None
+    check_call(heads.Heads(tile, 1e-5), given)
+    for rows in (128, size):
+        tile = choice.linear_tile(tokens, (rows, size))
+        if tile is not None:
+            given = linear_operands(rng, tokens, size, rows, norm=True, bias=True, residual=rows == size)
+            check_call(linear.Linear(tile, 1e-5, normed=True), given)
+
+
 # Compiled
 
 
