@@ -20,7 +20,7 @@ Resize = Callable[[BlockScaled, tuple[int, int], Format], BlockScaled]
 
 def unit_of(format: Format, input_format: str | None) -> int:
     """The least size that blocks of weights, none of them short, blocks of inputs, and bytes divide."""
-    blocks = [8 // format.element_bits, *[format.block_size] * (format.block_size != WHOLE_ROW)]
+    blocks = [format.elements_in_a_byte, *[format.block_size] * (format.block_size != WHOLE_ROW)]
     if input_format is not None and isinstance(block := INPUT_FORMATS[input_format].block_size, int):
         blocks.append(block)
     return lcm(*blocks)
