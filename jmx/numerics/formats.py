@@ -338,7 +338,7 @@ def logical_shape(q: BlockScaled, format: Format | str = MXFP4, name: str = "q")
 def pack(q: BlockScaled) -> BlockScaled:
     """Canonical to packed: uint8 values (..., K * bits / 8), even elements in the low nibbles, and bytes as uint8.
 
-    numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. A packed `q` is returned unchanged, and floats.
+    numpy arrays (of ml_dtypes) stay in numpy, others are bitcast by XLA. Floats and packed `q` are returned unchanged.
 
     Raises:
         TypeError: values that are of no format.

@@ -49,7 +49,7 @@ def _product(
 
     @meshes.unchecked
     def multiply(rows: Any, weights: Any, sizes: Any) -> Any:
-        return product(_in_eights(rows), weights, sizes, its, transposed=transposed)[: len(rows)]
+        return product(_in_eights(rows), weights, Groups.of(sizes), its, transposed=transposed)[: len(rows)]
 
     @sequential_vmap
     def run(rows: Any, weights: Any, sizes: Any) -> Any:
