@@ -66,8 +66,8 @@ class MoE(nn.Module):
 
     Quantized weights are in the collection "quantized", the bias for selection in "correction", the placement of spare
     experts in "placement", adapters in "lora": gradients with respect to "params" leave these out. Biases, the router
-    and weights that are floats are in "params". Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the variables under the
-    names of `Experts.arrays`, or with `update`.
+    and weights that are floats are in "params". Arguments are those of `jmx.nnx.MoE`. Other weights can be put into the
+    variables under the names of `Experts.arrays`, or with `update`.
 
     `axes`: if given, variables are boxed with their partitioning (`nn.Partitioned`), as by `nn.with_partitioning`:
     `nn.scan` and `nn.vmap` then need `metadata_params={nn.PARTITION_NAME: ...}`.

@@ -99,8 +99,6 @@ def _answer(backend: Backend, problem: Problem, environment: Environment) -> Rej
         detail = "adapters add before the activation, and it computes both products at once"
         return Rejection(Reason.ADAPTERS, detail, "use xla, or merge the adapters with jmx.lora.merge")
     if FORMATS[problem.format].is_float:
-        detail = (
-            f"weights are {problem.format!r}, and it does not compute products one by one"
-        )
+        detail = f"weights are {problem.format!r}, and it does not compute products one by one"
         return Rejection(Reason.FORMAT, detail, "use xla")
     return None
