@@ -16,6 +16,7 @@ import pytest
 import text_checkpoints
 from flax import nnx
 from float_checkpoints import TINY, float_gpt_oss
+from jmx.models.float_moe import FloatMoE, abstract_experts, random_experts
 from model_steps import relative_error
 from safetensors.numpy import load_file, save_file
 from serving_process import serving
@@ -29,7 +30,6 @@ from jmx.lora import Adapters, LoRA, merge
 from jmx.lora.forms import fused
 from jmx.models import Model, Runner, Sampler, from_source, load, memory, save
 from jmx.models.adapters import open_adapter
-from jmx.models.float_moe import FloatMoE, abstract_experts, random_experts
 from jmx.models.loading import file_source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.stream import read_tokenizer

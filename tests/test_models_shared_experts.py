@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jmx.models.float_moe import FloatMoE, random_experts
 
 import jmx
 from jmx.checkpoint.quantizing import FloatExperts
-from jmx.models.float_moe import FloatMoE, random_experts
 from jmx.models.layers import RMSNorm
 from jmx.models.shared_experts import SharedExperts
 

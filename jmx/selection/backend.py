@@ -9,7 +9,7 @@ from jmx.grouping import SortedRows
 from jmx.routing import Routing
 from jmx.selection.environment import Environment
 from jmx.selection.problem import Problem
-from jmx.util.typing import Array, Float, Float32
+from jmx.util.typing import Array, Float
 
 
 class Reason(enum.Enum):
@@ -119,7 +119,7 @@ class ProductBackend(Backend, Protocol):
 class TransposedProduct(Protocol):
     """What a `ProductBackend` has whose gradients are not the reference's."""
 
-    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float32[Array, "R K"]:
+    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R W"]) -> Float[Array, "R K"]:
         """The transpose of `ProductBackend.product`: `rows` are like its result."""
         ...
 

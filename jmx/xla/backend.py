@@ -67,7 +67,7 @@ class Xla(LimitedBackend):
             return _float_product(product, rows)[0].astype(dtype)
         return product_of_rows(product, rows, dtype)
 
-    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R N"]) -> Float32[Array, "R K"]:
+    def transposed_product(self, product: ExpertProduct, rows: Float[Array, "R N"]) -> Float[Array, "R K"]:
         if not product.experts.format.is_float:
             rows = rows.astype(_compute_dtype(product.problem))
             return product_of_rows(product, rows, jnp.float32, transposed=True)
