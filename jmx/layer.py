@@ -1,5 +1,6 @@
 """The mixture-of-experts layer as a function: checks, routing, selection of a backend, its call."""
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.engines import by_products
 from jmx.engines.gradients import Gradients, Primals, SavesGateUp, Wanted, has_gradients
-from jmx.experts import Experts, ShardedExperts
+from jmx.experts import Experts, ShardedExperts, padding
 from jmx.experts.arrays import check_arrays
 from jmx.guard import check_not_divided
 from jmx.lora import Adapters
@@ -397,6 +398,10 @@ def _by_products(
         return jnp.zeros_like(x)
     assert isinstance(backend, ProductBackend)
     added = () if adapters is None else (added_by(adapters.padded(experts)),)
+    if experts.format.is_float and experts.padded_to is not None:
+        # An activation whose value at 0 is not 0 would train them. All other padding has the gradient 0.
+        down = padding.trained_columns(experts.intermediate_size, experts.down.values)
+        experts = dataclasses.replace(experts, down=experts.down._replace(values=down))
     x, experts = _widened(x, experts), experts.prepare(problem.layout).as_padded()
     engine = by_products.engine_of(backend, problem, static.environment, experts, xla.Xla())
     return by_products.forward(problem, x, routing, experts, engine, *added)[:, :wide]
