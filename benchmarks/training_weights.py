@@ -14,6 +14,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,7 +162,9 @@ def measure(shape: Shape, settings: Settings, num_tokens: int, program: Any) -> 
 def main(name: str, text: str) -> None:
     settings = Settings(**json.loads(text) | {"layers": 1})
     shape = MODELS[settings.model]
-    programs = {tokens: compile_case(name, shape, settings, tokens) for tokens in settings.tokens}
+    with ThreadPoolExecutor(4) as threads:
+        compiling = partial(compile_case, name, shape, settings)
+        programs = dict(zip(settings.tokens, threads.map(compiling, settings.tokens), strict=True))
     if not begin(name, sum(not isinstance(its, str) for its in programs.values())):
         return
     for num_tokens, its in programs.items():
