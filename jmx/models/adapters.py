@@ -25,7 +25,7 @@ def open_adapter(path: str | os.PathLike[str], source: Source) -> peft.Reader:
         CheckpointError: files that are missing or broken, or that are not of adapters of this model's experts alone.
     """
     of_layers = {
-        number: _abstract_experts(
+        number: abstract_experts(
             layer.num_experts,
             layer.hidden_size,
             layer.intermediate_size,
@@ -38,7 +38,7 @@ def open_adapter(path: str | os.PathLike[str], source: Source) -> peft.Reader:
 
 
 @lru_cache
-def _abstract_experts(num_experts: int, hidden: int, intermediate: int, gate_up_order: str | None) -> Any:
+def abstract_experts(num_experts: int, hidden: int, intermediate: int, gate_up_order: str | None) -> Any:
     """Experts without arrays, whose adapters have the shapes of any others of these sizes."""
     make = partial(jmx.Experts.random, gate_up_order=gate_up_order, format="float32")
     return jax.eval_shape(lambda: make(jax.random.key(0), num_experts, hidden, intermediate))  # no device is used
