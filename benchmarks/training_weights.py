@@ -74,9 +74,9 @@ def system_of(name: str, shape: Shape) -> Trained:
 
 def in_bfloat16(experts: jmx.Experts) -> jmx.Experts:
     """Experts that are not quantized, of the same values."""
-    weights = map(BlockScaled, experts.dequantize(jnp.bfloat16))
+    gate_up, down = map(BlockScaled, experts.dequantize(jnp.bfloat16))
     biases = experts.gate_up_bias, experts.down_bias
-    return jmx.Experts.of(*weights, *biases, gate_up_order=experts.gate_up_order, format="bfloat16")
+    return jmx.Experts.of(gate_up, down, *biases, gate_up_order=experts.gate_up_order, format="bfloat16")
 
 
 def tokamax_dot() -> Callable[..., jax.Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,9 @@ NAMES = [format.name for format in FLOATS]
 E, H, INTERMEDIATE, T, K = 8, 32, 48, 24, 2
 
 
-def experts_of(rng, format="float32", order="interleaved", bias=True, sizes=(H, INTERMEDIATE)):
+def experts_of(rng, format="float32", order: str | None = "interleaved", bias=True, sizes=(H, INTERMEDIATE)):
     key = jax.random.key(int(rng.integers(2**31)))
-    options = {"gate_up_order": order, "format": format, "bias": bias, "bias_dtype": jnp.float32}
+    options: dict[str, Any] = {"gate_up_order": order, "format": format, "bias": bias, "bias_dtype": jnp.float32}
     return jmx.Experts.random(key, E, *sizes, **options)
 
 
@@ -40,7 +41,8 @@ def inputs(rng, dtype="float32"):
 
 def run(x, logits, experts, **options):
     routing = jmx.Logits(logits, jmx.TopKSoftmax(K))
-    return jmx.moe(x, routing, experts, **{"activation": "swiglu"} | options)
+    call: dict[str, Any] = {"activation": "swiglu"} | options
+    return jmx.moe(x, routing, experts, **call)
 
 
 def loss(experts, x, logits, **options):
@@ -110,7 +112,7 @@ def test_backends_of_quantized_weights_say_so(rng):
         run(x, logits, experts_of(rng, "bfloat16"), backend="cpu")
     explained = jmx.explain(x, jmx.Logits(logits, jmx.TopKSoftmax(K)), experts_of(rng), activation="swiglu")
     assert explained.chosen == "xla"
-    assert explained.bytes > 0
+    assert explained.bytes
 
 
 # Gradients
@@ -314,12 +316,13 @@ def test_an_nnx_module_trains_and_is_served_in_four_bits(format, rng):
 def test_a_linen_module_trains(rng):
     layer = jmx.linen.MoE(H, 64, E, K, format="float32", bias=True, param_dtype=jnp.float32)
     x = jnp.asarray(rng.standard_normal((64, H)), jnp.float32)
-    variables = layer.init(jax.random.key(0), x)
+    variables: Any = layer.init(jax.random.key(0), x)
     assert {*variables} == {"params"}
     of_params = jax.jit(jax.value_and_grad(lambda its: jnp.square(layer.apply(its, x) - jnp.sin(x)).mean()))
     first, gradients = of_params(variables)
     assert all(jnp.abs(a).max() > 0 for a in jax.tree.leaves(gradients))
-    after, _ = of_params(jax.tree.map(lambda p, g: p - 0.1 * g, variables, gradients))
+    step: Any = jax.tree.map(lambda p, g: p - 0.1 * g, variables, gradients)
+    after, _ = of_params(step)
     assert after < first
     new = experts_of(rng, "float32", "concatenated", sizes=(H, 64))
     held = layer.experts_of(layer.update(variables, new))

@@ -160,12 +160,10 @@ def test_adapters_of_float_experts_are_rounded_to_the_tokens_dtype_and_may_be_sh
 
     rounded = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), adapters)
     np.testing.assert_array_equal(layer(adapters), layer(rounded))
-    weights = (weight.astype(dtype) for weight in merge(experts, rounded, dtype=jnp.float32))
+    gate_up, down = (jmx.BlockScaled(w.astype(dtype)) for w in merge(experts, rounded, dtype=jnp.float32))
     biases = experts.gate_up_bias, experts.down_bias
-    merged = layer(
-        None,
-        jmx.Experts.of(*map(jmx.BlockScaled, weights), *biases, gate_up_order="concatenated", format=experts.format),
-    )
+    its = jmx.Experts.of(gate_up, down, *biases, gate_up_order="concatenated", format=experts.format)
+    merged = layer(None, its)
     assert relative_error(layer(None), merged) > 0.1
     assert relative_error(layer(adapters), merged) < (1e-5 if dtype == jnp.float32 else 3e-2)
     of_loss = jax.grad(lambda adapters: jnp.square(layer(adapters).astype(jnp.float32)).sum())(adapters)

@@ -4,6 +4,7 @@ On any machine numpy computes what the kernels' contracts say, in their places; 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,7 @@ class Case:
         if lora is not None:
             made = lora.random(key, self.experts)
             self.adapters = jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape) / 4, jnp.float32), made)
-        self.call = {"activation": activation, "weights_on": weights_on}
+        self.call: dict[str, Any] = {"activation": activation, "weights_on": weights_on}
 
     def results(self, backend):
         """y, and the gradients of x, routing weights, experts and adapters, by name."""

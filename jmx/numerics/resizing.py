@@ -57,8 +57,7 @@ def _resized(q: BlockScaled, shape: tuple[int, int], format: Format) -> tuple[tu
     if len(present) < 2:
         raise ValueError(f"`q.values` (shape {q.values.shape}) must be (..., N, K)")
     check_shape("shape", shape, 2)
-    packed_scales = q.scales is None or q.scales.dtype == jnp.uint8
-    scale_dtype = format.scale_dtype if packed_scales else q.scales.dtype
+    scale_dtype = format.scale_dtype if q.scales is None or q.scales.dtype == jnp.uint8 else q.scales.dtype
     target = format.abstract((*present[:-2], *shape), packed=is_packed(q), scale_dtype=scale_dtype)
     return (present[-2], present[-1]), target
 
