@@ -110,9 +110,10 @@ format: $(VENV)/installed-dev$(extra)
 	$(bin)/ruff format .
 
 # With the stamp of `make lint`, so that both together install once. The notice is about a mkdocs that is not used here.
+# Not --quiet: with it mkdocs neither prints warnings nor counts them, so that `strict` of mkdocs.yml would do nothing.
 mkdocs := NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs
 docs: $(VENV)/installed-dev$(extra)
-	$(mkdocs) build --quiet --clean $(ARGS)
+	$(mkdocs) build --clean $(ARGS)
 	@echo "open build/site/index.html"
 
 docs-serve: $(VENV)/installed-dev$(extra)

@@ -1,9 +1,9 @@
 // What a Hopper GPU can do of what the kernel in jmx/pallas/mosaic_sm90/kernel.py does: tensor cores with A in registers,
-// dequantisation, both at once, and reading. Nothing is computed that means anything.
+// dequantization, both at once, and reading. Nothing is computed that means anything.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/limits_sm90.cu -o limits && ./limits
 //
-// Clocks are those of a multiprocessor, per tile of 64 x 64 weights of one warpgroup.
+// Clocks are those of an SM, per tile of 64 x 64 weights of one warpgroup.
 
 #include <algorithm>
 #include <cstdint>
@@ -45,7 +45,7 @@ WGMMA(40, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19
 WGMMA(64, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
       "%29,%30,%31", "%32,%33,%34,%35", "%36", D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28))
 
-// mode: 1 tensor cores, 2 dequantisation, 3 both, 4 both and one tile ahead, as the kernel does.
+// mode: 1 tensor cores, 2 dequantization, 3 both, 4 both and one tile ahead, as the kernel does.
 template <int N, int mode> __global__ void __launch_bounds__(640) run_wgmma(float* out, long long* clocks) {
     extern __shared__ __align__(1024) char shared[];
     for (int i = threadIdx.x; i < 8192; i += blockDim.x) ((uint32_t*)shared)[i] = i * 2654435761u;
@@ -116,7 +116,7 @@ template <int N, int mode> __global__ void __launch_bounds__(640) run_mma(float*
     if (threadIdx.x == 0) clocks[blockIdx.x] = stop - start;
 }
 
-// Every block reads every so manieth piece of `bytes`, `stages` of them at a time.
+// Block b of n reads pieces b, b + n, ... of `bytes` each, `stages` of them at a time.
 __global__ void read(const char* data, size_t pieces, int bytes, int stages) {
     extern __shared__ __align__(1024) char shared[];
     uint32_t barrier = __cvta_generic_to_shared(shared), buffer = barrier + 1024;
@@ -144,7 +144,7 @@ int main() {
     int cores, clock_khz;
     cudaDeviceGetAttribute(&cores, cudaDevAttrMultiProcessorCount, 0);
     cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, 0);
-    printf("%d multiprocessors, at most %d MHz\n", cores, clock_khz / 1000);
+    printf("%d SMs, at most %d MHz\n", cores, clock_khz / 1000);
     float* out;
     long long* clocks;
     cudaMalloc(&out, cores * 640 * sizeof(float));
@@ -161,23 +161,23 @@ int main() {
         printf("  %s\n", cudaGetErrorString(cudaGetLastError()));
     };
     printf("clocks a tile with 1 to 5 warpgroups\n");
-    report("dequantisation", run_wgmma<8, 2>);
+    report("dequantization", run_wgmma<8, 2>);
     report("wgmma n=8", run_wgmma<8, 1>);
-    report("wgmma n=8, dequantised before", run_wgmma<8, 3>);
-    report("wgmma n=8, dequantised under it", run_wgmma<8, 4>);
+    report("wgmma n=8, dequantized before", run_wgmma<8, 3>);
+    report("wgmma n=8, dequantized during it", run_wgmma<8, 4>);
     report("wgmma n=16", run_wgmma<16, 1>);
-    report("wgmma n=16, dequantised under it", run_wgmma<16, 4>);
+    report("wgmma n=16, dequantized during it", run_wgmma<16, 4>);
     report("wgmma n=40", run_wgmma<40, 1>);
-    report("wgmma n=40, dequantised before", run_wgmma<40, 3>);
-    report("wgmma n=40, dequantised under it", run_wgmma<40, 4>);
+    report("wgmma n=40, dequantized before", run_wgmma<40, 3>);
+    report("wgmma n=40, dequantized during it", run_wgmma<40, 4>);
     report("wgmma n=64", run_wgmma<64, 1>);
-    report("wgmma n=64, dequantised under it", run_wgmma<64, 4>);
+    report("wgmma n=64, dequantized during it", run_wgmma<64, 4>);
     report("mma n=8", run_mma<8, 1>);
-    report("mma n=8, dequantised", run_mma<8, 3>);
-    report("mma n=16, dequantised", run_mma<16, 3>);
-    report("mma n=24, dequantised", run_mma<24, 3>);
+    report("mma n=8, dequantized", run_mma<8, 3>);
+    report("mma n=16, dequantized", run_mma<16, 3>);
+    report("mma n=24, dequantized", run_mma<24, 3>);
     report("mma n=40", run_mma<40, 1>);
-    report("mma n=40, dequantised", run_mma<40, 3>);
+    report("mma n=40, dequantized", run_mma<40, 3>);
 
     size_t most = size_t(1690000000) / 147456 * 147456;
     char* data;

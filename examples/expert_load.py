@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 
 import jmx
+from jmx import plot
 from jmx.models import MoERecord, load
 
 file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("expert_load.svg")
@@ -24,15 +24,11 @@ def loads(model, tokens):
     model(tokens, None, model.empty_cache(*tokens.shape).layers, records=records)
     counts = []
     for layer, record in zip(model.layers, records, strict=True):
-        routing = jmx.route(jmx.Logits(layer.router(record.input), layer.moe.routing))
+        routing = jmx.route(jmx.Logits(record.logits, layer.moe.routing))
         counts.append(jmx.token_counts(routing, model.config.num_experts))
     return jax.numpy.stack(counts)
 
 
 counts = np.asarray(loads(model, tokens))
-figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-picture = axes.imshow(counts, cmap="viridis", aspect="auto")
-axes.set(xlabel="expert", ylabel="layer", title=f"tokens of {tokens.size}, {model.config.top_k} experts each")
-figure.colorbar(picture)
-figure.savefig(file)
+plot.expert_load(counts).savefig(file)
 print(f"{file}: most {counts.max()}, least {counts.min()}")

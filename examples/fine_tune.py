@@ -39,9 +39,7 @@ def step(model: Model, optimizer: nnx.Optimizer, windows: jax.Array) -> jax.Arra
     """Updates the adapters; the mean loss in nats a token before."""
 
     def loss_of(model):
-        inputs, targets = windows[:, :-1], windows[:, 1:]
-        x, _ = model(inputs, None, model.empty_cache(*inputs.shape).layers)
-        return optax.softmax_cross_entropy_with_integer_labels(model.logits(x), targets).mean()
+        return training.next_token_losses(model, windows).mean()
 
     loss, gradients = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
     optimizer.update(model, gradients)

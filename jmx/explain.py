@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -16,8 +15,6 @@ from jmx.activations import Activation
 from jmx.backends import registered_backends
 from jmx.experts import Experts, ShardedExperts
 from jmx.layer import check_arguments
-from jmx.numerics import formats
-from jmx.numerics.input_formats import INPUT_FORMATS
 from jmx.pallas.routing import call as routing_kernel
 from jmx.parallel import over_mesh
 from jmx.parallel.division import Division
@@ -25,114 +22,21 @@ from jmx.parallel.experts_form import KINDS, AnyExperts, one_device
 from jmx.parallel.placed_experts import PlacedExperts
 from jmx.parallel.placement import slots_needed
 from jmx.parallel.split import Split
-from jmx.routing import Logits, Routing
+from jmx.routing import Logits, Method, Routing
+from jmx.routing import get as get_method
 from jmx.routing.leading import slots_of
 from jmx.selection import tuning
 from jmx.selection.backend import Reason, Rejection
+from jmx.selection.costs import PEAKS, Floor, active_experts, flops, scaled, times_bfloat16
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Problem, weight_bytes, weight_shapes
+from jmx.selection.problem import Problem, weight_bytes
 from jmx.selection.select import NoBackendError, check_backend, requested, select
 from jmx.selection.tuning import Choice, Tunable
 from jmx.util import html
 from jmx.util.checks import check_bool, check_instance, is_array, shown
-from jmx.util.tables import FoldingTable, decimal, words
-
-
-@dataclass(frozen=True)
-class Peak:
-    """A device's peak rates: memory bandwidth in bytes/s, dense products in flop/s (in `PEAKS`, of bfloat16).
-
-    `links`: bytes/s that a device sends to the others of its host; None: not known.
-    """
-
-    bandwidth: float
-    flops: float
-    links: float | None = None
-
-
-# What an all-gather by NCCL sends over NVLink 4, measured on two H200s (its data sheet: 450e9 each way).
-_NVLINK_4 = 245e9
-
-# NVIDIA's data sheets, dense rates, by device kind: other parts of a family (PCIe, NVL) have other rates. Measured
-# rates are lower: see `jmx bench`.
-PEAKS = {
-    "NVIDIA A100-SXM4-80GB": Peak(2.039e12, 312e12),
-    "NVIDIA L4": Peak(0.3e12, 121e12),
-    "NVIDIA L40S": Peak(0.864e12, 362e12),
-    "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12, _NVLINK_4),
-    "NVIDIA H200": Peak(4.8e12, 989e12, _NVLINK_4),
-    "NVIDIA B100": Peak(8.0e12, 1750e12),
-    "NVIDIA B200": Peak(8.0e12, 2250e12),
-    "NVIDIA GB200": Peak(8.0e12, 2500e12),
-}
-
-
-# Types that tensor cores multiply faster than bfloat16: the first compute capability, the speedup, and the elements
-# that the type represents exactly (int8: twice those of e2m1). The fastest first.
-_E2M1, _INT4 = np.dtype(jnp.float4_e2m1fn), np.dtype(jnp.int4)
-_NARROW = (
-    ((10, 0), 4, {_E2M1}),  # FP4
-    ((8, 9), 2, {_E2M1, _INT4, np.dtype(jnp.float8_e4m3fn)}),  # FP8
-    ((8, 0), 2, {_E2M1, _INT4, np.dtype(np.int8)}),  # int8
-)
-
-
-def times_bfloat16(problem: Problem, environment: Environment) -> int:
-    """The ratio of tensor cores' dense rate for a problem's elements to that for bfloat16: 1, 2 or 4.
-
-    By NVIDIA's data sheets, dense rates of the parts in `PEAKS`: int8 has twice the rate of bfloat16 from Ampere on,
-    FP8 from Ada and Hopper on, and FP4 four times from Blackwell on. The fastest type that represents the elements of
-    both weights and inputs counts, whichever type a backend uses. Inputs of 16 or 32 bits, other pairs, other devices
-    and GPUs without such tensor cores: 1.
-    """
-    if problem.input_format is None or environment.platform != "gpu" or environment.compute_capability is None:
-        return 1
-    elements = {formats.FORMATS[problem.format].element_dtype, INPUT_FORMATS[problem.input_format].element_dtype}
-    for since, times, held in _NARROW:
-        if environment.compute_capability >= since and elements <= held:
-            return times
-    return 1
-
-
-def active_experts(problem: Problem) -> float:
-    """The expected number of experts in use under uniform random routing: E (1 - (1 - k/E)^T)."""
-    assert problem.num_tokens is not None
-    unused = max(0.0, 1 - problem.top_k / problem.num_experts) ** problem.num_tokens
-    return problem.num_experts * (1 - unused)
-
-
-def flops(problem: Problem) -> float:
-    """Multiplications and additions of both products over all tokens."""
-    assert problem.num_tokens is not None
-    return 2 * problem.num_tokens * problem.top_k * sum(rows * columns for rows, columns in weight_shapes(problem))
-
+from jmx.util.tables import FoldingTable, words
 
 _SURELY = 1e-3  # if fewer experts are expected to be unused, all are reported as used
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The minimum time of a problem on a device: `us` microseconds, `bound` by "memory", "compute" or "links"."""
-
-    us: float
-    bound: str
-    peak: Peak
-
-    @classmethod
-    def of(cls, moved: float, operations: float, peak: Peak, sent: float = 0) -> "Floor":
-        """The floor of a number of bytes, flops, and bytes sent to other devices: the longest of their times."""
-        times = {"memory": 1e6 * moved / peak.bandwidth, "compute": 1e6 * operations / peak.flops}
-        if sent:
-            assert peak.links is not None
-            times["links"] = 1e6 * sent / peak.links
-        bound = max(times, key=lambda name: times[name])
-        return cls(times[bound], bound, peak)
-
-    def __str__(self) -> str:
-        sheet = {"memory": _scaled(self.peak.bandwidth, "B/s"), "compute": _scaled(self.peak.flops, "FLOP/s")}
-        limits = {bound: f"{rate} by data sheet" for bound, rate in sheet.items()}
-        limits["links"] = f"{_scaled(self.peak.links or 0, 'B/s')} measured with NCCL"
-        return f"floor {decimal(self.us)} us ({self.bound}, {limits[self.bound]})"
 
 
 @dataclass(frozen=True)
@@ -154,6 +58,7 @@ class Explanation:
         all: whether the printed table lists backends of other platforms, too.
         division: how a mesh divides the call, or None. The backend is then that of a device's part, `division.local`,
             and experts, bytes, flops and floor are those of one device, with all tokens evenly routed.
+        notes: further sentences about what runs.
     """
 
     problem: Problem
@@ -170,6 +75,7 @@ class Explanation:
     request: str | None = None
     all: bool = False
     division: Division | None = None
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -213,7 +119,7 @@ class Explanation:
         if self.problem.input_format is not None:  # else the first line says their dtype
             by = "declared by the experts" if self.inputs_declared else "asked for"
             lines.append(Text(f"inputs: {self.problem.input_format}, {by}"))
-        lines += map(Text, routing_kernel.notes(self.problem, self.environment, divided=self.division is not None))
+        lines += map(Text, self.notes)
         lines.append(Text(self._costs()))
         if self.error is not None:
             lines.append(Text(f"a call raises NoBackendError: {self.error.splitlines()[0]}", "red"))
@@ -230,13 +136,13 @@ class Explanation:
         floor = f"floor not known for {self.environment.device_kind}" if self.floor is None else str(self.floor)
         sent = ""
         if its is not None:
-            before, after = (_scaled(count, "B") for count in (its.bytes_before, its.bytes_after))
+            before, after = (scaled(count, "B") for count in (its.bytes_before, its.bytes_after))
             sent = f"{before} sent before the experts and {after} after them, "
             if self.floor is None and self.environment.device_kind in PEAKS:
                 floor = f"floor not known: no figure for the links of {self.environment.device_kind}"
         return (
             f"{'' if its is None else 'each device: '}{used} of {here} experts used, "
-            f"{_scaled(self.bytes, 'B')} moved, {_scaled(self.flops, 'FLOP')}, {sent}".removesuffix(", ")
+            f"{scaled(self.bytes, 'B')} moved, {scaled(self.flops, 'FLOP')}, {sent}".removesuffix(", ")
             + f": {floor}"
         )
 
@@ -258,11 +164,13 @@ def explain_problem(
     inputs_declared: bool = False,
     all: bool = False,
     division: Division | None = None,
+    routed: Method | Routing | None = None,
 ) -> Explanation:
     """The explanation of a problem on a machine, by default this one; no arrays are needed.
 
     `backend` is a request, like that of a layer. If it cannot run, nothing is raised: `error` has the message.
-    `inputs_declared`, `all` and `division`: see `Explanation`.
+    `inputs_declared`, `all` and `division`: see `Explanation`. `routed`: the method of router logits, or the routing
+    that a call has instead; None: not known.
 
     Raises:
         ValueError: no backend is called `backend`.
@@ -291,6 +199,7 @@ def explain_problem(
         requested(backend),
         all,
         division,
+        () if division is not None else routing_kernel.notes(problem, environment, routed),
     )
 
 
@@ -390,7 +299,11 @@ def _explain_layer(
     declared = problem.input_format is not None and getattr(layer, "input_format", "not known") is None
     division = _division(problem, split, x, spare=spare)
     environment = environment or Environment.probe(x, layer)
-    return explain_problem(problem, environment, backend, inputs_declared=declared, division=division)
+    method = getattr(layer, "routing", None)
+    if isinstance(method, str):  # of a Linen module, which keeps the name
+        method = get_method(method, problem.top_k)
+    of_layer = {"inputs_declared": declared, "division": division, "routed": method}
+    return explain_problem(problem, environment, backend, **of_layer)
 
 
 def _explain_arrays(
@@ -422,7 +335,9 @@ def _explain_arrays(
     declared = problem.input_format is not None and input_format is None
     environment = environment or Environment.probe(x, routing, experts)
     division = _division(problem, split, x, *jax.tree.leaves(experts), slots=slots)
-    return explain_problem(problem, environment, backend, inputs_declared=declared, division=division)
+    routed = routing.method if isinstance(routing, Logits) else routing
+    of_call = {"inputs_declared": declared, "division": division, "routed": routed}
+    return explain_problem(problem, environment, backend, **of_call)
 
 
 def _division(
@@ -441,10 +356,3 @@ def _rejection_dict(rejection: Rejection | None) -> dict[str, str] | None:
     if rejection is None:
         return None
     return {"reason": rejection.reason.value, "detail": rejection.detail, "remedy": rejection.remedy}
-
-
-def _scaled(value: float, unit: str) -> str:
-    factor, prefix = next(
-        ((f, p) for f, p in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= f), (1, "")
-    )
-    return f"{value / factor:.3g} {prefix}{unit}"

@@ -134,7 +134,7 @@ def batched_moe(
     input_format: str | None = None,
     backend: str | None = None,
 ) -> Float[Array, "E M H"]:
-    """y[e, i] = weights[e, i] * expert[e](x[e, i]) for i < counts[e], and 0 for the rows after those.
+    """`y[e, i] = weights[e, i] * expert[e](x[e, i])` for i < counts[e], and 0 for the rows after those.
 
     For tokens that were sent to the device of their expert already, in a buffer of fixed size for each of its experts,
     as DeepEP's low-latency dispatch and vLLM's `BatchedExperts` have them. It is `moe` with one slot a row, on the same

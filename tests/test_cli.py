@@ -402,6 +402,37 @@ def test_convert_quantizes_and_reports(jmx, tmp_path, rng):
     assert json.loads(out) == {"source": str(source), "target": target, **report}
 
 
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_convert_draws_the_errors(jmx, tmp_path, rng, ending):
+    source, picture = tmp_path / "in", tmp_path / f"errors.{ending}"
+    source.mkdir()
+    weight = rng.standard_normal((32, 32)).astype(np.float32)
+    names = [f"model.layers.3.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")]
+    shards.write(source, [shards.Output(name, "F32", weight.shape, lambda: [weight]) for name in names], 10**6)
+    (source / "config.json").write_text("{}")
+    flags = ["--quantize", "fp8_channel", "--picture"]
+    for wrong, message in [
+        (tmp_path / "errors.pdf", "must end with .svg or .png"),
+        (source / f"errors.{ending}", "must not be, hold or lie in"),
+        (tmp_path / "none" / f"errors.{ending}", "its directory does not exist"),
+    ]:
+        code, out, err = jmx("convert", str(source), str(tmp_path / "out"), *flags, str(wrong))
+        assert code == 2
+        assert "wrote" not in out
+        assert_one_line_error(err, message)
+        assert not (tmp_path / "out").exists()
+    code, _, err = jmx("convert", str(source), str(tmp_path / "out"), *flags, str(picture))
+    assert (code, err) == (0, "")
+    drawn = picture.read_bytes()
+    assert drawn.startswith({"svg": b"<?xml", "png": b"\x89PNG"}[ending])
+    code, out, err = jmx("convert", str(source), str(tmp_path / "other"), *flags, str(picture))
+    assert (code, out) == (2, "")
+    assert_one_line_error(err, "must not exist yet")
+    assert not (tmp_path / "other").exists()
+    assert picture.read_bytes() == drawn
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", picture.name}
+
+
 def test_bench_saves_prints_and_draws(jmx, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_limits", lambda repeats: roofline.Limits(1e9, 1e10))
     monkeypatch.setitem(shapes.MODELS, "tiny", dataclasses.replace(shapes.MODELS["small"], num_experts=2))

@@ -161,7 +161,7 @@ def test_each_line_is_a_message(
     [
         ([TINY], "has no chat template"),
         ([TINY, "--max-new-tokens", "0"], "`--max-new-tokens` (=0) must be at least 1"),
-        ([TINY, "--stop", ""], "`--stop`: "),
+        ([TINY, "--stop", ""], "`--stop` (='') must have at least one character"),
         ([TINY, "--temperature", "-1"], "`temperature` (=-1.0)"),
         ([TINY, "--format", "fp3"], "`--format` (='fp3') must be one of"),
         ([TINY, "--backend", "none"], "`--backend` (='none') must be one of"),

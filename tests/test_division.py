@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jmx
 import jmx.nnx
 from jmx import cli
-from jmx.explain import PEAKS, Peak, active_experts, flops, weight_bytes
 from jmx.parallel import PlacedExperts, Placement
 from jmx.parallel import exchanges as known
 from jmx.parallel.division import Division
+from jmx.selection.costs import PEAKS, Peak, active_experts, flops
+from jmx.selection.problem import weight_bytes
 
 PROBLEM = jmx.Problem(64, 2880, 2880, 128, 4, "bfloat16", "mxfp4", jmx.SwiGLU(), "interleaved", True, "mosaic_sm90")
 MESH = AbstractMesh((2, 4, 2), ("dp", "ep", "tp"))

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = {"train"}  # take arguments, are longer, and have tests of their own
-EXAMPLES = [file for file in sorted((ROOT / "examples").glob("*.py")) if file.stem not in PROGRAMS]
+ALL = sorted((ROOT / "examples").glob("*.py"))
+PROGRAMS = {"train"}  # take arguments, and have tests of their own
+EXAMPLES = [file for file in ALL if file.stem not in PROGRAMS]
 
 # All of them in one process, since starting one costs as much as most of them.
 RUN_ALL = """
@@ -42,7 +43,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, selected: list[dict[str, o
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", ALL, ids=lambda file: file.stem)
 def test_examples_are_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) < 80
 

@@ -19,10 +19,10 @@ import jmx.linen
 import jmx.nnx
 from jmx import Environment, Problem, Reason, Rejection
 from jmx.backends import registered_backends
-from jmx.explain import PEAKS
 from jmx.pallas.mosaic_sm90.backend import MosaicSm90
 from jmx.pallas.mosaic_sm90.config import Config
 from jmx.selection import tuning
+from jmx.selection.costs import PEAKS, times_bfloat16
 from jmx.selection.environment import known_devices
 from jmx.selection.registry import Registry
 
@@ -108,7 +108,7 @@ def test_narrow_inputs_change_no_floor_that_memory_bounds_and_no_devices_without
     rounded = replace(gpt_oss_120b(1), input_format="fp8_token")
     assert explain(rounded, device="h200").floor.us == explain(gpt_oss_120b(1), device="h200").floor.us
     for environment in (Environment.named("cpu"), Environment("gpu", "another"), Environment("tpu", "TPU v5e")):
-        assert MODULE.times_bfloat16(replace(rounded, input_format="int8_token"), environment) == 1
+        assert times_bfloat16(replace(rounded, input_format="int8_token"), environment) == 1
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 100])

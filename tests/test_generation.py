@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,8 +76,12 @@ def test_penalties_change_greedy_tokens(runner: Runner) -> None:
     assert distinct[0] < distinct[1]
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("stop", [1, 2, CHUNK + 1, CHUNK + 3, STEPS])
-def test_a_conversation_goes_on_from_a_generations_cache(runner: Runner, stop: int) -> None:
+def test_a_conversation_goes_on_from_a_generations_cache(
+    runner: Runner, stop: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_launches_ahead", ahead)
     generation = runner.generate(PROMPTS, Sampler(), STEPS)
     new = [next(generation).tolist() for _ in range(stop)]
     cache = generation.cache()
@@ -87,6 +92,33 @@ def test_a_conversation_goes_on_from_a_generations_cache(runner: Runner, stop: i
     ]
     expected = np.array([*runner.generate(whole, Sampler(**PENALTIES), 5)])
     assert (np.array([*runner.generate(whole, Sampler(**PENALTIES), 5, cache=cache)]) == expected).all()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["as on a CPU", "as on a GPU"])
+def test_when_the_next_chunk_is_launched(runner: Runner, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    steps = runner._steps
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        launched.append(int(arguments[3]))
+        return steps(*arguments, **options)
+
+    counted.compile = steps.compile  # pyright: ignore[reportFunctionMemberAccess]
+    expected = np.array([*runner.generate(PROMPTS, Sampler(), STEPS)])
+    monkeypatch.setattr(runner, "_steps", counted)
+    monkeypatch.setattr(runner, "_launches_ahead", ahead)
+    generation = runner.generate(PROMPTS, Sampler(), STEPS)
+    new = [next(generation)]
+    assert launched == [1][:ahead]
+    new += [next(generation)]
+    assert launched == [1, 1 + CHUNK][: 1 + ahead]
+    new += [*generation]
+    assert launched == [1, 1 + CHUNK]
+    assert (np.array(new) == expected).all()
+
+
+def test_on_a_cpu_no_chunk_is_launched_before_it_is_wanted(runner: Runner) -> None:
+    assert runner._launches_ahead == (jax.default_backend() != "cpu")
 
 
 def test_a_generation_has_no_cache_before_its_first_tokens(runner: Runner) -> None:

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 import jmx
+from jmx import parallel
 from jmx.checkpoint.quantizing import Errors
 from jmx.checkpoint.quantizing import Report as QuantizingReport
 from jmx.perf.roofline import Limits, Report, Row
@@ -105,6 +106,16 @@ def test_a_routing_that_is_traced_shows_its_types():
     traced(jnp.zeros((3, 2), jnp.int32))
     assert found[0].startswith("<pre>Routing(")
     assert Elements(found[0])
+
+
+def test_a_comparison_of_placements_has_a_row_for_each_rank(rng):
+    counts = rng.integers(1, 100, (2, 8))
+    before = parallel.Placement.stack([parallel.Placement.identity(8, 4, 2)] * 2)
+    found = parallel.compare(counts, before, parallel.balance(counts, 4, 2, before=before))
+    elements = Elements(found._repr_html_())
+    assert elements.rows == 5
+    words = [word for line in str(found).splitlines() for word in line.split()]
+    assert " ".join(elements.texts).split() == words
 
 
 def test_reports_show_a_row_for_each_layer_and_system():

@@ -144,6 +144,23 @@ def test_a_notebook_shows_the_picture(rng):
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("bytes_per_token", "unit"), [(None, "nats a token"), (4.0, "bits per byte")])
+def test_training_loss_is_in_either_unit(rng, bytes_per_token, unit):
+    losses = rng.uniform(1, 9, 5)
+    curve = [(20 * number, loss) for number, loss in enumerate(losses, 1)]
+    axes = axes_of(plot.training_loss(curve, bytes_per_token=bytes_per_token))
+    steps, shown = axes.lines[0].get_data()
+    assert steps.tolist() == [20, 40, 60, 80, 100]
+    np.testing.assert_allclose(shown, losses if bytes_per_token is None else losses / np.log(2) / bytes_per_token)
+    assert axes.get_ylabel() == unit
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan])
+def test_bytes_of_a_token_are_above_0(wrong):
+    with pytest.raises(ValueError, match="`bytes_per_token`"):
+        plot.training_loss([(1, 2.0)], bytes_per_token=wrong)
+
+
 LAUNCH = {"name": "a", "start": 0.0, "end": 1.0}
 
 
@@ -161,6 +178,10 @@ LAUNCH = {"name": "a", "start": 0.0, "end": 1.0}
         ("quantization_error", (QuantizingReport("int4_g32", "gpt-oss"),), ValueError, "at least one layer"),
         ("quantization_error", (str(RESULTS / "cpu.json"),), ValueError, "`report` .*cpu.json.*must be a report"),
         ("roofline", (str(RESULTS / "cpu.json"),), TypeError, "`report`"),
+        ("training_loss", ([],), ValueError, r"`curve` \(=\[\]\)"),
+        ("training_loss", ([1.0, 2.0],), ValueError, "`curve`"),
+        ("training_loss", ([(1, 2, 3)],), ValueError, "`curve`"),
+        ("training_loss", ("x",), ValueError, "`curve`"),
         ("kernels", (3,), TypeError, "`events`"),
         ("kernels", ([],), ValueError, "`events`"),
         ("kernels", ([LAUNCH, 3],), TypeError, r"`events\[1\]`"),

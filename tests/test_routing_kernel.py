@@ -11,13 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backend_cases import GPT_OSS
+from flax import nnx
 from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmx
+import jmx.linen
+import jmx.nnx
 from jmx import Environment, Experts, GroupedTopK, Logits, Problem, ReLU, SigmoidTopK, SoftmaxTopK, TopKSoftmax
 from jmx.backends import registered_backends
+from jmx.cli import main
 from jmx.engines import grouped
 from jmx.engines.grouped import Tiling
 from jmx.engines.routed import GroupedRouting
@@ -25,6 +29,7 @@ from jmx.pallas.mosaic_sm90.layout import LAYOUT
 from jmx.pallas.routing import call as routing_kernel
 from jmx.pallas.routing.call import Call, applies, definition, route_and_group
 from jmx.perf.shapes import MODELS
+from jmx.routing import ROUTING_METHODS
 from jmx.selection.registry import Registry
 
 CPU, H200 = Environment.named("cpu"), Environment.named("h200")
@@ -330,11 +335,40 @@ def test_when_the_kernel_is_used(method, num_tokens, num_experts, machine, expec
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("num_tokens", "device", "said"), [(16, "h200", True), (1024, "h200", False), (16, "cpu", False)]
+    ("num_tokens", "device", "method", "used"),
+    [
+        (16, "h200", "top_k_softmax", True),
+        (16, "h200", "softmax_top_k", True),
+        (16, "h200", "sigmoid_top_k", False),
+        (1024, "h200", "top_k_softmax", False),
+        (16, "cpu", "top_k_softmax", False),
+    ],
 )
-def test_it_is_explained(num_tokens, device, said):
+def test_it_is_explained(num_tokens, device, method, used, rng):
+    sizes, given = (64, 32, 128, 4), ROUTING_METHODS[method](4)
+    experts = Experts.random(jax.random.key(0), 128, 64, 32, gate_up_order="interleaved")
+    x = jnp.asarray(rng.standard_normal((num_tokens, 64)), jnp.bfloat16)
+    logits = Logits(jnp.asarray(rng.standard_normal((num_tokens, 128)), jnp.float32), given)
+
+    def lines(*arguments, **options):
+        printed = str(jmx.explain(*arguments, **options, device=device)).splitlines()
+        return [line for line in printed if "jmx_route" in line]
+
+    expected = ["logits: routed and grouped by one kernel, jmx_route"] if used else []
+    assert lines(x, logits, experts, activation="swiglu") == expected
+    assert lines(x, jmx.route(logits), experts, activation="swiglu") == []
+    assert lines(jmx.nnx.MoE(*sizes, routing=given, rngs=nnx.Rngs(0)), x) == expected
+    assert lines(jmx.linen.MoE(*sizes, routing=method), x) == expected
     problem = dataclasses.replace(PROBLEM, num_tokens=num_tokens, num_experts=128, top_k=4)
-    assert ("jmx_route" in str(jmx.explain(problem, device=device))) == said
+    where = applies(TopKSoftmax(4), num_tokens, 128, Environment.named(device))
+    assert lines(problem) == ["logits with softmax routing: routed and grouped by one kernel, jmx_route"] * where
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("model", "used"), [("gpt-oss-120b", True), ("deepseek-v3", False)])
+def test_the_command_knows_the_method_of_a_model(model, used, capsys):
+    assert main(["explain", "--model", model, "--tokens", "8", "--device", "h200"]) == 0
+    assert ("jmx_route" in capsys.readouterr().out) == used
 
 
 # Compiled

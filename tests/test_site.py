@@ -133,6 +133,17 @@ def test_broken_links_of_a_built_site_are_reported(tmp_path: pathlib.Path):
     ]
 
 
+def test_warnings_of_the_site_are_errors():
+    """`make docs` fails with a warning: mkdocs counts those of `strict` only if it logs them."""
+    (recipe,) = re.findall(r"^docs: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "$(mkdocs) build" in recipe
+    assert not re.search(r"--quiet|\s-q\b|--no-strict", recipe)
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert re.search(r"^strict: true$", settings, re.MULTILINE)
+    for fault in ("omitted_files", "absolute_links", "unrecognized_links", "anchors"):
+        assert f"\n  {fault}: warn\n" in settings
+
+
 def test_a_notebook_is_a_page_with_its_outputs(tmp_path: pathlib.Path):
     outputs = [
         {"output_type": "stream", "name": "stdout", "text": ["one\n", "two\n"]},

@@ -61,6 +61,8 @@ KINDS: dict[str, list[Any]] = {
     "floats": [*_NO_ARRAY, np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
     "floats or None": [*_NO_ARRAY[1:], np.ones(3, np.int32), np.ones((2, 3), bool), jax.random.key(0)],
     "integers": [*_NO_ARRAY, np.ones((3, 2), np.float32), np.ones((2, 3), bool)],
+    "strings": [None, "x", 3, 2.5, {}, Opaque(), [None], [3], [""]],
+    "list or None": ["x", 3, 2.5, {}, Opaque(), np.ones(3)],
     "mask": ["x", [True], {}, Opaque(), True, np.ones(T), np.ones(T + 1, bool)],
     "key": [*_NO_ARRAY, np.ones(2, np.float32), np.ones(2, np.int32), jnp.uint32(1)],
     "shape": [None, 3, "64", (64,), (1, 2, 3), (64, -1), (64, 2.5), (True, 64), {}, Opaque()],
@@ -251,6 +253,11 @@ def runner() -> jmx.models.Runner:
 
 def model() -> jmx.models.Model:
     return runner().model
+
+
+@functools.cache
+def text() -> jmx.training.Text:
+    return jmx.training.Text(ROOT.parent / "LICENSE", 300)
 
 
 def cache() -> jmx.models.Cache:
@@ -610,6 +617,35 @@ ROWS: dict[str, Row] = {
     "jmx.training.check_finite": Row(
         {"tree": "tree", "step": "count", "kept": "path or None"}, lambda: {"tree": 1.0, "step": 0}
     ),
+    "jmx.training.Run": Row(
+        {"folder": "path", "arguments": "mapping", "steps": "size", "save_every": "size", "report_every": "size"},
+        lambda: {"folder": "/nowhere/at/all", "arguments": {"rate": 0.1}, "steps": 1},
+    ),
+    "jmx.training.Run.train": Row(
+        {"state": "sequence", "step": "function", "tokens_per_step": "size"},
+        lambda: {"state": (layer(),), "step": print, "tokens_per_step": 1},
+        lambda **a: jmx.training.Run("/nowhere/at/all", {}, steps=1).train(**a),
+    ),
+    "jmx.training.Text": Row(
+        {"path": "path", "vocab_size": "size", "special": "strings"}, lambda: {"path": "/nowhere", "vocab_size": 300}
+    ),
+    "jmx.training.Text.windows": Row(
+        {"batch": "size", "length": "size", "seed": "count"},
+        lambda: {"batch": 1, "length": 2},
+        lambda **a: text().windows(**a),
+    ),
+    "jmx.training.next_token_losses": Row(
+        {"model": "object", "windows": "integers", "records": "list or None"},
+        lambda: {"model": model(), "windows": np.zeros((1, 3), np.int32)},
+    ),
+    "jmx.training.bits_per_byte": Row(
+        {"model": "object", "tokens": "integers", "num_bytes": "size", "length": "size"},
+        lambda: {"model": model(), "tokens": np.zeros(3, np.int32), "num_bytes": 3, "length": 2},
+    ),
+    "jmx.training.in_dtype": Row(
+        {"model": "object", "dtype": "model dtype"}, lambda: {"model": model(), "dtype": "float32"}
+    ),
+    "jmx.training.unrounded": Row({"model": "object"}),
     "jmx.training.export": Row(
         {
             "path": "path",

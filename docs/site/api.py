@@ -112,11 +112,13 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "Training": (
-        "Losses and updates that spread tokens over experts, and adapters beside frozen weights.",
+        "Losses that spread tokens over experts, master weights, adapters beside frozen weights, and runs in a folder.",
         [
             *("jmx.training.load_balancing_loss", "jmx.training.sequence_balance_loss"),
             *("jmx.training.router_z_loss", "jmx.training.updated_correction_bias"),
             *("jmx.training.QAT", "jmx.training.MasterExperts", "jmx.training.rounded", "jmx.training.export"),
+            *("jmx.training.Run", "jmx.training.Text", "jmx.training.next_token_losses"),
+            *("jmx.training.bits_per_byte", "jmx.training.in_dtype", "jmx.training.unrounded"),
             *("jmx.training.check_finite", "jmx.training.GATE_UP"),
             *("jmx.training.refuse_frozen", "jmx.lora.LoRA", "jmx.lora.Adapters", "jmx.lora.Adapter"),
             *("jmx.lora.merge", "jmx.lora.requantize", "jmx.lora.Requantized"),
@@ -126,7 +128,10 @@ PAGES: dict[str, tuple[str, list[str]]] = {
         "Pictures of loads, errors and speed, by matplotlib.",
         [
             f"jmx.plot.{name}"
-            for name in ("expert_load", "rank_load", "quantization_error", "roofline", "kernels", "serving")
+            for name in (
+                *("expert_load", "rank_load", "quantization_error", "roofline", "kernels", "serving"),
+                "training_loss",
+            )
         ],
     ),
     "Checkpoints": (

@@ -15,7 +15,6 @@ from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.dialog import Dialog, Piece
 from jmx.models.text.harmony import FINAL
-from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import read_tokenizer
 
 _PROMPT = "> "
@@ -48,10 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _start(arguments: argparse.Namespace) -> Dialog:
     """The dialog of parsed arguments. All of them are checked before weights are read."""
     model_arguments.check(arguments)
-    try:
-        StopStrings(arguments.stop)
-    except ValueError as error:
-        raise ValueError(f"`--stop`: {error}") from error
+    sampling_arguments.check_stops(arguments.stop)
     sampler = sampling_arguments.sampler(arguments)
     directory = model_arguments.find(arguments.model)
     template, tokenizer = ChatTemplate.read(directory), read_tokenizer(directory)

@@ -38,6 +38,12 @@ def add(command: Parser) -> None:
         help="with --quantize: write the errors as JSON to a file, which must not exist, or be inside IN or OUT",
     )
     command.add_argument(
+        "--picture",
+        metavar="FILE",
+        help="with --quantize: draw the errors by layer to a .svg or .png file, which must not exist, or be inside IN "
+        "or OUT; needs matplotlib",
+    )
+    command.add_argument(
         "--overwrite",
         action="store_true",
         help="with --quantize: replace the results of an earlier run at OUT and FILE, once the new ones are complete. "
@@ -49,7 +55,7 @@ def add(command: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.quantize is not None:
         return _convert_quantized(arguments)
-    for flag in ("report", "overwrite"):
+    for flag in ("report", "picture", "overwrite"):
         if getattr(arguments, flag):
             raise ValueError(f"`--{flag}` requires `--quantize`")
     from jmx.checkpoint import gpt_oss
@@ -63,11 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_quantized(arguments: argparse.Namespace) -> int:
+    from jmx import plot
     from jmx.checkpoint import quantizing
     from jmx.numerics import formats
+    from jmx.plot import style
+    from jmx.util import atomic_files
 
     check_known("--quantize", arguments.quantize, formats.FORMATS)
-    check_directories(arguments.report)
+    check_directories(arguments.report, arguments.picture)
+    if arguments.picture is not None:
+        style.check_new("--picture", arguments.picture)
+        atomic_files.check_apart(
+            picture=arguments.picture, report=arguments.report, source=arguments.source, target=arguments.target
+        )
     report = quantizing.convert(
         arguments.source,
         arguments.target,
@@ -76,6 +90,8 @@ def _convert_quantized(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         progress=not arguments.json,
     )
+    if arguments.picture is not None:
+        style.save_new(plot.quantization_error(report), arguments.picture)
     if arguments.json:
         print_json({"source": arguments.source, "target": arguments.target, **report.as_dict()})
     else:

@@ -12,6 +12,7 @@ from jmx.cli.parser import MOST, Parser, add_format, add_json, add_tokens, numbe
 if TYPE_CHECKING:
     from jmx.activations import Activation
     from jmx.parallel.division import Division
+    from jmx.routing import Method
     from jmx.selection.environment import Environment
     from jmx.selection.problem import Problem
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     layer_split.check(arguments)
     problems, floats = _problems(arguments, environment)
     divisions = _divisions(arguments, problems)
+    method = None if arguments.model is None else _method(arguments.model, problems[0].top_k)
     declared = arguments.format is None  # then inputs are quantized only if a checkpoint declares it
     explanations = [
         explain_problem(
@@ -75,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             inputs_declared=declared and problem.input_format is not None,
             all=arguments.all,
             division=division,
+            routed=method,
         )
         for problem, division in zip(problems, divisions, strict=True)
     ]
@@ -197,6 +200,13 @@ def _model_fields(name: str) -> dict[str, Any]:
     check_known("--model", name, MODELS)
     problem = MODELS[name].problem(1, "packed")
     return {field: getattr(problem, field) for field in (*_FIELD.values(), "activation", "gate_up_order", "bias")}
+
+
+def _method(model: str, top_k: int) -> "Method":
+    """The routing method of a named model, with as many slots as the flags ask for."""
+    from jmx.perf.shapes import MODELS
+
+    return dataclasses.replace(MODELS[model].method, top_k=top_k)
 
 
 def _activation(text: str) -> "Activation":

@@ -25,7 +25,6 @@ from jmx.models.logprobs import check_count
 from jmx.models.sources.protocol import Source
 from jmx.models.text.chat_template import ChatTemplate
 from jmx.models.text.continuation import Continuation
-from jmx.models.text.stops import StopStrings
 from jmx.models.text.stream import read_tokenizer
 from jmx.models.token_rows import check_tokens
 from jmx.util import atomic_files
@@ -52,10 +51,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     model_arguments.check(arguments)
     if arguments.stop and (arguments.prompt_ids or arguments.random is not None):
         raise ValueError("`--stop` needs prompts of text; with --prompt-ids give --stop-id")
-    try:
-        StopStrings(arguments.stop)
-    except ValueError as error:
-        raise ValueError(f"`--stop`: {error}") from error
+    sampling_arguments.check_stops(arguments.stop)
     if arguments.logprobs is not None and arguments.logprobs < 0:
         raise ValueError(f"`--logprobs` (={arguments.logprobs}) must be at least 0")
     if arguments.logits:

@@ -94,7 +94,7 @@ def find(name: str) -> Path:
 
     directory = find(name)
     if not directory.is_dir():
-        raise FileNotFoundError(f"`MODEL` (={name}) is not a directory")
+        raise FileNotFoundError(f"`model` (={name!r}) is not a directory")
     return directory
 
 

@@ -1,6 +1,7 @@
 """Arguments of commands that sample tokens: what `jmx generate` and `jmx chat` share."""
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jmx.cli.parser import Parser
@@ -30,6 +31,12 @@ def add(parser: Parser) -> None:
     group = parser.add_argument_group("sampling")
     for name, (kind, default, letter, text) in _ARGUMENTS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=letter, help=text)
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """ValueError for an empty `--stop`, at which every text would end."""
+    if "" in stops:
+        raise ValueError("`--stop` (='') must have at least one character")
 
 
 def sampler(arguments: argparse.Namespace) -> "Sampler":

@@ -59,6 +59,8 @@ class Runner:
         check_instance("store", store, ProgramStore | None, "a ProgramStore, or None")
         weights = Weights.of(model)
         self._weights = weights.arrays
+        # A launch on a CPU may compute the program before it returns, while a caller waits for tokens that are there.
+        self._launches_ahead = any(d.platform != "cpu" for d in jax.tree.leaves(weights.arrays)[0].devices())
         self._forward = Forward(model, weights, store)
         by_row, whole = self.model.by_row, self.model.whole
 
@@ -184,8 +186,8 @@ class Runner:
     ) -> Generation:
         """New tokens after prompts, of all rows at once: an iterator, which a caller stops at an EOS.
 
-        `CHUNK` steps run as one program, and the next program is launched before their tokens are read, so that the
-        device never waits for the host.
+        `CHUNK` steps run as one program. On an accelerator the next program is launched before their tokens are read,
+        so that the device never waits for the host; on a CPU, where host and device are one, once they are all taken.
 
         Args:
             prompts: B lists of token ids.
@@ -236,15 +238,22 @@ class Runner:
         numbers = jax.device_put(call.sampler.numbers)
         state, ready = self._start(call)
         longest = max(map(len, call.prompts))
+
+        def read() -> Chunk:
+            tokens, found = jax.tree.map(np.asarray, ready)
+            return Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
+
         for step in range(1, call.max_new_tokens, CHUNK):
-            jax.tree.map(lambda array: array.copy_to_host_async(), ready)
+            if self._launches_ahead:
+                jax.tree.map(lambda array: array.copy_to_host_async(), ready)
+            else:
+                yield read()
             state, new = self._steps(self._weights, state, numbers, np.int32(step), logprobs=call.logprobs)
             longest += CHUNK
-            tokens, found = jax.tree.map(np.asarray, ready)
-            yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
+            if self._launches_ahead:
+                yield read()
             ready = new
-        tokens, found = jax.tree.map(np.asarray, ready)
-        yield Chunk(tokens, found, Cache(state.layers, state.lengths, longest))
+        yield read()
 
     def _start(self, call: _Call) -> tuple[_State, _Drawn]:
         """The state after the first new tokens, with capacity for all the others in whole chunks, and these tokens."""

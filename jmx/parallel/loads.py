@@ -10,9 +10,12 @@ import numpy as np
 
 from jmx.parallel.moves import sources
 from jmx.parallel.placement import Placement, check_alike, check_placement
+from jmx.util import html
 from jmx.util.checks import check_array, shown
+from jmx.util.tables import numbers
 from jmx.util.typing import AnyArray, Array, Float, Num
 
+_COLUMNS = "rank", "before", "after"
 _ENTRY = "token_counts"  # as modules record it
 
 
@@ -96,7 +99,7 @@ def imbalance(loads: Float[np.ndarray, "*layers ranks"]) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Loads of ranks under two placements; prints as a table.
+    """Loads of ranks under two placements; prints as a table, and is one in notebooks.
 
     before, after: float64 (ranks,) or (L, ranks), see `rank_loads`.
     moved: how many slots get the weights of another slot.
@@ -111,11 +114,23 @@ class Comparison:
     num_slots: int
 
     def __str__(self) -> str:
-        rows = zip(*(loads.reshape(-1, loads.shape[-1]).sum(0) for loads in (self.before, self.after)), strict=True)
-        lines = [f"{'rank':>5} {'before':>12} {'after':>12}"]
-        lines += [f"{rank:>5} {before:>12.1f} {after:>12.1f}" for rank, (before, after) in enumerate(rows)]
-        lines += [f"fullest over average: {imbalance(self.before):.3f} before, {imbalance(self.after):.3f} after"]
-        return "\n".join([*lines, f"slots moved: {self.moved} of {self.num_slots}, {self.sent} to another rank"])
+        lines = [f"{rank:>5} {before:>12} {after:>12}" for rank, before, after in [_COLUMNS, *self._rows()]]
+        return "\n".join([*lines, *self._lines()])
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<p>{line}</p>" for line in self._lines())
+        return html.table(numbers(*_COLUMNS), self._rows()) + lines
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """The loads of each rank, of all layers together."""
+        loads = (its.reshape(-1, its.shape[-1]).sum(0) for its in (self.before, self.after))
+        return [(str(rank), f"{old:.1f}", f"{new:.1f}") for rank, (old, new) in enumerate(zip(*loads, strict=True))]
+
+    def _lines(self) -> list[str]:
+        return [
+            f"fullest over average: {imbalance(self.before):.3f} before, {imbalance(self.after):.3f} after",
+            f"slots moved: {self.moved} of {self.num_slots}, {self.sent} to another rank",
+        ]
 
 
 def compare(counts: Num[AnyArray, "*layers E"], before: Placement, after: Placement) -> Comparison:

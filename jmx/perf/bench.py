@@ -19,7 +19,6 @@ from jax import lax
 from jmx import activations
 from jmx.backends import registered_backends
 from jmx.experts import Experts
-from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.layer import moe
 from jmx.numerics import layouts, quantization
 from jmx.perf.machine import check_memory, describe_machine, measure_limits, out_of_memory, seconds
@@ -28,8 +27,9 @@ from jmx.perf.settings import Settings
 from jmx.perf.shapes import Shape, draw_logits, routed_shape
 from jmx.routing import Logits, Method, route
 from jmx.selection import vllm_names
+from jmx.selection.costs import Floor, Peak, flops, times_bfloat16
 from jmx.selection.environment import Environment
-from jmx.selection.problem import Problem
+from jmx.selection.problem import Problem, weight_bytes
 from jmx.selection.select import NoBackendError, select
 from jmx.util.checks import check_one_of
 from jmx.util.typing import Array, Float, Int32, Key, Shaped

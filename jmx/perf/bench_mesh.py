@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jmx.explain import Floor, Peak, flops, times_bfloat16, weight_bytes
 from jmx.parallel import Split
 from jmx.parallel.division import Division
 from jmx.perf.bench import TOLERANCE
@@ -20,7 +19,9 @@ from jmx.perf.roofline import DividedRow, Limits, Report
 from jmx.perf.settings import Settings
 from jmx.perf.shapes import Shape, routed_shape
 from jmx.routing import Logits, route
+from jmx.selection.costs import Floor, Peak, flops, times_bfloat16
 from jmx.selection.environment import Environment
+from jmx.selection.problem import weight_bytes
 
 _LAYERS = 8  # different layers in one call
 

@@ -106,10 +106,10 @@ def _examine_backends() -> tuple[str, list[dict[str, Any]]]:
 
 def _examine_mesh(devices: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The exchanges of a gpt-oss layer over these devices, a token each; None if they are one, or do not divide it."""
-    from jmx.explain import PEAKS
     from jmx.parallel import Split
     from jmx.parallel.division import Division
     from jmx.perf.shapes import MODELS
+    from jmx.selection.costs import PEAKS
 
     count, problem = len(devices), MODELS["gpt-oss-20b"].problem(len(devices), "packed")
     if count < 2 or problem.num_experts % count:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jmx.perf.roofline import require_matplotlib
+from jmx.util import atomic_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,3 +63,23 @@ def save(picture: "Figure", path: str) -> None:
     """Writes `picture` to `path`, SVG or PNG by its name, without the date of the run."""
     with settings():
         picture.savefig(path, dpi=130, metadata={"Date": None} if path.endswith(".svg") else None)
+
+
+def check_new(argument: str, path: str) -> None:
+    """Raises the errors that `save_new` would raise, before the work for the picture starts.
+
+    Raises:
+        ValueError: the name of the file ends with neither .svg nor .png.
+        FileExistsError, FileNotFoundError: it exists, or the directory that should hold it does not.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    if not path.endswith((".svg", ".png")):
+        raise ValueError(f"`{argument}` (={path!r}) must end with .svg or .png")
+    require_matplotlib()
+    atomic_files.check_new(path)
+
+
+def save_new(picture: "Figure", path: str) -> None:
+    """Writes `picture` like `save`, to a file that does not exist; it appears when it is complete."""
+    with atomic_files.new_path(path) as place:
+        save(picture, str(place))

@@ -14,7 +14,7 @@ ORDER_COLUMNS = "jmx_cpu_order_columns"
 
 BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
-    "pip install --force-reinstall --no-deps --no-cache-dir jmx-moe"
+    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
 )
 _PATH = pathlib.Path(__file__).parent / "libjmx_cpu.so"
 

@@ -17,7 +17,7 @@ SUM = "jmx_peer_sum"
 
 BUILD = (
     "reinstall jmx with a C++20 compiler in PATH (g++ 12, clang 16): "
-    "pip install --force-reinstall --no-deps --no-cache-dir jmx-moe"
+    "pip install --force-reinstall --no-deps --no-cache-dir --no-binary jmx-moe jmx-moe"
 )
 _FOLDER = pathlib.Path(__file__).parent
 _PATH = _FOLDER / "libjmx_peer.so"

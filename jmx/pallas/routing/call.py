@@ -82,11 +82,17 @@ def takes(top_k: int, num_tokens: Any, num_experts: int, environment: Environmen
     return tokens * experts <= MOST_ELEMENTS
 
 
-def notes(problem: Problem, environment: Environment, *, divided: bool) -> list[str]:
-    """What `jmx.explain` prints of it. `divided`: whether experts are on several devices, so that ids change."""
-    if divided or not takes(problem.top_k, problem.num_tokens, problem.num_experts, environment):
-        return []
-    return ["logits with softmax routing: routed and grouped by one kernel, jmx_route"]
+def notes(problem: Problem, environment: Environment, routed: Method | Routing | None) -> tuple[str, ...]:
+    """What `jmx.explain` prints of it, for a call on one device that gets logits with the method `routed`.
+
+    A call that gets a `Routing` has no use for the kernel; None: the method is not known.
+    """
+    sizes = problem.num_tokens, problem.num_experts, environment
+    if isinstance(routed, Method):
+        which, used = "", applies(routed, *sizes)
+    else:
+        which, used = " with softmax routing", routed is None and takes(problem.top_k, *sizes)
+    return (f"logits{which}: routed and grouped by one kernel, jmx_route",) if used else ()
 
 
 def route_and_group(values: Float[AnyArray, "T E"], mask: Bool[AnyArray, " T"] | None, call: Call) -> Routing:

@@ -1,0 +1,179 @@
+"""A training in a folder: it continues after a kill, stops at NaN, and shows the loss and the speed."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jmx.training.finite import check_finite
+from jmx.util.atomic_files import write_json
+from jmx.util.checks import check_callable, check_instance, check_int, check_path
+from jmx.util.typing import Array, Float
+
+
+class Run:
+    """A training of so many steps in a folder, in which a process that was killed continues.
+
+    The folder has the latest two checkpoints (`steps`, by Orbax), each complete or not there, and the arguments that
+    the training began with (`run.json`).
+
+    Args:
+        folder: made when the training begins.
+        arguments: all that the result depends on besides `steps`, such as sizes, rates and a hash of the data: JSON
+            values by name.
+        steps: of the whole training.
+        save_every: steps between checkpoints, a multiple of `report_every`. The last step is saved, too.
+        report_every: steps between two losses of the curve.
+
+    Raises:
+        TypeError, ValueError: arguments that are not as above; or that are not those of the training in `folder`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        arguments: Mapping[str, Any],
+        *,
+        steps: int,
+        save_every: int = 100,
+        report_every: int = 20,
+    ):
+        self._folder = check_path("folder", folder).absolute()
+        check_instance("arguments", arguments, Mapping, "a mapping of names to JSON values")
+        try:
+            self._arguments = json.loads(json.dumps({**arguments}))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"`arguments` (={dict(arguments)!r}) must be JSON values by name: {error}") from error
+        self._steps = check_int("steps", steps, least=1)
+        self._report_every = check_int("report_every", report_every, least=1)
+        self._save_every = check_int("save_every", save_every, least=1)
+        if save_every % report_every:
+            raise ValueError(f"`save_every` (={save_every}) must be a multiple of `report_every` (={report_every})")
+        if self._file.exists():
+            for name, value in json.loads(self._file.read_text()).items():
+                if (its := self._arguments.get(name)) != value:
+                    raise ValueError(f"`{name}` (={its}) must be {value}, as when the training in {folder} began")
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "run.json"
+
+    def train(
+        self, state: tuple[Any, ...], step: Callable[[int], Float[Array, ""]], *, tokens_per_step: int
+    ) -> list[tuple[int, float]]:
+        """Trains from the latest checkpoint on, or from `state` as it is, to the last step.
+
+        stdout has a progress bar if it is a terminal, else a line for each loss of the curve.
+
+        Args:
+            state: a tuple of the NNX modules and optimizers that `step` updates, which get the arrays of a checkpoint.
+            step: takes the number of a step, from 1 on, updates `state`, and returns the loss before. For runs that
+                continue to give the same bits, all that a step uses has to follow from its number.
+            tokens_per_step: from which the speed follows.
+
+        Returns:
+            The curve: a number of a step, and the mean loss of the steps since the entry before.
+
+        Raises:
+            FloatingPointError: a loss, or a value that a checkpoint would have, is NaN or infinite. The message names
+                the step, and the step that was saved last.
+            TypeError, ValueError: arguments that are not as above.
+        """
+        kinds = nnx.Module, nnx.Optimizer
+        if not isinstance(state, tuple) or not state or not all(isinstance(each, kinds) for each in state):
+            raise TypeError(f"`state` (={state!r}) must be a tuple of NNX modules and optimizers")
+        check_callable("step", step)
+        check_int("tokens_per_step", tokens_per_step, least=1)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._file.exists():
+            write_json(self._file, self._arguments)
+        with _Checkpoints(self._folder / "steps") as checkpoints:
+            done, curve = checkpoints.restore(state)
+            with _Display(self._steps, done) as display:
+                while done < self._steps:
+                    since = time.perf_counter()
+                    last = min(done - done % self._report_every + self._report_every, self._steps)
+                    numbers = range(done + 1, last + 1)
+                    losses = np.asarray(jax.device_get([step(number) for number in numbers]))
+                    kept = f"; step {checkpoints.latest} was saved last"
+                    for number, loss in zip(numbers, losses, strict=True):
+                        if not np.isfinite(loss):
+                            raise FloatingPointError(f"the loss of step {number} is {loss}{kept}")
+                    done, mean = last, float(losses.mean())
+                    curve.append((done, mean))
+                    if done % self._save_every == 0 or done == self._steps:
+                        checkpoints.save(done, state, curve)
+                    display.show(done, mean, len(numbers) * tokens_per_step / (time.perf_counter() - since))
+        return curve
+
+
+class _Checkpoints:
+    """The latest two states of a training."""
+
+    def __init__(self, folder: Path):
+        # Not while the next step runs, which writes over the arrays.
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(folder, options=options)
+
+    def __enter__(self) -> "_Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    @property
+    def latest(self) -> int:
+        """The number of the step that was saved last; 0: none."""
+        return self._manager.latest_step() or 0
+
+    def restore(self, state: Any) -> tuple[int, list[tuple[int, float]]]:
+        """Fills the modules from the latest checkpoint. Its step and the curve before; without one, 0 and none."""
+        if not (step := self.latest):
+            return 0, []
+        leaves, structure = jax.tree.flatten(nnx.state(state))
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(leaves), curve=ocp.args.JsonRestore())
+        found = self._manager.restore(step, args=wanted)
+        nnx.update(state, jax.tree.unflatten(structure, found["state"]))
+        return step, [(number, loss) for number, loss in found["curve"]["losses"]]
+
+    def save(self, step: int, state: Any, curve: list[tuple[int, float]]) -> None:
+        """Saves the modules' arrays. FloatingPointError if one of them has NaN: its next loss would be."""
+        check_finite(nnx.state(state), step=step, kept=f"step {self.latest}")
+        leaves = jax.tree.leaves(nnx.state(state))
+        losses = {"losses": [list(entry) for entry in curve]}
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(leaves), curve=ocp.args.JsonSave(losses))
+        )
+
+
+class _Display:
+    """A progress bar, or lines where nobody would see it move."""
+
+    def __init__(self, steps: int, done: int):
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        console = Console()
+        self._lines = not console.is_terminal
+        self._bar = Progress(*columns, console=console, disable=self._lines)
+        self._task = self._bar.add_task("training", total=steps, completed=done)
+
+    def __enter__(self) -> "_Display":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.__exit__(*error)
+
+    def show(self, step: int, loss: float, speed: float) -> None:
+        """`speed`: tokens a second."""
+        self._bar.update(self._task, completed=step, description=f"loss {loss:.3f}, {speed:.0f} tokens/s")
+        if self._lines:
+            print(f"step {step}: loss {loss:.3f}, {speed:.0f} tokens/s", flush=True)

@@ -1,0 +1,123 @@
+"""`jmx.training.Run`: a training that stops and continues, its checkpoints, its curve, and what stops it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jmx.training import Run
+
+STEPS, GIVEN = 13, {"rate": 0.1}
+
+
+class Training:
+    """Weights that follow random targets; `stops` and `bad` are numbers of steps."""
+
+    def __init__(self, folder: Path, *, steps: int = STEPS, stops: int = 0, bad: int = 0, spoiled: int = 0):
+        self.model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.adam(0.1), wrt=nnx.Param)
+        self.run = Run(folder, GIVEN, steps=steps, save_every=4, report_every=2)
+        self.stops, self.bad, self.spoiled, self.taken = stops, bad, spoiled, []
+
+    def step(self, number: int) -> jax.Array:
+        if number == self.stops:
+            raise KeyboardInterrupt
+        self.taken.append(number)
+        x = jnp.asarray(np.random.default_rng(number).standard_normal((4, 3)), jnp.float32)
+        loss, gradients = nnx.value_and_grad(lambda model: jnp.square(model(x) - 1).mean())(self.model)
+        self.optimizer.update(self.model, gradients)
+        if number == self.spoiled:
+            self.model.kernel.set_value(self.model.kernel[...].at[0, 0].set(jnp.nan))
+        return jnp.float32(jnp.nan) if number == self.bad else loss
+
+    def train(self) -> list[tuple[int, float]]:
+        return self.run.train((self.model, self.optimizer), self.step, tokens_per_step=4)
+
+    def arrays(self) -> list[Any]:
+        return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(nnx.state((self.model, self.optimizer)))]
+
+
+def saved(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "steps").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, list[tuple[int, float]]]:
+    training = Training(tmp_path_factory.mktemp("whole") / "run")
+    return training, training.train()
+
+
+def test_the_curve_has_means_and_the_last_two_checkpoints_stay(
+    tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path / "run")
+    curve = training.train()
+    assert curve == whole[1]
+    assert [number for number, _ in curve] == [2, 4, 6, 8, 10, 12, 13]
+    assert training.taken == [*range(1, STEPS + 1)]
+    assert saved(tmp_path / "run") == {"12", "13"}
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == GIVEN
+    assert f"step 13: loss {curve[-1][1]:.3f}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stops", [1, 3, 5, 8, 9, 13])
+def test_a_training_that_was_stopped_continues_with_the_same_bits(
+    tmp_path: Path, whole: tuple[Training, list[tuple[int, float]]], stops: int
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Training(tmp_path, stops=stops).train()
+    training = Training(tmp_path)
+    assert training.train() == whole[1]
+    assert training.taken[0] == (stops - 1) // 4 * 4 + 1
+    assert training.arrays() == whole[0].arrays()
+    again = Training(tmp_path)
+    assert again.train() == whole[1]
+    assert again.taken == []
+    assert again.arrays() == whole[0].arrays()
+
+
+@pytest.mark.parametrize(("bad", "kept"), [(1, 0), (4, 0), (7, 4), (13, 12)])
+def test_a_loss_of_nan_names_its_step(tmp_path: Path, bad: int, kept: int) -> None:
+    with pytest.raises(FloatingPointError, match=rf"^the loss of step {bad} is nan; step {kept} was saved last$"):
+        Training(tmp_path, bad=bad).train()
+    assert Training(tmp_path).train()[-1][0] == STEPS
+
+
+def test_weights_of_nan_replace_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"^step 8: .*kernel.*; the last good checkpoint is step 4$"):
+        Training(tmp_path, spoiled=8).train()
+    assert saved(tmp_path) == {"4"}
+
+
+def test_another_training_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        Training(folder, stops=1).train()
+    for given in ({"rate": 0.2}, {}):
+        with pytest.raises(ValueError, match=r"`rate` \(=(0.2|None)\) must be 0.1, as when the training in "):
+            Run(folder, given, steps=STEPS)
+
+
+def test_nothing_is_written_before_the_training(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", GIVEN, steps=1)
+    with pytest.raises(TypeError, match=r"`state` \(=\(\)\) must be a tuple of NNX modules and optimizers"):
+        run.train((), jnp.float32, tokens_per_step=1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"save_every": 30}, ValueError, r"`save_every` \(=30\) must be a multiple of `report_every` \(=20\)"),
+        ({"arguments": {"rate": np.float32(1)}}, TypeError, r"`arguments` \(=.*\) must be JSON values by name"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Run(**{"folder": tmp_path, "arguments": GIVEN, "steps": 1} | options)
