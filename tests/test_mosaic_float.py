@@ -157,8 +157,9 @@ class Case:
             self.experts = self.experts.pad(*(-(-size // 64) * 64 for size in sizes))
         self.x = jnp.asarray(rng.standard_normal((tokens, sizes[0])), dtype)
         self.dy = jnp.asarray(rng.standard_normal(self.x.shape), jnp.float32)
-        ids = jnp.asarray(rng.integers(-1, num_experts + 1, (tokens, top_k)), jnp.int32)  # some go nowhere
-        self.routing = Routing(ids, jnp.asarray(rng.uniform(0.2, 1, (tokens, top_k)), jnp.float32))
+        ids = rng.integers(-1, num_experts + 1, (tokens, top_k)).astype(np.int32)  # some go nowhere
+        ids[0] = rng.permutation(num_experts)[:top_k]
+        self.routing = Routing(jnp.asarray(ids), jnp.asarray(rng.uniform(0.2, 1, (tokens, top_k)), jnp.float32))
         self.adapters = None
         if lora is not None:
             made = lora.random(key, self.experts)
